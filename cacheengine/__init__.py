@@ -1,0 +1,1 @@
+"""The KV cache engine of a replica: pinned CPU RAM, local disk, prefetch."""

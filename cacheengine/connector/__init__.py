@@ -1,0 +1,1 @@
+"""The face that vLLM sees; the only place that imports vLLM."""

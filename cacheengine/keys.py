@@ -1,0 +1,133 @@
+"""The keys of cached KV: vLLM's chain of block hashes, computed outside vLLM.
+
+A block's key is ``H((parent, tuple(token_ids), extra_keys))``, the first
+parent being ``H(seed)``. Source: ``hash_block_tokens``, ``init_none_hash`` and
+``generate_block_hash_extra_keys`` of vLLM 0.32 (``v1/core/kv_cache_utils.py``)
+and ``utils/hashing.py``. KV events carry the low 64 bits of a key as an
+integer. A chunk of n blocks has the key of its last block.
+
+This module is shared with the router: standard library, cbor2 and xxhash only.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import cbor2
+import xxhash
+
+DEFAULT_SEED: Final = "vllm-none-hash"
+"""What vLLM hashes into the first parent when PYTHONHASHSEED is unset (SHA-256 variants)."""
+
+KEY64_MASK: Final = (1 << 64) - 1
+
+ExtraKeys = tuple[tuple[Any, ...], ...] | None
+"""What else identifies a block: LoRA adapter, cache salt, ... or None."""
+
+
+def _sha256(value: object) -> bytes:
+    return hashlib.sha256(pickle.dumps(value, protocol=5)).digest()
+
+
+def _sha256_cbor(value: object) -> bytes:
+    return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+
+
+def _xxhash(value: object) -> bytes:
+    return xxhash.xxh3_128_digest(pickle.dumps(value, protocol=5))
+
+
+def _xxhash_cbor(value: object) -> bytes:
+    return xxhash.xxh3_128_digest(cbor2.dumps(value, canonical=True))
+
+
+_ALGORITHMS: Final[dict[str, Callable[[object], bytes]]] = {
+    "sha256": _sha256,
+    "sha256_cbor": _sha256_cbor,
+    "xxhash": _xxhash,
+    "xxhash_cbor": _xxhash_cbor,
+}
+
+ALGORITHMS: Final = tuple(_ALGORITHMS)
+"""The names of vLLM's ``--prefix-caching-hash-algo``."""
+
+
+class HashScheme:
+    """One replica's way from tokens to keys.
+
+    ``seed`` is the replica's PYTHONHASHSEED, or `DEFAULT_SEED`. Two schemes
+    are equal when they give equal keys for every prompt.
+    """
+
+    __slots__ = ("_hash", "algorithm", "root", "seed")
+
+    def __init__(self, algorithm: str = "sha256", seed: str = DEFAULT_SEED) -> None:
+        if algorithm not in _ALGORITHMS:
+            raise ValueError(
+                f"unknown hash algorithm {algorithm!r}; known are {', '.join(ALGORITHMS)}"
+            )
+        self.algorithm = algorithm
+        self.seed = seed
+        self._hash = _ALGORITHMS[algorithm]
+        self.root = self._hash(seed)
+
+    def chain(
+        self,
+        token_ids: Sequence[int],
+        block_tokens: int,
+        *,
+        parent: bytes | None = None,
+        extra_keys: ExtraKeys = None,
+        first_extra_keys: ExtraKeys = None,
+    ) -> list[bytes]:
+        """Return the keys of the full blocks of ``token_ids``, first to last.
+
+        A tail shorter than ``block_tokens`` has no key. ``parent`` is the key
+        of the block before, when ``token_ids`` continues a chain.
+        ``extra_keys`` go into every block; ``first_extra_keys``, if given,
+        replace them in the first block of a chain that has no parent.
+        """
+        hash_ = self._hash
+        previous = self.root if parent is None else parent
+        keys: list[bytes] = []
+        extra = first_extra_keys if parent is None and first_extra_keys else extra_keys
+        for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
+            previous = hash_((previous, tuple(token_ids[start : start + block_tokens]), extra))
+            keys.append(previous)
+            extra = extra_keys
+        return keys
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HashScheme):
+            return NotImplemented
+        return (self.algorithm, self.seed) == (other.algorithm, other.seed)
+
+    def __hash__(self) -> int:
+        return hash((self.algorithm, self.seed))
+
+    def __repr__(self) -> str:
+        return f"HashScheme({self.algorithm!r}, seed={self.seed!r})"
+
+
+def prompt_extra_keys(
+    *, cache_salt: str | None = None, lora: tuple[str, str] | None = None
+) -> tuple[ExtraKeys, ExtraKeys]:
+    """Return ``(extra_keys, first_extra_keys)`` of a text prompt for `HashScheme.chain`.
+
+    ``lora`` is (name, path). The salt enters the first block only, after the
+    adapter, each value tagged with its source.
+    """
+    every: tuple[tuple[Any, ...], ...] = (("lora", *lora),) if lora else ()
+    first = (*every, ("cache_salt", cache_salt)) if cache_salt else every
+    return every or None, first or None
+
+
+def key64(key: bytes) -> int:
+    """Return the low 64 bits of a key, as vLLM's KV events carry it."""
+    return int.from_bytes(key[-8:], "big")
+
+
+def chunk_keys(block_keys: Sequence[bytes], blocks_per_chunk: int) -> list[bytes]:
+    """Return the keys of the full chunks of a chain: every n-th block key."""
+    return list(block_keys[blocks_per_chunk - 1 :: blocks_per_chunk])

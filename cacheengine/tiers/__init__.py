@@ -1,0 +1,1 @@
+"""The tiers below the CPU pool, behind the contract of ``tiers.base``."""

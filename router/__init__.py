@@ -1,0 +1,1 @@
+"""The router: sends every prompt to the replica that already remembers it."""
