@@ -5,14 +5,15 @@ Requests and small answers are JSON. The two that carry every key of a replica
 big-endian integers (`keys.key64`), so that a million keys are 8 MB and need no
 parsing. Keys in requests are whole digests in hex: they name bytes to move.
 
-This module is shared with the router: standard library, msgspec and numpy only.
+This module is shared with the router: standard library and msgspec only.
 """
 
+import sys
+from array import array
 from collections.abc import Iterable
 from typing import Final, Literal
 
 import msgspec
-import numpy as np
 
 TierName = Literal["cpu", "disk", "remote"]
 """The tiers that an engine reports. The GPU's are in vLLM's own KV events."""
@@ -141,12 +142,21 @@ MSGPACK: Final = "application/msgpack"
 
 def pack_keys(keys: Iterable[int]) -> bytes:
     """Pack 64-bit keys, 8 bytes each, big-endian."""
-    return np.fromiter(keys, dtype=np.uint64).astype(">u8").tobytes()
+    return _swapped(array("Q", keys)).tobytes()
 
 
 def unpack_keys(packed: bytes) -> list[int]:
     """Return the 64-bit keys of `pack_keys`."""
-    if len(packed) % 8:
-        raise ValueError(f"packed keys have {len(packed)} bytes, not a multiple of 8")
-    keys: list[int] = np.frombuffer(packed, dtype=">u8").tolist()
+    keys = array("Q")
+    try:
+        keys.frombytes(packed)
+    except ValueError:
+        raise ValueError(f"packed keys have {len(packed)} bytes, not a multiple of 8") from None
+    return _swapped(keys).tolist()
+
+
+def _swapped(keys: "array[int]") -> "array[int]":
+    """Turn native byte order to big-endian, or back, in place."""
+    if sys.byteorder == "little":
+        keys.byteswap()
     return keys
