@@ -1,0 +1,70 @@
+"""Which bytes a transfer moves: vLLM's specs turned into runs of pages.
+
+Pure arithmetic on block numbers, shared by both directions and testable
+without tensors. Source of the rules: ``GPULoadStoreSpec`` of vLLM 0.32
+(``v1/kv_offload/base.py``) and ``CPUOffloadingWorker.transfer_async``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class PageRuns:
+    """Runs of pages that lie side by side on both sides of a copy.
+
+    Run i covers ``lengths[i]`` GPU blocks from ``blocks[i]`` on, and the same
+    number of pages of chunk row ``slots[i]`` from page ``pages[i]`` on. It
+    never leaves its chunk row.
+    """
+
+    blocks: list[int]
+    slots: list[int]
+    pages: list[int]
+    lengths: list[int]
+
+    @property
+    def num_pages(self) -> int:
+        """GPU blocks covered by all runs together."""
+        return sum(self.lengths)
+
+
+def plan_runs(
+    block_ids: npt.NDArray[np.int32] | Sequence[int],
+    slots: npt.NDArray[np.int32] | Sequence[int],
+    first_block_index: int,
+    blocks_per_chunk: int,
+) -> PageRuns:
+    """Pair GPU blocks with pages of chunk rows and merge neighbours.
+
+    ``block_ids`` are logically consecutive blocks of one request, the first
+    being block ``first_block_index`` of it: where that is not a multiple of
+    ``blocks_per_chunk`` the transfer starts inside its first chunk, and it may
+    end inside its last one.
+
+    Raises ValueError when the chunk rows do not cover exactly the blocks.
+    """
+    blocks = np.asarray(block_ids, dtype=np.int64)
+    rows = np.asarray(slots, dtype=np.int64)
+    positions = np.arange(len(blocks)) + first_block_index % blocks_per_chunk
+    chunks = positions // blocks_per_chunk
+    covered = int(chunks[-1]) + 1 if len(blocks) else 0
+    if covered != len(rows):
+        raise ValueError(
+            f"{len(blocks)} blocks from block {first_block_index} on lie in {covered} chunks "
+            f"of {blocks_per_chunk}, but {len(rows)} chunk rows were given"
+        )
+    if not len(blocks):
+        return PageRuns([], [], [], [])
+    breaks = (np.diff(blocks) != 1) | (np.diff(chunks) != 0)
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    lengths = np.diff(np.concatenate((starts, [len(blocks)])))
+    return PageRuns(
+        blocks=blocks[starts].tolist(),
+        slots=rows[chunks[starts]].tolist(),
+        pages=(positions[starts] % blocks_per_chunk).tolist(),
+        lengths=lengths.tolist(),
+    )

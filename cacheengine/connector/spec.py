@@ -1,0 +1,195 @@
+"""What vLLM loads: the engine as an out-of-tree ``OffloadingSpec``.
+
+Named to vLLM by ``--kv-transfer-config`` (see ``cacheengine.launch``):
+``{"kv_connector": "OffloadingConnector", "kv_connector_extra_config":
+{"spec_name": "WarmrouteSpec", "spec_module_path": "cacheengine.connector.spec",
+"block_size": <chunk tokens>}}``. The rest comes from LMCache's configuration.
+
+Written against vLLM 0.32's ``v1/kv_offload``; that interface is experimental.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+from cacheengine.agent import Agent, AgentIdentity
+from cacheengine.chunk import ChunkLayout
+from cacheengine.config import EngineConfig, load_engine_config
+from cacheengine.connector.copy_worker import CpuCopyWorker
+from cacheengine.connector.manager import WarmrouteManager
+from cacheengine.connector.region import PoolRegion
+from cacheengine.engine import CacheEngine
+from cacheengine.launch import ReplicaSettings
+from cacheengine.pool import Pool
+
+logger = logging.getLogger("vllm.warmroute")
+
+
+class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
+    """Builds the engine's two halves inside vLLM.
+
+    The scheduler process gets the manager, the engine with its I/O threads,
+    and the agent; every worker process gets a copy worker over the same
+    memory. Geometry (bytes of a chunk row, each rank's slice of it) is
+    vLLM's own, so that its CUDA copy worker fits unchanged.
+    """
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """None: the engine's metrics are the agent's ``/metrics``."""
+        return {}
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        self.engine_config: EngineConfig = load_engine_config()
+        self.settings = ReplicaSettings.from_extra_config(config.extra_config)
+        super().__init__(_with_engine_settings(config, self.engine_config))
+        self._check_supported()
+
+    def _check_supported(self) -> None:
+        if len(self.config.groups) != 1:
+            raise ValueError(
+                f"this model has {len(self.config.groups)} KV cache groups (hybrid or "
+                "sliding-window layers beside full attention); the cache engine supports "
+                "models with one group. Start vLLM without it (no --kv-transfer-config), or "
+                "with --disable-hybrid-kv-cache-manager where the model allows it"
+            )
+        chunk_tokens = self.tokens_per_block[0] * self.blocks_per_chunk
+        if chunk_tokens != self.engine_config.chunk_size:
+            raise ValueError(
+                f"chunk_size: {self.engine_config.chunk_size} tokens in the cache configuration, "
+                f"but vLLM was told {chunk_tokens}; start the replica with `warmroute replica`, "
+                'or set "block_size" in kv_connector_extra_config to chunk_size'
+            )
+        if self.num_chunks == 0 and self.config.worker_kv_bytes_per_block > 0:
+            needed_gb = 2 * self.kv_bytes_per_chunk / 1024**3
+            raise ValueError(
+                f"max_local_cpu_size: {self.engine_config.max_local_cpu_size} GB holds not one "
+                f"chunk of {self.kv_bytes_per_chunk} bytes; set at least {needed_gb:.3f}"
+            )
+
+    def _uses_shared_region(self) -> bool:
+        return True
+
+    def _open_region(self, rank: int | None) -> PoolRegion:
+        return PoolRegion(
+            engine_id=self.config.engine_id,
+            num_chunks=self.num_chunks,
+            rank=rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+
+    def create_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Return the copy worker of this rank over its slice of every chunk row."""
+        region = self._open_region(0 if self.replicated_layout else self.config.parallel.rank)
+        try:
+            if current_platform.is_cuda_alike() or current_platform.is_xpu():
+                return CPUOffloadingWorker(
+                    kv_caches=kv_caches,
+                    blocks_per_chunk=self.blocks_per_chunk,
+                    num_cpu_chunks=self.num_chunks,
+                    mmap_region=region,
+                )
+            return CpuCopyWorker(kv_caches, self.blocks_per_chunk, region)
+        except BaseException:
+            region.cleanup()
+            raise
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Return the one copy worker of this process."""
+        if self._worker is None:
+            self._worker = self.create_worker(kv_caches)
+        return self._worker
+
+    def get_manager(self) -> OffloadingManager:
+        """Return the one manager of this replica; starts the engine and the agent."""
+        if self._manager is None:
+            self._manager = self._create_manager()
+        return self._manager
+
+    def _create_manager(self) -> WarmrouteManager:
+        with contextlib.ExitStack() as undo:
+            region = self._open_region(rank=None)
+            undo.callback(region.cleanup)
+            region.forget_name()
+            pool = Pool.over(
+                region.create_kv_memoryview().cast("B"),
+                num_slots=self.num_chunks,
+                slot_bytes=self.kv_bytes_per_chunk,
+            )
+            engine = CacheEngine(self.engine_config, self._layout(), pool)
+            undo.callback(engine.close)
+            agent = Agent(engine, self._identity(), self.engine_config)
+            undo.callback(agent.stop)
+            agent.start()
+            # From here on the manager's shutdown is what undoes all of it.
+            return WarmrouteManager(
+                engine,
+                group_idx=self.config.groups[0].group_id,
+                enable_events=self.config.enable_kv_cache_events,
+                on_shutdown=undo.pop_all().close,
+            )
+
+    def _layout(self) -> ChunkLayout:
+        parallel = self.config.parallel
+        return ChunkLayout(
+            model=self.config.model.name,
+            dtype=self.config.model.dtype,
+            block_tokens=self.tokens_per_block[0],
+            chunk_tokens=self.engine_config.chunk_size,
+            chunk_bytes=self.kv_bytes_per_chunk,
+            parallel=(
+                f"tp{parallel.tp_size}-pp{parallel.pp_size}-pcp{parallel.pcp_size}"
+                f"-dcp{parallel.dcp_size}-replicated{int(self.replicated_layout)}"
+            ),
+            hash_algorithm=self.settings.hash_algorithm,
+            hash_seed=self._hash_seed(),
+            kv_layout=f"{self.config.kv_cache_layout}-{current_platform.device_type}",
+        )
+
+    def _hash_seed(self) -> str:
+        # vLLM derives its root hash after it has built this object, from the
+        # same environment; only without PYTHONHASHSEED and with a
+        # non-cryptographic hash is it random, and `warmroute replica` sets one.
+        return os.environ.get("PYTHONHASHSEED", get_none_hash_seed())
+
+    def _identity(self) -> AgentIdentity:
+        return AgentIdentity(
+            instance_id=self.engine_config.lmcache_instance_id,
+            model=self.config.model.name,
+            hash_algorithm=self.settings.hash_algorithm,
+            hash_seed=self._hash_seed(),
+            block_tokens=self.tokens_per_block[0],
+            chunk_tokens=self.engine_config.chunk_size,
+            chunk_bytes=self.kv_bytes_per_chunk,
+            kv_events_port=self.settings.kv_events_port,
+            kv_replay_port=self.settings.kv_replay_port,
+        )
+
+
+def _with_engine_settings(config: OffloadingConfig, engine: EngineConfig) -> OffloadingConfig:
+    """Return vLLM's configuration with the pool's size and our defaults in it."""
+    extra = {
+        **config.extra_config,
+        "cpu_bytes_to_use": engine.max_local_cpu_bytes,
+        # Generated tokens are stored too, so that the next turn of a chat
+        # finds its own answer.
+        "offload_prompt_only": not engine.save_decode_cache,
+    }
+    return dataclasses.replace(config, extra_config=extra)
