@@ -35,6 +35,7 @@ from cacheengine.connector.region import PoolRegion
 from cacheengine.engine import CacheEngine
 from cacheengine.launch import ReplicaSettings
 from cacheengine.pool import Pool
+from cacheengine.weights import weights_identity
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -59,6 +60,9 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         self.engine_config: EngineConfig = load_engine_config()
         self.settings = ReplicaSettings.from_extra_config(config.extra_config)
         super().__init__(_with_engine_settings(config, self.engine_config))
+        # The parent's own attributes, declared again for the type checker.
+        self._manager: OffloadingManager | None = None
+        self._worker: OffloadingWorker | None = None
         self._check_supported()
 
     def _check_supported(self) -> None:
@@ -129,7 +133,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             undo.callback(region.cleanup)
             region.forget_name()
             pool = Pool.over(
-                region.create_kv_memoryview().cast("B"),
+                region.create_kv_memoryview(),
                 num_slots=self.num_chunks,
                 slot_bytes=self.kv_bytes_per_chunk,
             )
@@ -161,13 +165,15 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             hash_algorithm=self.settings.hash_algorithm,
             hash_seed=self._hash_seed(),
             kv_layout=f"{self.config.kv_cache_layout}-{current_platform.device_type}",
+            weights=weights_identity(self.config.model.name),
         )
 
     def _hash_seed(self) -> str:
         # vLLM derives its root hash after it has built this object, from the
         # same environment; only without PYTHONHASHSEED and with a
         # non-cryptographic hash is it random, and `warmroute replica` sets one.
-        return os.environ.get("PYTHONHASHSEED", get_none_hash_seed())
+        seed = os.environ.get("PYTHONHASHSEED")
+        return seed if seed is not None else str(get_none_hash_seed())
 
     def _identity(self) -> AgentIdentity:
         return AgentIdentity(

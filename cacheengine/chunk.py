@@ -1,0 +1,55 @@
+"""What makes two chunks interchangeable, beside their keys."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Final
+
+_FORMAT: Final = 1
+"""Raised when the bytes of a chunk change their meaning for equal layouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkLayout:
+    """The meaning of a chunk's bytes: whose KV they are, and how they lie.
+
+    Two engines may exchange chunks exactly when their layouts are equal; the
+    disk tier keeps each layout in a directory of its own, named `fingerprint`.
+    """
+
+    model: str
+    """vLLM's ``--model``: a path or a name."""
+    dtype: str
+    block_tokens: int
+    chunk_tokens: int
+    chunk_bytes: int
+    """Payload of one chunk: one row of the pool, all layers and ranks."""
+    parallel: str = ""
+    """How ranks share a row (tensor, pipeline, context parallel sizes)."""
+    hash_algorithm: str = "sha256"
+    hash_seed: str = ""
+    kv_layout: str = ""
+    """vLLM's name for the order of a page's bytes, and the platform."""
+    weights: str = ""
+    """Identity of the weights behind ``model`` (`weights.weights_identity`),
+    so that a model replaced in place does not meet its predecessor's KV."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "chunk_tokens", "chunk_bytes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        if self.chunk_tokens % self.block_tokens:
+            raise ValueError(
+                f"chunk_size is {self.chunk_tokens} tokens, not a multiple of vLLM's block "
+                f"size of {self.block_tokens}; set chunk_size to a multiple of it"
+            )
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Blocks of vLLM in one chunk."""
+        return self.chunk_tokens // self.block_tokens
+
+    def fingerprint(self) -> str:
+        """Return 32 hex digits, equal for equal layouts only."""
+        text = json.dumps({"format": _FORMAT, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]

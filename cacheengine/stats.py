@@ -1,0 +1,107 @@
+"""What the engine counts and measures. Every counter is defined on its line."""
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the engine's start; bytes are payload bytes."""
+
+    lookups: int = 0
+    """Chunks asked for by `lookup`, and by `try_hold` when it succeeded."""
+    hits_cpu: int = 0
+    """Of those: ready in the pool."""
+    hits_pending: int = 0
+    """Of those: being stored or promoted."""
+    hits_disk: int = 0
+    """Of those: only below the pool."""
+    stores: int = 0
+    """Chunks that became visible by `complete_store`."""
+    store_bytes: int = 0
+    """Bytes of those."""
+    store_drops: int = 0
+    """Chunks for which `prepare_store` found no room."""
+    store_failures: int = 0
+    """Chunks whose store ended with success=False, or was cleared while under way."""
+    evictions: int = 0
+    """Chunks evicted from the pool to make room."""
+    disk_evictions: int = 0
+    """Chunks evicted from the lower tier to make room."""
+    puts: int = 0
+    """Chunks written to the lower tier."""
+    put_bytes: int = 0
+    """Bytes of those."""
+    put_drops: int = 0
+    """Chunks not written: queue full, tier full or resting after an error, or cleared."""
+    gets: int = 0
+    """Chunks read whole from the lower tier."""
+    get_bytes: int = 0
+    """Bytes of those."""
+    get_misses: int = 0
+    """Chunks that the lower tier was thought to hold and did not."""
+    corrupt: int = 0
+    """Chunks found damaged on reading, and removed."""
+    io_errors: int = 0
+    """Reads and writes that failed for another reason (no space, no permission, ...)."""
+    prefetches: int = 0
+    """Calls of `promote`."""
+    promoted: int = 0
+    """Chunks brought into the pool by those."""
+    promoted_bytes: int = 0
+    """Bytes of those."""
+    promote_drops: int = 0
+    """Chunks on disk that found no room in the pool."""
+    prefetch_unused_bytes: int = 0
+    """Bytes promoted that left the pool without ever being held."""
+    pins_expired: int = 0
+    """Pins that reached their deadline unused."""
+    events_dropped: int = 0
+    """Events lost to vLLM's stream because nobody took them in time."""
+    cpu_used_bytes: int = 0
+    """Now: bytes in the pool, those under way included."""
+    cpu_held_bytes: int = 0
+    """Now: bytes in the pool that are held, pinned, being put or not ready."""
+    put_queue_bytes: int = 0
+    """Now: bytes whose put is queued or under way."""
+
+
+_WINDOW_S: Final = 2.0
+
+
+class BandwidthMeter:
+    """Bytes per second of busy time, recent operations counting more.
+
+    Operations overlap (several I/O threads): time is counted while at least
+    one is under way. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._active = 0
+        self._since_s = 0.0
+        self._busy_s = 0.0
+        self._bytes = 0.0
+
+    def start(self, now_s: float) -> None:
+        """An operation begins."""
+        self._advance(now_s)
+        self._active += 1
+
+    def stop(self, now_s: float, moved_bytes: int) -> None:
+        """An operation ends, having moved so much (0: it failed)."""
+        self._advance(now_s)
+        self._active -= 1
+        self._bytes += moved_bytes
+        if self._busy_s > _WINDOW_S:
+            # Halving both keeps the rate, and lets the old fade.
+            self._busy_s /= 2
+            self._bytes /= 2
+
+    def bytes_per_s(self) -> float:
+        """Return the rate, 0.0 while nothing was measured."""
+        return self._bytes / self._busy_s if self._busy_s > 0 else 0.0
+
+    def _advance(self, now_s: float) -> None:
+        if self._active:
+            self._busy_s += now_s - self._since_s
+        self._since_s = now_s
