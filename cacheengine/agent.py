@@ -76,12 +76,12 @@ class Agent:
     def start(self) -> None:
         """Listen; returns when requests are answered."""
         started: threading.Event = threading.Event()
-        failure: list[BaseException] = []
+        failure: list[Exception] = []
 
         def run() -> None:
             try:
                 asyncio.run(self._serve(started))
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  raised again by start()
                 failure.append(error)
                 started.set()
 
@@ -89,10 +89,12 @@ class Agent:
         self._thread.start()
         if not started.wait(_START_TIMEOUT_S):
             raise TimeoutError(f"the agent did not start within {_START_TIMEOUT_S} s")
-        if failure:
+        if failure and isinstance(failure[0], OSError):
             raise OSError(
                 f"lmcache_worker_port: cannot listen on {self._host}:{self._port}: {failure[0]}"
             ) from failure[0]
+        if failure:
+            raise failure[0]
 
     def stop(self) -> None:
         """Close the listening socket and end the thread."""
@@ -105,11 +107,13 @@ class Agent:
     async def _serve(self, started: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
-        runner = web.AppRunner(self._app(), access_log=None, handle_signals=False)
+        runner = web.AppRunner(
+            self._app(), access_log=None, handle_signals=False, shutdown_timeout=1.0
+        )
         await runner.setup()
         expiry = asyncio.create_task(self._expire_pins())
         try:
-            site = web.TCPSite(runner, self._host, self._port, shutdown_timeout=1.0)
+            site = web.TCPSite(runner, self._host, self._port)
             await site.start()
             self.address = runner.addresses[0][:2]
             logger.info("Warmroute agent of %s on %s", self._identity.instance_id, self.address)

@@ -57,6 +57,7 @@ def replica(
     """
     try:
         config = load_engine_config(config_path)
+        config.check_ready()
         _check_model(vllm_args)
         spare_events_port, spare_replay_port = free_ports(2)
         command = vllm_arguments(

@@ -214,7 +214,9 @@ def load_engine_config(
     try:
         config = EngineConfig(source=str(path or "environment"), **known)
     except ConfigError as error:
-        raise given[error.key].error(error.problem, error.fix) if error.key in given else error
+        if error.key not in given:
+            raise
+        raise given[error.key].error(error.problem, error.fix) from None
     if config.max_local_disk_size > 0 and config.local_disk is None:
         _warn(given["max_local_disk_size"], "has no effect without local_disk")
     return config

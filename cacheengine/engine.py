@@ -16,7 +16,7 @@ from typing import Final
 
 from cacheengine import wire
 from cacheengine.chunk import ChunkLayout
-from cacheengine.config import EngineConfig
+from cacheengine.config import ConfigError, EngineConfig
 from cacheengine.decisions import Presence, StoreReservation, Todo
 from cacheengine.events import KeyEventRecord, to_wire
 from cacheengine.eviction import make_policy
@@ -397,9 +397,18 @@ def make_tier(config: EngineConfig, layout: ChunkLayout) -> Tier:
     """Return the tier below the pool that the configuration asks for."""
     if config.local_disk is None:
         return NullTier()
-    return DiskTier(
+    tier = DiskTier(
         config.local_disk,
         layout.fingerprint(),
         payload_bytes=layout.chunk_bytes,
         capacity_bytes=config.max_local_disk_bytes,
     )
+    if tier.capacity_bytes < tier.item_bytes:
+        tier.close()
+        raise ConfigError(
+            config.source,
+            "max_local_disk_size",
+            f"{config.max_local_disk_size} GB holds not one chunk of {tier.item_bytes} bytes",
+            f"set at least {2 * tier.item_bytes / 1024**3:.3f}",
+        )
+    return tier

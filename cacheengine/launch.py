@@ -73,6 +73,8 @@ def vllm_arguments(
         sys.executable,
         "-m",
         "vllm.entrypoints.openai.api_server",
+        # Answers then say how many prompt tokens were cached: the router learns from it.
+        "--enable-prompt-tokens-details",
         *vllm_args,
         "--kv-transfer-config",
         json.dumps(transfer),

@@ -1,0 +1,127 @@
+"""Small engines for tests, and the bytes that belong to a key."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cacheengine.chunk import ChunkLayout
+from cacheengine.config import EngineConfig
+from cacheengine.engine import CacheEngine
+from cacheengine.pool import Pool
+from cacheengine.tiers.base import Tier
+
+CHUNK_BYTES = 8192
+GB = 1024**3
+
+
+class FakeClock:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(str(number).encode()).digest()
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+def payload(chunk_key: bytes, chunk_bytes: int = CHUNK_BYTES) -> bytes:
+    """The bytes that a test stores under a key: different for every key, not periodic."""
+    return hashlib.shake_128(chunk_key).digest(chunk_bytes)
+
+
+def layout(chunk_bytes: int = CHUNK_BYTES, model: str = "m") -> ChunkLayout:
+    return ChunkLayout(
+        model=model, dtype="bfloat16", block_tokens=16, chunk_tokens=256, chunk_bytes=chunk_bytes
+    )
+
+
+def disk_items_gb(items: int, chunk_bytes: int = CHUNK_BYTES) -> float:
+    """A max_local_disk_size that holds exactly so many chunks."""
+    return items * (chunk_bytes + 4096) / GB
+
+
+def config(
+    disk: Path | None = None, *, disk_items: int = 100, local_cpu: bool = True, share: float = 1.0
+) -> EngineConfig:
+    return EngineConfig(
+        local_cpu=local_cpu,
+        local_disk=disk,
+        max_local_disk_size=disk_items_gb(disk_items) if disk else 0.0,
+        put_queue_share=share,
+    )
+
+
+class Bench:
+    """An engine, its pool, and short ways to store chunks and to check their bytes."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        engine_config: EngineConfig | None = None,
+        *,
+        tier: Tier | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.pool = Pool.allocate(num_slots, CHUNK_BYTES)
+        self.clock = FakeClock()
+        self.engine = CacheEngine(
+            engine_config or config(),
+            layout(),
+            self.pool,
+            clock=clock or self.clock,
+            tier=tier,
+        )
+
+    def store(self, chunks: Sequence[bytes]) -> tuple[bytes, ...] | None:
+        """Store those that are not there; return their keys, or None without room."""
+        reservation = self.engine.prepare_store(chunks)
+        if reservation is None:
+            return None
+        for chunk, slot in zip(reservation.keys, reservation.slots, strict=True):
+            self.pool.view(slot)[:] = payload(chunk)
+        self.engine.complete_store(reservation.keys)
+        return reservation.keys
+
+    def has_right_bytes(self, chunks: Sequence[bytes]) -> bool:
+        """Hold chunks, compare every byte, release them."""
+        slots = self.engine.hold(chunks)
+        try:
+            return all(
+                bytes(self.pool.view(slot)) == payload(chunk)
+                for chunk, slot in zip(chunks, slots, strict=True)
+            )
+        finally:
+            self.engine.release(chunks)
+
+    def finish_puts(self) -> None:
+        """Return when no put is queued or under way."""
+        wait_until(lambda: self.engine.stats().put_queue_bytes == 0)
+
+    def promote(self, chunks: Sequence[bytes], pin_s: float = 10.0) -> tuple[int, int, int]:
+        """Promote and wait; return (resident, promoted, missing)."""
+        promotion = self.engine.promote(chunks, pin_s=pin_s)
+        assert promotion.wait(20)
+        return promotion.resident, promotion.promoted, promotion.missing
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return when the condition holds; AssertionError after far too long."""
+    import threading
+
+    pause = threading.Event()
+    for _ in range(20_000):
+        if condition():
+            return
+        pause.wait(0.001)
+    raise AssertionError("it never came to be")

@@ -1,0 +1,176 @@
+"""The scheduler's face on a real engine: what vLLM's scheduler would do, call by call."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.slow,
+    # Importing vLLM and its dependencies warns about their own deprecations.
+    pytest.mark.filterwarnings("default"),
+]
+
+from tests.cacheengine.building import Bench, config, key, payload, wait_until  # noqa: E402
+from tests.cacheengine.conftest import MakeBench  # noqa: E402
+
+GROUP = 0
+
+
+def offload_keys(*numbers: int) -> list[Any]:
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    return [make_offload_key(key(number), GROUP) for number in numbers]
+
+
+class Scheduler:
+    """One request's calls to the manager, in vLLM's order."""
+
+    def __init__(self, bench: Bench) -> None:
+        from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
+
+        from cacheengine.connector.manager import WarmrouteManager
+
+        self.bench = bench
+        self.closed = 0
+        self.context = ReqContext("request-1")
+        self._end = ScheduleEndContext(new_req_ids=[], preempted_req_ids=[])
+        self.manager = WarmrouteManager(
+            bench.engine, GROUP, enable_events=True, on_shutdown=self._closing
+        )
+
+    def _closing(self) -> None:
+        self.closed += 1
+
+    def lookup(self, *numbers: int) -> list[str]:
+        return [self.manager.lookup(k, self.context).name for k in offload_keys(*numbers)]
+
+    def end_step(self) -> None:
+        self.manager.on_schedule_end(self._end)
+
+    def store(self, *numbers: int, complete: bool = True) -> list[int]:
+        output = self.manager.prepare_store(offload_keys(*numbers), self.context)
+        assert output is not None
+        slots: list[int] = output.store_spec.block_ids.tolist()
+        for number, slot in zip(numbers, slots, strict=True):
+            self.bench.pool.view(slot)[:] = payload(key(number))
+        if complete:
+            self.manager.complete_store(output.keys_to_store, self.context)
+        return slots
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, make_bench: MakeBench) -> Scheduler:
+    return Scheduler(make_bench(4, config(tmp_path)))
+
+
+def test_a_stored_chunk_is_hit_and_loaded_from_its_slot(scheduler: Scheduler) -> None:
+    slots = scheduler.store(1, 2, complete=False)
+    assert scheduler.lookup(1, 2, 3) == ["HIT_PENDING", "HIT_PENDING", "MISS"]
+    scheduler.manager.complete_store(offload_keys(1, 2), scheduler.context)
+    assert scheduler.lookup(1, 2) == ["HIT", "HIT"]
+    spec = scheduler.manager.prepare_load(offload_keys(1, 2), scheduler.context)
+    assert spec.block_ids.tolist() == slots  # type: ignore[attr-defined]
+    scheduler.end_step()
+    scheduler.manager.complete_load(offload_keys(1, 2), scheduler.context)
+
+
+def test_a_hit_stays_until_the_step_ends(scheduler: Scheduler) -> None:
+    """Between lookup and prepare_load nothing may evict the chunk."""
+    scheduler.store(1, 2, 3, 4)
+    scheduler.bench.finish_puts()
+    assert scheduler.lookup(1, 2, 3, 4) == ["HIT"] * 4
+    assert scheduler.manager.prepare_store(offload_keys(5), scheduler.context) is None
+    scheduler.end_step()
+    assert scheduler.manager.prepare_store(offload_keys(5), scheduler.context) is not None
+    scheduler.manager.complete_store(offload_keys(5), scheduler.context, success=False)
+
+
+def test_a_chunk_on_disk_is_promoted_while_the_request_waits(scheduler: Scheduler) -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    scheduler.store(1, 2)
+    scheduler.bench.finish_puts()
+    scheduler.bench.engine.clear(["cpu"])
+    assert set(scheduler.lookup(1, 2)) <= {"RETRY"}
+    scheduler.end_step()
+    wait_until(lambda: scheduler.bench.engine.stats().promoted == 2)
+    assert scheduler.lookup(1, 2) == ["HIT", "HIT"]
+    source = scheduler.manager.get_load_source(offload_keys(1)[0], scheduler.context)
+    assert source is CacheHitSource.DISK
+    scheduler.manager.prepare_load(offload_keys(1, 2), scheduler.context)
+    scheduler.end_step()
+    assert scheduler.bench.has_right_bytes([key(1), key(2)])
+    scheduler.manager.complete_load(offload_keys(1, 2), scheduler.context)
+
+
+def test_a_chunk_on_disk_without_room_is_a_miss(scheduler: Scheduler) -> None:
+    scheduler.store(1)
+    scheduler.bench.finish_puts()
+    scheduler.bench.engine.clear(["cpu"])
+    scheduler.store(2, 3, 4, 5)
+    scheduler.bench.finish_puts()
+    scheduler.manager.prepare_load(offload_keys(2, 3, 4, 5), scheduler.context)
+    assert scheduler.lookup(1) == ["MISS"]
+    scheduler.manager.complete_load(offload_keys(2, 3, 4, 5), scheduler.context)
+
+
+def test_two_loads_of_one_chunk_each_hold_it(scheduler: Scheduler) -> None:
+    scheduler.store(1)
+    scheduler.bench.finish_puts()
+    for _ in range(2):
+        scheduler.manager.prepare_load(offload_keys(1), scheduler.context)
+    scheduler.manager.complete_load(offload_keys(1), scheduler.context)
+    scheduler.store(2, 3, 4)
+    scheduler.bench.finish_puts()
+    # All slots are taken, and chunk 1 is still being loaded.
+    scheduler.store(5)
+    assert scheduler.lookup(1) == ["HIT"]
+    scheduler.end_step()
+    scheduler.manager.complete_load(offload_keys(1), scheduler.context)
+
+
+def test_reset_keeps_rows_of_transfers_under_way_until_they_are_flushed(
+    scheduler: Scheduler,
+) -> None:
+    scheduler.store(1, 2)
+    scheduler.bench.finish_puts()
+    scheduler.manager.prepare_load(offload_keys(1), scheduler.context)
+    scheduler.store(3, complete=False)
+    scheduler.manager.reset_cache()
+    assert scheduler.lookup(1, 2) == ["MISS", "MISS"]
+
+    def can_store_four() -> bool:
+        output = scheduler.manager.prepare_store(offload_keys(6, 7, 8, 9), scheduler.context)
+        if output is not None:
+            scheduler.manager.complete_store(output.keys_to_store, scheduler.context, success=False)
+        return output is not None
+
+    assert not can_store_four()
+    for _ in range(3):
+        scheduler.end_step()
+    assert can_store_four()
+
+
+def test_events_carry_the_tier_as_vllm_names_it(scheduler: Scheduler) -> None:
+    from vllm.v1.kv_offload.base import Locality, Medium
+
+    scheduler.store(1)
+    scheduler.bench.finish_puts()
+    scheduler.bench.engine.clear(["disk"])
+    told = [
+        (event.medium, event.removed, event.locality, list(event.keys))
+        for event in scheduler.manager.take_events()
+    ]
+    assert told == [
+        (Medium.CPU, False, Locality.LOCAL, offload_keys(1)),
+        (Medium.STORAGE, False, Locality.LOCAL, offload_keys(1)),
+        (Medium.STORAGE, True, Locality.LOCAL, offload_keys(1)),
+    ]
+    assert list(scheduler.manager.take_events()) == []
+
+
+def test_shutdown_closes_what_the_spec_opened(scheduler: Scheduler) -> None:
+    scheduler.manager.shutdown()
+    assert scheduler.closed == 1

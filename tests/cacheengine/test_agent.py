@@ -1,0 +1,212 @@
+"""The agent over HTTP, on a real engine with a real disk tier."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from cacheengine import wire
+from cacheengine.agent import Agent, AgentIdentity
+from cacheengine.config import EngineConfig
+from cacheengine.keys import HashScheme, chunk_keys, key64
+from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys, wait_until
+from tests.cacheengine.conftest import MakeBench
+
+IDENTITY = AgentIdentity(
+    instance_id="replica-1",
+    model="some/model",
+    hash_algorithm="sha256",
+    hash_seed="seed",
+    block_tokens=16,
+    chunk_tokens=256,
+    chunk_bytes=CHUNK_BYTES,
+    kv_events_port=5557,
+    kv_replay_port=5558,
+)
+TOKENS = list(range(1000))
+CHAIN = HashScheme("sha256", "seed").chain(TOKENS, 16)
+CHUNKS = chunk_keys(CHAIN, 16)
+
+
+class Rig:
+    """An engine, its agent, and a client."""
+
+    def __init__(self, bench: Bench, session: aiohttp.ClientSession, base: str) -> None:
+        self.bench = bench
+        self.session = session
+        self.base = base
+
+    async def get(self, path: str, status: int = 200) -> bytes:
+        async with self.session.get(self.base + path) as response:
+            body = await response.read()
+            assert response.status == status, body
+            return body
+
+    async def post(self, path: str, body: Any, status: int = 200) -> Any:
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        async with self.session.post(self.base + path, data=data) as response:
+            assert response.status == status, await response.text()
+            return await response.json()
+
+    async def snapshot(self) -> wire.Snapshot:
+        return msgspec.msgpack.decode(await self.get("/snapshot"), type=wire.Snapshot)
+
+    async def events(self, query: str) -> wire.EventBatch:
+        return msgspec.msgpack.decode(await self.get(f"/events?{query}"), type=wire.EventBatch)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path, make_bench: MakeBench) -> AsyncIterator[Rig]:
+    bench = make_bench(8, config(tmp_path))
+    agent = Agent(bench.engine, IDENTITY, EngineConfig(lmcache_worker_port=0))
+    await asyncio.to_thread(agent.start)
+    assert agent.address is not None
+    host, port = agent.address
+    async with aiohttp.ClientSession() as session:
+        yield Rig(bench, session, f"http://{host}:{port}")
+    await asyncio.to_thread(agent.stop)
+
+
+async def test_info_says_who_and_how_keys_are_made(rig: Rig) -> None:
+    info = msgspec.json.decode(await rig.get("/info"), type=wire.InstanceInfo)
+    assert info.instance_id == "replica-1"
+    assert info.incarnation == rig.bench.engine.incarnation
+    assert (info.hash_algorithm, info.hash_seed) == ("sha256", "seed")
+    assert (info.block_tokens, info.chunk_tokens, info.chunk_bytes) == (16, 256, CHUNK_BYTES)
+    assert (info.kv_events_port, info.kv_replay_port) == (5557, 5558)
+    assert info.tiers["cpu"].capacity_bytes == 8 * CHUNK_BYTES
+    assert info.tiers["disk"].capacity_bytes > 0
+
+
+async def test_lookup_by_tokens_and_by_keys_tells_the_tiers(rig: Rig) -> None:
+    rig.bench.store(CHUNKS)
+    rig.bench.finish_puts()
+    rig.bench.engine.clear(["cpu"])
+    rig.bench.promote(CHUNKS[:1])
+    expected = {
+        "matched_tokens": 768,
+        "tokens_by_tier": {"cpu": 256, "disk": 512},
+        "tiers": ["cpu", "disk", "disk"],
+    }
+    assert await rig.post("/lookup", {"tokens": TOKENS}) == expected
+    assert await rig.post("/lookup", {"keys": [chunk.hex() for chunk in CHUNKS]}) == expected
+    salted = await rig.post("/lookup", {"tokens": TOKENS, "cache_salt": "other tenant"})
+    assert salted["matched_tokens"] == 0
+
+
+async def test_prefetch_promotes_while_no_model_steps(rig: Rig) -> None:
+    rig.bench.store(CHUNKS)
+    rig.bench.finish_puts()
+    rig.bench.engine.clear(["cpu"])
+    asked = {"keys": [chunk.hex() for chunk in [*CHUNKS, *keys(99)]], "wait_s": 20.0}
+    assert await rig.post("/prefetch", asked) == {
+        "resident": 0,
+        "promoted": 3,
+        "pending": 0,
+        "missing": 1,
+        "promoted_bytes": 3 * CHUNK_BYTES,
+    }
+    assert rig.bench.has_right_bytes(CHUNKS)
+    again = await rig.post("/prefetch", asked)
+    assert (again["resident"], again["promoted"]) == (3, 0)
+
+
+async def test_snapshot_then_events_tell_everything(rig: Rig) -> None:
+    rig.bench.store(keys(1, 2))
+    rig.bench.finish_puts()
+    snapshot = await rig.snapshot()
+    both = {key64(chunk) for chunk in keys(1, 2)}
+    assert set(wire.unpack_keys(snapshot.tiers["cpu"])) == both
+    assert set(wire.unpack_keys(snapshot.tiers["disk"])) == both
+
+    rig.bench.engine.clear(["cpu"])
+    batch = await rig.events(f"after={snapshot.seq}&incarnation={snapshot.incarnation}")
+    assert batch.seq > snapshot.seq
+    (event,) = batch.events
+    assert (event.tier, event.stored) == ("cpu", False)
+    assert set(wire.unpack_keys(event.keys)) == both
+
+
+async def test_events_wait_for_news(rig: Rig) -> None:
+    waiting = asyncio.create_task(rig.events("after=0&wait_s=20"))
+    # The call has reached the agent when its listener is there.
+    await asyncio.to_thread(wait_until, lambda: bool(rig.bench.engine._listeners))
+    await asyncio.to_thread(rig.bench.store, keys(1))
+    batch = await waiting
+    assert batch.events[0].tier == "cpu"
+    assert batch.events[0].stored
+    assert rig.bench.engine._listeners == []
+
+
+async def test_no_news_is_an_empty_batch(rig: Rig) -> None:
+    batch = await rig.events("after=0")
+    assert (batch.seq, batch.events) == (0, [])
+
+
+@pytest.mark.parametrize("query", ["after=7", "after=0&incarnation=another"])
+async def test_a_gap_asks_for_a_new_snapshot(rig: Rig, query: str) -> None:
+    assert b"take a new /snapshot" in await rig.get(f"/events?{query}", status=410)
+
+
+async def test_clear_drops_the_tiers_named(rig: Rig) -> None:
+    rig.bench.store(keys(1, 2))
+    rig.bench.finish_puts()
+    assert await rig.post("/clear", {"tiers": ["cpu"]}) == {"dropped": {"cpu": 2}}
+    assert await rig.post("/clear", {}) == {"dropped": {"cpu": 0, "disk": 2}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/lookup", b"{", "the body is not a LookupRequest"),
+        ("/lookup", {}, "give either 'tokens' or 'keys'"),
+        ("/lookup", {"tokens": [1], "keys": ["aa"]}, "give either 'tokens' or 'keys'"),
+        ("/prefetch", {"keys": ["zz"]}, "whole digests in hex"),
+        ("/prefetch", {"keyz": []}, "unknown field `keyz`"),
+        ("/prefetch", {"keys": [], "pin_s": -1}, "give seconds from 0"),
+        ("/clear", {"tiers": ["gpu"]}, "Invalid enum value 'gpu'"),
+    ],
+)
+async def test_bad_calls_say_how_to_mend_them(rig: Rig, path: str, body: Any, message: str) -> None:
+    answer = await rig.post(path, body, status=400)
+    assert answer["error"].startswith(path)
+    assert message in answer["error"]
+
+
+async def test_unknown_paths_and_bad_numbers_are_json_too(rig: Rig) -> None:
+    assert b'"error"' in await rig.get("/nothing", status=404)
+    assert b"'after' is 'x', not a number" in await rig.get("/events?after=x", status=400)
+
+
+async def test_metrics_cover_every_count_of_the_engine(rig: Rig) -> None:
+    rig.bench.store(keys(1))
+    text = (await rig.get("/metrics")).decode()
+    assert "warmroute_engine_stores_total 1.0" in text
+    for name in type(rig.bench.engine.stats()).__slots__:
+        assert f"warmroute_engine_{name}" in text
+    assert await rig.get("/health") == b'{"status": "ok"}'
+
+
+def test_a_taken_port_is_named(make_bench: MakeBench) -> None:
+    bench = make_bench(2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        agent = Agent(bench.engine, IDENTITY, EngineConfig(lmcache_worker_port=port))
+        with pytest.raises(OSError, match=f"lmcache_worker_port: cannot listen on .*:{port}"):
+            agent.start()
+        agent.stop()
+
+
+def test_stop_without_start_and_twice(make_bench: MakeBench) -> None:
+    agent = Agent(make_bench(2).engine, IDENTITY, EngineConfig(lmcache_worker_port=0))
+    agent.stop()
+    agent.start()
+    agent.stop()
+    agent.stop()

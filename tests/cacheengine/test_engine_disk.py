@@ -1,0 +1,170 @@
+"""The engine with a real disk tier: restarts, kills, damage, a disk that goes away."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cacheengine.chunk import ChunkLayout
+from cacheengine.config import ConfigError, EngineConfig
+from cacheengine.engine import CacheEngine, Presence
+from cacheengine.pool import Pool
+from cacheengine.tiers.disk import DirectoryInUse, DiskTier
+from tests.cacheengine.building import CHUNK_BYTES, config, key, keys, layout
+from tests.cacheengine.conftest import MakeBench
+
+_PROGRAM = """
+import itertools, sys, time
+from pathlib import Path
+from tests.cacheengine.building import Bench, config, keys
+bench = Bench(64, config(Path(sys.argv[1])), clock=time.monotonic)
+told = False
+for number in itertools.cycle(range(0, 400, 8)):
+    bench.store(keys(*range(number, number + 8)))
+    if not told and bench.engine.stats().puts > 20:
+        print("storing", flush=True)
+        told = True
+"""
+
+
+def test_a_restart_serves_what_the_disk_holds(make_bench: MakeBench, tmp_path: Path) -> None:
+    first = make_bench(8, config(tmp_path))
+    first.store(keys(1, 2, 3))
+    first.engine.close()
+    second = make_bench(8, config(tmp_path))
+    assert second.engine.incarnation != first.engine.incarnation
+    assert second.engine.match(keys(1, 2, 3, 4)) == ["disk"] * 3
+    assert len(second.engine.snapshot().tiers["disk"]) == 3 * 8
+    assert second.promote(keys(1, 2, 3)) == (0, 3, 0)
+    assert second.has_right_bytes(keys(1, 2, 3))
+
+
+def test_a_restart_after_kill_9_serves_only_whole_chunks(
+    make_bench: MakeBench, tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, os.fspath(tmp_path)], stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"storing\n"
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(20)
+    bench = make_bench(8, config(tmp_path))
+    assert list(tmp_path.rglob("*.tmp")) == []
+    found = [key(number) for number in range(400) if bench.engine.match(keys(number))]
+    assert found
+    for chunk in found:
+        assert bench.promote([chunk], pin_s=0) == (0, 1, 0)
+        assert bench.has_right_bytes([chunk])
+    assert bench.engine.stats().corrupt == 0
+
+
+def test_a_smaller_limit_at_restart_keeps_the_most_recent(
+    make_bench: MakeBench, tmp_path: Path
+) -> None:
+    first = make_bench(8, config(tmp_path))
+    tier = first.engine._tier
+    assert isinstance(tier, DiskTier)
+    for age_s, number in enumerate([1, 2, 3, 4]):
+        first.store(keys(number))
+        first.finish_puts()
+        os.utime(tier.path(key(number)), (1000 - age_s, 1000 - age_s))
+    first.engine.close()
+    second = make_bench(8, config(tmp_path, disk_items=2))
+    assert [bool(second.engine.match(keys(number))) for number in (1, 2, 3, 4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert len(list(tmp_path.rglob("*.kv"))) == 2
+
+
+def test_one_flipped_byte_is_a_miss(make_bench: MakeBench, tmp_path: Path) -> None:
+    bench = make_bench(8, config(tmp_path))
+    bench.store(keys(1, 2, 3))
+    bench.finish_puts()
+    bench.engine.clear(["cpu"])
+    tier = bench.engine._tier
+    assert isinstance(tier, DiskTier)
+    file = tier.path(key(2))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert bench.promote(keys(1, 2, 3)) == (0, 2, 1)
+    assert bench.engine.lookup(key(2)) is Presence.MISS
+    assert bench.engine.match(keys(1, 2, 3)) == ["cpu"]
+    assert bench.engine.stats().corrupt == 1
+    assert not file.exists()
+    # It is stored and put again as if it had never been there.
+    assert bench.store(keys(2)) == tuple(keys(2))
+    bench.finish_puts()
+    bench.engine.clear(["cpu"])
+    bench.promote(keys(1, 2, 3))
+    assert bench.has_right_bytes(keys(1, 2, 3))
+
+
+def test_a_directory_that_vanishes_is_a_miss(make_bench: MakeBench, tmp_path: Path) -> None:
+    bench = make_bench(8, config(tmp_path))
+    bench.store(keys(1))
+    bench.finish_puts()
+    bench.engine.clear(["cpu"])
+    shutil.rmtree(tmp_path / layout().fingerprint())
+    assert bench.promote(keys(1)) == (0, 0, 1)
+    assert bench.engine.stats().get_misses == 1
+    bench.store(keys(1))
+    bench.finish_puts()
+    bench.engine.clear(["cpu"])
+    assert bench.promote(keys(1)) == (0, 1, 0)
+
+
+def test_a_disk_that_fills_up_costs_nothing_but_puts(
+    make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    bench = make_bench(8, config(tmp_path))
+    bench.store(keys(1))
+    bench.finish_puts()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        bench.store(keys(2, 3))
+        bench.finish_puts()
+    assert bench.has_right_bytes(keys(1, 2, 3))
+    assert bench.engine.match(keys(1, 2, 3)) == ["cpu"] * 3
+    bench.engine.clear(["cpu"])
+    assert bench.promote(keys(1)) == (0, 1, 0)
+
+
+def test_another_model_does_not_see_the_chunks(tmp_path: Path) -> None:
+    pool = Pool.allocate(4, CHUNK_BYTES)
+    engine = CacheEngine(config(tmp_path), layout(), pool)
+    engine.prepare_store(keys(1))
+    engine.complete_store(keys(1))
+    engine.close()
+    other: ChunkLayout = layout(model="other")
+    engine = CacheEngine(config(tmp_path), other, Pool.allocate(4, CHUNK_BYTES))
+    assert engine.lookup(key(1)) is Presence.MISS
+    engine.close()
+
+
+def test_a_limit_below_one_chunk_is_refused(make_bench: MakeBench, tmp_path: Path) -> None:
+    tiny = EngineConfig(local_disk=tmp_path, max_local_disk_size=1e-6, source="a.yaml")
+    with pytest.raises(ConfigError, match=r"a.yaml: max_local_disk_size: .* not one chunk"):
+        make_bench(4, tiny)
+
+
+def test_a_directory_in_use_is_refused(
+    make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cacheengine.tiers.disk as disk
+
+    monkeypatch.setattr(disk.time, "monotonic", iter(range(0, 10_000, 100)).__next__)
+    make_bench(4, config(tmp_path))
+    with pytest.raises(DirectoryInUse):
+        make_bench(4, config(tmp_path))

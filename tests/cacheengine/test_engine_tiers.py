@@ -1,0 +1,362 @@
+"""The engine and the tier below: puts, promotions, pins, failures."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cacheengine.engine import Presence
+from cacheengine.tiers.base import GetOutcome, PutOutcome
+from tests.cacheengine.building import Bench, config, key, keys, payload, wait_until
+from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.scripted_tier import ScriptedTier
+
+
+@pytest.fixture
+def tier() -> Iterator[ScriptedTier]:
+    scripted = ScriptedTier()
+    yield scripted
+    scripted.close()
+
+
+def _bench(make_bench: MakeBench, tier: ScriptedTier, slots: int = 4, **options: float) -> Bench:
+    return make_bench(slots, config(**options), tier=tier)
+
+
+def _on_disk(make_bench: MakeBench, tier: ScriptedTier, *numbers: int, slots: int = 4) -> Bench:
+    """An engine that found these chunks on its disk at start."""
+    tier.held_at_start = keys(*numbers)
+    tier.chunks = {chunk: payload(chunk) for chunk in keys(*numbers)}
+    return _bench(make_bench, tier, slots)
+
+
+def test_a_stored_chunk_is_also_put(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    bench = _bench(make_bench, tier)
+    bench.store(keys(1, 2))
+    bench.finish_puts()
+    assert tier.chunks == {chunk: payload(chunk) for chunk in keys(1, 2)}
+    assert bench.engine.stats().puts == 2
+
+
+def test_what_is_being_put_is_not_evicted(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    bench = _bench(make_bench, tier, slots=2)
+    tier.puts.clear()
+    bench.store(keys(1, 2))
+    assert bench.engine.prepare_store(keys(3)) is None
+    tier.puts.set()
+    bench.finish_puts()
+    assert bench.store(keys(3)) == tuple(keys(3))
+    bench.finish_puts()
+    assert tier.chunks[key(1)] == payload(key(1))
+
+
+def test_puts_beyond_the_queue_are_dropped_not_waited_for(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier, slots=4, share=0.5)
+    tier.puts.clear()
+    bench.store(keys(1, 2, 3, 4))
+    assert bench.engine.stats().put_drops == 2
+    tier.puts.set()
+    bench.finish_puts()
+    assert len(tier.chunks) == 2
+
+
+def test_promotion_brings_the_right_bytes(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    bench = _on_disk(make_bench, tier, 1, 2, 3)
+    assert bench.engine.lookup(key(1)) is Presence.DISK
+    assert bench.engine.match(keys(1, 2, 3, 4)) == ["disk"] * 3
+    assert bench.promote(keys(1, 2, 3)) == (0, 3, 0)
+    assert bench.engine.match(keys(1, 2, 3)) == ["cpu"] * 3
+    assert bench.has_right_bytes(keys(1, 2, 3))
+
+
+def test_promotion_returns_before_the_read(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    bench = _on_disk(make_bench, tier, 1)
+    tier.gets.clear()
+    promotion = bench.engine.promote(keys(1), pin_s=10)
+    done = threading.Event()
+    promotion.add_done_callback(done.set)
+    assert promotion.pending == 1
+    assert not done.is_set()
+    assert bench.engine.lookup(key(1)) is Presence.PENDING
+    assert bench.engine.try_hold(key(1)) is None
+    tier.gets.set()
+    assert done.wait(20)
+    assert (promotion.promoted, promotion.promoted_bytes) == (1, bench.pool.slot_bytes)
+
+
+def test_the_same_chunk_asked_twice_is_read_once(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    bench = _on_disk(make_bench, tier, 1, 2)
+    tier.gets.clear()
+    first = bench.engine.promote(keys(1), pin_s=1)
+    second = bench.engine.promote(keys(1, 2), pin_s=50)
+    tier.gets.set()
+    assert first.wait(20)
+    assert second.wait(20)
+    assert (first.promoted, second.promoted, tier.get_count) == (1, 2, 2)
+    bench.clock.advance(10)
+    assert bench.engine.expire_pins() == 0  # the longer pin counts
+
+
+def test_promotion_stops_at_the_first_missing(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    bench = _on_disk(make_bench, tier, 1, 3)
+    assert bench.promote(keys(1, 2, 3)) == (0, 1, 2)
+    assert bench.engine.lookup(key(3)) is Presence.DISK
+
+
+def test_resident_chunks_count_as_such_and_are_pinned(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _on_disk(make_bench, tier, 2, slots=3)
+    bench.store(keys(1))
+    bench.finish_puts()
+    assert bench.promote(keys(1, 2)) == (1, 1, 0)
+    assert bench.store(keys(7, 8)) is None  # one slot is free, two are pinned
+    assert bench.store(keys(7)) == tuple(keys(7))
+
+
+def test_a_store_under_way_is_joined(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    bench = _bench(make_bench, tier)
+    bench.engine.prepare_store(keys(1, 2))
+    promotion = bench.engine.promote(keys(1, 2), pin_s=10)
+    assert promotion.pending == 2
+    bench.engine.complete_store(keys(1))
+    bench.engine.complete_store(keys(2), success=False)
+    assert (promotion.resident, promotion.missing, promotion.done) == (1, 1, True)
+
+
+def test_promotion_does_not_evict_its_own_prefix(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    """The third chunk is the least recent in the pool when room for the first is wanted."""
+    bench = _on_disk(make_bench, tier, 1, 2, slots=2)
+    bench.store(keys(3))
+    bench.finish_puts()
+    assert bench.promote(keys(1, 2, 3)) == (0, 1, 2)
+    assert bench.engine.lookup(key(3)) is Presence.CPU
+    assert bench.engine.stats().promote_drops == 1
+
+
+def test_a_pin_ends_at_its_deadline(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    bench = _on_disk(make_bench, tier, 1, slots=1)
+    bench.promote(keys(1), pin_s=10)
+    bench.clock.advance(9.9)
+    assert bench.store(keys(2)) is None
+    bench.clock.advance(0.2)
+    assert bench.store(keys(2)) == tuple(keys(2))
+    stats = bench.engine.stats()
+    assert (stats.pins_expired, stats.prefetch_unused_bytes) == (1, bench.pool.slot_bytes)
+
+
+def test_a_pin_ends_with_its_use(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    bench = _on_disk(make_bench, tier, 1, slots=1)
+    bench.promote(keys(1), pin_s=10)
+    assert bench.engine.try_hold(key(1)) is not None  # looking is not using
+    bench.engine.release(keys(1))
+    assert bench.store(keys(2)) is None
+    bench.engine.hold(keys(1))
+    bench.engine.release(keys(1))
+    assert bench.store(keys(2)) == tuple(keys(2))
+    assert bench.engine.stats().pins_expired == 0
+    assert bench.engine.stats().prefetch_unused_bytes == 0
+
+
+@pytest.mark.parametrize("outcome", [GetOutcome.DAMAGED, GetOutcome.FAILED, GetOutcome.MISSING])
+def test_a_read_that_fails_is_a_miss_from_then_on(
+    make_bench: MakeBench, tier: ScriptedTier, outcome: GetOutcome
+) -> None:
+    """Else the scheduler would be told to retry for ever."""
+    bench = _on_disk(make_bench, tier, 1)
+    tier.get_outcome = outcome
+    assert bench.promote(keys(1)) == (0, 0, 1)
+    assert bench.engine.lookup(key(1)) is Presence.MISS
+    assert bench.engine.stats().cpu_used_bytes == 0
+    stats = bench.engine.stats()
+    assert (stats.corrupt, stats.io_errors, stats.get_misses) == (
+        outcome is GetOutcome.DAMAGED,
+        outcome is GetOutcome.FAILED,
+        outcome is GetOutcome.MISSING,
+    )
+    assert [(event.tier, event.stored) for event in bench.engine.take_events()] == [("disk", False)]
+
+
+def test_a_tier_that_raises_is_a_failed_tier(
+    make_bench: MakeBench, tier: ScriptedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("a bug in the tier")
+
+    bench = _on_disk(make_bench, tier, 1)
+    monkeypatch.setattr(tier, "get", broken)
+    monkeypatch.setattr(tier, "put", broken)
+    assert bench.promote(keys(1)) == (0, 0, 1)
+    bench.store(keys(2))
+    bench.finish_puts()
+    assert bench.engine.stats().io_errors == 2
+    assert bench.has_right_bytes(keys(2))
+
+
+def test_a_full_disk_stops_puts_for_a_while_and_nothing_else(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier)
+    tier.put_outcome = PutOutcome.NO_SPACE
+    bench.store(keys(1))
+    bench.finish_puts()
+    bench.store(keys(2))
+    assert bench.engine.stats().put_queue_bytes == 0  # resting: not even queued
+    stats = bench.engine.stats()
+    assert (stats.puts, stats.put_drops, stats.io_errors) == (0, 2, 1)
+    assert bench.has_right_bytes(keys(1, 2))
+    tier.put_outcome = PutOutcome.STORED
+    bench.clock.advance(61)
+    bench.store(keys(3))
+    bench.finish_puts()
+    assert list(tier.chunks) == keys(3)
+
+
+def test_a_disk_smaller_than_its_limit_keeps_rotating(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier, slots=8)
+    bench.store(keys(1))
+    bench.finish_puts()
+    bench.store(keys(2))
+    bench.finish_puts()
+    tier.put_outcome = PutOutcome.NO_SPACE
+    bench.store(keys(3))
+    bench.finish_puts()
+    tier.put_outcome = PutOutcome.STORED
+    bench.clock.advance(2)
+    bench.store(keys(4))
+    bench.finish_puts()
+    assert set(tier.chunks) == set(keys(2, 4))  # one left for the one that came
+
+
+def test_the_tier_never_holds_more_than_its_capacity(make_bench: MakeBench) -> None:
+    tier = ScriptedTier(items=5)
+    bench = _bench(make_bench, tier, slots=16)
+    for number in range(40):
+        bench.store(keys(number))
+        if number % 4 == 0:
+            bench.finish_puts()
+    bench.finish_puts()
+    assert tier.most_chunks <= 5
+    assert bench.engine.stats().disk_evictions > 0
+    wait_until(lambda: bench.engine.tier_info()["disk"].used_bytes == tier.capacity_bytes)
+
+
+def test_what_was_too_much_at_start_is_deleted(make_bench: MakeBench) -> None:
+    tier = ScriptedTier(items=2, held=keys(1, 2, 3))
+    tier.chunks = {chunk: payload(chunk) for chunk in keys(1, 2, 3)}
+    bench = _bench(make_bench, tier)
+    assert set(tier.chunks) == set(keys(2, 3))
+    assert bench.engine.match(keys(2, 3)) == ["disk", "disk"]
+    assert bench.engine.lookup(key(1)) is Presence.MISS
+
+
+def test_clearing_during_a_read_hides_what_it_brings(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _on_disk(make_bench, tier, 1, slots=1)
+    tier.gets.clear()
+    promotion = bench.engine.promote(keys(1), pin_s=10)
+    wait_until(lambda: tier.get_count == 1)
+    assert bench.engine.clear() == {"cpu": 0, "disk": 1}
+    assert (promotion.missing, promotion.done) == (1, True)
+    assert bench.engine.prepare_store(keys(2)) is None  # the slot is being written to
+    tier.gets.set()
+    wait_until(lambda: bench.engine.stats().cpu_used_bytes == 0)
+    wait_until(lambda: not tier.chunks)
+    assert bench.engine.lookup(key(1)) is Presence.MISS
+
+
+def test_clearing_during_a_put_leaves_nothing_behind(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier, slots=4)
+    tier.puts.clear()
+    bench.store(keys(1, 2, 3, 4))  # two writers: two are under way, two queued
+    wait_until(lambda: bench.engine.tier_info()["disk"].used_bytes == 2 * tier.item_bytes)
+    bench.engine.clear()
+    bench.engine.check()
+    tier.puts.set()
+    bench.finish_puts()
+    wait_until(lambda: bench.engine.tier_info()["disk"].used_bytes == 0)
+    assert tier.chunks == {}
+    assert bench.engine.stats().cpu_used_bytes == 0
+
+
+def test_clearing_the_cpu_tier_alone_leaves_the_way_to_disk(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier)
+    tier.puts.clear()
+    bench.store(keys(1, 2, 3))
+    assert bench.engine.clear(["cpu"]) == {"cpu": 3}
+    tier.puts.set()
+    bench.finish_puts()
+    assert bench.engine.match(keys(1, 2, 3)) == ["disk"] * 3
+    assert bench.promote(keys(1, 2, 3)) == (0, 3, 0)
+    assert bench.has_right_bytes(keys(1, 2, 3))
+
+
+def test_clearing_the_disk_tier_alone_leaves_the_pool(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    bench = _bench(make_bench, tier)
+    bench.store(keys(1))
+    bench.finish_puts()
+    assert bench.engine.clear(["disk"]) == {"disk": 1}
+    assert bench.engine.match(keys(1)) == ["cpu"]
+    wait_until(lambda: not tier.chunks)
+
+
+def test_close_writes_what_is_queued(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    bench = _bench(make_bench, tier, slots=8)
+    bench.store(keys(*range(8)))
+    bench.engine.close()
+    assert set(tier.chunks) == set(keys(*range(8)))
+
+
+def test_close_is_bounded_when_the_disk_is_slow(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    bench = _bench(make_bench, tier, slots=8)
+    tier.puts.clear()
+    bench.store(keys(*range(8)))
+    threading.Timer(0.2, tier.puts.set).start()
+    bench.engine.close(drain_s=0.0)
+    assert len(tier.chunks) == 2  # those under way; the rest was given up
+    assert bench.engine.stats().put_queue_bytes == 0
+
+
+def test_after_close_nothing_hangs(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    bench = _on_disk(make_bench, tier, 1)
+    bench.engine.prepare_store(keys(2))
+    bench.engine.close()
+    bench.engine.close()
+    promotion = bench.engine.promote(keys(1), pin_s=1)
+    assert promotion.wait(0)
+    assert promotion.missing == 1
+    bench.engine.complete_store(keys(2))
+    assert bench.engine.stats().put_queue_bytes == 0
+
+
+def test_measured_speed_is_reported(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    import time
+
+    bench = make_bench(4, config(), tier=tier, clock=time.perf_counter)
+    bench.store(keys(1))
+    bench.finish_puts()
+    bench.engine.clear(["cpu"])
+    bench.promote(keys(1))
+    info = bench.engine.tier_info()
+    assert info["disk"].write_bytes_per_s > 0
+    assert info["disk"].read_bytes_per_s > 0
+    assert info["cpu"].capacity_bytes == 4 * bench.pool.slot_bytes
+
+
+def test_no_disk_tier_is_reported_where_there_is_none(make_bench: MakeBench) -> None:
+    bench = make_bench(2)
+    assert set(bench.engine.tier_info()) == {"cpu"}
+    assert set(bench.engine.snapshot().tiers) == {"cpu"}
+    bench.store(keys(1))
+    assert bench.engine.stats().put_drops == 0

@@ -1,0 +1,98 @@
+"""The pool's index, to exact outcomes."""
+
+import pytest
+
+from cacheengine.eviction import make_policy
+from cacheengine.index import CpuIndex, State
+from tests.cacheengine.building import key, keys
+
+
+def _index(ready: int, slots: int = 4) -> CpuIndex:
+    index = CpuIndex(slots, make_policy("LRU"))
+    for number in range(ready):
+        index.publish(index.add(key(number), State.STORING), now_s=0.0)
+    return index
+
+
+def test_slots_are_given_and_come_back() -> None:
+    index = _index(0)
+    entries = [index.add(key(number), State.STORING) for number in range(4)]
+    assert [entry.slot for entry in entries] == [0, 1, 2, 3]
+    assert index.free_slots == 0
+    index.remove(entries[2])
+    assert index.add(key(9), State.PROMOTING).slot == 2
+    index.check()
+
+
+def test_only_published_entries_are_ready() -> None:
+    index = _index(0)
+    entry = index.add(key(1), State.STORING)
+    assert index.ready(key(1)) is None
+    index.publish(entry, now_s=0.0)
+    assert index.ready(key(1)) is entry
+    index.check()
+
+
+def test_victims_are_the_least_recent_that_nobody_needs() -> None:
+    index = _index(4)
+    index.touch(keys(0))
+    held = index.ready(key(1))
+    assert held is not None
+    held.holds = 1
+    assert [entry.key for entry in index.victims(4, keep=(), now_s=0.0)] == keys(2, 3, 0)
+    assert [entry.key for entry in index.victims(1, keep=keys(2), now_s=0.0)] == keys(3)
+    assert index.victims(0, keep=(), now_s=0.0) == []
+
+
+def test_a_pin_keeps_until_its_deadline() -> None:
+    index = _index(1)
+    entry = index.ready(key(0))
+    assert entry is not None
+    index.pin(entry, until_s=5.0)
+    index.pin(entry, until_s=3.0)  # the longer one counts
+    assert index.victims(1, keep=(), now_s=4.9) == []
+    assert index.expired_pins(4.9) == []
+    assert index.victims(1, keep=(), now_s=5.0) == [entry]
+    assert index.expired_pins(5.0) == [entry]
+    index.unpin(entry)
+    assert index.expired_pins(5.0) == []
+    index.check()
+
+
+def test_a_pin_asked_for_early_runs_from_when_the_bytes_are_there() -> None:
+    index = _index(0)
+    entry = index.add(key(1), State.PROMOTING)
+    entry.pin_s = 10.0
+    index.publish(entry, now_s=100.0)
+    assert entry.pinned_until_s == 110.0
+
+
+def test_condemned_entries_are_not_found_and_keep_their_slot() -> None:
+    index = _index(2)
+    entry = index.ready(key(0))
+    assert entry is not None
+    entry.holds = 1
+    index.condemn(entry)
+    assert index.ready(key(0)) is None
+    assert index.ready_keys() == keys(1)
+    assert index.free_slots == 2
+    index.check()
+    entry.holds = 0
+    with pytest.raises(AssertionError, match="still here"):
+        index.check()
+    index.remove(entry)
+    index.check()
+    assert index.free_slots == 3
+
+
+def test_touch_ignores_the_unknown() -> None:
+    index = _index(1)
+    index.touch(keys(0, 7))
+    index.check()
+
+
+def test_check_finds_a_lost_slot() -> None:
+    index = _index(2)
+    del index._entries[key(0)]
+    with pytest.raises(AssertionError, match="lost"):
+        index.check()

@@ -1,0 +1,128 @@
+"""The vLLM command that ``warmroute replica`` builds."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cacheengine.cli import replica
+from cacheengine.launch import (
+    ReplicaSettings,
+    free_ports,
+    hash_algorithm_of,
+    vllm_arguments,
+    vllm_environment,
+)
+
+
+def option(command: list[str], name: str) -> dict[str, object]:
+    """Return a JSON option's value."""
+    value: dict[str, object] = json.loads(command[command.index(name) + 1])
+    return value
+
+
+def test_the_command_loads_our_spec_and_publishes_events() -> None:
+    command = vllm_arguments(
+        ["--model", "M", "--port", "8001"],
+        chunk_tokens=512,
+        kv_events_port=7001,
+        kv_replay_port=7002,
+    )
+    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert "--model" in command
+    extra = option(command, "--kv-transfer-config")["kv_connector_extra_config"]
+    assert isinstance(extra, dict)
+    assert extra["spec_module_path"] == "cacheengine.connector.spec"
+    assert extra["block_size"] == 512
+    assert ReplicaSettings.from_extra_config(extra) == ReplicaSettings(
+        hash_algorithm="sha256", kv_events_port=7001, kv_replay_port=7002
+    )
+    events = option(command, "--kv-events-config")
+    # Without a wildcard vLLM would connect instead of binding.
+    assert events["endpoint"] == "tcp://*:7001"
+    assert events["replay_endpoint"] == "tcp://*:7002"
+
+
+@pytest.mark.parametrize(
+    "taken", [["--kv-transfer-config", "{}"], ["--kv-events-config={}"]], ids=lambda t: t[0]
+)
+def test_options_that_the_launcher_sets_are_refused(taken: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"--kv-.*-config.*: is set by `warmroute replica` itself"):
+        vllm_arguments(taken, chunk_tokens=256, kv_events_port=1, kv_replay_port=2)
+
+
+def test_the_hash_algorithm_is_read_from_vllms_options() -> None:
+    assert hash_algorithm_of([]) == "sha256"
+    assert hash_algorithm_of(["--prefix-caching-hash-algo", "xxhash"]) == "xxhash"
+    assert hash_algorithm_of(["--prefix-caching-hash-algo=sha256_cbor"]) == "sha256_cbor"
+    with pytest.raises(ValueError, match="'md5' is unknown; use sha256"):
+        hash_algorithm_of(["--prefix-caching-hash-algo", "md5"])
+
+
+def test_a_random_seed_is_pinned_and_a_given_one_kept() -> None:
+    def seed_of(environment: dict[str, str], algorithm: str) -> str | None:
+        made = vllm_environment(environment, config_path="c", hash_algorithm=algorithm)
+        assert made["LMCACHE_CONFIG_FILE"] == "c"
+        return made.get("PYTHONHASHSEED")
+
+    assert seed_of({}, "sha256") is None
+    assert seed_of({}, "xxhash") == "0"
+    assert seed_of({"PYTHONHASHSEED": "7"}, "xxhash_cbor") == "7"
+
+
+def test_free_ports_are_distinct() -> None:
+    assert len(set(free_ports(20))) == 20
+
+
+def good_config(tmp_path: Path) -> Path:
+    path = tmp_path / "instance.yaml"
+    path.write_text("max_local_cpu_size: 0.5\nlmcache_worker_port: 8101\n")
+    return path
+
+
+def test_print_command_shows_what_would_run(tmp_path: Path) -> None:
+    config = good_config(tmp_path)
+    arguments = ["--config", str(config), "--print-command", "--", "--model", "M", "--port", "1"]
+    result = CliRunner().invoke(replica, arguments)
+    assert result.exit_code == 0, result.output
+    assert f"LMCACHE_CONFIG_FILE={config}" in result.output
+    assert "--model M --port 1 --kv-transfer-config" in result.output
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        (
+            "chunk_sise: 256",
+            ["--model", "M"],
+            "chunk_sise: is no known key; did you mean chunk_size",
+        ),
+        ("max_local_cpu_size: 0", ["--model", "M"], "max_local_cpu_size:"),
+        ("max_local_cpu_size: 5GB", ["--model", "M"], "max_local_cpu_size:"),
+        ("local_disk: /proc/kv\nmax_local_disk_size: 1", ["--model", "M"], "local_disk:"),
+        ("chunk_size: 256", ["--port", "1"], "--model: is missing"),
+        ("chunk_size: 256", ["--model", "M", "--kv-events-config", "{}"], "--kv-events-config:"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(
+    tmp_path: Path, config: str, arguments: list[str], message: str
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(config + "\n")
+    # A process of its own: if the check failed to refuse, this one would become vLLM.
+    result = subprocess.run(
+        [sys.executable, "-m", "router", "replica", "--config", str(path), "--", *arguments],
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("warmroute replica: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,105 @@
+"""The lower tier's index, to exact outcomes."""
+
+from cacheengine.tier_index import TierIndex
+from tests.cacheengine.building import key, keys
+
+
+def _tier(held: int, capacity: int = 3) -> TierIndex:
+    tier = TierIndex(capacity * 10 + 5, 10)
+    for number in range(held):
+        assert tier.reserve(key(number)) == []
+        assert tier.publish(key(number))
+    tier.check()
+    return tier
+
+
+def test_only_published_chunks_are_found() -> None:
+    tier = _tier(0)
+    tier.reserve(key(1))
+    assert key(1) not in tier
+    assert tier.is_known(key(1))
+    assert tier.used_bytes == 10
+    tier.publish(key(1))
+    assert key(1) in tier
+
+
+def test_a_full_tier_makes_room_by_the_least_recent() -> None:
+    tier = _tier(3)
+    tier.touch(key(0))
+    assert tier.reserve(key(9)) == keys(1)
+    assert key(1) not in tier
+    assert tier.used_bytes == 30
+    tier.check()
+    tier.forget(key(1))
+    tier.check()
+    tier.publish(key(9))
+    assert tier.keys() == keys(2, 0, 9)
+
+
+def test_two_writers_at_once_each_replace_one() -> None:
+    """The second must not evict once more for what the first is still deleting."""
+    tier = _tier(3)
+    assert tier.reserve(key(8)) == keys(0)
+    assert tier.reserve(key(9)) == keys(1)
+    tier.check()
+    for number in (0, 1):
+        tier.forget(key(number))
+    assert tier.used_bytes == 30
+
+
+def test_what_is_read_or_written_is_not_evicted() -> None:
+    tier = _tier(2)
+    tier.begin_read(key(0))
+    tier.begin_read(key(1))
+    tier.reserve(key(2))
+    assert tier.reserve(key(3)) is None
+    tier.check()
+    assert not tier.end_read(key(1), intact=True)
+    assert tier.reserve(key(3)) == keys(1)
+
+
+def test_a_lost_chunk_is_not_found_again() -> None:
+    tier = _tier(1)
+    tier.begin_read(key(0))
+    assert tier.end_read(key(0), intact=False)
+    assert key(0) not in tier
+    tier.forget(key(0))
+    tier.check()
+
+
+def test_adopt_keeps_the_most_recent() -> None:
+    tier = TierIndex(20, 10)
+    assert tier.adopt(keys(1, 2, 3)) == keys(1)
+    tier.forget(key(1))
+    assert tier.keys() == keys(2, 3)
+    tier.check()
+
+
+def test_clear_hides_all_and_deletes_what_is_idle() -> None:
+    tier = _tier(2)
+    tier.begin_read(key(0))
+    tier.reserve(key(2))
+    readable, idle = tier.clear()
+    assert (readable, idle) == (keys(1, 0), keys(1))
+    assert tier.keys() == []
+    assert tier.used_bytes == 30  # nothing is gone yet
+    tier.check()
+    tier.forget(key(1))
+    assert tier.end_read(key(0), intact=True)
+    tier.forget(key(0))
+    assert not tier.publish(key(2))
+    tier.forget(key(2))
+    assert tier.used_bytes == 0
+
+
+def test_a_limit_below_the_capacity_rotates() -> None:
+    tier = _tier(2)
+    tier.limit_to_used()
+    assert tier.reserve(key(7)) == keys(0)
+    tier.restore_limit()
+    assert tier.reserve(key(8)) == []
+    tier.check()
+
+
+def test_no_capacity_holds_nothing() -> None:
+    assert TierIndex(0, 1).reserve(key(1)) is None

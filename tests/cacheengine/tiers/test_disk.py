@@ -1,0 +1,280 @@
+"""The disk tier: what can happen to files, and that none of it is served."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cacheengine.tiers.base import GetOutcome, PutOutcome
+from cacheengine.tiers.disk import HEADER_BYTES, DirectoryInUse, DiskTier
+from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
+
+FINGERPRINT = "0123456789abcdef" * 2
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    disk = _open(tmp_path)
+    disk.scan()
+    yield disk
+    disk.close()
+
+
+def _open(root: Path, fingerprint: str = FINGERPRINT) -> DiskTier:
+    return DiskTier(root, fingerprint, CHUNK_BYTES, 1 << 30, lock_wait_s=0.0)
+
+
+def _put(tier: DiskTier, chunk: bytes) -> PutOutcome:
+    return tier.put(chunk, memoryview(payload(chunk)))
+
+
+def _get(tier: DiskTier, chunk: bytes) -> GetOutcome:
+    buffer = bytearray(CHUNK_BYTES)
+    outcome = tier.get(chunk, memoryview(buffer))
+    assert outcome is not GetOutcome.OK or buffer == payload(chunk)
+    return outcome
+
+
+def test_a_file_per_chunk_where_it_says(tier: DiskTier, tmp_path: Path) -> None:
+    assert _put(tier, key(1)) is PutOutcome.STORED
+    name = key(1).hex()
+    file = tmp_path / FINGERPRINT / name[:2] / f"{name}.kv"
+    assert file.stat().st_size == tier.item_bytes == HEADER_BYTES + CHUNK_BYTES
+    assert file.read_bytes()[HEADER_BYTES:] == payload(key(1))
+
+
+@pytest.mark.parametrize(
+    "position",
+    [*range(0, 96, 5), 100, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 5000, -1],
+)
+def test_a_flipped_bit_anywhere_is_damage(tier: DiskTier, position: int) -> None:
+    _put(tier, key(1))
+    file = tier.path(key(1))
+    content = bytearray(file.read_bytes())
+    content[position] ^= 0x10
+    file.write_bytes(content)
+    assert _get(tier, key(1)) is GetOutcome.DAMAGED
+    assert not file.exists()
+    assert _get(tier, key(1)) is GetOutcome.MISSING
+
+
+@pytest.mark.parametrize("size", [0, 1, HEADER_BYTES, HEADER_BYTES + CHUNK_BYTES - 1, 999_999])
+def test_a_file_of_another_length_is_damage(tier: DiskTier, size: int) -> None:
+    _put(tier, key(1))
+    os.truncate(tier.path(key(1)), size)
+    assert _get(tier, key(1)) is GetOutcome.DAMAGED
+    assert not tier.path(key(1)).exists()
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_damage(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _put(tier, key(1))
+    real = os.preadv
+
+    def truncate_then_read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        os.truncate(tier.path(key(1)), HEADER_BYTES + 100)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", truncate_then_read)
+    assert _get(tier, key(1)) is GetOutcome.DAMAGED
+
+
+def test_a_chunk_under_another_key_is_damage(tier: DiskTier) -> None:
+    """A file that someone renamed is whole, and still not what is asked for."""
+    _put(tier, key(1))
+    tier.path(key(2)).parent.mkdir(exist_ok=True)
+    tier.path(key(1)).rename(tier.path(key(2)))
+    assert _get(tier, key(2)) is GetOutcome.DAMAGED
+
+
+def test_a_chunk_of_another_layout_is_damage(tier: DiskTier, tmp_path: Path) -> None:
+    other = _open(tmp_path, "e" * 32)
+    _put(other, key(1))
+    tier.path(key(1)).parent.mkdir(exist_ok=True)
+    other.path(key(1)).rename(tier.path(key(1)))
+    assert _get(tier, key(1)) is GetOutcome.DAMAGED
+    other.close()
+
+
+def test_layouts_do_not_see_each_other(tier: DiskTier, tmp_path: Path) -> None:
+    _put(tier, key(1))
+    other = _open(tmp_path, "e" * 32)
+    assert other.scan() == []
+    assert _get_missing(other)
+    other.close()
+
+
+def _get_missing(tier: DiskTier) -> bool:
+    return _get(tier, key(1)) is GetOutcome.MISSING
+
+
+def test_scan_is_in_order_of_use(tier: DiskTier, tmp_path: Path) -> None:
+    for age_s, chunk in enumerate(keys(3, 1, 2)):
+        _put(tier, chunk)
+        os.utime(tier.path(chunk), (1000 - age_s, 1000 - age_s))
+    assert _get(tier, key(2)) is GetOutcome.OK  # a use: now the most recent
+    tier.close()
+    again = _open(tmp_path)
+    assert again.scan() == keys(1, 3, 2)
+    again.close()
+
+
+def test_scan_removes_what_is_not_whole_and_leaves_what_is_not_ours(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    """A process killed between writing and renaming leaves a temporary file."""
+    for chunk in keys(1, 2):
+        _put(tier, chunk)
+    whole = tier.path(key(1))
+    leftover = whole.with_name(whole.name + ".tmp")
+    leftover.write_bytes(whole.read_bytes()[:5000])
+    os.truncate(tier.path(key(2)), 5000)
+    foreign = [whole.with_name("notes.txt"), whole.with_name("xyz.kv")]
+    for file in foreign:
+        file.write_text("not a chunk")
+    tier.close()
+    again = _open(tmp_path)
+    assert again.scan() == keys(1)
+    assert not leftover.exists()
+    assert not tier.path(key(2)).exists()
+    assert all(file.exists() for file in foreign)
+    again.close()
+
+
+def test_a_write_that_dies_before_its_rename_is_never_seen(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(self: Path, target: Path) -> Path:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(Killed):
+            _put(tier, key(1))
+    assert _get(tier, key(1)) is GetOutcome.MISSING
+    tier.close()
+    again = _open(tmp_path)
+    assert again.scan() == []
+    assert list(again.directory.rglob("*.tmp")) == []
+    again.close()
+
+
+def _fail_with(number: int) -> object:
+    def fail(*args: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome"),
+    [
+        (errno.ENOSPC, PutOutcome.NO_SPACE),
+        (errno.EDQUOT, PutOutcome.NO_SPACE),
+        (errno.EIO, PutOutcome.FAILED),
+    ],
+)
+def test_a_write_that_fails_leaves_nothing(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, number: int, outcome: PutOutcome
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", _fail_with(number))
+        assert _put(tier, key(1)) is outcome
+    assert [file for file in tier.directory.rglob("*") if ".kv" in file.name] == []
+    assert _put(tier, key(1)) is PutOutcome.STORED
+
+
+def test_a_disk_that_is_really_full() -> None:
+    """/dev/full refuses every write, as a full file system does."""
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    fd = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with pytest.raises(OSError, match="space"):
+            DiskTier._write(_headerless(), fd, key(1), memoryview(payload(key(1))))
+    finally:
+        os.close(fd)
+
+
+def _headerless() -> DiskTier:
+    return DiskTier.__new__(DiskTier)
+
+
+def test_short_writes_and_reads_are_continued(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write, real_read = os.pwrite, os.preadv
+
+    def short_write(fd: int, data: memoryview, offset: int) -> int:
+        return real_write(fd, data[:1000], offset)
+
+    def short_read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        return real_read(fd, [buffers[0][:700]], offset)
+
+    monkeypatch.setattr(os, "pwrite", short_write)
+    monkeypatch.setattr(os, "preadv", short_read)
+    assert _put(tier, key(1)) is PutOutcome.STORED
+    assert _get(tier, key(1)) is GetOutcome.OK
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_read_error_is_no_proof_of_damage(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    _put(tier, key(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", _fail_with(number))
+        assert _get(tier, key(1)) is GetOutcome.FAILED
+    assert _get(tier, key(1)) is GetOutcome.OK
+
+
+def test_no_descriptor_left_is_no_proof_of_damage(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _put(tier, key(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", _fail_with(errno.EMFILE))
+        assert _get(tier, key(1)) is GetOutcome.FAILED
+        assert _put(tier, key(2)) is PutOutcome.FAILED
+    assert _get(tier, key(1)) is GetOutcome.OK
+
+
+def test_a_directory_removed_under_us_is_made_again(tier: DiskTier) -> None:
+    import shutil
+
+    _put(tier, key(1))
+    shutil.rmtree(tier.directory)
+    assert _get(tier, key(1)) is GetOutcome.MISSING
+    tier.delete(keys(1))
+    assert _put(tier, key(1)) is PutOutcome.STORED
+    assert _get(tier, key(1)) is GetOutcome.OK
+
+
+def test_a_directory_replaced_by_a_file_fails_puts_only(tier: DiskTier) -> None:
+    tier.directory.joinpath(key(1).hex()[:2]).write_text("in the way")
+    assert _put(tier, key(1)) is PutOutcome.FAILED
+    assert _get(tier, key(1)) is GetOutcome.FAILED
+
+
+def test_descriptors_do_not_leak(tier: DiskTier) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for chunk in keys(*range(20)):
+        _put(tier, chunk)
+        _get(tier, chunk)
+        os.truncate(tier.path(chunk), 10)
+        _get(tier, chunk)
+        _get(tier, chunk)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_two_owners_are_refused_until_the_first_is_gone(tier: DiskTier, tmp_path: Path) -> None:
+    with pytest.raises(DirectoryInUse, match="a directory of its own"):
+        _open(tmp_path)
+    tier.close()
+    _open(tmp_path).close()
