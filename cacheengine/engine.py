@@ -21,11 +21,12 @@ from cacheengine.decisions import Presence, StoreReservation, Todo
 from cacheengine.events import KeyEventRecord, to_wire
 from cacheengine.eviction import make_policy
 from cacheengine.index import CpuIndex, Entry
-from cacheengine.io_threads import IoThreads
+from cacheengine.io_threads import IoThreads, JobRunner
 from cacheengine.keys import key64
+from cacheengine.ledger import CPU, Ledger
 from cacheengine.pool import Pool
 from cacheengine.promotion import Promotion, PromotionCounts
-from cacheengine.residency import CPU, Residency
+from cacheengine.residency import Residency
 from cacheengine.stats import BandwidthMeter, EngineStats
 from cacheengine.tier_index import TierIndex
 from cacheengine.tiers.base import GetOutcome, PutOutcome, Tier
@@ -66,6 +67,7 @@ class CacheEngine:
         *,
         clock: Clock = time.monotonic,
         tier: Tier | None = None,
+        make_threads: Callable[[str, int], JobRunner] = IoThreads,
     ) -> None:
         if pool.slot_bytes != layout.chunk_bytes:
             raise ValueError(
@@ -79,11 +81,13 @@ class CacheEngine:
         self._tier = tier if tier is not None else make_tier(config, layout)
         self._lock = threading.Lock()
         self._state = Residency(
-            CpuIndex(pool.num_slots, make_policy(config.cache_policy)),
-            TierIndex(self._tier.capacity_bytes, self._tier.item_bytes),
-            tier_name=self._tier.name,
-            chunk_bytes=layout.chunk_bytes,
-            keep_in_cpu=config.local_cpu,
+            Ledger(
+                CpuIndex(pool.num_slots, make_policy(config.cache_policy)),
+                TierIndex(self._tier.capacity_bytes, self._tier.item_bytes),
+                tier_name=self._tier.name,
+                chunk_bytes=layout.chunk_bytes,
+                keep_in_cpu=config.local_cpu,
+            ),
             max_queued_puts=max(1, int(config.put_queue_share * pool.num_slots)),
         )
         self._read_meter = BandwidthMeter()
@@ -92,14 +96,14 @@ class CacheEngine:
         self._closed = False
         self._draining = True
         self._adopt_what_is_stored()
-        self._readers = IoThreads("kv-get", config.disk_read_threads)
-        self._writers = IoThreads("kv-put", config.disk_write_threads)
+        self._readers = make_threads("kv-get", config.disk_read_threads)
+        self._writers = make_threads("kv-put", config.disk_write_threads)
 
     def _adopt_what_is_stored(self) -> None:
         keys = self._tier.scan()
         excess = self._state.tier.adopt(keys)
         self._tier.delete(excess)
-        self._state.deleted(excess)
+        self._state.puts.deleted(excess)
         if keys:
             logger.info(
                 "%s tier: %d chunks of an earlier run are served again, %d were too many",
@@ -157,7 +161,7 @@ class CacheEngine:
         Raises KeyError, changing nothing, for a chunk that has no reservation.
         """
         with self._deciding() as state:
-            state.complete_store(list(keys), self._clock(), success=success)
+            state.complete_store(keys, self._clock(), success=success)
 
     # --- promotion, pins ---
 
@@ -277,7 +281,7 @@ class CacheEngine:
                 state.stats,
                 events_dropped=state.events.untaken_dropped,
                 cpu_used_bytes=len(state.cpu) * self._pool.slot_bytes,
-                put_queue_bytes=state.put_queue_bytes,
+                put_queue_bytes=state.puts.queued_bytes,
                 cpu_held_bytes=held * self._pool.slot_bytes,
             )
 
@@ -344,7 +348,7 @@ class CacheEngine:
         with self._deciding() as state:
             moved_bytes = self._pool.slot_bytes if outcome is GetOutcome.OK else 0
             self._read_meter.stop(self._clock(), moved_bytes)
-            state.end_get(entry, outcome, self._clock())
+            state.promotions.end(entry, outcome, self._clock())
 
     def _read(self, entry: Entry) -> GetOutcome:
         try:
@@ -361,18 +365,18 @@ class CacheEngine:
             self._drop_put(entry)
             return
         with self._deciding() as state:
-            victims = state.begin_put(entry, self._clock())
+            victims = state.puts.begin(entry, self._clock())
         if victims is None:
             return
         self._tier.delete(victims)
         with self._lock:
-            self._state.deleted(victims)
+            self._state.puts.deleted(victims)
             self._write_meter.start(self._clock())
         outcome = self._write(entry)
         with self._deciding() as state:
             moved_bytes = self._pool.slot_bytes if outcome is PutOutcome.STORED else 0
             self._write_meter.stop(self._clock(), moved_bytes)
-            state.end_put(entry, outcome, self._clock())
+            state.puts.end(entry, outcome, self._clock())
 
     def _write(self, entry: Entry) -> PutOutcome:
         try:
@@ -384,13 +388,13 @@ class CacheEngine:
     def _drop_put(self, entry: Entry) -> None:
         with self._deciding() as state:
             entry.put_wanted = False
-            state.begin_put(entry, self._clock())
+            state.puts.begin(entry, self._clock())
 
     def _delete(self, keys: list[bytes]) -> None:
         """Delete cleared chunks below; on a writer thread."""
         self._tier.delete(keys)
         with self._lock:
-            self._state.deleted(keys)
+            self._state.puts.deleted(keys)
 
 
 def make_tier(config: EngineConfig, layout: ChunkLayout) -> Tier:

@@ -5,8 +5,22 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 logger = logging.getLogger("vllm.warmroute")
+
+
+class JobRunner(Protocol):
+    """Whatever runs the engine's I/O jobs; see `IoThreads` for what the calls mean."""
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Queue a job."""
+
+    def stop(self) -> None:
+        """Take no more jobs."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end after `stop`."""
 
 
 class IoThreads:

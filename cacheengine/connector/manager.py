@@ -27,7 +27,7 @@ _MEDIUM_BY_TIER = {"cpu": Medium.CPU, "disk": Medium.STORAGE}
 
 # How long chunks promoted for a waiting request stay pinned if it never comes
 # back for them (it was aborted).
-_LOOKUP_PIN_S = 30.0
+_LOOKUP_PIN_S = 10.0
 
 # vLLM forgets its transfers in reset_cache() and tells its workers to finish
 # them in the step after; with asynchronous scheduling one step later still.

@@ -1,6 +1,8 @@
 """Layouts: equal fingerprints exactly for interchangeable chunks."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +19,11 @@ def test_equal_layouts_have_equal_fingerprints() -> None:
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(ChunkLayout)])
 def test_every_field_changes_the_fingerprint(name: str) -> None:
     value = getattr(layout(), name)
-    other = value * 2 if isinstance(value, int) else value + "x"
+    other: Any = value * 2 if isinstance(value, int) else value + "x"
     if name == "block_tokens":
         other = value // 2
-    changed = dataclasses.replace(layout(), **{name: other})
+    change: dict[str, Any] = {name: other}
+    changed = dataclasses.replace(layout(), **change)
     assert changed.fingerprint() != layout().fingerprint()
 
 
@@ -29,10 +32,8 @@ def test_refuses_chunks_that_are_not_whole_blocks() -> None:
         dataclasses.replace(layout(), chunk_tokens=250)
 
 
-def test_weights_identity_changes_with_the_files(tmp_path: pytest.TempPathFactory) -> None:
-    from pathlib import Path
-
-    model = Path(str(tmp_path))
+def test_weights_identity_changes_with_the_files(tmp_path: Path) -> None:
+    model = tmp_path
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"a" * (2 << 20))
     before = weights_identity(str(model))

@@ -1,5 +1,7 @@
 """The engine's scheduler face: stores, holds, eviction, clearing."""
 
+from pathlib import Path
+
 import pytest
 
 from cacheengine.engine import Presence
@@ -41,7 +43,7 @@ def test_only_what_is_not_there_or_pending_gets_a_slot(make_bench: MakeBench) ->
     assert len(set(reservation.slots)) == 2
     nothing = bench.engine.prepare_store(keys(1, 2))
     assert nothing is not None
-    assert nothing.keys == nothing.slots == nothing.evicted == ()
+    assert (nothing.keys, nothing.slots, nothing.evicted) == ((), (), ())
 
 
 def test_a_full_pool_evicts_the_least_recent_and_says_so(make_bench: MakeBench) -> None:
@@ -148,8 +150,7 @@ def test_clear_refuses_a_tier_it_does_not_know(make_bench: MakeBench) -> None:
 
 def test_without_local_cpu_the_pool_only_stages(make_bench: MakeBench) -> None:
     tier = ScriptedTier()
-    bench = make_bench(4, config(), tier=tier)
-    bench.engine._state._keep_in_cpu = False
+    bench = make_bench(4, config(Path("unused"), local_cpu=False), tier=tier)
     bench.store(keys(1, 2))
     bench.finish_puts()
     assert bench.engine.stats().cpu_used_bytes == 0

@@ -13,7 +13,7 @@ from cacheengine.chunk import ChunkLayout
 from cacheengine.config import ConfigError, EngineConfig
 from cacheengine.engine import CacheEngine, Presence
 from cacheengine.pool import Pool
-from cacheengine.tiers.disk import DirectoryInUse, DiskTier
+from cacheengine.tiers.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, config, key, keys, layout
 from tests.cacheengine.conftest import MakeBench
 
@@ -157,14 +157,3 @@ def test_a_limit_below_one_chunk_is_refused(make_bench: MakeBench, tmp_path: Pat
     tiny = EngineConfig(local_disk=tmp_path, max_local_disk_size=1e-6, source="a.yaml")
     with pytest.raises(ConfigError, match=r"a.yaml: max_local_disk_size: .* not one chunk"):
         make_bench(4, tiny)
-
-
-def test_a_directory_in_use_is_refused(
-    make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import cacheengine.tiers.disk as disk
-
-    monkeypatch.setattr(disk.time, "monotonic", iter(range(0, 10_000, 100)).__next__)
-    make_bench(4, config(tmp_path))
-    with pytest.raises(DirectoryInUse):
-        make_bench(4, config(tmp_path))

@@ -7,6 +7,7 @@ checks that what can be found has exactly the bytes that were stored.
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -18,16 +19,15 @@ from hypothesis.stateful import (
     rule,
 )
 
-import cacheengine.engine as engine_module
 from cacheengine.engine import CacheEngine, Presence, Promotion
 from cacheengine.pool import Pool
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from tests.cacheengine.building import CHUNK_BYTES, FakeClock, config, key, layout, payload
 from tests.cacheengine.scripted_tier import ScriptedTier
 
-SLOTS = 5
-UNIVERSE = [key(number) for number in range(10)]
-PREFIXES = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=6)
+SLOTS = 4
+UNIVERSE = [key(number) for number in range(8)]
+PREFIXES = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=3)
 
 
 class ManualThreads:
@@ -83,15 +83,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.pool = Pool.allocate(SLOTS, CHUNK_BYTES)
         self.tier = InterruptedTier(items=disk_items)
-        threads = engine_module.IoThreads
-        engine_module.IoThreads = ManualThreads  # type: ignore[assignment,misc]
-        try:
-            self.engine = CacheEngine(
-                config(), layout(), self.pool, clock=self.clock, tier=self.tier
-            )
-        finally:
-            engine_module.IoThreads = threads  # type: ignore[misc]
-        self.engine._state._keep_in_cpu = self.local_cpu
+        self.readers, self.writers = ManualThreads("", 1), ManualThreads("", 1)
+        threads = iter([self.readers, self.writers])
+        self.engine = CacheEngine(
+            config(Path("unused"), local_cpu=self.local_cpu),
+            layout(),
+            self.pool,
+            clock=self.clock,
+            tier=self.tier,
+            make_threads=lambda name, count: next(threads),
+        )
         self.reserved: dict[bytes, int] = {}
         self.cancelled: set[bytes] = set()
         self.held: Counter[bytes] = Counter()
@@ -103,9 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @property
     def jobs(self) -> list[Callable[[], None]]:
-        readers: ManualThreads = self.engine._readers  # type: ignore[assignment]
-        writers: ManualThreads = self.engine._writers  # type: ignore[assignment]
-        return readers.jobs + writers.jobs
+        return self.readers.jobs + self.writers.jobs
 
     @rule(chunks=PREFIXES)
     def prepare_store(self, chunks: list[bytes]) -> None:
@@ -120,12 +119,21 @@ class EngineMachine(RuleBasedStateMachine):
             self.reserved[chunk] = slot
             self.pool.view(slot)[:] = payload(chunk)
 
+    @rule(chunks=PREFIXES)
+    def store(self, chunks: list[bytes]) -> None:
+        before = set(self.reserved)
+        self.prepare_store(chunks)
+        self._complete(set(self.reserved) - before, success=True)
+
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), success=st.booleans())
     def complete_store(self, data: st.DataObject, success: bool) -> None:
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.reserved)), min_size=1))
-        self.engine.complete_store(chosen, success=success)
-        for chunk in set(chosen):
+        self._complete(set(chosen), success=success)
+
+    def _complete(self, chosen: set[bytes], *, success: bool) -> None:
+        self.engine.complete_store(sorted(chosen), success=success)
+        for chunk in chosen:
             del self.reserved[chunk]
             if success and chunk not in self.cancelled:
                 self.stored.add(chunk)
@@ -211,22 +219,29 @@ class EngineMachine(RuleBasedStateMachine):
             "clear": lambda: self.clear(None),
             "clear cpu": lambda: self.clear(["cpu"]),
             "clear disk": lambda: self.clear(["disk"]),
-            "store": lambda: self.prepare_store(UNIVERSE[:3]),
+            "store": lambda: self.store(UNIVERSE[:3]),
             "job": self._run_first_job,
         }
         self.tier.meanwhile = actions[meanwhile]
         self._run(job)
         self.tier.meanwhile = None
 
+    @precondition(lambda self: self.jobs)
+    @rule()
+    def run_all_io(self) -> None:
+        self.tier.put_outcome = PutOutcome.STORED
+        self.tier.get_outcome = GetOutcome.OK
+        while self.jobs:
+            self._run(self.jobs[0])
+
     def _run_first_job(self) -> None:
         if self.jobs:
             self._run(self.jobs[0])
 
     def _run(self, job: Callable[[], None]) -> None:
-        for threads in (self.engine._readers, self.engine._writers):
-            jobs: list[Callable[[], None]] = threads.jobs  # type: ignore[attr-defined]
-            if job in jobs:
-                jobs.remove(job)
+        for threads in (self.readers, self.writers):
+            if job in threads.jobs:
+                threads.jobs.remove(job)
                 job()
                 return
 
@@ -301,8 +316,8 @@ class StagingMachine(EngineMachine):
 
 
 _SETTINGS = settings(
-    max_examples=4000,
-    stateful_step_count=40,
+    max_examples=100,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

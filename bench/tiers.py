@@ -1,0 +1,141 @@
+"""Bringing a prefix into one tier of a real replica, and out of the faster ones.
+
+The engine's own calls and vLLM's development call (`VLLM_SERVER_DEV_MODE=1`)
+do the work; what is waited for is asked, never guessed by time.
+"""
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+_POLL_S: Final = 0.05
+
+
+class NotThere(Exception):  # noqa: N818  (what was waited for in vain)
+    """A replica or router did not reach the wanted state in time."""
+
+
+def call(url: str, body: object = None, *, method: str | None = None, timeout_s: float = 60) -> Any:
+    """Return the JSON answer of a GET, or of a POST where there is a body.
+
+    Raises OSError (urllib's own) when there is none.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        url, data=data, method=method, headers={"content-type": "application/json"}
+    )
+    # Never through a proxy from the environment: these are processes of this machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=timeout_s) as response:
+            text = response.read()
+    except urllib.error.HTTPError as error:
+        raise OSError(f"{url}: {error.code}: {error.read()[:500].decode()}") from None
+    return json.loads(text) if text else None
+
+
+def wait_until(what: str, check: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
+    """Return when ``check`` says so; raise `NotThere`, naming ``what``, after ``timeout_s``."""
+    deadline_s = time.monotonic() + timeout_s
+    while not check():
+        if time.monotonic() > deadline_s:
+            raise NotThere(f"{what}: not so after {timeout_s:.0f} s")
+        time.sleep(_POLL_S)
+
+
+class ReplicaTiers:
+    """The tiers of one running replica, for who measures them.
+
+    ``url`` is its OpenAI server's, ``agent_url`` its agent's, ``disk`` the
+    directory of its disk tier. It must be idle while this is used.
+    """
+
+    def __init__(self, *, name: str, url: str, agent_url: str, model: str, disk: Path) -> None:
+        self.name = name
+        self.url = url
+        self.agent_url = agent_url
+        self.model = model
+        self.disk = disk
+
+    def chat_tokens(self, content: str) -> list[int]:
+        """Return the tokens of a chat prompt with one message of a user's."""
+        body = {"model": self.model, "messages": [{"role": "user", "content": content}]}
+        tokens: list[int] = call(f"{self.url}/tokenize", body)["tokens"]
+        return tokens
+
+    def chunk_tokens(self) -> int:
+        """Return how many tokens a chunk has."""
+        return int(call(f"{self.agent_url}/info")["chunk_tokens"])
+
+    def tiers_of(self, tokens: Sequence[int]) -> list[str]:
+        """Return the fastest tier below the GPU that holds each leading chunk of a prompt."""
+        tiers: list[str] = call(f"{self.agent_url}/lookup", {"tokens": list(tokens)})["tiers"]
+        return tiers
+
+    def wait_stored(self, tokens: Sequence[int], tier: str, *, timeout_s: float = 60.0) -> None:
+        """Wait until every full chunk of ``tokens`` is in ``tier`` (and in no faster one)."""
+        chunks = len(tokens) // self.chunk_tokens()
+
+        def all_there() -> bool:
+            return self.tiers_of(tokens) == [tier] * chunks
+
+        wait_until(f"{self.name}: {chunks} chunks in {tier}", all_there, timeout_s=timeout_s)
+
+    def empty_gpu(self) -> None:
+        """Empty the GPU tier, and have vLLM tell so to whom it tells its events.
+
+        vLLM refuses while a transfer still holds blocks, and publishes events
+        only when it steps: hence the tiny request.
+        """
+        url = f"{self.url}/reset_prefix_cache"
+
+        def emptied() -> bool:
+            return bool(call(url, {}, method="POST")["success"])
+
+        wait_until(f"{self.name}: GPU tier emptied", emptied)
+        body = {"model": self.model, "prompt": "Step.", "max_tokens": 1}
+        call(f"{self.url}/v1/completions", body)
+
+    def leave_on_disk(self, tokens: Sequence[int], *, drop_page_cache: bool = True) -> None:
+        """Empty the CPU tier until the prompt's chunks are on disk alone.
+
+        What is still being written stays in the CPU tier until it is, so one
+        call may not be enough.
+        """
+        chunks = len(tokens) // self.chunk_tokens()
+
+        def on_disk_alone() -> bool:
+            call(f"{self.agent_url}/clear", {"tiers": ["cpu"]})
+            return self.tiers_of(tokens) == ["disk"] * chunks
+
+        wait_until(f"{self.name}: {chunks} chunks on disk alone", on_disk_alone)
+        if drop_page_cache:
+            forget_pages(self.disk)
+
+
+def forget_pages(directory: Path) -> None:
+    """Write a directory's files to the device and drop them from the page cache."""
+    for path in directory.rglob("*"):
+        if not path.is_file():
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # evicted meanwhile
+        try:
+            # Pages that are not yet written cannot be dropped.
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many leading tokens two prompts share."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

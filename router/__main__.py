@@ -1,0 +1,6 @@
+"""``python -m router``: the ``warmroute`` command."""
+
+from router.cli import main
+
+if __name__ == "__main__":
+    main()

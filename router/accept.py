@@ -1,0 +1,122 @@
+"""Accepting a request: its body within the limit, and the fields that routing needs."""
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+from aiohttp import web
+
+from router.errors import BadRequest, TooLarge
+
+PROMPTED: Final = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/responses",
+        "/v1/messages",
+    }
+)
+"""Endpoints whose prompt's KV is worth looking for."""
+
+PROMPTLESS: Final = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+"""Endpoints that any replica of the model answers equally well."""
+
+_SESSION_FIELDS: Final = ("prompt_cache_key", "session_id", "user")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a client asks, as far as routing needs to know."""
+
+    endpoint: str
+    body: bytes
+    """As it came: this is what the replica gets."""
+    fields: Mapping[str, Any] = field(repr=False)
+    model: str | None
+    session: str | None
+    previous_response_id: str | None
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether there is a prompt to match."""
+        return self.endpoint in PROMPTED
+
+
+async def read_body(request: web.Request, limit_bytes: int) -> bytes:
+    """Return the body; raise `TooLarge` as soon as it is known to be over the limit."""
+    announced = request.content_length
+    if announced is not None and announced > limit_bytes:
+        raise _too_large(limit_bytes, f"{announced} bytes were announced")
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large(limit_bytes, "more was sent") from None
+
+
+def parse(endpoint: str, body: bytes, headers: Mapping[str, str], session_header: str) -> Asked:
+    """Check a JSON body and take from it what routing needs; raise `BadRequest`."""
+    fields = json_object(body)
+    return Asked(
+        endpoint=endpoint,
+        body=body,
+        fields=fields,
+        model=_text(fields, "model"),
+        session=_session(fields, headers.get(session_header)),
+        previous_response_id=(
+            _text(fields, "previous_response_id") if endpoint == "/v1/responses" else None
+        ),
+    )
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body; raise `BadRequest` for anything else."""
+    if not body:
+        raise BadRequest("the body is empty; send a JSON object", code="invalid_json")
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise BadRequest(
+            f"the body must be a JSON object, not {_json_type(value)}", code="invalid_json"
+        )
+    return value
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """Return the client's X-Request-Id, or a new one."""
+    return headers.get("X-Request-Id") or uuid.uuid4().hex
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequest(
+            f"'{name}' must be a string, not {_json_type(value)}", param=name, code="invalid_type"
+        )
+    return value
+
+
+def _session(fields: Mapping[str, Any], named: str | None) -> str | None:
+    if named:
+        return named
+    for name in _SESSION_FIELDS:
+        value = fields.get(name)
+        if isinstance(value, str) and value:
+            return value
+    return None
+
+
+def _too_large(limit_bytes: int, what: str) -> TooLarge:
+    return TooLarge(
+        f"the body may have {limit_bytes} bytes and {what} "
+        "(max_body_bytes in the router's configuration)"
+    )
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")

@@ -1,0 +1,130 @@
+"""Talking to a replica's agent (`cacheengine.wire` has the formats).
+
+aiohttp's exceptions are mapped here, once, to `AgentError`.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Protocol, TypeVar
+
+import aiohttp
+import msgspec
+import orjson
+
+from cacheengine.wire import (
+    EventBatch,
+    InstanceInfo,
+    PrefetchReply,
+    PrefetchRequest,
+    Snapshot,
+)
+
+_CONNECT_S: Final = 2.0
+_ANSWER_S: Final = 10.0
+_SNAPSHOT_S: Final = 60.0
+"""A snapshot of millions of keys takes seconds to make and to send."""
+
+_T = TypeVar("_T")
+
+
+class AgentError(Exception):
+    """An agent could not be reached, or did not answer as an agent does."""
+
+
+class HistoryGone(AgentError):  # noqa: N818  (what happened, in words)
+    """The events asked for are no longer there, or of another incarnation: take a snapshot."""
+
+
+class AgentClient:
+    """Calls one agent; every call raises `AgentError` when it fails."""
+
+    def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
+        self._session = session
+        self.base_url = base_url.rstrip("/")
+
+    async def info(self) -> InstanceInfo:
+        """Return who the replica is and how its keys are made."""
+        body = await self._call("GET", "/info", timeout_s=_ANSWER_S)
+        info = _decoded(msgspec.json.decode, body, InstanceInfo)
+        if info.block_tokens < 1 or info.chunk_tokens % info.block_tokens or not info.chunk_tokens:
+            raise AgentError(
+                f"{self.base_url}/info: chunks of {info.chunk_tokens} tokens are not whole "
+                f"blocks of {info.block_tokens}"
+            )
+        return info
+
+    async def snapshot(self) -> Snapshot:
+        """Return all keys that the replica's engine holds, by tier."""
+        body = await self._call("GET", "/snapshot", timeout_s=_SNAPSHOT_S)
+        return _decoded(msgspec.msgpack.decode, body, Snapshot)
+
+    async def events(self, after: int, incarnation: str, wait_s: float) -> EventBatch:
+        """Return what happened after event ``after``; wait up to ``wait_s`` for something to.
+
+        Raises `HistoryGone` when that cannot be told any more.
+        """
+        query = {"after": str(after), "wait_s": str(wait_s), "incarnation": incarnation}
+        body = await self._call("GET", "/events", query=query, timeout_s=wait_s + _ANSWER_S)
+        return _decoded(msgspec.msgpack.decode, body, EventBatch)
+
+    async def prefetch(
+        self, keys: Sequence[bytes], *, wait_s: float, pin_s: float
+    ) -> PrefetchReply:
+        """Have chunks promoted to the cpu tier; return what became of them within ``wait_s``."""
+        request = PrefetchRequest(keys=[key.hex() for key in keys], wait_s=wait_s, pin_s=pin_s)
+        body = await self._call(
+            "POST",
+            "/prefetch",
+            body=msgspec.json.encode(request),
+            timeout_s=wait_s + _CONNECT_S,
+        )
+        return _decoded(msgspec.json.decode, body, PrefetchReply)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout_s: float,
+        query: dict[str, str] | None = None,
+        body: bytes | None = None,
+    ) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            async with self._session.request(
+                method,
+                self.base_url + path,
+                params=query,
+                data=body,
+                headers=headers,
+                timeout=timeout,
+            ) as response:
+                answer = await response.read()
+        except TimeoutError:
+            raise AgentError(f"{self.base_url}{path}: no answer within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise AgentError(f"{self.base_url}{path}: {error or type(error).__name__}") from error
+        if response.status == 410:
+            raise HistoryGone(f"{self.base_url}{path}: {_said(answer)}")
+        if response.status != 200:
+            raise AgentError(f"{self.base_url}{path}: {response.status}: {_said(answer)}")
+        return answer
+
+
+class _Decode(Protocol):
+    def __call__(self, buf: bytes, /, *, type: type[_T]) -> _T: ...
+
+
+def _decoded(decode: _Decode, body: bytes, kind: type[_T]) -> _T:
+    try:
+        return decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise AgentError(f"the answer is not a {kind.__name__}: {error}") from None
+
+
+def _said(answer: bytes) -> str:
+    """Return an agent's own words for a refusal."""
+    try:
+        return str(orjson.loads(answer)["error"])
+    except (ValueError, KeyError, TypeError):
+        return answer[:200].decode(errors="replace")

@@ -1,0 +1,211 @@
+"""The router as an aiohttp application: who is made of whom, and who starts when."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+
+from router.accept import PROMPTED, PROMPTLESS
+from router.api import Api
+from router.bindings import Bindings
+from router.config import RouterConfig
+from router.errors import ApiError, MethodNotAllowed, NotFound, TooLarge
+from router.feeds import Feeds
+from router.fleet import Fleet
+from router.health import HealthMonitor, Listener, authorization
+from router.metrics import Metrics, ReplicaGauges
+from router.prefetch import Prefetcher
+from router.prompt_source import PromptSource, ServedModel
+from router.proxy import Proxy, Sinks
+from router.records import RequestRecord, log_record
+from router.relay import error_response
+from router.replica import State
+from router.upstream import Upstream, client_session
+
+log = logging.getLogger("warmroute")
+
+_LEARN_S: Final = 30.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The router's parts while it runs, for tests and for who embeds it."""
+
+    fleet: Fleet
+    feeds: Feeds
+    health: HealthMonitor
+    prompts: PromptSource
+    metrics: Metrics
+    proxy: Proxy
+    api: Api
+
+
+PARTS: Final = web.AppKey("parts", Parts)
+
+
+def create_app(
+    config: RouterConfig, *, observe: Callable[[RequestRecord], None] | None = None
+) -> web.Application:
+    """Make the router; run it with ``handler_cancellation=True``.
+
+    The replicas are asked for the first time when the application starts.
+    ``observe`` hears each request's record, beside the metrics and the log.
+    Raises what loading the configured tokenizer raises.
+    """
+    app = web.Application(middlewares=[_errors], client_max_size=config.max_body_bytes)
+    prompts = PromptSource(config.tokenizer)
+
+    async def run_parts(app: web.Application) -> AsyncIterator[None]:
+        async with client_session() as session:
+            parts = _make_parts(config, session, prompts, observe)
+            app[PARTS] = parts
+            await parts.health.start()
+            await parts.feeds.start()
+            ticking = asyncio.create_task(_ticking(parts.fleet), name="tick")
+            yield
+            ticking.cancel()
+            await parts.feeds.stop()
+            await parts.health.stop()
+
+    app.cleanup_ctx.append(run_parts)
+    _add_routes(app)
+    return app
+
+
+def _make_parts(
+    config: RouterConfig,
+    session: aiohttp.ClientSession,
+    prompts: PromptSource,
+    observe: Callable[[RequestRecord], None] | None,
+) -> Parts:
+    fleet = Fleet(config)
+    metrics = Metrics(lambda: _gauges(fleet), lambda: _sizes(fleet))
+    health = _make_health(config, fleet, prompts, session)
+    readers = [metrics.observe, log_record, *([observe] if observe else [])]
+
+    def record(done: RequestRecord) -> None:
+        for read in readers:
+            read(done)
+
+    proxy = Proxy(
+        config,
+        fleet=fleet,
+        prompts=prompts,
+        prefetcher=Prefetcher(config.prefetch, fleet.replicas, session),
+        upstream=Upstream(session, config.timeouts),
+        bindings=Bindings(),
+        sinks=Sinks(record=record, trouble=health.suspect),
+    )
+    return Parts(
+        fleet=fleet,
+        feeds=Feeds(fleet, session, time.monotonic),
+        health=health,
+        prompts=prompts,
+        metrics=metrics,
+        proxy=proxy,
+        api=Api(config, fleet=fleet, proxy=proxy, metrics=metrics, session=session),
+    )
+
+
+def _make_health(
+    config: RouterConfig, fleet: Fleet, prompts: PromptSource, session: aiohttp.ClientSession
+) -> HealthMonitor:
+    replicas = {each.name: each for each in config.replicas}
+
+    async def models(name: str, served: list[ServedModel]) -> None:
+        fleet.set_models(name, {each.id for each in served})
+        replica = replicas[name]
+        try:
+            # Bounded, since a replica is called up only after this.
+            async with asyncio.timeout(_LEARN_S):
+                await prompts.learn(
+                    served, session=session, url=replica.url, headers=authorization(replica)
+                )
+        except TimeoutError:
+            log.warning("%s: its tokens were not compared within %g s", name, _LEARN_S)
+
+    listener = Listener(
+        up=fleet.up,
+        down=lambda name, reason: fleet.down(name),
+        models=models,
+    )
+    return HealthMonitor(replicas, session=session, timeouts=config.timeouts, listener=listener)
+
+
+def _gauges(fleet: Fleet) -> Iterable[ReplicaGauges]:
+    for each in fleet.replicas.values():
+        yield ReplicaGauges(
+            replica_id=each.id,
+            state=str(each.state),
+            is_up=each.state is State.UP,
+            in_flight=each.in_flight,
+        )
+
+
+def _sizes(fleet: Fleet) -> dict[str, int]:
+    return {"index": len(fleet.index), "sessions": len(fleet.sessions)}
+
+
+async def _ticking(fleet: Fleet) -> None:
+    while True:
+        fleet.tick(time.monotonic())
+        await asyncio.sleep(1.0)
+
+
+def _add_routes(app: web.Application) -> None:
+    async def proxied(request: web.Request) -> web.StreamResponse:
+        return await request.app[PARTS].proxy.handle(request)
+
+    for path in sorted(PROMPTED | PROMPTLESS):
+        app.router.add_post(path, proxied)
+    for name, method, path in (
+        ("models", "GET", "/v1/models"),
+        ("model", "GET", "/v1/models/{model:.+}"),
+        ("health", "GET", "/health"),
+        ("metrics", "GET", "/metrics"),
+        ("explain", "POST", "/explain"),
+    ):
+        app.router.add_route(method, path, _own(name))
+
+
+def _own(name: str) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        answer: Handler = getattr(request.app[PARTS].api, name)
+        return await answer(request)
+
+    return handler
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give every error the shape that the path's clients parse."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        response = error_response(request.path, error)
+        if isinstance(error, TooLarge):
+            response.force_close()
+        return response
+    except web.HTTPNotFound:
+        message = f"the router has no endpoint {request.method} {request.path}"
+        return error_response(request.path, NotFound(message))
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{request.path} takes {allowed}, not {request.method}"
+        response = error_response(request.path, MethodNotAllowed(message))
+        response.headers["Allow"] = allowed
+        return response
+    except ConnectionResetError:
+        raise  # the client has gone: there is nobody to tell
+    except Exception:
+        # The last resort for defects of ours: the client gets an answer in
+        # its own shape, the log gets the trace.
+        log.exception("%s %s failed", request.method, request.path)
+        return error_response(request.path, ApiError("the router failed; see its log"))

@@ -1,0 +1,209 @@
+"""What has been tokenized and hashed before, found again by its content.
+
+One least-recently-used store, bounded in bytes, holds two kinds of things:
+pieces (text -> token ids) and steps (a piece after a certain sequence of
+pieces -> the keys of the blocks that end in it). Texts themselves are the
+dictionary's keys, so that nothing rests on a hash alone.
+"""
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from cacheengine.keys import ExtraKeys, HashScheme
+
+# What a dictionary entry with its small objects takes beside its payload.
+_ENTRY_BYTES: Final = 400
+_KEY_BYTES: Final = 80
+
+# Token ids given as such are remembered in runs of this many.
+_RUN_TOKENS: Final = 128
+
+
+@dataclass(slots=True)
+class MemoStats:
+    """Totals since start; each is counted on one line of this module."""
+
+    tokens_reused: int = 0
+    tokens_tokenized: int = 0
+    blocks_reused: int = 0
+    blocks_hashed: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A run of text and its tokens; the same object as long as it is remembered."""
+
+    serial: int
+    ids: "array[int]"
+
+    @classmethod
+    def of_token(cls, token_id: int) -> "Piece":
+        """Return the piece that is one special token; it needs no remembering."""
+        return cls(-1 - token_id, array("I", (token_id,)))
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A piece in its place after other pieces."""
+
+    serial: int
+    keys: dict[Hashable, tuple[bytes, ...]] = field(default_factory=dict)
+
+
+class Memo:
+    """Pieces and their keys, at most ``max_bytes`` of them (estimated); thread-safe.
+
+    Readers in several threads may tokenize the same new text at the same time;
+    the first to store it wins, and both results are the same.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.stats = MemoStats()
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, Piece | _Step] = OrderedDict()
+        self._sizes: dict[Hashable, int] = {}
+        self._bytes = 0
+        self._last_serial = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Estimated bytes of all that is remembered."""
+        return self._bytes
+
+    def find(self, texts: Sequence[Hashable]) -> list[Piece | None]:
+        """Return the piece of each text, None where it is not known."""
+        with self._lock:
+            found = [self._get(text) for text in texts]
+            pieces = [one if isinstance(one, Piece) else None for one in found]
+            self.stats.tokens_reused += sum(len(one.ids) for one in pieces if one)
+        return pieces
+
+    def add(self, text: Hashable, ids: Sequence[int], text_bytes: int) -> Piece:
+        """Remember the tokens of ``text``, which takes about ``text_bytes``; return its piece."""
+        packed = array("I", ids)
+        with self._lock:
+            self.stats.tokens_tokenized += len(packed)
+            known = self._entries.get(text)
+            if isinstance(known, Piece):
+                return known  # another thread was first: its keys hang on its serial
+            piece = Piece(self._serial(), packed)
+            self._put(text, piece, text_bytes + 4 * len(packed))
+        return piece
+
+    def runs(self, token_ids: Sequence[int]) -> list[Piece]:
+        """Return pieces for a prompt that is given as token ids."""
+        starts = range(0, len(token_ids), _RUN_TOKENS)
+        names = [("ids", *token_ids[start : start + _RUN_TOKENS]) for start in starts]
+        with self._lock:
+            return [self._run(name) for name in names]
+
+    def _run(self, name: tuple[Any, ...]) -> Piece:
+        known = self._get(name)
+        if isinstance(known, Piece):
+            return known
+        piece = Piece(self._serial(), array("I", name[1:]))
+        self._put(name, piece, 12 * len(name))
+        return piece
+
+    def chain(
+        self,
+        pieces: Sequence[Piece],
+        token_ids: Sequence[int],
+        scheme: HashScheme,
+        block_tokens: int,
+        *,
+        extra_keys: ExtraKeys = None,
+        first_extra_keys: ExtraKeys = None,
+    ) -> list[bytes]:
+        """Return the keys of the full blocks of ``token_ids``, which ``pieces`` make up.
+
+        Blocks are hashed only from the first piece on that has not been hashed
+        in this place, with this scheme and these extra keys, before.
+        """
+        context = (scheme, block_tokens, extra_keys, first_extra_keys)
+        keys = self._known_keys(pieces, context)
+        start = len(keys) * block_tokens
+        new = scheme.chain(
+            token_ids[start:],
+            block_tokens,
+            parent=keys[-1] if keys else None,
+            extra_keys=extra_keys,
+            first_extra_keys=first_extra_keys,
+        )
+        keys += new
+        if new:
+            self._store_keys(pieces, context, keys, block_tokens, len(new))
+        return keys
+
+    def check(self) -> None:
+        """Raise AssertionError unless sizes add up and the bound is kept."""
+        with self._lock:
+            assert self._sizes.keys() == self._entries.keys()
+            assert self._bytes == sum(self._sizes.values())
+            assert self._bytes <= self.max_bytes or not self._entries
+
+    def _known_keys(self, pieces: Sequence[Piece], context: Hashable) -> list[bytes]:
+        keys: list[bytes] = []
+        with self._lock:
+            before = 0
+            for piece in pieces:
+                step = self._get((before, piece.serial))
+                known = step.keys.get(context) if isinstance(step, _Step) else None
+                if known is None or not isinstance(step, _Step):
+                    break
+                keys += known
+                before = step.serial
+            self.stats.blocks_reused += len(keys)
+        return keys
+
+    def _store_keys(
+        self,
+        pieces: Sequence[Piece],
+        context: Hashable,
+        keys: Sequence[bytes],
+        block_tokens: int,
+        hashed: int,
+    ) -> None:
+        with self._lock:
+            self.stats.blocks_hashed += hashed
+            before, tokens, stored = 0, 0, 0
+            for piece in pieces:
+                name = (before, piece.serial)
+                step = self._entries.get(name)
+                if not isinstance(step, _Step):
+                    step = _Step(self._serial())
+                tokens += len(piece.ids)
+                end = tokens // block_tokens
+                step.keys[context] = tuple(keys[stored:end])
+                kept = sum(len(some) for some in step.keys.values())
+                self._put(name, step, _KEY_BYTES * kept)
+                before, stored = step.serial, end
+
+    def _serial(self) -> int:
+        self._last_serial += 1
+        return self._last_serial
+
+    def _get(self, name: Hashable) -> Piece | _Step | None:
+        entry = self._entries.get(name)
+        if entry is not None:
+            self._entries.move_to_end(name)
+        return entry
+
+    def _put(self, name: Hashable, entry: Piece | _Step, payload_bytes: int) -> None:
+        size = payload_bytes + _ENTRY_BYTES
+        self._bytes += size - self._sizes.get(name, 0)
+        self._sizes[name] = size
+        self._entries[name] = entry
+        self._entries.move_to_end(name)
+        while self._bytes > self.max_bytes and self._entries:
+            # A step whose predecessor is gone cannot be reached any more: it is
+            # never touched again, and leaves in its turn.
+            oldest, _ = self._entries.popitem(last=False)
+            self._bytes -= self._sizes.pop(oldest)
+            self.stats.evictions += 1

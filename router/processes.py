@@ -1,0 +1,306 @@
+"""Several child processes with one fate: started together, ended together.
+
+`ProcessGroup` is a context manager for the main thread. Leaving it, for
+whatever reason (return, exception, Ctrl-C, SIGTERM, SIGHUP), ends every child
+and whatever the children have started.
+"""
+
+# ruff: noqa: N818  (what happened to a child, not "errors" of ours)
+
+import http.client
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
+
+_POLL_S: Final = 0.2
+_TAIL_BYTES: Final = 16 << 10
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A child that is not ready yet, for a line on somebody's screen."""
+
+    name: str
+    elapsed_s: float
+    last_line: str
+    """The last line of its log, or ''."""
+
+
+class ChildFailed(Exception):
+    """A child cannot serve: which, why, and the end of its log."""
+
+    def __init__(self, name: str, what: str, log_path: Path, tail: str) -> None:
+        super().__init__(name, what, log_path, tail)
+        self.name = name
+        self.what = what
+        self.log_path = log_path
+        self.tail = tail
+
+    def __str__(self) -> str:
+        shown = "\n".join(f"  | {line}" for line in self.tail.splitlines())
+        return f"{self.name} {self.what}; the end of {self.log_path}:\n{shown or '  | (empty)'}"
+
+
+class ChildDied(ChildFailed):
+    """A child ended by itself."""
+
+    def __init__(self, name: str, returncode: int, log_path: Path, tail: str) -> None:
+        super().__init__(name, f"died ({_meaning(returncode)})", log_path, tail)
+        self.returncode = returncode
+
+
+class NotReady(ChildFailed):
+    """A child lives but did not answer in time."""
+
+
+@dataclass(kw_only=True)
+class _Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    started_s: float
+
+
+class ProcessGroup:
+    """Child processes that are ended together.
+
+    Each child leads a session (and process group) of its own, so a Ctrl-C at
+    the terminal reaches only this process, which then ends them in order. A
+    child's output goes to its log file directly; nothing is lost when this
+    process stops reading.
+
+    ``grace_s`` is how long a child may take to end after SIGTERM before it and
+    all it started are killed.
+    """
+
+    def __init__(self, *, grace_s: float = 15.0) -> None:
+        self._grace_s = grace_s
+        self._children: dict[str, _Child] = {}
+        self._previous: dict[signal.Signals, Any] = {}
+        self._uninterruptible = False
+        self._interrupted = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop_all()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        log_path: Path | str = "",
+        *,
+        cwd: Path | None = None,
+    ) -> int:
+        """Start a child and return its process id.
+
+        ``env`` is the whole environment (None: this process's). ``log_path``
+        (default: ``NAME.log`` here) is truncated. Raises `ChildFailed` when
+        the program cannot be started, ValueError when the name is taken.
+        """
+        if name in self._children:
+            raise ValueError(f"a child named {name!r} is already running")
+        path = Path(log_path or f"{name}.log")
+        # A signal between the fork and the entry in the table would leave a
+        # child that nobody ends.
+        with self._no_interrupt():
+            try:
+                process = _spawn(argv, env, path, cwd)
+            except OSError as error:
+                raise ChildFailed(name, f"cannot be started ({error})", path, "") from error
+            self._children[name] = _Child(
+                name=name, process=process, log_path=path, started_s=time.monotonic()
+            )
+        return process.pid
+
+    def wait_ready(
+        self,
+        name: str,
+        url: str,
+        timeout_s: float,
+        on_progress: Callable[[Progress], None] | None = None,
+        *,
+        progress_every_s: float = 5.0,
+    ) -> float:
+        """Wait until ``url`` answers 200; return the seconds since the child's start.
+
+        Raises `ChildDied` when any child of the group ends meanwhile, and
+        `NotReady` after ``timeout_s``. ``on_progress`` is called now and then.
+        """
+        child = self._children[name]
+        began_s = told_s = time.monotonic()
+        while True:
+            self.check()
+            if _answers(url):
+                return time.monotonic() - child.started_s
+            now_s = time.monotonic()
+            if now_s - began_s >= timeout_s:
+                what = f"did not answer at {url} within {timeout_s:.0f} s"
+                raise NotReady(name, what, child.log_path, tail(child.log_path))
+            if on_progress is not None and now_s - told_s >= progress_every_s:
+                told_s = now_s
+                on_progress(self._progress(child, now_s))
+            time.sleep(_POLL_S)
+
+    def check(self) -> None:
+        """Raise `ChildDied` if any child has ended."""
+        for child in self._children.values():
+            returncode = _ended(child.process.pid)
+            if returncode is not None:
+                raise ChildDied(child.name, returncode, child.log_path, tail(child.log_path))
+
+    def wait(self) -> None:
+        """Block until a child ends by itself (`ChildDied`) or a signal (KeyboardInterrupt)."""
+        while True:
+            self.check()
+            time.sleep(_POLL_S)
+
+    def stop(self, name: str, *, kill: bool = False) -> None:
+        """End one child and all it started; with ``kill`` at once, by SIGKILL."""
+        child = self._children[name]
+        with self._no_interrupt():
+            self._end([child], grace_s=0.0 if kill else self._grace_s)
+            del self._children[name]
+
+    def stop_all(self) -> None:
+        """End every child and all they started, the last started first. Idempotent."""
+        with self._no_interrupt(raise_after=False):
+            self._end(list(reversed(self._children.values())), grace_s=self._grace_s)
+            self._children.clear()
+
+    def running(self) -> list[str]:
+        """Return the names of the children that have not ended."""
+        return [name for name, each in self._children.items() if _ended(each.process.pid) is None]
+
+    def log_path(self, name: str) -> Path:
+        """Return where a child's output goes."""
+        return self._children[name].log_path
+
+    def _progress(self, child: _Child, now_s: float) -> Progress:
+        lines = tail(child.log_path, lines=1)
+        return Progress(name=child.name, elapsed_s=now_s - child.started_s, last_line=lines)
+
+    def _end(self, children: Collection[_Child], *, grace_s: float) -> None:
+        """SIGTERM the leaders, wait for them, then SIGKILL what is left of their groups.
+
+        Only the leader gets SIGTERM: it knows in which order its own children
+        must end (vLLM's server ends its engine processes itself). The leader is
+        not reaped before the last signal to its group: until then its process
+        id cannot be given to a stranger.
+        """
+        if grace_s > 0:
+            for child in children:
+                with suppress(ProcessLookupError):
+                    os.kill(child.process.pid, signal.SIGTERM)
+        deadline_s = time.monotonic() + grace_s
+        for child in children:
+            while _ended(child.process.pid) is None and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+        for child in children:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+            child.process.wait()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._uninterruptible:
+            self._interrupted = True
+            return
+        raise KeyboardInterrupt
+
+    @contextmanager
+    def _no_interrupt(self, *, raise_after: bool = True) -> Iterator[None]:
+        """Put off a signal's KeyboardInterrupt until the block is done."""
+        outer, self._uninterruptible = self._uninterruptible, True
+        try:
+            yield
+        finally:
+            self._uninterruptible = outer
+        if self._interrupted and not outer and raise_after:
+            self._interrupted = False
+            raise KeyboardInterrupt
+
+    def __repr__(self) -> str:
+        children = ", ".join(f"{n}={c.process.pid}" for n, c in self._children.items())
+        return f"<ProcessGroup {children or 'empty'}>"
+
+
+def tail(path: Path, *, lines: int = 30) -> str:
+    """Return the last non-empty lines of a text file, or '' if there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    # A progress bar rewrites its line: only what it shows last counts.
+    kept = [line.rsplit("\r", 1)[-1].rstrip() for line in text.rstrip().split("\n")]
+    return "\n".join([line for line in kept if line][-lines:])
+
+
+def _spawn(
+    argv: Sequence[str], env: Mapping[str, str] | None, log_path: Path, cwd: Path | None
+) -> subprocess.Popen[bytes]:
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            argv,
+            env=None if env is None else dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _ended(pid: int) -> int | None:
+    """Return an ended child's returncode, as subprocess has it, without reaping it."""
+    try:
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def _answers(url: str) -> bool:
+    try:
+        # Never through a proxy from the environment: these are our own children.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(url, timeout=2.0) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
+        return False
+
+
+def _meaning(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    name = signal.Signals(-returncode).name
+    return f"{name}, perhaps out of memory" if name == "SIGKILL" else name

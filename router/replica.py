@@ -1,0 +1,142 @@
+"""One replica as the router knows it: its tiers, its life, its load.
+
+Nothing here does I/O; `router.fleet` changes it, on behalf of the feeds, the
+health checks and the requests.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from cacheengine.keys import HashScheme
+from router.config import RatesConfig, ReplicaConfig
+from router.costs import PrefillLine, Rates
+
+
+class Tier(StrEnum):
+    """Where KV lies, fastest first."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    DISK = "disk"
+    REMOTE = "remote"
+
+
+class State(StrEnum):
+    """Whether a replica takes requests."""
+
+    UNKNOWN = "unknown"
+    """Not asked yet: used only when no replica is known to be up."""
+    UP = "up"
+    DOWN = "down"
+    DRAINING = "draining"
+    """Finishes what it has and gets nothing new."""
+
+
+class Signal(StrEnum):
+    """What can change a replica's state."""
+
+    ANSWERED = "answered"
+    FAILED = "failed"
+    DRAIN = "drain"
+    RESUME = "resume"
+
+
+TRANSITIONS: Final[Mapping[tuple[State, Signal], State]] = MappingProxyType(
+    {
+        (State.UNKNOWN, Signal.ANSWERED): State.UP,
+        (State.UNKNOWN, Signal.FAILED): State.DOWN,
+        (State.UNKNOWN, Signal.DRAIN): State.DRAINING,
+        (State.UP, Signal.FAILED): State.DOWN,
+        (State.UP, Signal.DRAIN): State.DRAINING,
+        (State.DOWN, Signal.ANSWERED): State.UP,
+        (State.DOWN, Signal.DRAIN): State.DRAINING,
+        # A draining replica stays so, whether it answers or not, until resumed.
+        (State.DRAINING, Signal.RESUME): State.UNKNOWN,
+    }
+)
+"""The next state; a pair that is not here changes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyShape:
+    """How a replica makes the keys of its KV."""
+
+    scheme: HashScheme
+    block_tokens: int
+    blocks_per_chunk: int = 1
+    """1 where there is no agent: vLLM's own offloading reports block keys."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self.block_tokens * self.blocks_per_chunk
+
+
+@dataclass(eq=False, kw_only=True)
+class Replica:
+    """One replica's configuration, what was learned of it, and what it is busy with."""
+
+    id: str
+    slot: int
+    """Its number in the index; unlike the id it never changes."""
+    config: ReplicaConfig
+    rates: Rates
+    kv_bytes_per_token: float
+    state: State = State.UNKNOWN
+    models: frozenset[str] | None = None
+    """Names that requests may use; None until it told."""
+    shape: KeyShape | None = None
+    """None: its keys are not known, what it was sent is remembered by text."""
+    shape_checked: bool = False
+    """Whether the shape was seen to give the keys in its events."""
+    shape_problem: str | None = None
+    """Why its keys cannot be known, for a person; None while nothing speaks against it."""
+    incarnation: str | None = None
+    """The agent's; None without one, or before it answered."""
+    has_events: bool = False
+    """Whether its KV events are being followed right now."""
+    line: PrefillLine = field(default_factory=PrefillLine)
+    waiting: int = 0
+    """Requests sent whose first token has not come."""
+    decoding: int = 0
+    """Requests between first token and end."""
+
+    @classmethod
+    def new(cls, slot: int, config: ReplicaConfig, rates: RatesConfig) -> "Replica":
+        """Return a replica of which only the configuration is known."""
+        return cls(
+            id=config.name,
+            slot=slot,
+            config=config,
+            rates=Rates(rates),
+            kv_bytes_per_token=rates.kv_bytes_per_token,
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return self.waiting + self.decoding
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent has told about it (and can be told to prefetch)."""
+        return self.incarnation is not None
+
+    def receive(self, signal: Signal) -> bool:
+        """Move to the next state; return whether that is another one."""
+        before = self.state
+        self.state = TRANSITIONS.get((before, signal), before)
+        return self.state is not before
+
+    def serves(self, model: str | None) -> bool:
+        """Whether a request for a model may go there; yes if that is not known."""
+        return model is None or self.models is None or model in self.models
+
+    def __repr__(self) -> str:
+        return (
+            f"<Replica {self.id} {self.state} waiting={self.waiting} decoding={self.decoding} "
+            f"shape={self.shape} events={self.has_events}>"
+        )

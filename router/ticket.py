@@ -1,0 +1,89 @@
+"""One request in flight: counted once at its start, released once at its end."""
+
+from router.assess import actual
+from router.costs import Work
+from router.policy import Decision
+from router.prefix_index import Claim, PrefixIndex
+from router.replica import Replica
+
+
+class Ticket:
+    """Held by whoever forwards the request; made by `Fleet.start`.
+
+    `finish` must be called on every way out, and may be called more than once.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        index: PrefixIndex,
+        claim: Claim | None,
+        decision: Decision,
+        now_s: float,
+    ) -> None:
+        self._replica = replica
+        self._index = index
+        self._claim = claim
+        self._decision = decision
+        self._started_s = now_s
+        self._ttft_s: float | None = None
+        self._streamed = False
+        self._finished = False
+        replica.waiting += 1
+        busy_s = replica.rates.cost(decision.plan.work).busy_s
+        self._line_token = replica.line.join(busy_s, now_s)
+
+    def first_byte(self, now_s: float, *, streamed: bool = True) -> None:
+        """Note that the answer has begun; later calls change nothing.
+
+        ``streamed``: whether this was the first token. The headers of an
+        answer that is not streamed come with its last, and teach nothing.
+        """
+        if self._finished or self._ttft_s is not None:
+            return
+        self._ttft_s = now_s - self._started_s
+        self._streamed = streamed
+        self._replica.waiting -= 1
+        self._replica.decoding += 1
+        self._replica.line.leave(self._line_token, now_s)
+
+    def finish(
+        self,
+        now_s: float,
+        *,
+        ok: bool,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
+        """Release the request and learn from it; later calls change nothing.
+
+        ``cached_tokens`` and ``output_tokens`` are what the replica's
+        ``usage`` said, if it did.
+        """
+        if self._finished:
+            return
+        self._finished = True
+        if self._ttft_s is None:
+            self._replica.waiting -= 1
+            self._replica.line.leave(self._line_token, now_s)
+            self._withdraw()
+            return
+        self._replica.decoding -= 1
+        if ok and self._streamed:
+            self._replica.rates.observe(self._work(cached_tokens), self._ttft_s)
+
+    def _work(self, cached_tokens: int | None) -> Work:
+        work = self._decision.plan.work
+        if cached_tokens is None:
+            return work
+        return actual(work, cached_tokens, self._replica.kv_bytes_per_token)
+
+    def _withdraw(self) -> None:
+        # Nothing was computed, as far as anyone knows: a request that is sent
+        # elsewhere now must not be drawn back by its own claim.
+        if self._claim is not None:
+            self._index.withdraw(self._claim)
+
+    def __repr__(self) -> str:
+        state = "finished" if self._finished else "waiting" if self._ttft_s is None else "decoding"
+        return f"<Ticket {self._replica.id} {state}>"

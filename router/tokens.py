@@ -1,0 +1,309 @@
+"""A request's prompt: its tokens as the replica will see them, and their keys.
+
+Tokens are exact or not given out as exact. Where the replica may see others
+(an image, a template that comes with the request, state that only the replica
+has), `Prompt.exact` is false; where nothing is known, there are no tokens and
+the text itself is what prompts are compared by.
+"""
+
+import asyncio
+import json
+import logging
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import jinja2
+
+from router.encoder import Encoder
+from router.errors import BadRequest, ConfigError
+from router.memo import Memo, MemoStats
+from router.messages import Unsupported, conversation
+from router.probes import CHAT_PROBES, TEXT_PROBES
+from router.prompt import TEXT_PIECE_CHARS, Prompt
+from router.prompts import Body, ChatInput, PromptInput, TextInput, Truncation, read_input
+from router.templates import ChatTemplate, TemplateRefused
+from router.tokenizer import Loaded, load_directory
+from router.trust import Comparison, Trust, compare
+
+__all__ = ["TEXT_PIECE_CHARS", "Prompt", "PromptReader", "Trust"]
+
+_log = logging.getLogger(__name__)
+
+# A prompt with more characters than this is worked on outside the event loop.
+_INLINE_CHARS: Final = 8 * 1024
+
+# What a token id counts for in that.
+_CHARS_PER_TOKEN: Final = 4
+
+
+class PromptReader:
+    """Reads prompts for the replicas of one model. Without a tokenizer, prompts are text."""
+
+    def __init__(
+        self,
+        loaded: Loaded | None = None,
+        *,
+        chat_template: str | None = None,
+        memo_bytes: int = 64 << 20,
+    ) -> None:
+        """``chat_template`` is the source of the one that overrides the model's own.
+
+        Raises `ConfigError` when a template is none.
+        """
+        self.memo = Memo(memo_bytes)
+        self.max_model_len: int | None = None
+        """What a replica said in `verify`."""
+        self._special_tokens: Mapping[str, str] = {}
+        self._encoder: Encoder | None = None
+        self._templates: dict[str, ChatTemplate] = {}
+        self._doubt: str | None = None
+        self._chat_doubt: str | None = None
+        self.text_trust = self.chat_trust = Trust.DOUBTFUL
+        if loaded is not None:
+            self._use(loaded, chat_template)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path | None,
+        chat_template: str | Path | None = None,
+        memo_bytes: int = 64 << 20,
+    ) -> "PromptReader":
+        """Return the reader for the model in directory ``path``; with None, one of text.
+
+        ``chat_template`` is a file, as for ``vllm serve --chat-template``.
+        Raises `ConfigError`. Takes up to seconds for a large vocabulary.
+        """
+        if path is None:
+            return cls(memo_bytes=memo_bytes)
+        source = None if chat_template is None else _read_template(Path(chat_template))
+        return cls(load_directory(Path(path)), chat_template=source, memo_bytes=memo_bytes)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts can have tokens at all."""
+        return self._encoder is not None
+
+    @property
+    def stats(self) -> MemoStats:
+        """What was reused and what had to be computed, since start."""
+        return self.memo.stats
+
+    async def read(self, endpoint: str, body: Body) -> Prompt:
+        """Return the prompt of a request to ``endpoint``; raise `BadRequest` for wrong types.
+
+        Long prompts are worked on in a thread, so that the loop goes on.
+        """
+        if _roughly(body) <= _INLINE_CHARS:
+            return self.read_now(endpoint, body)
+        return await asyncio.to_thread(self.read_now, endpoint, body)
+
+    def read_now(self, endpoint: str, body: Body) -> Prompt:
+        """Return the prompt, in this thread."""
+        salt = _salt(body) if endpoint != "/tokenize" else None
+        try:
+            given = read_input(endpoint, body, self._template)
+            prompt = self._read(given, trust=self._trust(given))
+        except Unsupported as reason:
+            prompt = Prompt(text=_stand_in(body), memo=self.memo, doubt=str(reason))
+        prompt.cache_salt = salt
+        return prompt
+
+    async def verify(
+        self,
+        session: aiohttp.ClientSession,
+        replica_url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Compare our tokens of the probes with a replica's ``POST /tokenize``.
+
+        True when all are equal: tokens then count as exact. When some differ,
+        tokens of that kind (text, chat) are not used from then on, and the log
+        says why. False also when the replica could not be asked; that changes
+        nothing.
+        """
+        if self._encoder is None:
+            return False
+        texts = [{"prompt": text} for text in TEXT_PROBES]
+        try:
+            of_text = await compare(session, replica_url, texts, self._claim, headers)
+            of_chat = await compare(session, replica_url, CHAT_PROBES, self._claim, headers)
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+            _log.warning("%s: tokens could not be compared (%s)", replica_url, error)
+            return False
+        self._learn(of_text, of_chat)
+        return self.text_trust.exact and of_text.equal is True and of_chat.equal is not False
+
+    def _learn(self, of_text: Comparison, of_chat: Comparison) -> None:
+        self.max_model_len = of_text.max_model_len or self.max_model_len
+        self.text_trust = self.text_trust.after(of_text.equal)
+        # Where chats are rendered by other means than /tokenize, its agreement is no proof.
+        if self._chat_doubt is None:
+            self.chat_trust = self.chat_trust.after(of_chat.equal)
+
+    def _claim(self, body: Body) -> list[int] | None:
+        """Return the tokens that we would give for a probe, however far they are trusted."""
+        try:
+            given = read_input("/tokenize", body, self._template)
+            return self._read(given, trust=Trust.PROVEN).token_ids
+        except Unsupported:
+            return None
+
+    def _use(self, loaded: Loaded, chat_template: str | None) -> None:
+        self._special_tokens = loaded.special_tokens
+        self._encoder = Encoder(loaded.tokenizer, self.memo)
+        sources = dict(loaded.templates)
+        if chat_template is not None:
+            # vLLM also takes the name of one of the model's templates here.
+            sources = {"default": sources.get(chat_template, chat_template)}
+        self._templates = {name: _compiled(name, source) for name, source in sources.items()}
+        self._doubt = loaded.doubt
+        self._chat_doubt = loaded.chat_doubt
+        self.text_trust = Trust.PROVEN if loaded.doubt is None else Trust.DOUBTFUL
+        self.chat_trust = self.text_trust
+        if loaded.chat_doubt is not None:
+            self.chat_trust = Trust.REFUTED
+        for reason in filter(None, (loaded.doubt, loaded.chat_doubt)):
+            _log.warning("tokens may not be those of the replicas: %s", reason)
+
+    def _template(self, with_tools: bool) -> ChatTemplate | None:
+        if with_tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        return self._templates.get("default")
+
+    def _trust(self, given: PromptInput) -> Trust:
+        if isinstance(given, TextInput) or self.text_trust is Trust.REFUTED:
+            return self.text_trust
+        return self.chat_trust
+
+    def _read(self, given: PromptInput, *, trust: Trust) -> Prompt:
+        if isinstance(given, TextInput) and isinstance(given.prompt, list):
+            return self._of_ids(given, given.prompt)
+        if isinstance(given, ChatInput) and self._encoder is not None:
+            text = self._rendered(given)
+        elif isinstance(given, TextInput) and isinstance(given.prompt, str):
+            text = given.prompt
+        else:
+            raise Unsupported("there is no tokenizer")
+        if self._encoder is None:
+            return Prompt(text=text, memo=self.memo, doubt="there is no tokenizer")
+        if trust is Trust.REFUTED:
+            reason = self._chat_doubt or "a replica gave other tokens for the probes"
+            return Prompt(text=text, memo=self.memo, doubt=reason)
+        return self._tokenized(self._encoder, text, given, trust)
+
+    def _rendered(self, given: ChatInput) -> str:
+        template = self._template(given.tools is not None)
+        if template is None:
+            raise Unsupported("the model has no chat template")
+        messages = conversation(given.messages, template.content_format, given.dialect)
+        variables = {**self._special_tokens, **given.variables}
+        try:
+            return template.render(
+                messages,
+                tools=given.tools,
+                documents=variables.pop("documents", None),
+                add_generation_prompt=variables.pop("add_generation_prompt", False),
+                continue_final_message=variables.pop("continue_final_message", False),
+                variables=variables,
+            )
+        except TemplateRefused as error:
+            raise Unsupported(str(error)) from error
+
+    def _of_ids(self, given: TextInput, prompt: list[int]) -> Prompt:
+        ids, cut = self._truncated(prompt, given.truncation)
+        pieces = self.memo.runs(ids)
+        return Prompt(
+            text=None, memo=self.memo, token_ids=ids, pieces=pieces, doubt=given.doubt or cut
+        )
+
+    def _tokenized(self, encoder: Encoder, text: str, given: PromptInput, trust: Trust) -> Prompt:
+        try:
+            pieces = encoder.encode(text, add_special_tokens=given.add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise Unsupported(f"the text is not Unicode ({error})") from error
+        every = array("I")
+        for piece in pieces:
+            every.extend(piece.ids)
+        ids, cut = self._truncated(every.tolist(), given.truncation)
+        if len(ids) != len(every):
+            pieces = []
+            if given.add_special_tokens and encoder.adds_ends:
+                cut = "special tokens at the ends may survive truncation"
+        doubt = given.doubt or cut
+        if not trust.exact:
+            doubt = doubt or self._doubt or "no replica has confirmed the tokens"
+        return Prompt(text=text, memo=self.memo, token_ids=ids, pieces=pieces, doubt=doubt)
+
+    def _truncated(
+        self, ids: list[int], truncation: Truncation | None
+    ) -> tuple[list[int], str | None]:
+        """Return what the replica keeps of a prompt, and a doubt where that is not certain."""
+        if truncation is None:
+            return ids, None
+        length = truncation.tokens
+        if length < 0:
+            if self.max_model_len is not None and len(ids) < self.max_model_len:
+                return ids, None
+            return ids, "how much the replica's context keeps is not known"
+        if len(ids) <= length:
+            return ids, None
+        # Generating replicas keep the end unless told otherwise.
+        return (ids[:length] if truncation.side == "right" else ids[len(ids) - length :]), None
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            str(path), "", f"cannot be read ({error})", "give a file with a chat template"
+        ) from error
+
+
+def _compiled(name: str, source: str) -> ChatTemplate:
+    try:
+        return ChatTemplate(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(
+            "chat template", name, f"is no valid template ({error})", "check its source"
+        ) from error
+
+
+def _salt(body: Body) -> str | None:
+    salt = body.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise BadRequest("'cache_salt' must be a string that is not empty", param="cache_salt")
+    return salt
+
+
+def _roughly(body: Body) -> int:
+    """Return about how many characters of prompt a body has."""
+    size = 0
+    for key in ("messages", "input", "prompt", "system", "tools"):
+        waiting = [body.get(key)]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, str):
+                size += len(value)
+            elif isinstance(value, dict):
+                waiting.extend(value.values())
+            elif isinstance(value, list):
+                if value and isinstance(value[0], int):
+                    size += _CHARS_PER_TOKEN * len(value)
+                else:
+                    waiting.extend(value)
+    return size
+
+
+def _stand_in(body: Body) -> str:
+    """Return a text that begins alike for requests whose prompts begin alike."""
+    lines: list[Any] = [body.get(key) for key in ("tools", "instructions", "system")]
+    for key in ("messages", "input", "prompt"):
+        value = body.get(key)
+        lines += value if isinstance(value, list) else [value]
+    return "\n".join(json.dumps(line, ensure_ascii=False) for line in lines if line is not None)

@@ -1,0 +1,95 @@
+"""How far our tokens are those of the replicas, and how a replica is asked about it."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import aiohttp
+
+_log = logging.getLogger(__name__)
+
+
+class Trust(StrEnum):
+    """How far this reader's tokens are those of the replicas."""
+
+    PROVEN = "proven"
+    """By the files alone: of a kind whose tokens are tested to be equal."""
+    CONFIRMED = "confirmed"
+    """A replica gave equal tokens for all probes."""
+    DOUBTFUL = "doubtful"
+    """Probably equal: used, and not called exact."""
+    REFUTED = "refuted"
+    """A replica gave other tokens: not used."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether tokens may be called exact."""
+        return self in (Trust.PROVEN, Trust.CONFIRMED)
+
+    def after(self, equal: bool | None) -> "Trust":
+        """Return the trust after a comparison (None: there was nothing to compare)."""
+        if equal is None or self is Trust.REFUTED:
+            return self  # one replica that differs is enough, whatever another says
+        return Trust.CONFIRMED if equal else Trust.REFUTED
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What came of comparing tokens with a replica."""
+
+    equal: bool | None
+    """None when there was no probe for which both had tokens."""
+    max_model_len: int | None = None
+    """The replica's context, in tokens."""
+
+
+async def compare(
+    session: aiohttp.ClientSession,
+    replica_url: str,
+    probes: Sequence[Mapping[str, Any]],
+    ours: Callable[[Mapping[str, Any]], list[int] | None],
+    headers: Mapping[str, str] | None,
+) -> Comparison:
+    """Compare ``ours(probe)`` with the replica's ``POST /tokenize`` of each probe.
+
+    Probes that we have no tokens for, or that the replica refuses (a template
+    need not take every role), are left out. Raises what aiohttp raises, and
+    ValueError or KeyError when the answer is not one of /tokenize.
+    """
+    url = f"{replica_url.rstrip('/')}/tokenize"
+    compared = False
+    max_model_len: int | None = None
+    for probe in probes:
+        expected = ours(probe)
+        if expected is None:
+            continue
+        async with session.post(url, json=probe, headers=headers) as response:
+            if response.status in (400, 422):
+                continue
+            response.raise_for_status()
+            answer = await response.json()
+        if not isinstance(answer, dict):
+            raise ValueError("the answer is no object")
+        compared = True
+        max_model_len = answer.get("max_model_len")
+        if answer["tokens"] != expected:
+            _report(url, probe, expected, answer["tokens"])
+            return Comparison(False, max_model_len)
+    return Comparison(True if compared else None, max_model_len)
+
+
+def _report(url: str, probe: Mapping[str, Any], ours: list[int], theirs: list[int]) -> None:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    at = next((i for i, (mine, yours) in pairs if mine != yours), min(len(ours), len(theirs)))
+    _log.error(
+        "%s: tokens differ from ours at %d of %d for %.200s; prompts of this kind are matched "
+        "by text from now on. Check tokenizer.path, and tokenizer.chat_template if the replica "
+        "runs with --chat-template",
+        url,
+        at,
+        len(theirs),
+        json.dumps(probe, ensure_ascii=False),
+    )

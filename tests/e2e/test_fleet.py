@@ -1,0 +1,182 @@
+"""Two real replicas behind a real router: who gets a request, and what survives a kill."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from bench.tiers import call, wait_until
+from tests.e2e.conftest import Fleet
+from tests.e2e.serving import CHUNK_TOKENS, MODEL, Replica, Router, fresh_prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def router(fleet: Fleet) -> Iterator[Router]:
+    """A router in front of both replicas, which it knows to be up."""
+    made = fleet.make_router("router")
+    made.start()
+    yield made
+    made.stop()
+
+
+def client_of(router: Router) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=300)
+
+
+class Served:
+    """One streamed completion through the router."""
+
+    def __init__(self, router: Router, prompt: list[int], **more: str) -> None:
+        with client_of(router).completions.with_streaming_response.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=2,
+            temperature=0,
+            stream=True,
+            extra_headers=more or None,
+        ) as response:
+            self.headers = response.headers
+            self.text = response.read().decode()
+        assert self.text.rstrip().endswith("data: [DONE]"), self.text[-500:]
+
+    @property
+    def replica(self) -> str:
+        return self.headers["x-warmroute-replica"]
+
+    def matched(self, tier: str) -> int:
+        return int(self.headers[f"x-warmroute-matched-{tier}"])
+
+
+def matched_at(router: Router, replica: Replica, prompt: list[int]) -> dict[str, int]:
+    """Return what the router believes that a replica holds of a prompt."""
+    answer = call(f"{router.url}/explain", {"model": MODEL, "prompt": prompt, "max_tokens": 1})
+    for candidate in answer["candidates"]:
+        if candidate["replica_id"] == replica.name:
+            matched: dict[str, int] = candidate["matched_tokens"]
+            return matched
+    return {}
+
+
+def warm_one(fleet: Fleet, router: Router, prompt: list[int]) -> tuple[Replica, Replica]:
+    """Send a prompt once; return the replica that holds it now, and the other."""
+    served = Served(router, prompt)
+    holder, other = fleet.replicas
+    if served.replica != holder.name:
+        holder, other = other, holder
+    holder.wait_stored(prompt)
+    return holder, other
+
+
+def test_the_openai_client_is_served_and_told_why(fleet: Fleet, router: Router) -> None:
+    response = client_of(router).chat.completions.with_raw_response.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hello."}], max_tokens=4
+    )
+    assert response.parse().choices[0].message.content is not None
+    assert response.headers["x-warmroute-replica"] in {each.name for each in fleet.replicas}
+    assert response.headers["x-warmroute-reason"]
+    models = client_of(router).models.list()
+    assert [model.id for model in models] == [MODEL]
+
+
+def test_the_same_prompt_goes_to_the_replica_that_holds_it(fleet: Fleet, router: Router) -> None:
+    prompts = [fresh_prompt(1100, seed=50 + i) for i in range(4)]
+    for prompt in prompts:
+        first = Served(router, prompt)
+        wait_until(
+            "the GPU tier is known",
+            lambda prompt=prompt: any(  # type: ignore[misc]
+                matched_at(router, each, prompt).get("gpu") for each in fleet.replicas
+            ),
+        )
+        again = Served(router, prompt)
+        assert again.replica == first.replica
+        assert again.headers["x-warmroute-reason"] == "longest-match"
+        assert again.matched("gpu") == 1024
+
+
+def test_a_session_stays_at_home(fleet: Fleet, router: Router) -> None:
+    prompt = fresh_prompt(600, seed=60)
+    first = Served(router, prompt, **{"x-session-id": "chat-1"})
+    for length in (300, 600):
+        longer = prompt + fresh_prompt(length, seed=61)
+        served = Served(router, longer, **{"x-session-id": "chat-1"})
+        assert served.replica == first.replica
+        assert served.headers["x-warmroute-reason"] == "session-home"
+
+
+def test_disk_kv_is_prefetched_before_the_request_is_forwarded(
+    fleet: Fleet, router: Router
+) -> None:
+    prompt = fresh_prompt(5 * CHUNK_TOKENS + 20, seed=70)
+    holder, _ = warm_one(fleet, router, prompt)
+    holder.empty_gpu()
+    holder.empty_cpu()
+    # vLLM publishes that its GPU tier was emptied when it next steps.
+    holder.ask(fresh_prompt(20, seed=71), max_tokens=1)
+    wait_until(
+        "the router knows that only the disk holds it",
+        lambda: matched_at(router, holder, prompt).get("disk") == 5 * CHUNK_TOKENS,
+    )
+    served = Served(router, prompt)
+    assert served.replica == holder.name
+    assert served.matched("disk") == 5 * CHUNK_TOKENS
+    assert served.headers["x-warmroute-prefetch"].startswith("asked=5;promoted=5")
+
+
+def test_a_router_that_starts_anew_still_finds_the_warm_replica(
+    fleet: Fleet, router: Router
+) -> None:
+    prompts = [fresh_prompt(1100, seed=80 + i) for i in range(3)]
+    holders = [warm_one(fleet, router, prompt)[0] for prompt in prompts]
+    another = fleet.make_router("router-restarted")
+    another.start()
+    try:
+        for prompt, holder in zip(prompts, holders, strict=True):
+            served = Served(another, prompt)
+            assert served.replica == holder.name
+            assert served.headers["x-warmroute-reason"] == "longest-match"
+            assert served.matched("gpu") + served.matched("cpu") >= 1024
+    finally:
+        another.stop()
+
+
+def test_kill_restart_and_what_the_disk_remembers(fleet: Fleet, router: Router) -> None:
+    prompt = fresh_prompt(5 * CHUNK_TOKENS + 20, seed=90)
+    holder, other = warm_one(fleet, router, prompt)
+
+    # A request that is cut before its first byte: its replica dies in the prefill.
+    long_prompt = prompt + fresh_prompt(2500, seed=91)
+    waiting_before = holder.vllm_metric("vllm:num_requests_running")
+    assert waiting_before == 0
+    results: list[Served] = []
+    sender = threading.Thread(target=lambda: results.append(Served(router, long_prompt)))
+    sender.start()
+    wait_until("the holder computes", lambda: holder.vllm_metric("vllm:num_requests_running") == 1)
+    holder.kill()
+    sender.join(timeout=120)
+    assert [served.replica for served in results] == [other.name]
+    assert results[0].headers["x-warmroute-retries"] == "1"
+
+    # The next request for what the dead one held is answered by the other.
+    assert Served(router, prompt).replica == other.name
+
+    # It comes back with its disk tier, and nobody tells the router.
+    holder.start()
+    holder.wait_ready()
+    wait_until(
+        "the router knows the disk tier again",
+        lambda: matched_at(router, holder, prompt).get("disk", 0) == 5 * CHUNK_TOKENS,
+    )
+    assert holder.tiers_of(prompt) == ["disk"] * 5
+    before = other.ask(prompt)
+    answer = holder.ask(prompt)
+    assert answer.cached_tokens == before.cached_tokens == 5 * CHUNK_TOKENS
+    assert answer == before
+
+
+def test_a_killed_replica_leaves_no_shared_memory(fleet: Fleet) -> None:
+    assert not list(Path("/dev/shm").glob("vllm_offload_*"))

@@ -1,0 +1,111 @@
+"""Our tokens are those of a running replica, by its own ``/tokenize``."""
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.tokens import PromptReader, Trust
+
+pytestmark = pytest.mark.vllm
+
+USER = {"role": "user", "content": "Hello, who are you?"}
+SYSTEM = {"role": "system", "content": " Be brief.\n"}
+ANSWER = {"role": "assistant", "content": " I am a fox. "}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"place": "Zürich", "days": [1, 2.0]}'},
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+            "name": "weather",
+            "description": "Wetter für <einen> Ort",
+        },
+    }
+]
+
+
+def text(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": one} for one in texts]
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "user": {"messages": [USER]},
+    "system": {"messages": [SYSTEM, USER]},
+    "many turns": {"messages": [SYSTEM, *[USER, ANSWER] * 20, USER]},
+    "tools": {"messages": [USER], "tools": TOOLS},
+    "calls": {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "content": text("rain", "later sun")},
+        ],
+        "tools": TOOLS,
+    },
+    "parts": {"messages": [{"role": "user", "content": text("one", " two\n", "", "four")}]},
+    "unicode": {"messages": [{"role": "user", "content": "日本語 café e\u0301 👩‍👩‍👧 \u3000 ﬁ İ"}]},
+    "empty": {"messages": [{"role": "user", "content": ""}]},
+    "empty answer": {"messages": [USER, {"role": "assistant", "content": ""}, USER]},
+    "like special tokens": {
+        "messages": [{"role": "user", "content": "<|begin|><|end|> <|user|>\n<|pad|><s>[INST]"}]
+    },
+    "developer": {"messages": [{"role": "developer", "content": "Be kind."}, USER]},
+    "long": {"messages": [{"role": "user", "content": "A fox, a dog and 12 cats.\n" * 400}]},
+    "no generation prompt": {"messages": [USER, ANSWER], "add_generation_prompt": False},
+    "special tokens": {"messages": [USER], "add_special_tokens": True},
+    "prompt": {"prompt": "Hello world"},
+    "empty prompt": {"prompt": ""},
+    "prompt without special tokens": {"prompt": "Hello world", "add_special_tokens": False},
+    "long prompt": {"prompt": "def fox(dog: int) -> str:\n    return f'{dog} cats'\n\n" * 200},
+}
+
+
+@pytest.fixture
+def reader(model_dir: Path) -> PromptReader:
+    return PromptReader.load(model_dir)
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_tokens_are_those_of_the_replica(
+    vllm_url: str, reader: PromptReader, name: str
+) -> None:
+    body = BODIES[name]
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{vllm_url}/tokenize", json=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+        theirs = (await response.json())["tokens"]
+    for _ in range(2):  # computed, and remembered
+        prompt = await reader.read("/tokenize", body)
+        assert prompt.exact, prompt.doubt
+        assert prompt.token_ids == theirs
+
+
+async def test_chat_completions_are_read_as_tokenize_is(
+    vllm_url: str, reader: PromptReader
+) -> None:
+    # What the replica counts when it really generates.
+    body = {"messages": BODIES["calls"]["messages"], "max_tokens": 1}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{vllm_url}/v1/chat/completions", json=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+        usage = (await response.json())["usage"]
+    prompt = await reader.read("/v1/chat/completions", body)
+    assert prompt.exact
+    assert prompt.token_count == usage["prompt_tokens"]
+
+
+async def test_the_replica_confirms_the_reader(vllm_url: str, reader: PromptReader) -> None:
+    async with aiohttp.ClientSession() as session:
+        assert await reader.verify(session, vllm_url)
+    assert reader.text_trust is Trust.CONFIRMED
+    assert reader.chat_trust is Trust.CONFIRMED
+    assert reader.max_model_len

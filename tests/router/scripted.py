@@ -1,0 +1,163 @@
+"""Scripted upstreams: real HTTP servers whose every answer a test has written."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+Act = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A request as the upstream got it."""
+
+    method: str
+    path: str
+    headers: CIMultiDict[str]
+    body: bytes
+
+
+@dataclass
+class Scripted:
+    """An upstream: `will` says what comes, `seen` what came."""
+
+    url: str = ""
+    models: list[str] = field(default_factory=lambda: ["m"])
+    entries: list[dict[str, object]] | None = None
+    """What ``/v1/models`` lists, where ``models`` do not suffice."""
+    healthy: bool = True
+    seen: list[Seen] = field(default_factory=list)
+    script: deque[Act] = field(default_factory=deque)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a client has gone before the end of its answer."""
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def will(self, *acts: Act) -> None:
+        """Answer the next requests so, one act each; the last one stays."""
+        self.script = deque(acts)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append(
+            Seen(
+                method=request.method,
+                path=request.path_qs,
+                headers=CIMultiDict(request.headers),
+                body=await request.read(),
+            )
+        )
+        self.arrived.set()
+        act = self.script.popleft() if len(self.script) > 1 else self.script[0]
+        try:
+            return await act(request)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.aborted.set()
+            raise
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        models = self.entries or [
+            {"id": name, "object": "model", "owned_by": "test"} for name in self.models
+        ]
+        return web.json_response({"object": "list", "data": models})
+
+
+@asynccontextmanager
+async def scripted(*, port: int = 0) -> AsyncIterator[Scripted]:
+    """Run an upstream on a free port."""
+    upstream = Scripted()
+    upstream.will(json_answer({"ok": True}))
+    app = web.Application()
+    app.router.add_get("/health", upstream.health)
+    app.router.add_get("/v1/models", upstream.list_models)
+    app.router.add_post("/{path:.*}", upstream.answer)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    upstream.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield upstream
+    finally:
+        await runner.cleanup()
+
+
+def json_answer(value: object, *, status: int = 200, **headers: str) -> Act:
+    async def act(request: web.Request) -> web.Response:
+        return web.json_response(value, status=status, headers=headers)
+
+    return act
+
+
+async def cut_before_headers(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def stream(
+    *pieces: bytes,
+    cut: bool = False,
+    content_type: str = "text/event-stream",
+    gates: tuple[asyncio.Event | None, ...] = (),
+) -> Act:
+    """Send ``pieces``, each after its gate if it has one, then end or break off."""
+
+    async def act(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": content_type})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for index, piece in enumerate(pieces):
+            gate = gates[index] if index < len(gates) else None
+            if gate is not None:
+                await gate.wait()
+            await response.write(piece)
+        if cut:
+            # Abort once what was written is on its way, not before.
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        await response.write_eof()
+        return response
+
+    return act
+
+
+def chat_events(*words: str) -> tuple[bytes, ...]:
+    """Return the SSE events of a streamed chat completion that says ``words``."""
+    chunks = [
+        {
+            "id": "chatcmpl-1",
+            "object": "chat.completion.chunk",
+            "created": 1,
+            "model": "m",
+            "choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}],
+        }
+        for word in words
+    ]
+    events = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks]
+    return (*events, b"data: [DONE]\n\n")
+
+
+CHAT_ANSWER = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [
+        {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
+    ],
+    "usage": {
+        "prompt_tokens": 9,
+        "completion_tokens": 1,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    },
+}

@@ -1,0 +1,120 @@
+"""What the router answers itself."""
+
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.config import ReplicaConfig
+from tests.router.conftest import Fleet
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def test_models_are_merged(fleet: Fleet, client: aiohttp.ClientSession) -> None:
+    fleet.one.models = ["m", "a/b"]
+    fleet.two.models = ["m", "c"]
+    router = await fleet.router()
+    async with client.get(f"{router.url}/v1/models") as response:
+        answer = await response.json()
+    assert answer["object"] == "list"
+    assert [each["id"] for each in answer["data"]] == ["m", "a/b", "c"]
+    async with client.get(f"{router.url}/v1/models/a/b") as response:
+        assert (await response.json())["id"] == "a/b"
+    async with client.get(f"{router.url}/v1/models/z") as response:
+        assert response.status == 404
+
+
+async def test_a_model_is_asked_of_who_serves_it(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    fleet.two.models = ["only-two"]
+    router = await fleet.router()
+    for _ in range(3):
+        async with client.post(
+            f"{router.url}/v1/chat/completions", json={**ASK, "model": "only-two"}
+        ) as response:
+            assert response.headers["x-warmroute-replica"] == "two"
+
+
+async def test_health_names_the_replicas(
+    fleet: Fleet, client: aiohttp.ClientSession, unused_tcp_port: int
+) -> None:
+    dead = ReplicaConfig(url=f"http://127.0.0.1:{unused_tcp_port}", instance_id="dead")
+    live = ReplicaConfig(url=fleet.one.url, instance_id="live")
+    router = await fleet.router(replicas=(dead, live))
+    async with client.get(f"{router.url}/health") as response:
+        assert response.status == 200
+        answer = await response.json()
+    assert answer["status"] == "ok"
+    assert {name: each["state"] for name, each in answer["replicas"].items()} == {
+        "dead": "down",
+        "live": "up",
+    }
+
+
+async def test_metrics_count_what_has_happened(fleet: Fleet, client: aiohttp.ClientSession) -> None:
+    router = await fleet.router()
+    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+        await response.read()
+    await router.record()
+    async with client.get(f"{router.url}/metrics") as response:
+        assert response.headers["Content-Type"].startswith("text/plain")
+        text = await response.text()
+    lines = text.splitlines()
+    assert (
+        'warmroute_requests_total{endpoint="/v1/chat/completions",outcome="ok",replica="one",'
+        'status="200"} 1.0'
+    ) in lines
+    assert 'warmroute_replica_up{replica="one",state="up"} 1.0' in lines
+    assert 'warmroute_in_flight{replica="one"} 0.0' in lines
+    assert 'warmroute_decisions_total{reason="round-robin"} 1.0' in lines
+
+
+async def test_two_routers_have_metrics_of_their_own(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    first, second = await fleet.router(), await fleet.router()
+    async with client.post(f"{first.url}/v1/chat/completions", json=ASK) as response:
+        await response.read()
+    async with client.get(f"{second.url}/metrics") as response:
+        assert "warmroute_requests_total{" not in await response.text()
+
+
+@pytest.mark.parametrize(
+    ("query", "body"),
+    [
+        ("", ASK),
+        ("", {"model": "m", "prompt": "hello"}),
+        ("", {"model": "m", "input": "hello"}),
+        ("?endpoint=/v1/messages", ASK),
+    ],
+)
+async def test_explain_sends_nothing(
+    fleet: Fleet, client: aiohttp.ClientSession, query: str, body: dict[str, Any]
+) -> None:
+    router = await fleet.router()
+    async with client.post(f"{router.url}/explain{query}", json=body) as response:
+        assert response.status == 200
+        answer = await response.json()
+    assert answer["replica"] == "one"
+    assert answer["reason"] == "round-robin"
+    assert {each["replica_id"] for each in answer["candidates"]} == {"one", "two"}
+    assert not fleet.one.seen and not fleet.two.seen
+    assert router.in_flight() == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "body", "said"),
+    [
+        ("", {"model": "m"}, "neither 'messages' nor 'prompt' nor 'input'"),
+        ("?endpoint=/tokenize", ASK, "'/tokenize' has no prompt to explain; choose from"),
+    ],
+)
+async def test_explain_refuses(
+    fleet: Fleet, client: aiohttp.ClientSession, query: str, body: dict[str, Any], said: str
+) -> None:
+    router = await fleet.router()
+    async with client.post(f"{router.url}/explain{query}", json=body) as response:
+        assert response.status == 400
+        assert said in (await response.json())["error"]["message"]

@@ -1,0 +1,114 @@
+"""What cannot be answered is refused in the client's own language."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from tests.router.conftest import Fleet
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        (CHAT, b"", 400, "the body is empty; send a JSON object"),
+        (CHAT, b'{"model": ', 400, "the body is not valid JSON: "),
+        (CHAT, b"\xff\xfe", 400, "the body is not valid JSON: "),
+        (CHAT, b"[1]", 400, "the body must be a JSON object, not an array"),
+        (CHAT, b"null", 400, "the body must be a JSON object, not null"),
+        (CHAT, b'{"model": 5, "messages": []}', 400, "'model' must be a string, not a number"),
+        (CHAT, b'{"model": "m", "messages": "x"}', 400, "messages"),
+        ("/v1/completions", b'{"model": "m", "prompt": {}}', 400, "prompt"),
+        ("/v1/responses", b'{"previous_response_id": []}', 400, "must be a string, not an array"),
+        (
+            CHAT,
+            json.dumps({"model": "other", "messages": MESSAGES}).encode(),
+            404,
+            "no replica serves the model 'other'",
+        ),
+        ("/v1/nothing", b"{}", 404, "the router has no endpoint POST /v1/nothing"),
+        ("/v1/models", b"{}", 405, "/v1/models takes GET, not POST"),
+    ],
+)
+async def test_refusals(  # noqa: PLR0917  (fixtures)
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    path: str,
+    body: bytes,
+    status: int,
+    said: str,
+) -> None:
+    router = await fleet.router()
+    async with client.post(router.url + path, data=body) as response:
+        answer: dict[str, Any] = await response.json()
+        assert response.status == status
+    assert said in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert not fleet.one.seen and not fleet.two.seen
+    assert router.in_flight() == 0
+
+
+async def test_the_same_in_anthropics_shape(fleet: Fleet, client: aiohttp.ClientSession) -> None:
+    router = await fleet.router()
+    async with client.post(f"{router.url}/v1/messages", data=b"[") as response:
+        assert response.status == 400
+        answer = await response.json()
+    assert answer["type"] == "error"
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+async def test_openais_client_understands(fleet: Fleet) -> None:
+    router = await fleet.router()
+    async with openai.AsyncOpenAI(
+        base_url=f"{router.url}/v1", api_key="x", max_retries=0
+    ) as client:
+        with pytest.raises(openai.NotFoundError) as caught:
+            await client.chat.completions.create(
+                model="other", messages=[{"role": "user", "content": "x"}]
+            )
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+LIMIT = 2048
+
+
+def padded(size: int) -> bytes:
+    body = json.dumps({"model": "m", "messages": MESSAGES}).encode()
+    return body + b" " * (size - len(body))
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_the_limit_is_inclusive(
+    fleet: Fleet, client: aiohttp.ClientSession, chunked: bool
+) -> None:
+    router = await fleet.router(max_body_bytes=LIMIT)
+
+    async def pieces(body: bytes) -> Any:
+        yield body
+
+    for size, status in ((LIMIT, 200), (LIMIT + 1, 413)):
+        body = padded(size)
+        async with client.post(
+            router.url + CHAT, data=pieces(body) if chunked else body
+        ) as response:
+            assert response.status == status
+            answer = await response.json()
+    assert answer["error"]["code"] == "request_too_large"
+    assert f"may have {LIMIT} bytes" in answer["error"]["message"]
+
+
+async def test_an_announced_giant_is_refused_unread(fleet: Fleet) -> None:
+    router = await fleet.router()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rsplit(":")[-1]))
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (1 << 40)
+    )
+    assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+    writer.close()

@@ -1,0 +1,130 @@
+"""The command as a newcomer meets it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from router import cli
+from router.cli import main
+
+
+def invoke(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, list(args))
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def router_yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "router.yaml"
+    path.write_text("replicas: [{url: 'http://127.0.0.1:1', api_key: hidden}]\n")
+    return path
+
+
+def test_help_lists_every_command_plugins_included() -> None:
+    code, output = invoke("--help")
+    assert code == 0
+    for command in ("serve", "up", "explain", "check-config", "replica"):
+        assert f"\n  {command} " in output
+    assert "(unavailable" not in output
+
+
+@pytest.mark.parametrize("command", ["serve", "up", "explain", "check-config", "replica"])
+def test_each_command_has_help(command: str) -> None:
+    code, output = invoke(command, "--help")
+    assert code == 0
+    assert output.startswith(f"Usage: main {command}")
+
+
+def test_a_plugin_that_cannot_be_imported_spares_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    broken = EntryPoint("broken", "no_such_package.cli:run", "warmroute.commands")
+    monkeypatch.setattr(cli, "_plugins", lambda: [broken])
+    code, output = invoke("--help")
+    assert code == 0
+    assert "broken" in output and "(unavailable: No module named" in output
+    code, output = invoke("broken", "--option", "x")
+    assert code == 1
+    assert "'broken' cannot be used here: No module named 'no_such_package'" in output
+
+
+def test_an_unknown_command() -> None:
+    code, output = invoke("swerve")
+    assert code == 2
+    assert "No such command 'swerve'" in output
+
+
+def test_check_config_prints_what_would_be_used(router_yaml: Path) -> None:
+    code, output = invoke("check-config", str(router_yaml))
+    assert code == 0
+    shown = json.loads(output)
+    assert shown["replicas"][0]["url"] == "http://127.0.0.1:1"
+    assert shown["timeouts"]["connect_s"] == 5.0
+    assert shown["replicas"][0]["api_key"] == "***"
+
+
+@pytest.mark.parametrize("command", [["serve", "--config"], ["check-config"], ["up", "--config"]])
+def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path: Path, command: list[str]) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("replicass: []\n")
+    code, output = invoke(*command, str(path))
+    assert code == 2
+    line = output.strip()
+    assert line.startswith(f"{path}: ") and "\n" not in line and "; " in line
+
+
+def test_serve_needs_a_replica() -> None:
+    code, output = invoke("serve")
+    assert code == 2
+    assert output == "warmroute serve: knows no replica; give --config FILE or --replica URL\n"
+
+
+def test_serve_refuses_a_bad_url() -> None:
+    code, output = invoke("serve", "--replica", "localhost:8000")
+    assert code == 2
+    assert "'localhost:8000' is not an HTTP base URL; write it like http://host:8000" in output
+
+
+def test_explain_without_a_router() -> None:
+    code, output = invoke("explain", "--router", "http://127.0.0.1:1", "hello")
+    assert code == 1
+    assert "no router answers at http://127.0.0.1:1" in output
+    assert "warmroute serve" in output
+
+
+def test_explain_with_half_a_body() -> None:
+    code, output = invoke("explain", '{"model": ')
+    assert code == 1
+    assert "begins with '{' but is not JSON" in output
+
+
+def test_plugins_are_commands() -> None:
+    assert isinstance(main, click.Group)
+
+
+def test_importing_the_router_loads_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys, router, router.cli, router.serve;"
+        "heavy = {'torch', 'vllm', 'transformers', 'numpy'} & sys.modules.keys();"
+        "print(sorted(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_light_commands_do_not_load_the_server() -> None:
+    code = "import sys, router.cli; print(sorted({'aiohttp', 'uvloop'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_python_m_router_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "router", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("warmroute, version ")

@@ -1,0 +1,128 @@
+"""Settings are read strictly, and what is wrong is said in one line with its fix."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from router.config import RouterConfig, load_router_config
+from router.errors import ConfigError
+
+ONE = "replicas: [{url: 'http://a:1'}]\n"
+
+
+def load(tmp_path: Path, text: str) -> RouterConfig:
+    path = tmp_path / "router.yaml"
+    path.write_text(text)
+    return load_router_config(path)
+
+
+def test_only_replicas_are_needed(tmp_path: Path) -> None:
+    config = load(tmp_path, ONE)
+    assert config.replicas[0].url == "http://a:1"
+    assert config.replicas[0].name == "a:1"
+    assert (config.host, config.port, config.policy) == ("127.0.0.1", 8080, "ttft")
+    assert config.timeouts.first_byte_s is None
+
+
+def test_every_level_is_read(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    config = load(
+        tmp_path,
+        """
+        port: 9999
+        policy: round-robin
+        replicas:
+          - url: http://a:1/v1/
+            instance_id: one
+            agent_url: http://a:2/
+            kv_events: tcp://a:5557
+            api_key: secret
+        prefetch: {enabled: false, wait_cap_s: 1}
+        tokenizer: {path: model}
+        timeouts: {first_byte_s: 30}
+        """,
+    )
+    replica = config.replicas[0]
+    assert replica.url == "http://a:1", "a trailing /v1 is what people paste; it is not ours"
+    assert (replica.name, replica.agent_url) == ("one", "http://a:2")
+    assert config.prefetch.wait_cap_s == 1.0 and isinstance(config.prefetch.wait_cap_s, float)
+    assert config.tokenizer.path == str(tmp_path / "model"), "relative to the file"
+    assert config.timeouts.first_byte_s == 30.0
+
+
+def test_a_secret_is_not_printed(tmp_path: Path) -> None:
+    config = load(tmp_path, "replicas: [{url: 'http://a:1', api_key: hidden}]")
+    assert "hidden" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "router.yaml: is empty; write settings as 'key: value' lines"),
+        ("- 1", "router.yaml: holds a list at its top level; write settings as"),
+        ("a: [1", "router.yaml: line 1: not valid YAML"),
+        ("port: 1", "replicas: is missing; add 'replicas: ...'"),
+        ("replicas: []", "replicas: names no replica; add at least one '- url:"),
+        ("replicas: http://a", "replicas: expected a list, got the text 'http://a'; write one"),
+        ("replicas: [http://a]", "replicas[0]: expected settings, got the text 'http://a'; write"),
+        ("replicas: [{uri: 'http://a'}]", "replicas[0].uri: unknown key; did you mean 'url'?"),
+        ("replicas: [{instance_id: a}]", "replicas[0].url: is missing; add 'url: ...'"),
+        ("replicas: [{url: 'a:1'}]", "replicas[0].url: 'a:1' is not an HTTP base URL; write it"),
+        ("replicas: [{url: 'http://a:x'}]", "replicas[0].url: 'http://a:x' is not an HTTP"),
+        (
+            "replicas: [{url: 'http://a'}, {url: 'http://a/'}]",
+            "replicas[1]: is the same as replicas[0] ('http://a'); give each",
+        ),
+        (
+            "replicas: [{url: 'http://a', kv_events: 'tcp://*:5557'}]",
+            "replicas[0].kv_events: 'tcp://*:5557' is an address to listen on; name the",
+        ),
+        (
+            "replicas: [{url: 'http://a', kv_events: '5557'}]",
+            "replicas[0].kv_events: '5557' is not a ZMQ endpoint; write it like tcp://",
+        ),
+        (ONE + "portt: 1", "portt: unknown key; did you mean 'port'?"),
+        (ONE + "zzz: 1", "zzz: unknown key; known keys are host, port"),
+        (ONE + "port: '80'", "port: expected a whole number, got the text '80'; write digits"),
+        (ONE + "port: 70000", "port: 70000 is out of range; it must be at most 65535"),
+        (ONE + "port: true", "port: expected a whole number, got true; write digits"),
+        (ONE + "policy: tfft", "policy: unknown value 'tfft'; did you mean 'ttft'?"),
+        (
+            ONE + "max_body_bytes: 64MB",
+            "max_body_bytes: expected a whole number of bytes, got the text '64MB'; write digits"
+            " only, without a unit",
+        ),
+        (
+            ONE + "timeouts: {connect_s: 5s}",
+            "timeouts.connect_s: expected a number of seconds, got the text '5s'; write a number",
+        ),
+        (ONE + "timeouts: {connect_s: 0}", "timeouts.connect_s: 0.0 is out of range; it must be"),
+        (ONE + "timeouts: {connect_s: .inf}", "timeouts.connect_s: inf is not a finite number"),
+        (ONE + "timeouts: 5", "timeouts: expected settings, got 5; write 'key: value' lines"),
+        (
+            ONE + "prefetch: {enabled: 'yes'}",
+            "prefetch.enabled: expected true or false, got the text 'yes'; write true or false",
+        ),
+        (ONE + "host: ''", "host: is empty; give a value"),
+        (ONE + "tokenizer: {path: nowhere}", "tokenizer.path: 'nowhere' does not exist; name an"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_fix(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    said = str(caught.value)
+    assert message in said
+    assert "\n" not in said
+    assert said.startswith(str(tmp_path / "router.yaml"))
+    assert caught.value.fix
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file; check the path"):
+        load_router_config(tmp_path / "nowhere.yaml")
+
+
+def test_the_default_rates_are_usable() -> None:
+    rates = RouterConfig(replicas=()).rates
+    assert all(math.isfinite(value) for value in vars(rates).values())

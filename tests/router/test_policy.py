@@ -1,0 +1,133 @@
+"""Which candidate each policy picks, and the reason it gives."""
+
+import pytest
+
+from router.policy import POLICIES, CandidateCost, Question, Reason, pick
+
+QUESTION = Question(affinity=b"prompt")
+
+
+def candidate(
+    name: str,
+    *,
+    prefill_s: float = 1.0,
+    queue_s: float = 0.0,
+    matched: int = 0,
+    in_flight: int = 0,
+) -> CandidateCost:
+    return CandidateCost(
+        replica_id=name,
+        matched_tokens={"gpu": matched} if matched else {},
+        in_flight=in_flight,
+        ttft_s=queue_s + prefill_s,
+        base_s=0.0,
+        queue_s=queue_s,
+        fetch_s=0.0,
+        load_s=0.0,
+        prefill_s=prefill_s,
+    )
+
+
+def test_the_soonest_first_token_wins() -> None:
+    warm = candidate("warm", prefill_s=0.1, matched=900)
+    cold = candidate("cold")
+    assert pick("ttft", [cold, warm], QUESTION) == (warm, Reason.LONGEST_MATCH)
+
+
+def test_a_long_queue_outweighs_a_match() -> None:
+    warm = candidate("warm", prefill_s=0.1, queue_s=5.0, matched=900, in_flight=4)
+    cold = candidate("cold")
+    assert pick("ttft", [cold, warm], QUESTION) == (cold, Reason.LEAST_LOADED)
+
+
+def test_equal_times_go_where_less_work_is_done() -> None:
+    """Waiting for the replica that computes the prefix beats computing it twice."""
+    waiting = candidate("waiting", prefill_s=0.001, queue_s=1.0, matched=1000, in_flight=1)
+    cold = candidate("cold", prefill_s=1.0)
+    picked, _ = pick("ttft", [cold, waiting], QUESTION)
+    assert picked is waiting
+
+
+@pytest.mark.parametrize("slower_s", [0.0, 0.2])
+def test_a_session_stays_at_home_within_the_margin(slower_s: float) -> None:
+    question = Question(affinity=b"", home="home", spill_margin_s=0.25)
+    home = candidate("home", prefill_s=1.0 + slower_s)
+    picked = pick("ttft", [candidate("other"), home], question)
+    assert picked == (home, Reason.SESSION_HOME)
+
+
+def test_a_session_spills_beyond_the_margin() -> None:
+    question = Question(affinity=b"", home="home", spill_margin_s=0.25)
+    other = candidate("other")
+    picked = pick("ttft", [other, candidate("home", queue_s=0.5)], question)
+    assert picked == (other, Reason.SESSION_SPILL)
+
+
+def test_a_home_that_cannot_be_picked_is_no_home() -> None:
+    question = Question(affinity=b"", home="gone", spill_margin_s=0.25)
+    _, reason = pick("ttft", [candidate("a"), candidate("b")], question)
+    assert reason is Reason.NO_INFORMATION
+
+
+def test_equal_prompts_meet_and_different_ones_spread() -> None:
+    candidates = [candidate(name) for name in "abcd"]
+    picks = {
+        number: pick("ttft", candidates, Question(affinity=b"%d" % number))[0].replica_id
+        for number in range(200)
+    }
+    again = pick("ttft", candidates[::-1], Question(affinity=b"7"))[0].replica_id
+    assert again == picks[7]
+    assert all(30 < list(picks.values()).count(name) < 70 for name in "abcd")
+
+
+def test_a_replica_that_leaves_moves_only_its_own_prompts() -> None:
+    four, three = ([candidate(name) for name in names] for names in ("abcd", "abc"))
+    for number in range(100):
+        question = Question(affinity=b"%d" % number)
+        before = pick("ttft", four, question)[0].replica_id
+        after = pick("ttft", three, question)[0].replica_id
+        assert before in ("d", after)
+
+
+def test_nearly_equal_costs_go_to_the_least_loaded() -> None:
+    """Learned rates differ by noise, which must not send everything to one replica."""
+    a, b = candidate("a", prefill_s=1.0, in_flight=2), candidate("b", prefill_s=1.05, in_flight=1)
+    assert pick("ttft", [a, b], QUESTION) == (b, Reason.LEAST_LOADED)
+
+
+def test_the_only_replica_is_picked_whatever_the_policy() -> None:
+    only = candidate("only")
+    for policy in POLICIES:
+        assert pick(policy, [only], QUESTION) == (only, Reason.ONLY_REPLICA)
+
+
+def test_longest_prefix_ignores_load() -> None:
+    warm = candidate("warm", queue_s=50.0, matched=10, in_flight=9)
+    picked = pick("longest-prefix", [candidate("cold"), warm], QUESTION)
+    assert picked == (warm, Reason.LONGEST_MATCH)
+
+
+def test_session_policy_never_spills() -> None:
+    question = Question(affinity=b"s", home="home")
+    home = candidate("home", queue_s=99.0)
+    assert pick("session", [candidate("a"), home], question) == (home, Reason.SESSION_HOME)
+    fresh = [pick("session", [candidate("a"), candidate("b")], QUESTION)[0] for _ in range(3)]
+    assert len({each.replica_id for each in fresh}) == 1
+
+
+def test_least_loaded_takes_turns_among_equals() -> None:
+    candidates = [candidate("a"), candidate("busy", in_flight=3), candidate("b")]
+    picked = [
+        pick("least-loaded", candidates, Question(affinity=b"", turn=turn))[0].replica_id
+        for turn in range(4)
+    ]
+    assert picked == ["a", "b", "a", "b"]
+
+
+def test_round_robin_goes_round() -> None:
+    candidates = [candidate(name) for name in "abc"]
+    picked = [
+        pick("round-robin", candidates, Question(affinity=b"", turn=turn))[0].replica_id
+        for turn in range(4)
+    ]
+    assert picked == ["a", "b", "c", "a"]

@@ -1,0 +1,94 @@
+"""Prefetch before forward: what is asked, how long is waited, and that failing is harmless."""
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from cacheengine.wire import PrefetchReply
+from router.config import PrefetchConfig, RatesConfig, ReplicaConfig
+from router.costs import Work
+from router.policy import Decision, Plan, Reason
+from router.prefetch import Prefetcher, PrefetchOutcome
+from router.replica import Replica
+from tests.router.agent_server import AgentServer, serving
+
+KEYS = (bytes(range(32)), bytes(range(1, 33)), bytes(range(2, 34)))
+
+
+def decision(gain_s: float = 0.2, keys: tuple[bytes, ...] = KEYS) -> Decision:
+    return Decision(
+        replica_id="r",
+        url="http://r",
+        reason=Reason.LONGEST_MATCH,
+        prompt_tokens=100,
+        matched_tokens={},
+        predicted_ttft_s=1.0,
+        prefetch_keys=keys,
+        expected_gain_s=gain_s,
+        plan=Plan(slot=0, work=Work(new_tokens=1)),
+    )
+
+
+async def run(
+    agent_url: str | None,
+    asked: Decision,
+    config: PrefetchConfig | None = None,
+) -> tuple[PrefetchOutcome, Prefetcher]:
+    replica = Replica.new(0, ReplicaConfig(url="http://r", agent_url=agent_url), RatesConfig())
+    times = iter([1.0, 1.25])
+    async with aiohttp.ClientSession() as session:
+        prefetcher = Prefetcher(
+            config or PrefetchConfig(), {"r": replica}, session, lambda: next(times)
+        )
+        return await prefetcher.run(asked), prefetcher
+
+
+async def test_the_chunks_are_asked_for_and_the_answer_is_counted() -> None:
+    agent = AgentServer()
+    agent.prefetch_reply = PrefetchReply(
+        resident=1, promoted=1, pending=0, missing=1, promoted_bytes=64_000
+    )
+    async with serving(agent.app()) as url:
+        outcome, prefetcher = await run(url, decision())
+    request = agent.prefetches[0]
+    assert request.keys == [key.hex() for key in KEYS]
+    assert (request.wait_s, request.pin_s) == (0.2, 10.0)
+    assert outcome == PrefetchOutcome(
+        asked=3, promoted=2, pending=0, missing=1, promoted_bytes=64_000, waited_s=0.25
+    )
+    assert (prefetcher.stats.calls, prefetcher.stats.failures) == (1, 0)
+    assert (prefetcher.stats.promoted, prefetcher.stats.missing) == (2, 1)
+
+
+async def test_the_wait_is_capped() -> None:
+    agent = AgentServer()
+    async with serving(agent.app()) as url:
+        await run(url, decision(gain_s=60.0), PrefetchConfig(wait_cap_s=0.5, pin_s=3.0))
+    assert (agent.prefetches[0].wait_s, agent.prefetches[0].pin_s) == (0.5, 3.0)
+
+
+async def test_nothing_is_asked_for_where_there_is_nothing_to_gain() -> None:
+    agent = AgentServer()
+    async with serving(agent.app()) as url:
+        assert (await run(url, decision(keys=())))[0] == PrefetchOutcome(asked=0)
+        off = PrefetchConfig(enabled=False)
+        assert (await run(url, decision(), off))[0] == PrefetchOutcome(asked=0)
+    assert (await run(None, decision()))[0] == PrefetchOutcome(asked=0)
+    assert agent.prefetches == []
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_failed_prefetch_is_an_outcome(is_there: bool) -> None:
+    async def fail(request: web.Request) -> web.Response:
+        return web.json_response({"error": "broken"}, status=500)
+
+    app = web.Application()
+    app.router.add_post("/prefetch", fail)
+    async with serving(app) as url:
+        if is_there:
+            outcome, prefetcher = await run(url, decision())
+    if not is_there:
+        outcome, prefetcher = await run(url, decision())
+    assert (outcome.asked, outcome.pending, outcome.promoted) == (3, 3, 0)
+    assert outcome.error is not None
+    assert prefetcher.stats.failures == 1

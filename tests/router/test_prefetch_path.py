@@ -1,0 +1,203 @@
+"""The prefetch before the forward, with a scripted agent that speaks the real wire format."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from cacheengine.keys import HashScheme, chunk_keys, key64
+from cacheengine.wire import (
+    EventBatch,
+    InstanceInfo,
+    PrefetchReply,
+    PrefetchRequest,
+    Snapshot,
+    TierInfo,
+    pack_keys,
+)
+from router.config import PrefetchConfig, ReplicaConfig
+from router.records import Outcome
+from tests.router.conftest import Fleet, Running
+from tests.router.scripted import json_answer
+
+BLOCK: Final = 16
+CHUNK: Final = 64
+PROMPT: Final = list(range(1000))
+CHUNKS: Final = chunk_keys(HashScheme().chain(PROMPT, BLOCK), CHUNK // BLOCK)
+
+
+@dataclass
+class Agent:
+    """An agent whose replica holds the prompt's chunks on disk."""
+
+    url: str = ""
+    asked: list[PrefetchRequest] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    gate: asyncio.Event | None = None
+    status: int = 200
+
+    async def info(self, request: web.Request) -> web.Response:
+        disk = TierInfo(capacity_bytes=1 << 30, used_bytes=0, read_bytes_per_s=1e9)
+        info = InstanceInfo(
+            instance_id="one",
+            incarnation="first",
+            model="m",
+            hash_algorithm="sha256",
+            hash_seed=HashScheme().seed,
+            block_tokens=BLOCK,
+            chunk_tokens=CHUNK,
+            chunk_bytes=CHUNK * 1000,
+            tiers={"cpu": disk, "disk": disk},
+        )
+        return web.Response(body=msgspec.json.encode(info))
+
+    async def snapshot(self, request: web.Request) -> web.Response:
+        keys = pack_keys(map(key64, CHUNKS))
+        snapshot = Snapshot(incarnation="first", seq=0, tiers={"disk": keys})
+        return web.Response(body=msgspec.msgpack.encode(snapshot))
+
+    async def events(self, request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        return web.Response(
+            body=msgspec.msgpack.encode(EventBatch(incarnation="first", seq=0, events=[]))
+        )
+
+    async def prefetch(self, request: web.Request) -> web.Response:
+        self.asked.append(msgspec.json.decode(await request.read(), type=PrefetchRequest))
+        self.arrived.set()
+        if self.gate is not None:
+            await self.gate.wait()
+        count = len(self.asked[-1].keys)
+        reply = PrefetchReply(
+            resident=0, promoted=count - 1, pending=1, missing=0, promoted_bytes=count
+        )
+        return web.Response(body=msgspec.json.encode(reply), status=self.status)
+
+
+@asynccontextmanager
+async def running_agent() -> AsyncIterator[Agent]:
+    agent = Agent()
+    app = web.Application()
+    app.router.add_get("/info", agent.info)
+    app.router.add_get("/snapshot", agent.snapshot)
+    app.router.add_get("/events", agent.events)
+    app.router.add_post("/prefetch", agent.prefetch)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    agent.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield agent
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def agent(fleet: Fleet) -> Agent:
+    return await fleet.stack.enter_async_context(running_agent())
+
+
+async def router_with(fleet: Fleet, agent: Agent, **changes: Any) -> Running:
+    return await fleet.router(
+        policy="ttft",
+        replicas=(
+            ReplicaConfig(url=fleet.one.url, instance_id="one", agent_url=agent.url),
+            ReplicaConfig(url=fleet.two.url, instance_id="two"),
+        ),
+        **changes,
+    )
+
+
+ASK: Final[dict[str, Any]] = {"model": "m", "prompt": PROMPT}
+
+
+async def test_what_lies_on_disk_is_promoted_first(
+    fleet: Fleet, agent: Agent, client: aiohttp.ClientSession
+) -> None:
+    router = await router_with(fleet, agent)
+    async with client.post(f"{router.url}/v1/completions", json=ASK) as response:
+        headers = response.headers
+    assert headers["x-warmroute-replica"] == "one"
+    assert headers["x-warmroute-reason"] == "longest-match"
+    assert headers["x-warmroute-prompt-tokens"] == "1000"
+    assert headers["x-warmroute-matched-disk"] == str(len(CHUNKS) * CHUNK)
+    count = len(CHUNKS)
+    assert headers["x-warmroute-prefetch"] == (
+        f"asked={count};promoted={count - 1};pending=1;missing=0"
+    )
+    (asked,) = agent.asked
+    assert asked.keys == [key.hex() for key in CHUNKS]
+    assert 0 < asked.wait_s <= PrefetchConfig().wait_cap_s
+    record = await router.record()
+    assert record.prefetch_wait_s is not None
+    assert router.in_flight() == 0
+
+
+async def test_a_request_is_in_flight_while_its_prefetch_runs(
+    fleet: Fleet, agent: Agent, client: aiohttp.ClientSession
+) -> None:
+    agent.gate = asyncio.Event()
+    router = await router_with(fleet, agent)
+
+    async def ask() -> int:
+        async with client.post(f"{router.url}/v1/completions", json=ASK) as response:
+            return response.status
+
+    asking = asyncio.create_task(ask())
+    await agent.arrived.wait()
+    assert router.in_flight() == 1
+    assert not fleet.one.seen
+    agent.gate.set()
+    assert await asking == 200
+
+
+async def test_a_client_that_leaves_during_the_prefetch(
+    fleet: Fleet, agent: Agent, client: aiohttp.ClientSession
+) -> None:
+    agent.gate = asyncio.Event()
+    router = await router_with(fleet, agent)
+    asking = asyncio.create_task(client.post(f"{router.url}/v1/completions", json=ASK).__aenter__())
+    await agent.arrived.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert (await router.record()).outcome is Outcome.CLIENT_GONE
+    assert router.in_flight() == 0
+    assert not fleet.one.seen, "nothing is sent for nobody"
+
+
+async def test_a_failed_prefetch_does_not_fail_the_request(
+    fleet: Fleet, agent: Agent, client: aiohttp.ClientSession
+) -> None:
+    agent.status = 500
+    router = await router_with(fleet, agent)
+    async with client.post(f"{router.url}/v1/completions", json=ASK) as response:
+        assert response.status == 200
+        assert "promoted=0" in response.headers["x-warmroute-prefetch"]
+
+
+async def test_it_can_be_turned_off(
+    fleet: Fleet, agent: Agent, client: aiohttp.ClientSession
+) -> None:
+    router = await router_with(fleet, agent, prefetch=replace(PrefetchConfig(), enabled=False))
+    async with client.post(f"{router.url}/v1/completions", json=ASK) as response:
+        assert "x-warmroute-prefetch" not in response.headers
+    assert not agent.asked
+
+
+async def test_a_retry_elsewhere_asks_no_prefetch_there(
+    fleet: Fleet, agent: Agent, client: aiohttp.ClientSession
+) -> None:
+    fleet.one.will(json_answer({}, status=503))
+    router = await router_with(fleet, agent)
+    async with client.post(f"{router.url}/v1/completions", json=ASK) as response:
+        assert response.headers["x-warmroute-replica"] == "two"
+        assert "x-warmroute-prefetch" not in response.headers
+    assert len(agent.asked) == 1
+    assert router.in_flight() == 0

@@ -1,0 +1,466 @@
+"""Requests through the router to scripted upstreams, with the clients that people use."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from router.config import ReplicaConfig, TimeoutsConfig
+from router.records import Cause, Outcome
+from tests.router.conftest import Fleet, Running, Wait
+from tests.router.scripted import (
+    CHAT_ANSWER,
+    Act,
+    chat_events,
+    cut_before_headers,
+    json_answer,
+    scripted,
+    stream,
+)
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def openai_client(router: Running) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="mine", max_retries=0)
+
+
+# --- what passes
+
+
+async def test_an_answer_comes_through(fleet: Fleet) -> None:
+    fleet.one.will(json_answer(CHAT_ANSWER))
+    router = await fleet.router()
+    async with openai_client(router) as client:
+        raw = await client.chat.completions.with_raw_response.create(**ASK)
+    assert raw.parse().choices[0].message.content == "hi"
+    assert raw.headers["x-warmroute-replica"] == "one"
+    assert raw.headers["x-warmroute-reason"] == "round-robin"
+    assert raw.headers["x-warmroute-retries"] == "0"
+    assert int(raw.headers["x-warmroute-prompt-tokens"]) > 0
+    for tier in ("gpu", "cpu", "disk", "remote"):
+        assert raw.headers[f"x-warmroute-matched-{tier}"] == "0"
+    assert float(raw.headers["x-warmroute-predicted-ttft-ms"]) > 0
+    record = await router.record()
+    assert (record.outcome, record.status, record.replica_id) == (Outcome.OK, 200, "one")
+    assert (record.cached_tokens, record.output_tokens) == (8, 1)
+    assert record.request_id == raw.headers["x-request-id"]
+    assert record.ttft_s is not None and not record.streamed
+    assert router.in_flight() == 0
+
+
+async def test_a_stream_is_not_buffered(fleet: Fleet) -> None:
+    """Each event reaches the client before the upstream is allowed to send the next."""
+    gates = (None, asyncio.Event(), asyncio.Event(), asyncio.Event())
+    fleet.one.will(stream(*chat_events("a", "b", "c"), gates=gates))
+    router = await fleet.router()
+    said = ""
+    async with openai_client(router) as client:
+        async for chunk in await client.chat.completions.create(**ASK, stream=True):
+            said += chunk.choices[0].delta.content or ""
+            assert router.in_flight() == 1
+            gate = gates[len(said)]
+            assert gate is not None
+            gate.set()
+    assert said == "abc"
+    record = await router.record()
+    assert record.streamed and record.outcome is Outcome.OK
+    assert router.in_flight() == 0
+
+
+async def test_the_request_is_passed_byte_for_byte(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    router = await fleet.router()
+    body = '{ "messages":[ {"role":"user","content":"\\u00e9 é 😀"} ],  "n" : 1.50, "model":"m"}'
+    headers = {
+        "Content-Type": "application/json",
+        "Authorization": "Bearer mine",
+        "X-Custom": "kept",
+        "Keep-Alive": "timeout=5",
+        "Accept-Encoding": "identity",
+    }
+    async with client.post(
+        f"{router.url}/v1/chat/completions?a=b%20c", data=body.encode(), headers=headers
+    ) as response:
+        assert response.status == 200
+    (seen,) = fleet.one.seen
+    assert seen.body == body.encode()
+    assert seen.path == "/v1/chat/completions?a=b%20c"
+    assert seen.headers["Authorization"] == "Bearer mine"
+    assert seen.headers["X-Custom"] == "kept"
+    assert seen.headers["Host"] == fleet.one.url.removeprefix("http://")
+    assert "Keep-Alive" not in seen.headers
+    assert seen.headers["X-Request-Id"] == response.headers["X-Request-Id"]
+
+
+async def test_a_replica_with_its_own_key_gets_that(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    replica = ReplicaConfig(url=fleet.one.url, api_key="theirs")
+    router = await fleet.router(replicas=(replica,))
+    async with client.post(
+        f"{router.url}/v1/chat/completions", json=ASK, headers={"Authorization": "Bearer mine"}
+    ) as response:
+        assert response.status == 200
+    assert fleet.one.seen[0].headers["Authorization"] == "Bearer theirs"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/completions", {"prompt": [1, 2, 3]}),
+        ("/v1/embeddings", {"input": "hello"}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", {"messages": ASK["messages"], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": ASK["messages"]}),
+        ("/tokenize", {"prompt": "hello"}),
+        ("/detokenize", {"tokens": [1, 2]}),
+    ],
+)
+async def test_every_endpoint_is_proxied(
+    fleet: Fleet, client: aiohttp.ClientSession, path: str, body: dict[str, Any]
+) -> None:
+    router = await fleet.router()
+    async with client.post(router.url + path, json={"model": "m", **body}) as response:
+        assert (response.status, await response.json()) == (200, {"ok": True})
+    assert fleet.one.seen[0].path == path
+    assert (await router.record()).endpoint == path
+    assert router.in_flight() == 0
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 429, 500])
+async def test_a_replicas_own_error_is_passed_on(
+    fleet: Fleet, client: aiohttp.ClientSession, status: int
+) -> None:
+    fleet.one.will(json_answer({"error": {"message": "theirs"}}, status=status))
+    router = await fleet.router()
+    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+        assert response.status == status
+        assert (await response.json())["error"]["message"] == "theirs"
+    assert not fleet.two.seen
+    assert (await router.record()).outcome is Outcome.OK
+    assert router.in_flight() == 0
+
+
+async def test_anthropics_client(fleet: Fleet) -> None:
+    answer = {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": [{"type": "text", "text": "hi"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {"input_tokens": 2, "output_tokens": 1, "cache_read_input_tokens": 8},
+    }
+    fleet.one.will(json_answer(answer))
+    router = await fleet.router()
+    async with anthropic.AsyncAnthropic(
+        base_url=router.url, api_key="mine", max_retries=0
+    ) as client:
+        message = await client.messages.create(
+            model="m", max_tokens=5, messages=[{"role": "user", "content": "hello"}]
+        )
+        assert message.content[0].to_dict()["text"] == "hi"
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            await client.messages.create(
+                model="unknown", max_tokens=5, messages=[{"role": "user", "content": "hello"}]
+            )
+    assert caught.value.body == {
+        "type": "error",
+        "error": {"type": "not_found_error", "message": "no replica serves the model 'unknown'"},
+    }
+    assert "mine" in fleet.one.seen[0].headers["Authorization"]
+    assert (await router.record()).cached_tokens == 8
+
+
+async def test_a_session_comes_home(fleet: Fleet, client: aiohttp.ClientSession) -> None:
+    router = await fleet.router(policy="session")
+    served = set()
+    for turn in range(4):
+        ask = {**ASK, "messages": [{"role": "user", "content": f"turn {turn}"}]}
+        async with client.post(
+            f"{router.url}/v1/chat/completions", json=ask, headers={"X-Session-Id": "s"}
+        ) as response:
+            served.add(response.headers["x-warmroute-replica"])
+    assert len(served) == 1
+
+
+async def test_a_previous_response_binds_hard(fleet: Fleet, client: aiohttp.ClientSession) -> None:
+    for upstream, name in ((fleet.one, "resp_1"), (fleet.two, "resp_2")):
+        upstream.will(json_answer({"id": name, "object": "response", "output": []}))
+    router = await fleet.router()
+    url = f"{router.url}/v1/responses"
+    for _ in range(2):
+        async with client.post(url, json={"model": "m", "input": "x"}) as response:
+            assert response.status == 200
+    for name, replica in (("resp_2", "two"), ("resp_2", "two"), ("resp_1", "one")):
+        ask = {"model": "m", "input": "y", "previous_response_id": name}
+        async with client.post(url, json=ask) as response:
+            assert response.headers["x-warmroute-replica"] == replica
+            assert response.headers["x-warmroute-reason"] == "bound"
+
+
+# --- retries
+
+
+@pytest.mark.parametrize(
+    ("act", "cause"),
+    [
+        (json_answer({}, status=502), Cause.STATUS),
+        (json_answer({}, status=503), Cause.STATUS),
+        (json_answer({}, status=504), Cause.STATUS),
+        (cut_before_headers, Cause.CUT),
+        (stream(cut=True), Cause.CUT),
+    ],
+    ids=["502", "503", "504", "cut-before-headers", "cut-before-first-byte"],
+)
+async def test_trouble_before_the_first_byte_is_retried(
+    fleet: Fleet, act: Act, cause: Cause
+) -> None:
+    fleet.one.will(act)
+    fleet.two.will(stream(*chat_events("a", "b")))
+    router = await fleet.router()
+    async with openai_client(router) as client:
+        raw = await client.chat.completions.with_raw_response.create(**ASK, stream=True)
+        words = [each.choices[0].delta.content async for each in raw.parse()]
+    assert words == ["a", "b"]
+    assert raw.headers["x-warmroute-replica"] == "two"
+    assert raw.headers["x-warmroute-reason"] == "retry"
+    assert raw.headers["x-warmroute-retries"] == "1"
+    record = await router.record()
+    assert [(each.replica_id, each.cause) for each in record.failed_tries] == [("one", cause)]
+    assert router.in_flight() == 0
+
+
+async def test_nobody_listening_is_retried_and_remembered(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    """A replica dies; probes are rare here, so the request itself finds out."""
+    async with scripted() as doomed:
+        replicas = (
+            ReplicaConfig(url=doomed.url, instance_id="doomed"),
+            ReplicaConfig(url=fleet.one.url, instance_id="live"),
+        )
+        timeouts = TimeoutsConfig(health_interval_s=3600)
+        router = await fleet.router(replicas=replicas, timeouts=timeouts)
+    for turn in range(3):
+        async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+            assert response.headers["x-warmroute-replica"] == "live"
+            assert response.headers["x-warmroute-retries"] == ("0" if turn else "1")
+    record = await router.record()
+    assert record.failed_tries[0].cause is Cause.CONNECT
+    assert router.in_flight() == 0
+
+
+async def test_the_last_refusal_is_the_replicas_own(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    for upstream in (fleet.one, fleet.two):
+        upstream.will(
+            json_answer({"error": {"message": "full"}}, status=503, **{"Retry-After": "9"})
+        )
+    router = await fleet.router()
+    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+        assert response.status == 503
+        assert response.headers["Retry-After"] == "9"
+        assert (await response.json())["error"]["message"] == "full"
+    assert (len(fleet.one.seen), len(fleet.two.seen)) == (1, 1)
+    assert router.in_flight() == 0
+
+
+async def test_retries_are_bounded(fleet: Fleet, client: aiohttp.ClientSession) -> None:
+    fleet.one.will(cut_before_headers)
+    router = await fleet.router(retries=0)
+    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+        assert response.status == 502
+        error = (await response.json())["error"]
+    assert error["type"] == "upstream_error" and "broke off" in error["message"]
+    assert not fleet.two.seen
+
+
+async def test_no_first_byte_in_time(fleet: Fleet, client: aiohttp.ClientSession) -> None:
+    for upstream in (fleet.one, fleet.two):
+        upstream.will(stream(b"late", gates=(asyncio.Event(),)))
+    router = await fleet.router(timeouts=TimeoutsConfig(first_byte_s=0.05))
+    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+        assert response.status == 504
+    await fleet.one.aborted.wait()
+    await fleet.two.aborted.wait()
+    assert router.in_flight() == 0
+
+
+# --- cuts after the first byte
+
+
+async def test_a_cut_stream_ends_with_an_error_event(fleet: Fleet) -> None:
+    fleet.one.will(stream(*chat_events("a")[:1], cut=True))
+    router = await fleet.router()
+    said = ""
+    async with openai_client(router) as client:
+        with pytest.raises(openai.APIError, match="the replica's answer broke off"):
+            async for chunk in await client.chat.completions.create(**ASK, stream=True):
+                said += chunk.choices[0].delta.content or ""
+    assert said == "a"
+    assert not fleet.two.seen, "what has begun is not begun again"
+    assert (await router.record()).outcome is Outcome.CUT
+    assert router.in_flight() == 0
+
+
+async def test_half_an_event_does_not_swallow_the_error(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    fleet.one.will(stream(b'data: {"half', cut=True))
+    router = await fleet.router()
+    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+        text = (await response.read()).decode()
+    last = text.split("\n\n")[-2]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "upstream_failed"
+
+
+async def test_a_cut_message_stream_ends_with_anthropics_event(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    fleet.one.will(stream(b"event: ping\ndata: {}\n\n", cut=True))
+    router = await fleet.router()
+    async with client.post(f"{router.url}/v1/messages", json=ASK) as response:
+        event = (await response.read()).decode().split("\n\n")[-2]
+    name, data = event.split("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["type"] == "api_error"
+
+
+async def test_a_cut_answer_that_is_no_stream_is_seen_to_be_cut(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    fleet.one.will(stream(b'{"half": ', cut=True, content_type="application/json"))
+    router = await fleet.router()
+    with pytest.raises(aiohttp.ClientError):
+        async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+            await response.read()
+    assert (await router.record()).outcome is Outcome.CUT
+    assert router.in_flight() == 0
+
+
+# --- clients that go away
+
+
+async def leave(router: Running, *, after: bytes | asyncio.Event) -> None:
+    """Send a request and close the connection once these bytes were read, or the event is set."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rsplit(":")[-1]))
+    body = json.dumps(ASK).encode()
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    if isinstance(after, bytes):
+        await reader.readuntil(after)
+    else:
+        await after.wait()
+    writer.close()
+
+
+async def test_a_client_that_leaves_before_the_first_byte(fleet: Fleet) -> None:
+    fleet.one.will(stream(b"never", gates=(asyncio.Event(),)))
+    router = await fleet.router()
+    await leave(router, after=fleet.one.arrived)
+    await fleet.one.aborted.wait()
+    assert (await router.record()).outcome is Outcome.CLIENT_GONE
+    assert router.in_flight() == 0
+    assert not fleet.two.seen
+
+
+async def test_a_client_that_leaves_in_the_middle(fleet: Fleet) -> None:
+    fleet.one.will(stream(b"data: one\n\n", b"never", gates=(None, asyncio.Event())))
+    router = await fleet.router()
+    await leave(router, after=b"data: one\n\n")
+    await fleet.one.aborted.wait()
+    record = await router.record()
+    assert (record.outcome, record.status, record.response_bytes) == (
+        Outcome.CLIENT_GONE,
+        200,
+        len(b"data: one\n\n"),
+    )
+    assert router.in_flight() == 0
+
+
+async def test_a_client_that_leaves_while_an_endless_answer_flows(fleet: Fleet) -> None:
+    fleet.one.will(stream(*([b"x" * 100_000] * 10_000)))
+    router = await fleet.router()
+    await leave(router, after=b"xxxx")
+    await fleet.one.aborted.wait()
+    assert (await router.record()).outcome is Outcome.CLIENT_GONE
+    assert router.in_flight() == 0
+
+
+async def test_many_at_once_and_nothing_stays_in_flight(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    acts = [
+        stream(*chat_events("a")),
+        stream(b"data: x\n\n", cut=True),
+        json_answer({}, status=503),
+        json_answer(CHAT_ANSWER),
+        cut_before_headers,
+    ] * 20
+    fleet.one.will(*acts)
+    fleet.two.will(*acts)
+    router = await fleet.router()
+
+    async def ask() -> None:
+        async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+            await response.read()
+
+    await asyncio.gather(*(ask() for _ in range(60)))
+    await router.record(60)
+    assert router.in_flight() == 0
+
+
+# --- ends and beginnings
+
+
+async def test_no_replica_is_up(
+    fleet: Fleet, client: aiohttp.ClientSession, unused_tcp_port: int
+) -> None:
+    dead = ReplicaConfig(url=f"http://127.0.0.1:{unused_tcp_port}")
+    router = await fleet.router(replicas=(dead,))
+    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+        assert response.status == 503
+        assert int(response.headers["Retry-After"]) >= 1
+        assert (await response.json())["error"]["code"] == "no_replica"
+    async with client.get(f"{router.url}/health") as response:
+        assert response.status == 503
+
+
+async def test_a_replica_that_falls_ill_is_spared_and_comes_back(
+    fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait
+) -> None:
+    router = await fleet.router()
+    replica = router.parts.fleet.replicas["one"]
+    fleet.one.healthy = False
+    await eventually(lambda: replica.state == "down")
+    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+        assert response.headers["x-warmroute-replica"] == "two"
+    fleet.one.healthy = True
+    await eventually(lambda: replica.state == "up")
+
+
+async def test_a_running_stream_outlives_the_order_to_stop(fleet: Fleet) -> None:
+    gate = asyncio.Event()
+    fleet.one.will(stream(*chat_events("a", "b"), gates=(None, gate)))
+    router = await fleet.router()
+    words = []
+    async with openai_client(router) as client:
+        async for chunk in await client.chat.completions.create(**ASK, stream=True):
+            words.append(chunk.choices[0].delta.content)
+            if len(words) == 1:
+                stopping = asyncio.create_task(router.runner.cleanup())
+                asyncio.get_running_loop().call_later(0.05, gate.set)
+    await stopping
+    assert words == ["a", "b"]

@@ -1,0 +1,98 @@
+"""The record of a request, and its readers."""
+
+import logging
+
+import pytest
+
+from router.metrics import Metrics, ReplicaGauges
+from router.records import Cause, Exchange, FailedTry, Outcome, RequestRecord, log_record
+
+
+def ended(**known: object) -> RequestRecord:
+    exchange = Exchange(request_id="r", endpoint="/v1/completions", started_s=100.0)
+    for name, value in known.items():
+        setattr(exchange, name, value)
+    return exchange.record(103.0)
+
+
+def test_times_are_counted_from_the_start() -> None:
+    record = ended(first_byte_s=100.5)
+    assert (record.ttft_s, record.total_s) == (0.5, 3.0)
+    assert ended().ttft_s is None
+
+
+def test_a_plain_end_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "warmroute.requests")
+    log_record(
+        ended(
+            outcome=Outcome.OK,
+            status=200,
+            replica_id="one",
+            reason="longest-match",
+            prompt_tokens=10,
+            matched_tokens={"gpu": 8, "cpu": 0},
+            first_byte_s=100.25,
+        )
+    )
+    (line,) = caplog.records
+    assert line.levelname == "INFO"
+    assert line.getMessage() == (
+        "/v1/completions status=200 replica=one reason=longest-match prompt_tokens=10 "
+        "matched=gpu:8 ttft_ms=250 total_ms=3000 id=r"
+    )
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"outcome": Outcome.CUT, "error": "broke\noff"},
+        {
+            "outcome": Outcome.OK,
+            "failed_tries": [FailedTry(replica_id="one", cause=Cause.CUT, detail="x")],
+        },
+    ],
+)
+def test_trouble_is_a_warning(caplog: pytest.LogCaptureFixture, known: dict[str, object]) -> None:
+    log_record(ended(**known))
+    (line,) = caplog.records
+    assert line.levelname == "WARNING"
+    assert "\n" not in line.getMessage(), "what others sent cannot forge lines"
+
+
+def test_every_end_is_counted() -> None:
+    metrics = Metrics(
+        lambda: [ReplicaGauges(replica_id="one", state="up", is_up=True, in_flight=3)],
+        lambda: {"index": 7},
+    )
+    metrics.observe(
+        ended(
+            outcome=Outcome.OK,
+            status=200,
+            replica_id="one",
+            reason="retry",
+            streamed=True,
+            prompt_tokens=10,
+            matched_tokens={"gpu": 8},
+            cached_tokens=6,
+            prefetch_wait_s=0.2,
+            first_byte_s=101.0,
+            failed_tries=[FailedTry(replica_id="two", cause=Cause.CONNECT, detail="x")],
+        )
+    )
+    metrics.observe(ended(outcome=Outcome.REFUSED, status=400))
+    metrics.observe(ended(outcome=Outcome.CLIENT_GONE))
+    lines = metrics.render().decode().splitlines()
+    for line in (
+        'warmroute_failed_tries_total{cause="connect",replica="two"} 1.0',
+        'warmroute_matched_tokens_total{replica="one",tier="gpu"} 8.0',
+        'warmroute_cached_tokens_total{replica="one"} 6.0',
+        'warmroute_ttft_seconds_sum{replica="one",streamed="true"} 1.0',
+        'warmroute_prefetch_wait_seconds_sum{replica="one"} 0.2',
+        'warmroute_in_flight{replica="one"} 3.0',
+        'warmroute_table_entries{table="index"} 7.0',
+        'warmroute_requests_total{endpoint="/v1/completions",outcome="refused",replica="none",'
+        'status="400"} 1.0',
+        'warmroute_requests_total{endpoint="/v1/completions",outcome="client-gone",replica="none",'
+        'status="none"} 1.0',
+    ):
+        assert line in lines

@@ -1,0 +1,37 @@
+"""Bindings, and where the tokenizer is looked for."""
+
+from pathlib import Path
+
+from router.bindings import Bindings
+from router.prompt_source import local_model
+
+
+def test_a_binding_is_found_until_others_crowd_it_out() -> None:
+    bindings = Bindings(max_entries=2)
+    bindings.bind("a", "one")
+    bindings.bind("b", "two")
+    assert bindings.replica_of("a") == "one"
+    bindings.bind("c", "one")
+    assert bindings.replica_of("b") is None, "the least recently used goes first"
+    assert (bindings.replica_of("a"), bindings.replica_of("c")) == ("one", "one")
+    assert bindings.replica_of(None) is None
+    assert len(bindings) == 2
+
+
+def test_a_model_is_found_as_a_directory_or_in_the_cache(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    nowhere = {"HF_HOME": str(tmp_path / "hf")}
+    assert local_model(str(model), nowhere) is None, "a directory without a tokenizer"
+    (model / "tokenizer.json").write_text("{}")
+    assert local_model(str(model), nowhere) == model
+
+    repository = tmp_path / "hf" / "hub" / "models--org--name"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "tokenizer.json").write_text("{}")
+    assert local_model("org/name", nowhere) is None, "no main revision"
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc\n")
+    assert local_model("org/name", nowhere) == snapshot
+    assert local_model("org/name", {"HF_HUB_CACHE": str(tmp_path / "hf" / "hub")}) == snapshot

@@ -1,0 +1,171 @@
+"""``warmroute up``: what it plans, and that it ends all it has started."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from router.errors import ConfigError
+from router.processes import ChildDied
+from router.up import Fleet, Part, commands_text, load_fleet_file, run
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Path:
+    (tmp_path / "one.yaml").write_text("lmcache_instance_id: one\nlmcache_worker_port: 8101\n")
+    (tmp_path / "two.yaml").write_text("chunk_size: 256\n")
+    return tmp_path
+
+
+def load(folder: Path, text: str) -> Fleet:
+    path = folder / "fleet.yaml"
+    path.write_text(text)
+    return load_fleet_file(path)
+
+
+FLEET = """
+model: some/model
+vllm_args: [--max-model-len, "4096"]
+env: {A: all}
+router: {port: 8088, policy: session}
+log_dir: LOGS
+replicas:
+  - {config: one.yaml, port: 8001, gpus: [0, 1], vllm_args: [--dtype, float32]}
+  - {config: two.yaml, port: 8002, env: {A: own}}
+"""
+
+
+def test_the_plan(engines: Path) -> None:
+    fleet = load(engines, FLEET.replace("LOGS", str(engines / "logs")))
+    one, two = fleet.replicas
+    assert one.argv[1:] == (
+        *("-m", "router", "replica", "--config", str(engines / "one.yaml"), "--"),
+        *("--model", "some/model", "--port", "8001", "--max-model-len", "4096"),
+        *("--dtype", "float32"),
+    )
+    assert (one.name, one.env) == ("one", {"A": "all", "CUDA_VISIBLE_DEVICES": "0,1"})
+    assert (two.name, two.env) == ("replica2", {"A": "own"})
+    assert one.log_path == engines / "logs" / "one.log"
+    assert fleet.router.argv[-2:] == ("--config", str(engines / "logs" / "router.yaml"))
+    assert fleet.router_settings["replicas"] == [
+        {
+            "url": "http://127.0.0.1:8001",
+            "instance_id": "one",
+            "agent_url": "http://127.0.0.1:8101",
+        },
+        {"url": "http://127.0.0.1:8002", "instance_id": "replica2"},
+    ]
+
+
+def test_the_plan_can_be_printed(engines: Path) -> None:
+    text = commands_text(load(engines, FLEET))
+    assert "A=all CUDA_VISIBLE_DEVICES=0,1 " in text
+    assert '"policy": "session"' in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("model: some/model", ""), "model: is missing; add 'model: ...'"),
+        (("one.yaml", "none.yaml"), "replicas[0].config: no such file:"),
+        (("port: 8002", "port: 8001"), "replicas[1].port: 8001 is also replicas[0].port;"),
+        (("port: 8002", "port: 8088"), "replicas[1].port: 8088 is also router.port; choose"),
+        (("port: 8002", "port: 8101"), "8101 is also replicas[0].config: lmcache_worker_port;"),
+        (("two.yaml", "one.yaml"), "lmcache_worker_port: 8101 is also replicas[0].config: lm"),
+        (("port: 8002", "port: zero"), "replicas[1].port: expected a whole number, got the text"),
+        (("gpus: [0, 1]", "gpus: 0"), "replicas[0].gpus: expected a list, got 0"),
+        (("port: 8088", "port: [1]"), "router.port: expected a whole number, got a list;"),
+        (("policy: session", "polcy: x"), "router.polcy: unknown key; did you mean 'policy'?"),
+        (("policy: session", "replicas: []"), "router.replicas: is not set here; leave it out"),
+        (("env: {A: all}", "env: {A: 1}"), "env.A: expected text, got 1; put it in quotes"),
+    ],
+)
+def test_what_is_wrong_is_said(engines: Path, change: tuple[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(engines, FLEET.replace(*change))
+    assert message in str(caught.value)
+
+
+def test_an_agent_port_that_is_none(engines: Path) -> None:
+    (engines / "one.yaml").write_text("lmcache_worker_port: many\n")
+    with pytest.raises(ConfigError, match=r"one\.yaml: lmcache_worker_port: 'many' is no port"):
+        load(engines, FLEET)
+
+
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def part(name: str, code: str, folder: Path, port: int) -> Part:
+    return Part(
+        name=name,
+        argv=(sys.executable, "-c", code, str(port)),
+        env={},
+        url=f"http://127.0.0.1:{port}",
+        log_path=folder / f"{name}.log",
+    )
+
+
+def fleet_of(folder: Path, replica: Part, router: Part) -> Fleet:
+    return Fleet(
+        replicas=(replica,),
+        router=router,
+        router_settings={"replicas": []},
+        log_dir=folder,
+        ready_timeout_s=60,
+    )
+
+
+def test_a_death_is_told_and_nothing_is_left(tmp_path: Path, unused_tcp_port: int) -> None:
+    dies = part("one", "print('no GPU'); raise SystemExit(1)", tmp_path, unused_tcp_port)
+    router = part("router", "import signal; signal.pause()", tmp_path, unused_tcp_port)
+    said: list[str] = []
+    with pytest.raises(ChildDied, match=r"one died \(exit code 1\).*\n.*no GPU"):
+        run(fleet_of(tmp_path, dies, router), say=said.append)
+    assert said[0].startswith("one: started, log in ")
+
+
+def test_it_tells_how_to_use_it_and_ends_on_sigterm(
+    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
+) -> None:
+    ports = [unused_tcp_port_factory() for _ in range(2)]
+    code = (
+        "import sys; from pathlib import Path; from router.up import Fleet, Part, run\n"
+        "def part(name, port):\n"
+        f"    folder = Path({str(tmp_path)!r})\n"
+        f"    return Part(name=name, argv=(sys.executable, '-c', {SERVER!r}, str(port)),\n"
+        "        env={}, url=f'http://127.0.0.1:{port}', log_path=folder / name)\n"
+        f"run(Fleet(replicas=(part('one', {ports[0]}),), router=part('router', {ports[1]}),\n"
+        f"    router_settings={{}}, log_dir=Path({str(tmp_path)!r}), ready_timeout_s=60),\n"
+        "    say=lambda line: print(line, flush=True))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        lines = []
+        for line in supervisor.stdout:
+            lines.append(line)
+            if line.startswith("All is ready"):
+                supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.returncode == 0
+    assert f"OPENAI_BASE_URL=http://127.0.0.1:{ports[1]}/v1" in "".join(lines)
+    assert lines[-1] == "Ended: everything that was started has been stopped.\n"
+    assert json.loads((tmp_path / "router.yaml").read_text()) == {}
+
+
+def test_an_unwritable_log_dir(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    idle = part("one", "", tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"cannot be written .*; set log_dir"):
+        run(fleet_of(tmp_path / "file" / "logs", idle, idle), say=print)

@@ -1,0 +1,201 @@
+"""What one try at a replica gives: an answer from its first byte, or why not."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from router.config import TimeoutsConfig
+from router.records import Cause
+from router.upstream import (
+    AnswerCut,
+    TryFailed,
+    Upstream,
+    client_session,
+    forwarded_headers,
+    kept_headers,
+)
+from tests.router.scripted import (
+    Scripted,
+    cut_before_headers,
+    json_answer,
+    scripted,
+    stream,
+)
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[Scripted]:
+    async with scripted() as upstream:
+        yield upstream
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with client_session() as session:
+        yield session
+
+
+async def read_all(upstream: Upstream, url: str) -> tuple[int, bytes]:
+    async with upstream.open("POST", url + "/x", headers={}, body=b"{}") as answer:
+        return answer.status, b"".join([chunk async for chunk in answer.chunks()])
+
+
+async def test_an_answer_is_passed_whole(replica: Scripted, session: aiohttp.ClientSession) -> None:
+    replica.will(stream(b"a", b"b" * 200_000, b"c"))
+    upstream = Upstream(session, TimeoutsConfig())
+    assert await read_all(upstream, replica.url) == (200, b"a" + b"b" * 200_000 + b"c")
+
+
+async def test_an_empty_answer_is_an_answer(
+    replica: Scripted, session: aiohttp.ClientSession
+) -> None:
+    replica.will(stream())
+    assert await read_all(Upstream(session, TimeoutsConfig()), replica.url) == (200, b"")
+
+
+async def test_a_connection_is_used_again_after_a_whole_answer(
+    replica: Scripted, session: aiohttp.ClientSession
+) -> None:
+    upstream = Upstream(session, TimeoutsConfig())
+    connector = session.connector
+    assert connector is not None
+    for _ in range(3):
+        await read_all(upstream, replica.url)
+        assert sum(map(len, connector._conns.values())) == 1
+
+
+async def test_nobody_listens(session: aiohttp.ClientSession) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(TryFailed) as caught:
+            await read_all(Upstream(session, TimeoutsConfig()), url)
+    assert caught.value.cause is Cause.CONNECT
+
+
+async def test_no_such_host(session: aiohttp.ClientSession) -> None:
+    with pytest.raises(TryFailed) as caught:
+        await read_all(Upstream(session, TimeoutsConfig()), "http://nowhere.invalid")
+    assert caught.value.cause is Cause.CONNECT
+
+
+async def test_a_cut_before_the_headers(replica: Scripted, session: aiohttp.ClientSession) -> None:
+    replica.will(cut_before_headers)
+    with pytest.raises(TryFailed) as caught:
+        await read_all(Upstream(session, TimeoutsConfig()), replica.url)
+    assert caught.value.cause is Cause.CUT
+
+
+async def test_a_cut_between_the_headers_and_the_first_byte(
+    replica: Scripted, session: aiohttp.ClientSession
+) -> None:
+    """vLLM sends a stream's headers at once and may die during the prefill."""
+    replica.will(stream(cut=True))
+    with pytest.raises(TryFailed) as caught:
+        await read_all(Upstream(session, TimeoutsConfig()), replica.url)
+    assert caught.value.cause is Cause.CUT
+
+
+async def test_a_cut_after_the_first_byte(
+    replica: Scripted, session: aiohttp.ClientSession
+) -> None:
+    replica.will(stream(b"one", cut=True))
+    upstream = Upstream(session, TimeoutsConfig())
+    got = b""
+    async with upstream.open("POST", replica.url + "/x", headers={}, body=b"{}") as answer:
+        with pytest.raises(AnswerCut):
+            async for chunk in answer.chunks():
+                got += chunk
+    assert got == b"one"
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_a_refusal_is_kept_with_its_body(
+    replica: Scripted, session: aiohttp.ClientSession, status: int
+) -> None:
+    replica.will(json_answer({"why": "busy"}, status=status, **{"Retry-After": "7"}))
+    with pytest.raises(TryFailed) as caught:
+        await read_all(Upstream(session, TimeoutsConfig()), replica.url)
+    answer = caught.value.answer
+    assert caught.value.cause is Cause.STATUS and answer is not None
+    assert (answer.status, answer.body) == (status, b'{"why": "busy"}')
+    assert answer.headers["Retry-After"] == "7"
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 500])
+async def test_other_errors_are_answers(
+    replica: Scripted, session: aiohttp.ClientSession, status: int
+) -> None:
+    replica.will(json_answer("no", status=status))
+    upstream = Upstream(session, TimeoutsConfig())
+    assert await read_all(upstream, replica.url) == (status, b'"no"')
+
+
+async def test_a_redirect_is_not_followed(
+    replica: Scripted, session: aiohttp.ClientSession
+) -> None:
+    replica.will(json_answer("", status=307, Location="http://elsewhere.invalid/"))
+    assert (await read_all(Upstream(session, TimeoutsConfig()), replica.url))[0] == 307
+
+
+async def test_no_first_byte_in_time(replica: Scripted, session: aiohttp.ClientSession) -> None:
+    replica.will(stream(b"late", gates=(asyncio.Event(),)))
+    with pytest.raises(TryFailed, match=r"no first byte within 0\.05 s") as caught:
+        await read_all(Upstream(session, TimeoutsConfig(first_byte_s=0.05)), replica.url)
+    assert caught.value.cause is Cause.TIMEOUT
+    await replica.aborted.wait()
+
+
+async def test_cancelling_closes_the_connection(
+    replica: Scripted, session: aiohttp.ClientSession
+) -> None:
+    replica.will(stream(b"never", gates=(asyncio.Event(),)))
+    task = asyncio.create_task(read_all(Upstream(session, TimeoutsConfig()), replica.url))
+    await replica.arrived.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await replica.aborted.wait()
+
+
+async def test_leaving_early_closes_the_connection(
+    replica: Scripted, session: aiohttp.ClientSession
+) -> None:
+    replica.will(stream(b"one", b"never", gates=(None, asyncio.Event())))
+    upstream = Upstream(session, TimeoutsConfig())
+    async with upstream.open("POST", replica.url + "/x", headers={}, body=b"{}"):
+        pass
+    await replica.aborted.wait()
+
+
+def proxied(*pairs: tuple[str, str]) -> CIMultiDictProxy[str]:
+    return CIMultiDictProxy(CIMultiDict(pairs))
+
+
+def test_headers_of_one_connection_are_dropped() -> None:
+    headers = proxied(
+        ("Connection", "keep-alive, X-Private"),
+        ("X-Private", "1"),
+        ("Keep-Alive", "5"),
+        ("Transfer-Encoding", "chunked"),
+        ("Upgrade", "h2c"),
+        ("Set-Cookie", "a"),
+        ("Set-Cookie", "b"),
+    )
+    assert list(kept_headers(headers).items()) == [("Set-Cookie", "a"), ("Set-Cookie", "b")]
+
+
+def test_the_clients_authorization_is_passed_unless_the_replica_has_its_own() -> None:
+    headers = proxied(("Host", "router"), ("Authorization", "Bearer mine"), ("X-Api-Key", "mine"))
+    passed = forwarded_headers(headers, request_id="r1", api_key=None)
+    assert dict(passed) == {
+        "Authorization": "Bearer mine",
+        "X-Api-Key": "mine",
+        "X-Request-Id": "r1",
+    }
+    own = forwarded_headers(headers, request_id="r1", api_key="theirs")
+    assert dict(own) == {"Authorization": "Bearer theirs", "X-Request-Id": "r1"}

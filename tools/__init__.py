@@ -1,0 +1,1 @@
+"""What looks after the repository itself: its locks and their audit."""
