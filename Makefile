@@ -32,8 +32,11 @@ $(STAMP): $(LOCKS) pyproject.toml
 	$(PIP_INSTALL) -q -r requirements/router.lock
 	@echo '== 3/4 a replica ($(WARMROUTE_REPLICA)): the long one, minutes'
 	$(PIP_INSTALL) -r requirements/$(WARMROUTE_REPLICA).lock
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
+	  echo '== torch came as its CUDA build: adding the libraries that it needs (some GB)'; \
+	  $(BIN)/python -m pip install --disable-pip-version-check "$$(grep '^torch==' requirements/$(WARMROUTE_REPLICA).lock)"; }
 	@echo '== 4/4 warmroute itself'
-	$(PIP_INSTALL) -q --no-build-isolation -e .
+	$(PIP_INSTALL) -qq --no-build-isolation -e .
 	@touch $@
 
 demo: $(STAMP) ## Start two real replicas and the router, and measure time to first token

@@ -22,7 +22,7 @@ from router.metrics import Metrics, ReplicaGauges
 from router.prefetch import Prefetcher
 from router.prompt_source import PromptSource, ServedModel
 from router.proxy import Proxy, Sinks
-from router.records import RequestRecord, log_record
+from router.records import Cause, RequestRecord, log_record
 from router.relay import error_response
 from router.replica import State
 from router.upstream import Upstream, client_session
@@ -94,6 +94,10 @@ def _make_parts(
         for read in readers:
             read(done)
 
+    def trouble(replica_id: str, cause: Cause) -> None:
+        # Health checks know a replica by its configured name, which an agent's replaces.
+        health.suspect(fleet.replicas[replica_id].config.name, cause)
+
     proxy = Proxy(
         config,
         fleet=fleet,
@@ -101,7 +105,7 @@ def _make_parts(
         prefetcher=Prefetcher(config.prefetch, fleet.replicas, session),
         upstream=Upstream(session, config.timeouts),
         bindings=Bindings(),
-        sinks=Sinks(record=record, trouble=health.suspect),
+        sinks=Sinks(record=record, trouble=trouble),
     )
     return Parts(
         fleet=fleet,

@@ -56,13 +56,13 @@ class Encoder:
         Raises `UnicodeEncodeError` or TypeError for text that is not Unicode.
         """
         if not add_special_tokens:
-            return self._encode(text, self._cutter)
+            return self._encode(text, self._cutter, self._memo)
         if self._ends is None:
-            return self._remembered([("whole", text)], [text], self._whole)
+            return self._remembered([("whole", text)], [text], self._memo, self._whole)
         before, after = self._ends
-        return [*before, *self._encode(text, self._cutter), *after]
+        return [*before, *self._encode(text, self._cutter, self._memo), *after]
 
-    def _encode(self, text: str, cutter: Cutter | None) -> list[Piece]:
+    def _encode(self, text: str, cutter: Cutter | None, memo: Memo) -> list[Piece]:
         parts = [Part(text)] if cutter is None else list(cutter.parts(text))
         names: list[Hashable] = []
         texts: list[str] = []
@@ -73,7 +73,7 @@ class Encoder:
             names.append(("inside", part.text) if inside else part.text)
             texts.append(part.text)
         barrier = cutter.barrier if cutter is not None and self._first_differs else None
-        plain = iter(self._remembered(names, texts, self._bare, barrier))
+        plain = iter(self._remembered(names, texts, memo, self._bare, barrier))
         return [
             next(plain) if one.token_id is None else Piece.of_token(one.token_id) for one in parts
         ]
@@ -82,11 +82,12 @@ class Encoder:
         self,
         names: Sequence[Hashable],
         texts: Sequence[str],
+        memo: Memo,
         tokenizer: Tokenizer,
         barrier: str | None = None,
     ) -> list[Piece]:
         """Return each text's piece, tokenizing those that are not in the memo, each once."""
-        pieces: dict[Hashable, Piece | None] = dict(zip(names, self._memo.find(names), strict=True))
+        pieces: dict[Hashable, Piece | None] = dict(zip(names, memo.find(names), strict=True))
         by_name = dict(zip(names, texts, strict=True))
         missing = [name for name, piece in pieces.items() if piece is None]
         given = [
@@ -96,7 +97,7 @@ class Encoder:
         made = tokenizer.encode_batch_fast(given, add_special_tokens=tokenizer is self._whole)
         for name, encoding in zip(missing, made, strict=True):
             ids = encoding.ids[1:] if barrier and isinstance(name, tuple) else encoding.ids
-            pieces[name] = self._memo.add(name, ids, 2 * len(by_name[name]))
+            pieces[name] = memo.add(name, ids, 2 * len(by_name[name]))
         return [piece for name in names if (piece := pieces[name]) is not None]
 
     def _find_ends(self) -> tuple[list[Piece], list[Piece]] | None:
@@ -127,12 +128,7 @@ class Encoder:
         barrier = cutter.barrier or ""
         words = "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n "
         sample = words + barrier + words * (1 + 3 * CUT_CHARS // len(words)) + barrier + words
-        trial = Encoder.__new__(Encoder)
-        trial._memo = Memo(1 << 20)
-        trial._bare = self._bare
-        trial._whole = self._whole
-        trial._first_differs = self._first_differs
-        pieces = trial._encode(sample, cutter)
+        pieces = self._encode(sample, cutter, Memo(1 << 20))
         together = [token for piece in pieces for token in piece.ids]
         if together == self._bare.encode(sample, add_special_tokens=False).ids:
             return True

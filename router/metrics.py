@@ -87,6 +87,15 @@ class Metrics:
             _OVERHEAD_BUCKETS_S,
         )
 
+        self._prefetch_chunks = self._counter(
+            "prefetch_chunks",
+            "Chunks asked for before forwarding, by what became of them in time",
+            ["replica", "result"],
+        )
+        self._prefetch_bytes = self._counter(
+            "prefetch_bytes", "Bytes promoted before forwarding", ["replica"]
+        )
+
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
         replica = record.replica_id or _NO_REPLICA
@@ -102,6 +111,9 @@ class Metrics:
             self._place.observe(record.place_s)
         if record.prefetch_wait_s is not None:
             self._prefetch_wait.labels(replica).observe(record.prefetch_wait_s)
+            self._prefetch_bytes.labels(replica).inc(record.prefetch_bytes)
+        for result, chunks in record.prefetch_chunks.items():
+            self._prefetch_chunks.labels(replica, result).inc(chunks)
         self._response_bytes.labels(replica).inc(record.response_bytes)
         self._duration.labels(replica).observe(record.total_s)
         self._observe_tokens(record, replica)

@@ -27,31 +27,6 @@ class PrefetchOutcome:
     """Why nothing is known of the chunks (they count as pending), or None."""
 
 
-@dataclass(slots=True)
-class PrefetchStats:
-    """Totals since start."""
-
-    calls: int = 0
-    failures: int = 0
-    asked: int = 0
-    promoted: int = 0
-    pending: int = 0
-    missing: int = 0
-    promoted_bytes: int = 0
-    waited_s: float = 0.0
-
-    def add(self, outcome: PrefetchOutcome) -> None:
-        """Count one outcome."""
-        self.calls += 1
-        self.failures += outcome.error is not None
-        self.asked += outcome.asked
-        self.promoted += outcome.promoted
-        self.pending += outcome.pending
-        self.missing += outcome.missing
-        self.promoted_bytes += outcome.promoted_bytes
-        self.waited_s += outcome.waited_s
-
-
 class Prefetcher:
     """Runs the prefetch of a decision. A failed one is an outcome, never an error."""
 
@@ -66,7 +41,6 @@ class Prefetcher:
         self._replicas = replicas
         self._session = session
         self._clock = clock
-        self.stats = PrefetchStats()
 
     async def run(self, decision: Decision) -> PrefetchOutcome:
         """Promote what the decision asks for; return after its gain or the cap at the latest.
@@ -84,17 +58,14 @@ class Prefetcher:
                 decision.prefetch_keys, wait_s=wait_s, pin_s=self._config.pin_s
             )
         except AgentError as error:
-            outcome = PrefetchOutcome(
+            return PrefetchOutcome(
                 asked=asked, pending=asked, error=str(error), waited_s=self._clock() - began_s
             )
-        else:
-            outcome = PrefetchOutcome(
-                asked=asked,
-                promoted=reply.resident + reply.promoted,
-                pending=reply.pending,
-                missing=reply.missing,
-                promoted_bytes=reply.promoted_bytes,
-                waited_s=self._clock() - began_s,
-            )
-        self.stats.add(outcome)
-        return outcome
+        return PrefetchOutcome(
+            asked=asked,
+            promoted=reply.resident + reply.promoted,
+            pending=reply.pending,
+            missing=reply.missing,
+            promoted_bytes=reply.promoted_bytes,
+            waited_s=self._clock() - began_s,
+        )

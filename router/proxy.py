@@ -195,6 +195,12 @@ class Proxy:
         outcome = await self._prefetcher.run(decision)
         exchange.prefetch = _prefetch_text(outcome)
         exchange.prefetch_wait_s = outcome.waited_s
+        exchange.prefetch_chunks = {
+            "promoted": outcome.promoted,
+            "pending": outcome.pending,
+            "missing": outcome.missing,
+        }
+        exchange.prefetch_bytes = outcome.promoted_bytes
         return outcome
 
     def _headers(

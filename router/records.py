@@ -83,6 +83,9 @@ class RequestRecord:
     prefetch: str | None
     """Chunks resident/promoted/pending/missing, as in the response header."""
     prefetch_wait_s: float | None
+    prefetch_chunks: Mapping[str, int]
+    """Chunks asked for, by what had become of them when the wait was over."""
+    prefetch_bytes: int
     ttft_s: float | None
     """From accepting the request to the first byte of the answer's body if it
     is streamed, else to the answer's headers."""
@@ -115,6 +118,8 @@ class Exchange:
     place_s: float | None = None
     prefetch: str | None = None
     prefetch_wait_s: float | None = None
+    prefetch_chunks: Mapping[str, int] = field(default_factory=dict)
+    prefetch_bytes: int = 0
     first_byte_s: float | None = None
     """The clock's reading then, not a duration."""
     predicted_ttft_s: float | None = None
@@ -143,6 +148,8 @@ class Exchange:
             place_s=self.place_s,
             prefetch=self.prefetch,
             prefetch_wait_s=self.prefetch_wait_s,
+            prefetch_chunks=dict(self.prefetch_chunks),
+            prefetch_bytes=self.prefetch_bytes,
             ttft_s=None if first is None else first - self.started_s,
             predicted_ttft_s=self.predicted_ttft_s,
             total_s=now_s - self.started_s,

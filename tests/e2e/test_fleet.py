@@ -9,7 +9,7 @@ import pytest
 
 from bench.tiers import call, wait_until
 from tests.e2e.conftest import Fleet
-from tests.e2e.serving import CHUNK_TOKENS, MODEL, Replica, Router, fresh_prompt
+from tests.e2e.serving import CHUNK_TOKENS, MODEL, Replica, Router, fresh_prompt, prometheus
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -31,21 +31,24 @@ class Served:
     """One streamed completion through the router."""
 
     def __init__(self, router: Router, prompt: list[int], **more: str) -> None:
-        with client_of(router).completions.with_streaming_response.create(
-            model=MODEL,
-            prompt=prompt,
-            max_tokens=2,
-            temperature=0,
-            stream=True,
-            extra_headers=more or None,
-        ) as response:
+        with (
+            client_of(router) as client,
+            client.completions.with_streaming_response.create(
+                model=MODEL,
+                prompt=prompt,
+                max_tokens=2,
+                temperature=0,
+                stream=True,
+                extra_headers=more or None,
+            ) as response,
+        ):
             self.headers = response.headers
             self.text = response.read().decode()
         assert self.text.rstrip().endswith("data: [DONE]"), self.text[-500:]
 
     @property
     def replica(self) -> str:
-        return self.headers["x-warmroute-replica"]
+        return str(self.headers["x-warmroute-replica"])
 
     def matched(self, tier: str) -> int:
         return int(self.headers[f"x-warmroute-matched-{tier}"])
@@ -72,13 +75,14 @@ def warm_one(fleet: Fleet, router: Router, prompt: list[int]) -> tuple[Replica, 
 
 
 def test_the_openai_client_is_served_and_told_why(fleet: Fleet, router: Router) -> None:
-    response = client_of(router).chat.completions.with_raw_response.create(
-        model=MODEL, messages=[{"role": "user", "content": "Hello."}], max_tokens=4
-    )
+    with client_of(router) as client:
+        response = client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=[{"role": "user", "content": "Hello."}], max_tokens=4
+        )
+        models = client.models.list()
     assert response.parse().choices[0].message.content is not None
     assert response.headers["x-warmroute-replica"] in {each.name for each in fleet.replicas}
     assert response.headers["x-warmroute-reason"]
-    models = client_of(router).models.list()
     assert [model.id for model in models] == [MODEL]
 
 
@@ -125,6 +129,9 @@ def test_disk_kv_is_prefetched_before_the_request_is_forwarded(
     assert served.replica == holder.name
     assert served.matched("disk") == 5 * CHUNK_TOKENS
     assert served.headers["x-warmroute-prefetch"].startswith("asked=5;promoted=5")
+    metrics = prometheus(f"{router.url}/metrics")
+    counted = f'warmroute_prefetch_chunks_total{{replica="{holder.name}",result="promoted"}}'
+    assert metrics[counted] >= 5
 
 
 def test_a_router_that_starts_anew_still_finds_the_warm_replica(

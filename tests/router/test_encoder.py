@@ -105,7 +105,7 @@ ATOMS = st.one_of(
     st.sampled_from(
         [
             *SPECIALS,
-            *("<left>", "<right>", "<|use", "  ", "café", "brown fox", "dog", "<mask>"),
+            *("<left>", "<right>", "<|use", "  ", "café", "brown fox", "dog", "END", "<mask>"),
             *(" ", "  ", "\n", "\r\n", "\t", "\u00a0", "\u3000", "'s", "'LL", "e\u0301", "\u0301"),
             *("日本", "한국", "👩\u200d👩", "ﬁ", "İ", "ß", "▁", "Ġ", "x▁y"),
         ]

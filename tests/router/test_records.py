@@ -75,6 +75,8 @@ def test_every_end_is_counted() -> None:
             matched_tokens={"gpu": 8},
             cached_tokens=6,
             prefetch_wait_s=0.2,
+            prefetch_chunks={"promoted": 4, "pending": 1, "missing": 0},
+            prefetch_bytes=4096,
             first_byte_s=101.0,
             failed_tries=[FailedTry(replica_id="two", cause=Cause.CONNECT, detail="x")],
         )
@@ -88,6 +90,8 @@ def test_every_end_is_counted() -> None:
         'warmroute_cached_tokens_total{replica="one"} 6.0',
         'warmroute_ttft_seconds_sum{replica="one",streamed="true"} 1.0',
         'warmroute_prefetch_wait_seconds_sum{replica="one"} 0.2',
+        'warmroute_prefetch_chunks_total{replica="one",result="promoted"} 4.0',
+        'warmroute_prefetch_bytes_total{replica="one"} 4096.0',
         'warmroute_in_flight{replica="one"} 3.0',
         'warmroute_table_entries{table="index"} 7.0',
         'warmroute_requests_total{endpoint="/v1/completions",outcome="refused",replica="none",'

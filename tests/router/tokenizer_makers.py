@@ -186,6 +186,7 @@ def single_words() -> Tokenizer:
     """An added token that only counts as a word of its own."""
     tokenizer = gpt2()
     tokenizer.add_tokens([AddedToken("dog", single_word=True, normalized=False)])
+    tokenizer.add_tokens([AddedToken("END", normalized=False)])
     return tokenizer
 
 
