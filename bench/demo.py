@@ -163,10 +163,15 @@ def _start_routers(group: ProcessGroup, stage: Stage) -> None:
         ),
     }
     for name, (config, url) in configs.items():
-        group.start(name, local.router_command(config), None, WORK / "demo" / f"{name}.log")
-        group.wait_ready(name, f"{url}/health", local.ROUTER_READY_TIMEOUT_S, _show_progress)
-        wait_until(f"{name}: knows its replicas", partial(_knows_replicas, stage, url))
-        say(f"{name}: ready at {url}")
+        start_router(group, stage, name, config, url)
+
+
+def start_router(group: ProcessGroup, stage: Stage, name: str, config: Path, url: str) -> None:
+    """Start a router; return when it answers at ``url`` and knows its replicas."""
+    group.start(name, local.router_command(config), None, WORK / "demo" / f"{name}.log")
+    group.wait_ready(name, f"{url}/health", local.ROUTER_READY_TIMEOUT_S, _show_progress)
+    wait_until(f"{name}: knows its replicas", partial(_knows_replicas, stage, url))
+    say(f"{name}: ready at {url}")
 
 
 def _knows_replicas(stage: Stage, router_url: str) -> bool:
@@ -207,26 +212,41 @@ class Round:
 
     def run(self, tell: Callable[[Sample], None]) -> None:
         """Measure every row, in order; raise what stands in the way."""
-        stage, shared = self._stage, self._shared
-        cold = self._ask("cold", stage.router_url, self._cold_prompt)
+        stage = self._stage
+        cold = self.compute()
         tell(cold)
         holder = stage.replicas[cold.replica]
         (other,) = [each for each in stage.replicas.values() if each is not holder]
-        holder.wait_stored(shared, "cpu")
         self._wait_known(stage.router_url, "gpu")
-        tell(self._ask("gpu", stage.router_url, self._warm_prompt))
+        tell(self.ask_warm("gpu", stage.router_url))
 
         holder.empty_gpu()
         self._wait_known(stage.router_url, "cpu")
-        tell(self._ask("cpu", stage.router_url, self._warm_prompt))
+        tell(self.ask_warm("cpu", stage.router_url))
 
         for row, router_url in (("disk", stage.router_url), ("disk-plain", stage.plain_router_url)):
-            holder.empty_gpu()
-            holder.leave_on_disk(shared)
-            self._wait_known(router_url, "disk")
-            tell(self._ask(row, router_url, self._warm_prompt))
+            self.leave_on_disk(holder, router_url)
+            tell(self.ask_warm(row, router_url))
 
         tell(self._ask("other", other.url, self._warm_prompt, name=other.name))
+
+    def compute(self) -> Sample:
+        """Ask for the first time; return when the replica that answered has stored it all."""
+        cold = self._ask("cold", self._stage.router_url, self._cold_prompt)
+        self._stage.replicas[cold.replica].wait_stored(self._shared, "cpu")
+        return cold
+
+    def leave_on_disk(
+        self, holder: ReplicaTiers, router_url: str, *, drop_page_cache: bool = True
+    ) -> None:
+        """Have the prefix on the holder's disk alone, and the router know it."""
+        holder.empty_gpu()
+        holder.leave_on_disk(self._shared, drop_page_cache=drop_page_cache)
+        self._wait_known(router_url, "disk")
+
+    def ask_warm(self, row: str, router_url: str) -> Sample:
+        """Ask about the same text again, through a router."""
+        return self._ask(row, router_url, self._warm_prompt)
 
     def _wait_known(self, router_url: str, tier: str) -> None:
         """Wait until the router knows that the prefix is in ``tier`` and in no faster one."""

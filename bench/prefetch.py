@@ -1,9 +1,10 @@
-"""What prefetch before forward is worth: time to first token of prefixes that lie on disk alone.
+"""What prefetch before forward is worth, for a prefix that lies on disk alone.
 
-Two real replicas and two routers, one of them without prefetch, as in
-`make demo`. Every combination of: the file's pages in the page cache or
-dropped; the replica idle or busy with other prompts; prefetch on or off. The
-two routers take turns, so that both see the same machine.
+Two real replicas and three routers in front of them: one that prefetches and
+forwards at once, one that first waits until the prefix is in CPU RAM, one
+without prefetch. Every combination with: the files' pages kept in the page
+cache or dropped from it; the replica idle, or busy with other prompts. The
+routers take turns, so that all see the same machine.
 
     python -m bench.prefetch --rounds 5 --json bench/results/prefetch.json
 """
@@ -11,6 +12,7 @@ two routers take turns, so that both see the same machine.
 import argparse
 import itertools
 import json
+import secrets
 import statistics
 import sys
 import threading
@@ -20,14 +22,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-import openai
-
-from bench.demo import ANSWER_TOKENS, Round, Stage, say, start
-from bench.local import CannotStart
+from bench.demo import CONFIGS, WORK, Round, Stage, say, start, start_router
+from bench.local import CannotStart, variant
 from bench.text import real_text
 from bench.tiers import NotThere, ReplicaTiers
-from bench.ttft import BenchError, ask, machine
+from bench.ttft import BenchError, ask, machine, percentile
 from router.processes import ChildFailed, ProcessGroup
+
+_ROUTERS: Final[dict[str, dict[str, object]]] = {
+    "at once": {"enabled": True, "wait_cap_s": 0.0},
+    "waiting": {"enabled": True, "wait_cap_s": 2.0},
+    "none": {"enabled": False},
+}
+"""Contenders by name: the router's ``prefetch`` settings."""
+_FIRST_PORT: Final = 8082
 
 _BUSY_REQUESTS: Final = 2
 _BUSY_PROMPT_TOKENS: Final = 1500
@@ -36,41 +44,180 @@ _BUSY_ANSWER_TOKENS: Final = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One measured answer."""
+    """One measured answer, and under which conditions."""
 
-    page_cache: str
     replica_is: str
+    page_cache: str
     prefetch: str
     ttft_s: float
-    headers: dict[str, str]
+    matched: str
+
+    @property
+    def condition(self) -> tuple[str, str, str]:
+        """What samples of one median have in common."""
+        return (self.replica_is, self.page_cache, self.prefetch)
 
 
-def measure(stage: Stage, arguments: argparse.Namespace) -> Iterator[Sample]:
-    """Yield samples of every combination, ``--rounds`` of each."""
-    text = Round(stage, tokens=arguments.tokens, seed=arguments.seed)
-    holder = text.compute()
-    yield from (
-        _sample(stage, text, holder, page_cache, load, prefetch)
-        for _, load, page_cache, prefetch in itertools.product(
-            range(arguments.rounds), ("idle", "busy"), ("kept", "dropped"), ("on", "off")
+def start_routers(group: ProcessGroup, stage: Stage) -> dict[str, str]:
+    """Start the contenders; return their URLs by name."""
+    urls = {}
+    for port, (name, prefetch) in enumerate(_ROUTERS.items(), start=_FIRST_PORT):
+        url = f"http://127.0.0.1:{port}"
+        file_name = f"router-{name.replace(' ', '-')}"
+        config = variant(
+            CONFIGS / "router.yaml",
+            WORK / "demo" / f"{file_name}.yaml",
+            port=port,
+            prefetch=prefetch,
         )
-    )
+        start_router(group, stage, file_name, config, url)
+        urls[name] = url
+    return urls
 
 
-def _sample(
-    stage: Stage, text: Round, holder: ReplicaTiers, page_cache: str, load: str, prefetch: str
-) -> Sample:
-    url = stage.router_url if prefetch == "on" else stage.plain_router_url
-    text.leave_on_disk(holder, url, drop_page_cache=page_cache == "dropped")
-    if load == "busy":
-        with _busy(stage, holder):
-            answer = _ask(stage, text, url)
-    else:
-        answer = _ask(stage, text, url)
-    return Sample(
-        page_cache=page_cache,
-        replica_is=load,
-        prefetch=prefetch,
-        ttft_s=answer.ttft_s,
-        headers={k: v for k, v in answer.headers.items() if k.startswith("x-warmroute-")},
+def measure(
+    stage: Stage, routers: dict[str, str], *, tokens: int, rounds: int, seed: int
+) -> Iterator[Sample]:
+    """Yield ``rounds`` samples of every condition, the conditions in turn."""
+    text = Round(stage, tokens=tokens, seed=seed)
+    cold = text.compute()
+    say(f"cold: {cold.ttft_s:.3f} s at {cold.replica}")
+    holder = stage.replicas[cold.replica]
+    conditions = itertools.product(("idle", "busy"), ("kept", "dropped"), routers)
+    for number, (replica_is, page_cache, prefetch) in itertools.product(
+        range(rounds), list(conditions)
+    ):
+        router_url = routers[prefetch]
+        text.leave_on_disk(holder, router_url, drop_page_cache=page_cache == "dropped")
+        with _load(stage, holder, seed=number, requests=_BUSY_REQUESTS * (replica_is == "busy")):
+            answer = text.ask_warm("disk", router_url)
+        if answer.replica != holder.name:
+            raise BenchError(f"{answer.replica} answered, the prefix was on {holder.name}")
+        yield Sample(
+            replica_is=replica_is,
+            page_cache=page_cache,
+            prefetch=prefetch,
+            ttft_s=answer.ttft_s,
+            matched=answer.matched,
+        )
+
+
+@contextmanager
+def _load(stage: Stage, holder: ReplicaTiers, *, seed: int, requests: int) -> Iterator[None]:
+    """Keep a replica busy with so many other prompts at a time, asked directly."""
+    done = threading.Event()
+    started = threading.Barrier(requests + 1)
+
+    def keep_asking(number: int) -> None:
+        waiting = True
+        for turn in itertools.count():
+            text = real_text(_BUSY_PROMPT_TOKENS, seed=1000 * seed + 100 * number + turn)
+            with stage.client(holder.url) as client:
+                # Prompts of the load begin in different steps of the measured request.
+                if waiting:
+                    started.wait()
+                    waiting = False
+                ask(client, model=stage.model, content=text, max_tokens=_BUSY_ANSWER_TOKENS)
+            if done.is_set():
+                return
+
+    threads = [threading.Thread(target=keep_asking, args=(n,)) for n in range(requests)]
+    for thread in threads:
+        thread.start()
+    started.wait()
+    try:
+        if requests:
+            holder.wait_running(requests)
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+def table(samples: Sequence[Sample]) -> str:
+    """Return median TTFT in seconds (and p90) by condition, the routers side by side."""
+    columns = "".join(f"{name:>24}" for name in _ROUTERS)
+    lines = [f"{'replica':<9}{'page cache':<12}{columns}"]
+    lines.append("-" * len(lines[0]))
+    for replica_is, page_cache in itertools.product(("idle", "busy"), ("kept", "dropped")):
+        shown = ""
+        for prefetch in _ROUTERS:
+            times_s = _times_s(samples, (replica_is, page_cache, prefetch))
+            cell = f"{statistics.median(times_s):.3f} (p90 {percentile(times_s, 0.9):.3f})"
+            shown += f"{cell:>24}"
+        lines.append(f"{replica_is:<9}{page_cache:<12}{shown}")
+    return "\n".join(lines)
+
+
+def _times_s(samples: Sequence[Sample], condition: tuple[str, str, str]) -> list[float]:
+    return [each.ttft_s for each in samples if each.condition == condition]
+
+
+def report(arguments: argparse.Namespace, samples: Sequence[Sample]) -> dict[str, object]:
+    """Return every figure with the command and the machine, ready for JSON."""
+    conditions = list(dict.fromkeys(each.condition for each in samples))
+    return {
+        "what": "time to first token of a prefix on disk, with prefetch before forward and without",
+        "command": f"python -m bench.prefetch --tokens {arguments.tokens} "
+        f"--rounds {arguments.rounds} --seed {arguments.seed}",
+        "machine": machine(),
+        "routers": _ROUTERS,
+        "load_when_busy": {
+            "requests_at_once": _BUSY_REQUESTS,
+            "prompt_tokens": _BUSY_PROMPT_TOKENS,
+            "answer_tokens": _BUSY_ANSWER_TOKENS,
+        },
+        "median_ttft_s": {
+            " ".join(each): statistics.median(_times_s(samples, each)) for each in conditions
+        },
+        "samples": [asdict(each) for each in samples],
+    }
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.prefetch",
+        description="Measure what prefetch before forward saves, on an idle and a busy replica.",
     )
+    parser.add_argument("--model", help="default: a small one, made on the spot")
+    parser.add_argument("--tokens", type=int, default=15_000, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, help="which text (default: a new one each time)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there too")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and return the exit code."""
+    arguments = _arguments(argv)
+    arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+    samples: list[Sample] = []
+    try:
+        with ProcessGroup() as group:
+            stage = start(group, arguments)
+            routers = start_routers(group, stage)
+            for sample in measure(
+                stage,
+                routers,
+                tokens=arguments.tokens,
+                rounds=arguments.rounds,
+                seed=arguments.seed,
+            ):
+                samples.append(sample)
+                say(f"  {' '.join(sample.condition):<22}{sample.ttft_s:8.3f} s  {sample.matched}")
+    except (ChildFailed, CannotStart, BenchError, NotThere, OSError, ValueError) as error:
+        say(f"\nFailed: {error}\nLogs are in {WORK / 'demo'}.")
+        return 1
+    except KeyboardInterrupt:
+        say("\nInterrupted; everything that was started has been ended.")
+        return 130
+    print(table(samples))
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report(arguments, samples), indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,14 +29,23 @@ def call(url: str, body: object = None, *, method: str | None = None, timeout_s:
     request = urllib.request.Request(
         url, data=data, method=method, headers={"content-type": "application/json"}
     )
-    # Never through a proxy from the environment: these are processes of this machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=timeout_s) as response:
+        with _opener().open(request, timeout=timeout_s) as response:
             text = response.read()
     except urllib.error.HTTPError as error:
         raise OSError(f"{url}: {error.code}: {error.read()[:500].decode()}") from None
     return json.loads(text) if text else None
+
+
+def _get_text(url: str) -> str:
+    with _opener().open(url, timeout=60) as response:
+        text: str = response.read().decode()
+    return text
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    # Never through a proxy from the environment: these are processes of this machine.
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def wait_until(what: str, check: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
@@ -100,6 +109,16 @@ class ReplicaTiers:
         wait_until(f"{self.name}: GPU tier emptied", emptied)
         body = {"model": self.model, "prompt": "Step.", "max_tokens": 1}
         call(f"{self.url}/v1/completions", body)
+
+    def wait_running(self, requests: int) -> None:
+        """Wait until vLLM computes so many requests at once."""
+
+        def running() -> bool:
+            lines = _get_text(f"{self.url}/metrics").splitlines()
+            counts = [line for line in lines if line.startswith("vllm:num_requests_running")]
+            return sum(float(line.rsplit(" ", 1)[1]) for line in counts) >= requests
+
+        wait_until(f"{self.name}: {requests} requests running", running)
 
     def leave_on_disk(self, tokens: Sequence[int], *, drop_page_cache: bool = True) -> None:
         """Empty the CPU tier until the prompt's chunks are on disk alone.

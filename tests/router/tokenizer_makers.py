@@ -193,7 +193,7 @@ def single_words() -> Tokenizer:
 def spaced_special() -> Tokenizer:
     """An added token with a space inside."""
     tokenizer = gpt2()
-    tokenizer.add_tokens([AddedToken("brown fox", normalized=False)])
+    tokenizer.add_tokens([AddedToken("brown fox", normalized=True)])
     return tokenizer
 
 
@@ -250,3 +250,5 @@ def texts() -> Iterator[str]:
     yield words * 40
     yield "<s>" + words * 20 + "<|user|>" + words * 20 + "<|assistant|>"
     yield words * 15 + " <left> <right> " + words * 15 + "<|user|><|assistant|> <|user brown fox"
+    for shift in range(10):  # so that a cut falls between them at least once
+        yield "x" * shift + " brown fox" * 300
