@@ -3,12 +3,13 @@
 import importlib.util
 import os
 import shlex
+import socket
 import sys
 from pathlib import Path
 
 import click
 
-from cacheengine.config import ConfigError, load_engine_config
+from cacheengine.config import ConfigError, EngineConfig, load_engine_config
 from cacheengine.launch import free_ports, hash_algorithm_of, vllm_arguments, vllm_environment
 
 
@@ -59,6 +60,7 @@ def replica(
         config = load_engine_config(config_path)
         config.check_ready()
         _check_model(vllm_args)
+        _check_port(config)
         spare_events_port, spare_replay_port = free_ports(2)
         command = vllm_arguments(
             vllm_args,
@@ -87,6 +89,24 @@ def replica(
         )
         sys.exit(2)
     os.execve(command[0], command, environment)
+
+
+def _check_port(config: EngineConfig) -> None:
+    """Find out now, not after the model is loaded, whether the agent can listen."""
+    # As servers do: a port whose last owner has just died is free.
+    family = socket.AF_INET6 if ":" in config.agent_host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.agent_host, config.lmcache_worker_port))
+        except OSError as error:
+            raise ConfigError(
+                config.source,
+                "lmcache_worker_port",
+                f"cannot listen on {config.agent_host}:{config.lmcache_worker_port} "
+                f"({error.strerror})",
+                "end what listens there, or choose another port",
+            ) from None
 
 
 def _check_model(vllm_args: tuple[str, ...]) -> None:

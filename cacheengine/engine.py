@@ -16,7 +16,7 @@ from typing import Final
 
 from cacheengine import wire
 from cacheengine.chunk import ChunkLayout
-from cacheengine.config import ConfigError, EngineConfig
+from cacheengine.config import EngineConfig
 from cacheengine.decisions import Presence, StoreReservation, Todo
 from cacheengine.events import KeyEventRecord, to_wire
 from cacheengine.eviction import make_policy
@@ -30,8 +30,7 @@ from cacheengine.residency import Residency
 from cacheengine.stats import BandwidthMeter, EngineStats
 from cacheengine.tier_index import TierIndex
 from cacheengine.tiers.base import GetOutcome, PutOutcome, Tier
-from cacheengine.tiers.disk import DiskTier
-from cacheengine.tiers.null import NullTier
+from cacheengine.tiers.configured import make_tier
 
 __all__ = [
     "CacheEngine",
@@ -395,24 +394,3 @@ class CacheEngine:
         self._tier.delete(keys)
         with self._lock:
             self._state.puts.deleted(keys)
-
-
-def make_tier(config: EngineConfig, layout: ChunkLayout) -> Tier:
-    """Return the tier below the pool that the configuration asks for."""
-    if config.local_disk is None:
-        return NullTier()
-    tier = DiskTier(
-        config.local_disk,
-        layout.fingerprint(),
-        payload_bytes=layout.chunk_bytes,
-        capacity_bytes=config.max_local_disk_bytes,
-    )
-    if tier.capacity_bytes < tier.item_bytes:
-        tier.close()
-        raise ConfigError(
-            config.source,
-            "max_local_disk_size",
-            f"{config.max_local_disk_size} GB holds not one chunk of {tier.item_bytes} bytes",
-            f"set at least {2 * tier.item_bytes / 1024**3:.3f}",
-        )
-    return tier

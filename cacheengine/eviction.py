@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final, Protocol
 
+from sortedcontainers import SortedDict
+
 
 class EvictionPolicy(Protocol):
     """An order over keys. Every key is added once, then touched, then removed."""
@@ -73,7 +75,8 @@ class Lfu:
 
     def __init__(self) -> None:
         self._uses: dict[bytes, int] = {}
-        self._buckets: dict[int, OrderedDict[bytes, None]] = {}
+        # By number of uses, in ascending order.
+        self._buckets: SortedDict[int, OrderedDict[bytes, None]] = SortedDict()
 
     def add(self, key: bytes) -> None:
         """Take in a key with no uses yet."""
@@ -95,8 +98,8 @@ class Lfu:
 
     def order(self) -> Iterator[bytes]:
         """Yield the least often used first."""
-        for uses in sorted(self._buckets):
-            yield from self._buckets[uses]
+        for bucket in self._buckets.values():
+            yield from bucket
 
     def __len__(self) -> int:
         return len(self._uses)

@@ -11,11 +11,9 @@ fsync: after a power failure a file may be damaged, which reading finds out.
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import struct
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -23,6 +21,7 @@ from typing import Final
 import xxhash
 
 from cacheengine.tiers.base import GetOutcome, PutOutcome, Tier
+from cacheengine.tiers.directories import lock_directory, trim_others
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -37,16 +36,12 @@ _NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _LOCK_WAIT_S: Final = 15.0
 
 
-class DirectoryInUse(OSError):  # noqa: N818  (reads as the condition it is)
-    """Another process has this directory; each replica needs one of its own."""
-
-
 class DiskTier(Tier):
     """Files under ``root``, in a directory named by the layout's fingerprint.
 
     Takes an exclusive lock on that directory for its life: two owners would
     remove each other's half-written files and break the size limit. Raises
-    `DirectoryInUse` when another process keeps it (for ``lock_wait_s``, so
+    `directories.DirectoryInUse` when another process keeps it (for ``lock_wait_s``, so
     that a predecessor may finish dying), and OSError when the directory
     cannot be made or written.
     """
@@ -68,7 +63,7 @@ class DiskTier(Tier):
         self._payload_bytes = payload_bytes
         self._fingerprint = fingerprint.encode()
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock_fd: int | None = _lock(self.directory, lock_wait_s)
+        self._lock_fd: int | None = lock_directory(self.directory, lock_wait_s)
 
     def path(self, key: bytes) -> Path:
         """Return where a chunk's file is, or would be."""
@@ -76,14 +71,26 @@ class DiskTier(Tier):
         return self.directory / name[:2] / (name + _SUFFIX)
 
     def scan(self) -> list[bytes]:
-        """Return the keys of whole files, least recently used first; remove the others."""
+        """Return the keys of whole files, least recently used first; remove the others.
+
+        Also makes the chunks of other layouts fit into what this one leaves
+        of the capacity, unless another process owns them.
+        """
         found: list[tuple[int, bytes]] = []
         for subdirectory in os.scandir(self.directory):
             if subdirectory.is_dir() and len(subdirectory.name) == 2:
                 for file in os.scandir(subdirectory.path):
                     self._examine(file, found)
+        self._trim_others(len(found) * self.item_bytes)
         found.sort()
         return [key for _, key in found]
+
+    def _trim_others(self, own_bytes: int) -> None:
+        budget_bytes = max(0, self.capacity_bytes - own_bytes)
+        try:
+            trim_others(self.directory.parent, self.directory, budget_bytes)
+        except OSError as error:
+            logger.warning("disk tier: cannot look after other models' chunks: %s", error)
 
     def _examine(self, file: "os.DirEntry[str]", found: list[tuple[int, bytes]]) -> None:
         if file.name.endswith(_TEMPORARY_SUFFIX):
@@ -187,25 +194,6 @@ class DiskTier(Tier):
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
-
-
-def _lock(directory: Path, wait_s: float) -> int:
-    fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    deadline_s = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline_s:
-                time.sleep(0.05)
-                continue
-            os.close(fd)
-            raise DirectoryInUse(
-                errno.EBUSY,
-                "local_disk is in use by another replica; give each replica a directory of its own",
-                os.fspath(directory),
-            ) from None
-        return fd
 
 
 def _create(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_free_ports_are_distinct() -> None:
 
 def good_config(tmp_path: Path) -> Path:
     path = tmp_path / "instance.yaml"
-    path.write_text("max_local_cpu_size: 0.5\nlmcache_worker_port: 8101\n")
+    path.write_text("max_local_cpu_size: 0.5\nlmcache_worker_port: 0\n")
     return path
 
 
@@ -91,6 +92,18 @@ def test_print_command_shows_what_would_run(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert f"LMCACHE_CONFIG_FILE={config}" in result.output
     assert "--model M --port 1 --kv-transfer-config" in result.output
+
+
+def test_a_taken_agent_port_is_found_before_vllm_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = tmp_path / "instance.yaml"
+        config.write_text(f"lmcache_worker_port: {port}\n")
+        result = CliRunner().invoke(replica, ["--config", str(config), "--", "--model", "M"])
+    assert result.exit_code == 2
+    assert f"lmcache_worker_port: cannot listen on 127.0.0.1:{port}" in result.output
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_stored_chunk_is_hit_and_loaded_from_its_slot(scheduler: Scheduler) ->
     scheduler.manager.complete_store(offload_keys(1, 2), scheduler.context)
     assert scheduler.lookup(1, 2) == ["HIT", "HIT"]
     spec = scheduler.manager.prepare_load(offload_keys(1, 2), scheduler.context)
-    assert spec.block_ids.tolist() == slots  # type: ignore[attr-defined]
+    assert spec.block_ids.tolist() == slots
     scheduler.end_step()
     scheduler.manager.complete_load(offload_keys(1, 2), scheduler.context)
 

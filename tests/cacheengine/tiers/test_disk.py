@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.disk import HEADER_BYTES, DirectoryInUse, DiskTier
+from cacheengine.tiers.directories import DirectoryInUse
+from cacheengine.tiers.disk import HEADER_BYTES, DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -282,3 +283,34 @@ def test_two_owners_are_refused_until_the_first_is_gone(tier: DiskTier, tmp_path
         _open(tmp_path)
     tier.close()
     _open(tmp_path).close()
+
+
+def test_other_models_get_what_this_one_leaves_of_the_limit(tier: DiskTier, tmp_path: Path) -> None:
+    """Else every change of model would leave a full disk behind."""
+    for age_s, chunk in enumerate(keys(1, 2, 3)):
+        _put(tier, chunk)
+        os.utime(tier.path(chunk), (1000 - age_s, 1000 - age_s))
+    tier.close()
+    other = DiskTier(tmp_path, "e" * 32, CHUNK_BYTES, 2 * tier.item_bytes, lock_wait_s=0.0)
+    assert other.scan() == []
+    assert [tier.path(chunk).exists() for chunk in keys(1, 2, 3)] == [True, True, False]
+    _put(other, key(4))
+    other.close()
+    again = DiskTier(tmp_path, "e" * 32, CHUNK_BYTES, 2 * tier.item_bytes, lock_wait_s=0.0)
+    assert again.scan() == keys(4)
+    assert [tier.path(chunk).exists() for chunk in keys(1, 2, 3)] == [True, False, False]
+    again.close()
+
+
+def test_what_another_process_owns_or_did_not_make_is_left_alone(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    _put(tier, key(1))
+    foreign = tmp_path / ("a" * 32) / "ab" / "x.kv"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("no lock file beside it: not ours")
+    other = DiskTier(tmp_path, "e" * 32, CHUNK_BYTES, 0, lock_wait_s=0.0)
+    other.scan()
+    other.close()
+    assert tier.path(key(1)).exists()
+    assert foreign.exists()

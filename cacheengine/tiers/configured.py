@@ -1,0 +1,32 @@
+"""Which tier lies below the pool, by configuration."""
+
+from cacheengine.chunk import ChunkLayout
+from cacheengine.config import ConfigError, EngineConfig
+from cacheengine.tiers.base import Tier
+from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.null import NullTier
+
+
+def make_tier(config: EngineConfig, layout: ChunkLayout) -> Tier:
+    """Return the tier that the configuration asks for.
+
+    Raises `ConfigError` for a limit below one chunk, OSError for a directory
+    that cannot be used or is another process's.
+    """
+    if config.local_disk is None:
+        return NullTier()
+    tier = DiskTier(
+        config.local_disk,
+        layout.fingerprint(),
+        payload_bytes=layout.chunk_bytes,
+        capacity_bytes=config.max_local_disk_bytes,
+    )
+    if tier.capacity_bytes < tier.item_bytes:
+        tier.close()
+        raise ConfigError(
+            config.source,
+            "max_local_disk_size",
+            f"{config.max_local_disk_size} GB holds not one chunk of {tier.item_bytes} bytes",
+            f"set at least {2 * tier.item_bytes / 1024**3:.3f}",
+        )
+    return tier
