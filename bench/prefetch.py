@@ -3,8 +3,12 @@
 Two real replicas and three routers in front of them: one that prefetches and
 forwards at once, one that first waits until the prefix is in CPU RAM, one
 without prefetch. Every combination with: the files' pages kept in the page
-cache or dropped from it; the replica idle, or busy with other prompts. The
-routers take turns, so that all see the same machine.
+cache or dropped from it; the replica idle, or busy prefilling another, cold
+prompt. The routers take turns, so that all see the same machine.
+
+Why a busy replica differs: vLLM looks a request's prefix up between two steps.
+What it finds on disk is then promoted during the next step, and only the step
+after that can load it. What was prefetched is there at the first look.
 
     python -m bench.prefetch --rounds 5 --json bench/results/prefetch.json
 """
@@ -15,8 +19,8 @@ import json
 import secrets
 import statistics
 import sys
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,9 +41,9 @@ _ROUTERS: Final[dict[str, dict[str, object]]] = {
 """Contenders by name: the router's ``prefetch`` settings."""
 _FIRST_PORT: Final = 8082
 
-_BUSY_REQUESTS: Final = 2
-_BUSY_PROMPT_TOKENS: Final = 1500
-_BUSY_ANSWER_TOKENS: Final = 64
+_BUSY_REQUESTS: Final = 1
+_BUSY_PROMPT_TOKENS: Final = 8000
+_BUSY_ANSWER_TOKENS: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +88,13 @@ def measure(
     say(f"cold: {cold.ttft_s:.3f} s at {cold.replica}")
     holder = stage.replicas[cold.replica]
     conditions = itertools.product(("idle", "busy"), ("kept", "dropped"), routers)
-    for number, (replica_is, page_cache, prefetch) in itertools.product(
-        range(rounds), list(conditions)
-    ):
+    samples = itertools.product(range(rounds), list(conditions))
+    for number, (_, (replica_is, page_cache, prefetch)) in enumerate(samples):
         router_url = routers[prefetch]
         text.leave_on_disk(holder, router_url, drop_page_cache=page_cache == "dropped")
-        with _load(stage, holder, seed=number, requests=_BUSY_REQUESTS * (replica_is == "busy")):
+        with _load(
+            stage, holder, seed=seed + number, requests=_BUSY_REQUESTS * (replica_is == "busy")
+        ):
             answer = text.ask_warm("disk", router_url)
         if answer.replica != holder.name:
             raise BenchError(f"{answer.replica} answered, the prefix was on {holder.name}")
@@ -104,35 +109,20 @@ def measure(
 
 @contextmanager
 def _load(stage: Stage, holder: ReplicaTiers, *, seed: int, requests: int) -> Iterator[None]:
-    """Keep a replica busy with so many other prompts at a time, asked directly."""
-    done = threading.Event()
-    started = threading.Barrier(requests + 1)
+    """Give a replica so many cold prompts, asked directly, and return when it computes them."""
 
-    def keep_asking(number: int) -> None:
-        waiting = True
-        for turn in itertools.count():
-            text = real_text(_BUSY_PROMPT_TOKENS, seed=1000 * seed + 100 * number + turn)
-            with stage.client(holder.url) as client:
-                # Prompts of the load begin in different steps of the measured request.
-                if waiting:
-                    started.wait()
-                    waiting = False
-                ask(client, model=stage.model, content=text, max_tokens=_BUSY_ANSWER_TOKENS)
-            if done.is_set():
-                return
+    def ask_cold(number: int) -> None:
+        text = real_text(_BUSY_PROMPT_TOKENS, seed=1000 * seed + number)
+        with stage.client(holder.url) as client:
+            ask(client, model=stage.model, content=text, max_tokens=_BUSY_ANSWER_TOKENS)
 
-    threads = [threading.Thread(target=keep_asking, args=(n,)) for n in range(requests)]
-    for thread in threads:
-        thread.start()
-    started.wait()
-    try:
+    with ThreadPoolExecutor(max_workers=_BUSY_REQUESTS) as threads:
+        load = [threads.submit(ask_cold, number) for number in range(requests)]
         if requests:
             holder.wait_running(requests)
         yield
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
+        for each in load:
+            each.result()
 
 
 def table(samples: Sequence[Sample]) -> str:

@@ -201,13 +201,15 @@ class Agent:
             raise BadCallError(f"'pin_s' is {call.pin_s}; give seconds from 0 to 3600")
         promotion = self._engine.promote(_digests(call.keys), pin_s=call.pin_s)
         await _wait_for(promotion, min(call.wait_s, _MAX_WAIT_S))
+        # All counts of one moment: reads go on.
+        counts = promotion.counts
         return _json(
             wire.PrefetchReply(
-                resident=promotion.resident,
-                promoted=promotion.promoted,
-                pending=promotion.pending,
-                missing=promotion.missing,
-                promoted_bytes=promotion.promoted_bytes,
+                resident=counts.resident,
+                promoted=counts.promoted,
+                pending=counts.pending,
+                missing=counts.missing,
+                promoted_bytes=counts.promoted * self._identity.chunk_bytes,
             )
         )
 

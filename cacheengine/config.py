@@ -280,7 +280,8 @@ def _nearest(written: str, key: str) -> str:
 def _is_setting(key: str, given: _Given) -> bool:
     """Whether the engine serves the key; else warn, or raise `ConfigError`."""
     if key in _PARSERS:
-        if key in keys.NOT_YET and not values.is_null(given.value):
+        asks_for_nothing = values.is_null(given.value) or _means(given.value, False)
+        if key in keys.NOT_YET and not asks_for_nothing:
             _warn(given, f"nothing acts on it in this release; {keys.NOT_YET[key]}")
         return True
     if values.is_null(given.value):

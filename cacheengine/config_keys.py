@@ -144,6 +144,7 @@ NOT_YET: Final[dict[str, str]] = {
     "enable_controller": "list the replica's agent_url in the router's configuration",
     "controller_url": "list the replica's agent_url in the router's configuration",
     "distributed_url": "chunks are not copied between replicas yet",
+    "local_cpu_use_hugepages": "the pool is made of ordinary pages",
     "extra_config": "none of LMCache's extra settings applies",
 }
 """Keys that are read, and that nothing acts on in this release: a warning, with what to do."""

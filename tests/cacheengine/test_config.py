@@ -101,10 +101,19 @@ def test_every_setting_has_a_parser() -> None:
 def test_a_key_without_effect_warns_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
 ) -> None:
-    value = {"enable_controller": "true", "extra_config": "{a: 1}"}.get(key, "word")
+    switches = {"enable_controller": "true", "local_cpu_use_hugepages": "true"}
+    value = {**switches, "extra_config": "{a: 1}"}.get(key, "word")
     with caplog.at_level(logging.WARNING):
         _load(tmp_path, f"{key}: {value}")
     assert f"instance.yaml: {key}: " in caplog.text
+
+
+def test_a_switch_that_is_off_does_not_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        _load(tmp_path, "enable_controller: false\nlocal_cpu_use_hugepages: false")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("key", sorted(config_keys.REFUSED))
