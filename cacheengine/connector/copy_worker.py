@@ -65,8 +65,18 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
         """Queue a copy from KV cache blocks to chunk rows."""
         return self._submit(job_id, src_spec, dst_spec, store=True)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Queue a copy from chunk rows to KV cache blocks."""
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        """Queue a copy from chunk rows to KV cache blocks.
+
+        ``expedited`` (vLLM 0.33) asks to overtake queued stores; here order is
+        kept, and the caller waits.
+        """
         return self._submit(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -30,9 +31,20 @@ _MEDIUM_BY_TIER = {"cpu": Medium.CPU, "disk": Medium.STORAGE}
 _LOOKUP_PIN_S = 10.0
 
 # vLLM forgets its transfers in reset_cache() and tells its workers to finish
-# them in the step after; with asynchronous scheduling one step later still.
-# Until then their rows must not be given to anyone else.
+# them in the step after. Until they have, the rows must not be given to anyone
+# else. vLLM 0.33 says when that is so (`on_reset_flushed`); 0.32 does not: there
+# it is one step later, with asynchronous scheduling two.
+_TELLS_WHEN_FLUSHED = hasattr(OffloadingManager, "on_reset_flushed")
 _STEPS_UNTIL_FLUSHED = 3
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """Transfers that a reset found under way: chunks by how often they are held, and stores."""
+
+    loads: list[bytes]
+    stores: list[bytes]
+    steps_left: int = _STEPS_UNTIL_FLUSHED
 
 
 class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
@@ -59,7 +71,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._promoted: dict[str, set[bytes]] = {}
         self._loads: dict[bytes, int] = {}
         self._stores: set[bytes] = set()
-        self._flushing: deque[tuple[int, list[bytes], list[bytes]]] = deque()
+        self._flushing: deque[_UnderWay] = deque()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Nothing is remembered of a request before its first lookup."""
@@ -149,7 +161,8 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         if self._step_holds:
             self._engine.release(list(self._step_holds))
             self._step_holds.clear()
-        self._release_flushed()
+        if not _TELLS_WHEN_FLUSHED:
+            self._count_down_to_flushed()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Yield what the tiers gained and lost, for vLLM's KV event stream."""
@@ -169,7 +182,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def reset_cache(self) -> None:
         """Drop every chunk; rows of transfers under way follow when those have ended."""
         loads = [chunk for chunk, count in self._loads.items() for _ in range(count)]
-        self._flushing.append((_STEPS_UNTIL_FLUSHED, loads, list(self._stores)))
+        self._flushing.append(_UnderWay(loads, list(self._stores)))
         self._loads.clear()
         self._stores.clear()
         self._promoted.clear()
@@ -182,14 +195,20 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         """Stop the agent, the engine's threads, and give the memory back."""
         self._on_shutdown()
 
-    def _release_flushed(self) -> None:
-        waiting, self._flushing = self._flushing, deque()
-        for steps, loads, stores in waiting:
-            if steps > 1:
-                self._flushing.append((steps - 1, loads, stores))
-                continue
-            self._engine.release(loads)
-            self._engine.complete_store(stores, success=False)
+    def on_reset_flushed(self) -> None:
+        """Give back the rows of all transfers that `reset_cache` found under way."""
+        while self._flushing:
+            self._release_flushed(self._flushing.popleft())
+
+    def _count_down_to_flushed(self) -> None:
+        for under_way in self._flushing:
+            under_way.steps_left -= 1
+        while self._flushing and self._flushing[0].steps_left <= 0:
+            self._release_flushed(self._flushing.popleft())
+
+    def _release_flushed(self, under_way: "_UnderWay") -> None:
+        self._engine.release(under_way.loads)
+        self._engine.complete_store(under_way.stores, success=False)
 
     def _offload_keys(self, chunks: Iterable[bytes]) -> list[OffloadKey]:
         return [make_offload_key(chunk, self._group_idx) for chunk in chunks]

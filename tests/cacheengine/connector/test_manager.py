@@ -153,6 +153,15 @@ def test_reset_keeps_rows_of_transfers_under_way_until_they_are_flushed(
     assert can_store_four()
 
 
+def test_a_vllm_that_says_when_it_has_flushed_is_believed(scheduler: Scheduler) -> None:
+    scheduler.store(1, 2, 3, 4, complete=False)
+    scheduler.manager.reset_cache()
+    assert scheduler.manager.prepare_store(offload_keys(6), scheduler.context) is None
+    scheduler.manager.on_reset_flushed()
+    assert scheduler.manager.prepare_store(offload_keys(6), scheduler.context) is not None
+    scheduler.manager.complete_store(offload_keys(6), scheduler.context, success=False)
+
+
 def test_events_carry_the_tier_as_vllm_names_it(scheduler: Scheduler) -> None:
     from vllm.v1.kv_offload.base import Locality, Medium
 
