@@ -3,12 +3,12 @@
 Two real replicas and three routers in front of them: one that prefetches and
 forwards at once, one that first waits until the prefix is in CPU RAM, one
 without prefetch. Every combination with: the files' pages kept in the page
-cache or dropped from it; the replica idle, or busy prefilling another, cold
-prompt. The routers take turns, so that all see the same machine.
+cache or dropped from it; the replica idle, or busy decoding for others. The
+routers take turns, so that all see the same machine.
 
-Why a busy replica differs: vLLM looks a request's prefix up between two steps.
-What it finds on disk is then promoted during the next step, and only the step
-after that can load it. What was prefetched is there at the first look.
+Without prefetch the engine promotes what vLLM's lookup finds on disk, while
+the request waits. What prefetch saves is therefore the time of that read, and
+on a busy replica the steps that go by until vLLM looks again.
 
     python -m bench.prefetch --rounds 5 --json bench/results/prefetch.json
 """
@@ -19,6 +19,7 @@ import json
 import secrets
 import statistics
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from bench.demo import CONFIGS, WORK, Round, Stage, say, start, start_router
 from bench.local import CannotStart, variant
 from bench.text import real_text
 from bench.tiers import NotThere, ReplicaTiers
-from bench.ttft import BenchError, ask, machine, percentile
+from bench.ttft import BenchError, machine, percentile
 from router.processes import ChildFailed, ProcessGroup
 
 _ROUTERS: Final[dict[str, dict[str, object]]] = {
@@ -41,9 +42,10 @@ _ROUTERS: Final[dict[str, dict[str, object]]] = {
 """Contenders by name: the router's ``prefetch`` settings."""
 _FIRST_PORT: Final = 8082
 
-_BUSY_REQUESTS: Final = 1
-_BUSY_PROMPT_TOKENS: Final = 8000
-_BUSY_ANSWER_TOKENS: Final = 1
+_BUSY_REQUESTS: Final = 4
+_BUSY_PROMPT_TOKENS: Final = 200
+_BUSY_ANSWER_TOKENS: Final = 8000
+"""More than can come until the load is taken away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +111,33 @@ def measure(
 
 @contextmanager
 def _load(stage: Stage, holder: ReplicaTiers, *, seed: int, requests: int) -> Iterator[None]:
-    """Give a replica so many cold prompts, asked directly, and return when it computes them."""
+    """Keep a replica decoding so many other requests, asked directly."""
+    done = threading.Event()
 
-    def ask_cold(number: int) -> None:
+    def decode(number: int) -> None:
         text = real_text(_BUSY_PROMPT_TOKENS, seed=1000 * seed + number)
-        with stage.client(holder.url) as client:
-            ask(client, model=stage.model, content=text, max_tokens=_BUSY_ANSWER_TOKENS)
+        with (
+            stage.client(holder.url) as client,
+            client.completions.create(
+                model=stage.model,
+                prompt=text,
+                max_tokens=_BUSY_ANSWER_TOKENS,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            ) as stream,
+        ):
+            # Leaving the block closes the connection, and vLLM stops.
+            for _ in stream:
+                if done.is_set():
+                    return
 
     with ThreadPoolExecutor(max_workers=_BUSY_REQUESTS) as threads:
-        load = [threads.submit(ask_cold, number) for number in range(requests)]
-        if requests:
+        load = [threads.submit(decode, number) for number in range(requests)]
+        try:
             holder.wait_running(requests)
-        yield
+            yield
+        finally:
+            done.set()
         for each in load:
             each.result()
 

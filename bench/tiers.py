@@ -111,7 +111,7 @@ class ReplicaTiers:
         call(f"{self.url}/v1/completions", body)
 
     def wait_running(self, requests: int) -> None:
-        """Wait until vLLM computes so many requests at once."""
+        """Wait until vLLM computes at least so many requests at once."""
 
         def running() -> bool:
             lines = _get_text(f"{self.url}/metrics").splitlines()
