@@ -83,7 +83,8 @@ def report(arguments: argparse.Namespace, samples: Sequence[Sample]) -> dict[str
     rows = list(dict.fromkeys(each.row for each in samples))
     return {
         "what": "time to first token by tier, real vLLM replicas behind the router",
-        "command": "python -m bench.demo " + " ".join(f"--{k} {v}" for k, v in settings.items()),
+        "command": "python -m bench.demo "
+        + " ".join(f"--{k} {v}" for k, v in settings.items() if v is not None),
         "machine": machine(),
         "median_ttft_s": {row: _median(samples, row) for row in rows},
         "ratio_to_cold": {row: _median(samples, "cold") / _median(samples, row) for row in rows},

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Final, TypeVar
 
 import msgspec
@@ -32,7 +33,6 @@ _MAX_BODY_BYTES: Final = 32 * 1024**2
 _MAX_WAIT_S: Final = 30.0
 _START_TIMEOUT_S: Final = 10.0
 _EXPIRY_INTERVAL_S: Final = 1.0
-VERSION: Final = "0.1.0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class Agent:
                 tiers=self._engine.tier_info(),
                 kv_events_port=identity.kv_events_port,
                 kv_replay_port=identity.kv_replay_port,
-                version=VERSION,
+                version=version("warmroute"),
             )
         )
 

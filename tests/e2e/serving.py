@@ -17,7 +17,7 @@ from bench.local import (
     replica_environment,
     router_command,
 )
-from bench.tiers import call, wait_until
+from bench.tiers import ReplicaTiers, call, wait_until
 from cacheengine.keys import HashScheme, chunk_keys
 from router.processes import ProcessGroup
 
@@ -43,7 +43,7 @@ class Answer:
         return (self.token_ids, self.logprobs, self.top_logprobs)
 
 
-class Replica:
+class Replica(ReplicaTiers):
     """One vLLM process group, which can be killed and started again on the same disk."""
 
     def __init__(
@@ -60,10 +60,13 @@ class Replica:
         vllm_args: Sequence[str] = (),
         config: Mapping[str, object] | None = None,
     ) -> None:
-        self.name = name
-        self.url = f"http://127.0.0.1:{port}"
-        self.agent_url = f"http://127.0.0.1:{agent_port}"
-        self.disk = directory / f"disk-{name}"
+        super().__init__(
+            name=name,
+            url=f"http://127.0.0.1:{port}",
+            agent_url=f"http://127.0.0.1:{agent_port}",
+            model=MODEL,
+            disk=directory / f"disk-{name}",
+        )
         self._group = group
         self._log_path = directory / f"{name}.log"
         self._config_path = directory / f"{name}.yaml"
@@ -137,11 +140,6 @@ class Replica:
 
     # --- tiers ---
 
-    def empty_gpu(self) -> None:
-        """Forget the GPU tier alone."""
-        url = f"{self.url}/reset_prefix_cache"
-        wait_until("GPU tier emptied", lambda: bool(call(url, {}, method="POST")["success"]))
-
     def empty_cpu(self) -> None:
         """Leave on disk alone what is in the CPU tier."""
         self.settle()
@@ -159,18 +157,12 @@ class Replica:
 
         wait_until(f"{self.name} settled", idle)
 
-    def wait_stored(self, prompt: Sequence[int], tier: str = "cpu") -> None:
-        """Return when all full chunks of a prompt are in the tier."""
-        chunks = len(prompt) // CHUNK_TOKENS
-        wait_until(
-            f"{chunks} chunks in {tier}", lambda: self.tiers_of(prompt)[:chunks] == [tier] * chunks
-        )
+    def wait_stored(
+        self, tokens: Sequence[int], tier: str = "cpu", *, timeout_s: float = 60.0
+    ) -> None:
+        """Wait as `ReplicaTiers` does, and until it is at rest."""
+        super().wait_stored(tokens, tier, timeout_s=timeout_s)
         self.settle()
-
-    def tiers_of(self, prompt: Sequence[int]) -> list[str]:
-        """Return the fastest tier of each leading chunk."""
-        tiers: list[str] = call(f"{self.agent_url}/lookup", {"tokens": list(prompt)})["tiers"]
-        return tiers
 
     def prefetch(self, prompt: Sequence[int], *, chunks: int | None = None) -> dict[str, int]:
         """Promote the first chunks of a prompt, and wait for them."""

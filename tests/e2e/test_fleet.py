@@ -119,8 +119,6 @@ def test_disk_kv_is_prefetched_before_the_request_is_forwarded(
     holder, _ = warm_one(fleet, router, prompt)
     holder.empty_gpu()
     holder.empty_cpu()
-    # vLLM publishes that its GPU tier was emptied when it next steps.
-    holder.ask(fresh_prompt(20, seed=71), max_tokens=1)
     wait_until(
         "the router knows that only the disk holds it",
         lambda: matched_at(router, holder, prompt).get("disk") == 5 * CHUNK_TOKENS,
@@ -149,6 +147,41 @@ def test_a_router_that_starts_anew_still_finds_the_warm_replica(
             assert served.matched("gpu") + served.matched("cpu") >= 1024
     finally:
         another.stop()
+
+
+def test_without_agents_vllms_own_events_are_enough(fleet: Fleet) -> None:
+    """As with a stock vLLM: the router finds the event stream and the hash scheme by itself."""
+    urls = [{"url": each.url, "instance_id": each.name} for each in fleet.replicas]
+    humble = fleet.make_router("router-without-agents", replicas=urls)
+    humble.start()
+    try:
+        prompt = fresh_prompt(1100, seed=85)
+        first = Served(humble, prompt)
+        wait_until(
+            "the router has understood the events",
+            lambda: any(
+                matched_at(humble, each, prompt).get("gpu") == 1024 for each in fleet.replicas
+            ),
+        )
+        again = Served(humble, prompt)
+        assert again.replica == first.replica
+        assert again.headers["x-warmroute-reason"] == "longest-match"
+        assert "x-warmroute-prefetch" not in again.headers
+    finally:
+        humble.stop()
+
+
+def test_without_anything_a_replica_still_serves(fleet: Fleet, router: Router) -> None:
+    """A router whose only replica is another router: no agent, no events of its own."""
+    plain = fleet.make_router(
+        "router-of-a-router", replicas=[{"url": router.url, "instance_id": "plain"}]
+    )
+    plain.start()
+    try:
+        served = Served(plain, fresh_prompt(300, seed=86))
+        assert served.replica == "plain"
+    finally:
+        plain.stop()
 
 
 def test_kill_restart_and_what_the_disk_remembers(fleet: Fleet, router: Router) -> None:
