@@ -23,6 +23,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
 _POLL_S: Final = 0.2
+_LINGER_S: Final = 3.0
 _TAIL_BYTES: Final = 16 << 10
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -208,7 +209,9 @@ class ProcessGroup:
         """SIGTERM the leaders, wait for them, then SIGKILL what is left of their groups.
 
         Only the leader gets SIGTERM: it knows in which order its own children
-        must end (vLLM's server ends its engine processes itself). The leader is
+        must end (vLLM's server ends its engine processes itself). What outlives
+        it gets a moment to clean up: vLLM's workers then unlink their shared
+        memory, which outlives a SIGKILL. The leader is
         not reaped before the last signal to its group: until then its process
         id cannot be given to a stranger.
         """
@@ -220,6 +223,10 @@ class ProcessGroup:
         for child in children:
             while _ended(child.process.pid) is None and time.monotonic() < deadline_s:
                 time.sleep(0.02)
+        lingering_until_s = time.monotonic() + min(grace_s, _LINGER_S)
+        groups = {child.process.pid for child in children}
+        while _alive_in(groups) and time.monotonic() < lingering_until_s:
+            time.sleep(0.02)
         for child in children:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.process.pid, signal.SIGKILL)
@@ -287,6 +294,18 @@ def _ended(pid: int) -> int | None:
     if info is None:
         return None
     return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def _alive_in(groups: Collection[int]) -> bool:
+    """Whether a process of these groups lives; zombies do not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(group) in groups and state != "Z":
+            return True
+    return False
 
 
 def _answers(url: str) -> bool:

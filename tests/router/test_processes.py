@@ -110,6 +110,25 @@ def test_what_a_child_has_started_is_ended_too(tmp_path: Path) -> None:
     wait_until(lambda: not exists(grandchild), group)
 
 
+def test_what_a_leader_leaves_may_clean_up_after_it(tmp_path: Path) -> None:
+    """As vLLM's workers do, which end when their server has gone."""
+    cleaned, log = tmp_path / "cleaned", tmp_path / "log"
+    child = (
+        "import pathlib, sys, time; sys.stdin.read(); time.sleep(0.3);"
+        f"pathlib.Path({str(cleaned)!r}).write_text('yes')"
+    )
+    leader = (
+        "import signal, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE)\n"
+        "print('there', flush=True)\n"
+        "signal.pause()"
+    )
+    with ProcessGroup() as group:
+        group.start("leader", python(leader), log_path=log)
+        wait_until(lambda: "there" in tail(log), group)
+    assert cleaned.read_text() == "yes"
+
+
 def test_a_deaf_child_is_killed_after_the_grace(tmp_path: Path) -> None:
     code = (
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
