@@ -1,0 +1,110 @@
+"""What the spec refuses at start, and what it tells vLLM."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.slow,
+    # Importing vLLM and its dependencies warns about their own deprecations.
+    pytest.mark.filterwarnings("default"),
+]
+
+BLOCK_TOKENS = 128
+
+
+def offloading_config(*, groups: int = 1, blocks_per_chunk: int = 2) -> Any:
+    from vllm.v1.kv_offload.config import (
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+    )
+
+    return OffloadingConfig(
+        groups=tuple(
+            OffloadingGroupConfig(
+                tokens_per_block=BLOCK_TOKENS, layer_names=(f"layer{i}",), group_id=i
+            )
+            for i in range(groups)
+        ),
+        worker_kv_bytes_per_block=BLOCK_TOKENS * 8192,
+        enable_kv_cache_events=True,
+        extra_config={"warmroute": {"hash_algorithm": "sha256_cbor", "kv_events_port": 5557}},
+        engine_id="test",
+        model=OffloadingModelConfig(name="a/model", dtype="bfloat16"),
+        cache=OffloadingCacheConfig(
+            tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=blocks_per_chunk
+        ),
+        parallel=OffloadingParallelConfig(
+            rank=0,
+            world_size=1,
+            tp_size=1,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=True,
+        ),
+    )
+
+
+@pytest.fixture
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache configuration that vLLM's process would find."""
+    path = tmp_path / "instance.yaml"
+    path.write_text("chunk_size: 256\nmax_local_cpu_size: 0.01\nlmcache_worker_port: 0\n")
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(path))
+    return path
+
+
+def test_the_pool_has_the_configured_size(configured: Path) -> None:
+    from cacheengine.connector.spec import WarmrouteSpec
+
+    spec = WarmrouteSpec(offloading_config())
+    assert spec.kv_bytes_per_chunk == 256 * 8192
+    assert spec.num_chunks == int(0.01 * 1024**3) // (256 * 8192)
+    # Generated tokens are stored too.
+    assert spec.offload_prompt_only is False
+    assert spec.settings.hash_algorithm == "sha256_cbor"
+
+
+def test_generated_tokens_may_be_left_out(configured: Path) -> None:
+    from cacheengine.connector.spec import WarmrouteSpec
+
+    configured.write_text(configured.read_text() + "save_decode_cache: false\n")
+    assert WarmrouteSpec(offloading_config()).offload_prompt_only is True
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ("", {"groups": 2}, "2 KV cache groups .* --disable-hybrid-kv-cache-manager"),
+        ("", {"blocks_per_chunk": 4}, "chunk_size: 256 tokens .* vLLM was told 512"),
+        ("max_local_cpu_size: 0.001", {}, "max_local_cpu_size: 0.001 GB holds not one chunk"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(
+    configured: Path, config: str, changes: dict[str, int], message: str
+) -> None:
+    from cacheengine.connector.spec import WarmrouteSpec
+
+    if config:
+        configured.write_text(f"chunk_size: 256\n{config}\n")
+    with pytest.raises(ValueError, match=message):
+        WarmrouteSpec(offloading_config(**changes))
+
+
+def test_the_manager_ends_what_it_started(configured: Path) -> None:
+    from cacheengine.connector.spec import WarmrouteSpec
+
+    spec = WarmrouteSpec(offloading_config())
+    manager = spec.get_manager()
+    assert spec.get_manager() is manager
+    assert not list(Path("/dev/shm").glob("vllm_offload_test*")), "the name is gone at once"
+    manager.shutdown()
