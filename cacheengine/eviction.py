@@ -4,15 +4,23 @@ A policy knows keys and their use, nothing else: whether a chunk may leave now
 (nobody holds or pins it) is the index's business.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import islice
 from typing import Final, Protocol
 
 from sortedcontainers import SortedDict
 
 
 class EvictionPolicy(Protocol):
-    """An order over keys. Every key is added once, then touched, then removed."""
+    """An order over keys. Every key is added once, then touched, then removed or evicted.
+
+    Not more keys at a time than the capacity, which is set once and before the first key.
+    """
+
+    def set_capacity(self, keys: int) -> None:
+        """Learn how many keys there can be at a time."""
 
     def add(self, key: bytes) -> None:
         """Take in a key that is not known yet."""
@@ -21,7 +29,10 @@ class EvictionPolicy(Protocol):
         """Note a use of a known key."""
 
     def remove(self, key: bytes) -> None:
-        """Forget a known key."""
+        """Forget a known key, for reasons that say nothing about its worth."""
+
+    def evict(self, key: bytes) -> None:
+        """Forget a known key that made room; a policy may learn from its return."""
 
     def order(self) -> Iterator[bytes]:
         """Yield all keys, the one to evict first at the front."""
@@ -35,6 +46,9 @@ class Lru:
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
 
+    def set_capacity(self, keys: int) -> None:
+        """Do nothing: the order is the same in a cache of any size."""
+
     def add(self, key: bytes) -> None:
         """Take in a key as the most recent."""
         self._keys[key] = None
@@ -44,6 +58,10 @@ class Lru:
         self._keys.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
+        """Forget a key."""
+        del self._keys[key]
+
+    def evict(self, key: bytes) -> None:
         """Forget a key."""
         del self._keys[key]
 
@@ -78,6 +96,9 @@ class Lfu:
         # By number of uses, in ascending order.
         self._buckets: SortedDict[int, OrderedDict[bytes, None]] = SortedDict()
 
+    def set_capacity(self, keys: int) -> None:
+        """Do nothing: the order is the same in a cache of any size."""
+
     def add(self, key: bytes) -> None:
         """Take in a key with no uses yet."""
         self._put(key, 0)
@@ -96,6 +117,10 @@ class Lfu:
         if not bucket:
             del self._buckets[uses]
 
+    def evict(self, key: bytes) -> None:
+        """Forget a key and its uses."""
+        self.remove(key)
+
     def order(self) -> Iterator[bytes]:
         """Yield the least often used first."""
         for bucket in self._buckets.values():
@@ -109,11 +134,102 @@ class Lfu:
         self._buckets.setdefault(uses, OrderedDict())[key] = None
 
 
-_POLICIES: Final[dict[str, type[Lru] | type[Lfu]]] = {
+class Arc:
+    """Used once against used again, in a proportion that the misses teach.
+
+    After N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead
+    Replacement Cache", FAST 2003. Their T1 is ``_once``, T2 is ``_again``, B1
+    and B2 (keys evicted from each, without bytes) are the ghosts, p is
+    ``_target``. A scan of chunks that nobody uses again passes through
+    ``_once`` and leaves ``_again`` alone.
+
+    One difference: the index makes room before the policy sees what the room
+    is for, and for several chunks at once. So a ghost's return moves the
+    target for the next eviction, not for its own, and the paper's tie-break
+    by the key to come (REPLACE, "x in B2") falls away.
+    """
+
+    def __init__(self) -> None:
+        self._capacity = 0
+        # All four: least recent first.
+        self._once: OrderedDict[bytes, None] = OrderedDict()
+        self._again: OrderedDict[bytes, None] = OrderedDict()
+        self._once_ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._again_ghosts: OrderedDict[bytes, None] = OrderedDict()
+        # How many keys used once may stay when room is needed; up to the capacity.
+        self._target = 0.0
+
+    def set_capacity(self, keys: int) -> None:
+        """Learn how many keys there can be; the ghosts are never more than that."""
+        self._capacity = keys
+
+    def add(self, key: bytes) -> None:
+        """Take in a key: as new, or, if it was evicted not long ago, as used again."""
+        once, again = len(self._once_ghosts), len(self._again_ghosts)
+        if key in self._once_ghosts:
+            self._target = min(self._target + max(1.0, again / once), self._capacity)
+            del self._once_ghosts[key]
+            self._again[key] = None
+        elif key in self._again_ghosts:
+            self._target = max(self._target - max(1.0, once / again), 0.0)
+            del self._again_ghosts[key]
+            self._again[key] = None
+        else:
+            self._once[key] = None
+            self._trim_ghosts()
+
+    def touch(self, key: bytes) -> None:
+        """Make a key the most recent of those used again."""
+        if key in self._again:
+            self._again.move_to_end(key)
+        else:
+            del self._once[key]
+            self._again[key] = None
+
+    def remove(self, key: bytes) -> None:
+        """Forget a key without a trace."""
+        if key in self._again:
+            del self._again[key]
+        else:
+            del self._once[key]
+
+    def evict(self, key: bytes) -> None:
+        """Forget a key, but not that it was here."""
+        ghosts = self._again_ghosts if key in self._again else self._once_ghosts
+        self.remove(key)
+        ghosts[key] = None
+        self._trim_ghosts()
+
+    def order(self) -> Iterator[bytes]:
+        """Yield the least recent of those used once down to the target, then of the others."""
+        excess = max(0, math.ceil(len(self._once) - self._target))
+        yield from islice(self._once, excess)
+        yield from self._again
+        yield from islice(self._once, excess, None)
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._again)
+
+    @property
+    def ghosts(self) -> int:
+        """How many evicted keys are remembered."""
+        return len(self._once_ghosts) + len(self._again_ghosts)
+
+    def _trim_ghosts(self) -> None:
+        # The paper's |T1| + |B1| <= c, and |B1| + |B2| <= c, which in a full
+        # cache is its bound of 2c on all four, and holds in one that is not.
+        while self._once_ghosts and len(self._once) + len(self._once_ghosts) > self._capacity:
+            self._once_ghosts.popitem(last=False)
+        while self._again_ghosts and self.ghosts > self._capacity:
+            self._again_ghosts.popitem(last=False)
+
+
+_POLICIES: Final[dict[str, type[Lru] | type[Lfu] | type[Arc]]] = {
     "LRU": Lru,
     "LFU": Lfu,
     "FIFO": Fifo,
     "MRU": Mru,
+    "ARC": Arc,
 }
 
 POLICY_NAMES: Final = tuple(_POLICIES)

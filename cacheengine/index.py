@@ -65,6 +65,7 @@ class CpuIndex:
         # Popped from the end: low slots first, which makes tests readable.
         self._free = list(range(num_slots - 1, -1, -1))
         self._entries: dict[bytes, Entry] = {}
+        policy.set_capacity(num_slots)
         self._policy = policy  # holds the READY entries that are not condemned
         self._pinned: dict[bytes, Entry] = {}
 
@@ -123,8 +124,8 @@ class CpuIndex:
     def remove(self, entry: Entry) -> None:
         """Forget an entry that nobody uses, and free its slot."""
         assert entry.holds == 0 and not entry.putting
-        if entry.is_usable:
-            self._policy.remove(entry.key)
+        if entry.is_usable:  # what was cleared left the policy in `condemn`
+            self._policy.evict(entry.key)
         self.unpin(entry)
         del self._entries[entry.key]
         self._free.append(entry.slot)
