@@ -113,7 +113,7 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
         )
         with self._changed:
             self._pending.add(job_id)
-        self._jobs.put(lambda: self._copy(job_id, runs, store=store))
+        self._jobs.put(lambda: self._result(job_id, runs, store=store))
         return True
 
     def _run(self) -> None:
@@ -123,6 +123,13 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
                 self._pending.discard(result.job_id)
                 self._finished.append(result)
                 self._changed.notify_all()
+
+    def _result(self, job_id: int, runs: PageRuns, *, store: bool) -> TransferResult:
+        try:
+            return self._copy(job_id, runs, store=store)
+        except Exception:  # without this thread vLLM would wait for ever; told, it ends
+            logger.exception("a KV copy failed")
+            return TransferResult(job_id=job_id, success=False)
 
     def _copy(self, job_id: int, runs: PageRuns, *, store: bool) -> TransferResult:
         start_s = time.perf_counter()

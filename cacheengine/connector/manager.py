@@ -113,9 +113,13 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         return CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Hold chunks that `lookup` found, until `complete_load`."""
+        """Hold chunks that `lookup` found, until `complete_load`; they count as used."""
         chunks = [get_offload_block_hash(key) for key in keys]
-        slots = self._engine.hold(chunks)
+        # The step holds them since `lookup`; the agent's thread may have
+        # cleared them in between.
+        slots = self._engine.hold(chunks, held_before=True)
+        # vLLM's scheduler never calls touch().
+        self._engine.touch(chunks)
         for chunk in chunks:
             self._loads[chunk] = self._loads.get(chunk, 0) + 1
         return CPULoadStoreSpec(slots)
@@ -137,8 +141,14 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Reserve rows for the chunks that are not there yet; None when there is no room."""
-        reservation = self._engine.prepare_store([get_offload_block_hash(key) for key in keys])
+        """Reserve rows for the chunks that are not there yet; None when there is no room.
+
+        Those that are there count as used: a prefix that the GPU holds is
+        never loaded, but offered again by each request.
+        """
+        chunks = [get_offload_block_hash(key) for key in keys]
+        self._engine.touch(chunks)
+        reservation = self._engine.prepare_store(chunks)
         if reservation is None:
             return None
         self._stores.update(reservation.keys)
@@ -152,7 +162,10 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """Make stored chunks visible, or give their rows back."""
-        chunks = [get_offload_block_hash(key) for key in keys]
+        # vLLM keeps a job's keys in a set; the engine wants prefix order, to
+        # write the beginning first and to evict from the end.
+        in_order = sorted(keys, key=lambda key: req_context.get_offload_key_position(key) or 0)
+        chunks = [get_offload_block_hash(key) for key in in_order]
         self._stores.difference_update(chunks)
         self._engine.complete_store(chunks, success=success)
 

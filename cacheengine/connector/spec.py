@@ -31,6 +31,7 @@ from cacheengine.chunk import ChunkLayout
 from cacheengine.config import EngineConfig, load_engine_config
 from cacheengine.connector.copy_worker import CpuCopyWorker
 from cacheengine.connector.manager import WarmrouteManager
+from cacheengine.connector.orphan import end_with_parent
 from cacheengine.connector.region import PoolRegion
 from cacheengine.engine import CacheEngine
 from cacheengine.launch import ReplicaSettings
@@ -142,6 +143,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             agent = Agent(engine, self._identity(), self.engine_config)
             undo.callback(agent.stop)
             agent.start()
+            end_with_parent()
             # From here on the manager's shutdown is what undoes all of it.
             return WarmrouteManager(
                 engine,

@@ -1,7 +1,9 @@
 """Real vLLM replicas with the engine inside, and routers, for the tests to use and to break."""
 
 import json
+import os
 import random
+import signal
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from bench.local import (
     replica_command,
     replica_environment,
     router_command,
+    taken_ports,
 )
 from bench.tiers import ReplicaTiers, call, wait_until
 from cacheengine.keys import HashScheme, chunk_keys
@@ -93,14 +96,17 @@ class Replica(ReplicaTiers):
     def start(self) -> None:
         """Start the process; `wait_ready` follows."""
         command = replica_command(self._config_path, self._arguments)
-        self._group.start(self.name, command, self._environment, self._log_path)
+        self._pid = self._group.start(self.name, command, self._environment, self._log_path)
 
     def wait_ready(self) -> None:
         """Return when it serves."""
         self._group.wait_ready(self.name, f"{self.url}/health", REPLICA_READY_TIMEOUT_S)
 
     def kill(self) -> None:
-        """SIGKILL, as if the machine's memory had run out."""
+        """SIGKILL its server process alone, as a person would; its engine must follow by itself."""
+        os.kill(self._pid, signal.SIGKILL)
+        agent_port = int(self.agent_url.rpartition(":")[2])
+        wait_until(f"{self.name}: its engine has ended", lambda: not taken_ports([agent_port]))
         self._group.stop(self.name, kill=True)
 
     def stop(self) -> None:

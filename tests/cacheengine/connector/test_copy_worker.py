@@ -147,6 +147,21 @@ def test_rows_lie_where_vllms_cuda_worker_puts_them(rig: Rig) -> None:
             assert ours == theirs.tolist()
 
 
+def test_a_copy_that_fails_says_so_and_holds_nobody_up(rig: Rig) -> None:
+    """vLLM ends on a failed transfer; waiting for it for ever would hang the replica."""
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+    blocks = list(range(BLOCKS_PER_CHUNK))
+    gpu = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
+    rig.worker.submit_store(1001, gpu, CPULoadStoreSpec([NUM_CHUNKS]))
+    rig.worker.wait({1001})
+    assert [(result.job_id, result.success) for result in rig.worker.get_finished()] == [
+        (1001, False)
+    ]
+    rig.transfer("store", blocks, [0], 0)
+
+
 def test_shutdown_leaves_nothing_behind(rig: Rig) -> None:
     path = Path(rig.region.mmap_path)
     assert path.exists()

@@ -131,6 +131,63 @@ def test_two_loads_of_one_chunk_each_hold_it(scheduler: Scheduler) -> None:
     scheduler.manager.complete_load(offload_keys(1), scheduler.context)
 
 
+def test_a_chunk_cleared_between_lookup_and_load_is_loaded_all_the_same(
+    scheduler: Scheduler,
+) -> None:
+    """The agent clears on a thread of its own; an exception here would end vLLM's core."""
+    slots = scheduler.store(1, 2)
+    scheduler.bench.finish_puts()
+    assert scheduler.lookup(1, 2) == ["HIT", "HIT"]
+    scheduler.bench.engine.clear()
+    spec = scheduler.manager.prepare_load(offload_keys(1, 2), scheduler.context)
+    assert spec.block_ids.tolist() == slots
+    scheduler.end_step()
+    assert scheduler.lookup(1) == ["MISS"]
+    # Both rows are still being read: two of four are free.
+    assert scheduler.manager.prepare_store(offload_keys(5, 6, 7), scheduler.context) is None
+    scheduler.manager.complete_load(offload_keys(1, 2), scheduler.context)
+    scheduler.bench.engine.check()
+    scheduler.store(5, 6, 7, 8)
+
+
+def test_a_load_counts_as_a_use(scheduler: Scheduler) -> None:
+    """vLLM's scheduler never calls touch: its loads are what recency can go by."""
+    for number in (1, 2, 3, 4):
+        scheduler.store(number)
+    scheduler.bench.finish_puts()
+    scheduler.manager.prepare_load(offload_keys(1), scheduler.context)
+    scheduler.manager.complete_load(offload_keys(1), scheduler.context)
+    scheduler.store(5)
+    assert scheduler.bench.engine.match([key(1)]) == ["cpu"]
+    assert scheduler.bench.engine.match([key(2)]) == ["disk"]
+
+
+def test_offering_a_chunk_that_is_there_counts_as_a_use(scheduler: Scheduler) -> None:
+    """A prefix that the GPU holds is never loaded, only offered again by every request."""
+    for number in (1, 2, 3, 4):
+        scheduler.store(number)
+    scheduler.bench.finish_puts()
+    output = scheduler.manager.prepare_store(offload_keys(1), scheduler.context)
+    assert output is not None and not output.keys_to_store
+    scheduler.store(5)
+    assert scheduler.bench.engine.match([key(1)]) == ["cpu"]
+    assert scheduler.bench.engine.match([key(2)]) == ["disk"]
+
+
+def test_a_stored_prefix_leaves_from_its_end(scheduler: Scheduler) -> None:
+    """vLLM names a finished store's chunks in no order, and their positions beside."""
+    chunks = offload_keys(1, 2, 3, 4)
+    for position, chunk in enumerate(chunks, 1):
+        scheduler.context.set_offload_key_position(chunk, 256 * position)
+    scheduler.store(1, 2, 3, 4, complete=False)
+    scheduler.manager.complete_store([chunks[i] for i in (2, 0, 3, 1)], scheduler.context)
+    scheduler.bench.finish_puts()
+    for newcomer, leaves in ((5, 4), (6, 3), (7, 2)):
+        output = scheduler.manager.prepare_store(offload_keys(newcomer), scheduler.context)
+        assert output is not None
+        assert output.evicted_keys == offload_keys(leaves)
+
+
 def test_reset_keeps_rows_of_transfers_under_way_until_they_are_flushed(
     scheduler: Scheduler,
 ) -> None:
