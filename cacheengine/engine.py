@@ -127,13 +127,15 @@ class CacheEngine:
         with self._lock:
             return self._state.try_hold(key)
 
-    def hold(self, keys: Sequence[bytes]) -> list[int]:
+    def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
         """Keep chunks in their slots until `release`; end their pins; return the slots.
 
-        Raises KeyError, having held none, unless all are ready.
+        Raises KeyError, having held none, unless all are ready. With
+        ``held_before`` the caller has a hold of each already (`try_hold`), and
+        takes another even of one that was cleared since.
         """
         with self._lock:
-            return self._state.hold(keys)
+            return self._state.hold(keys, held_before=held_before)
 
     def release(self, keys: Collection[bytes]) -> None:
         """End one `hold` or `try_hold` of each chunk. KeyError if there was none."""

@@ -41,7 +41,7 @@ def vllm_arguments(
     the option, when they set what only the launcher can.
     """
     for option in ("--kv-transfer-config", "--kv-events-config", "--no-enable-prefix-caching"):
-        if any(arg == option or arg.startswith(option + "=") for arg in vllm_args):
+        if any(_option_of(arg) == option for arg in vllm_args):
             raise ValueError(
                 f"{option}: is set by `warmroute replica` itself; leave it out, "
                 "or start vLLM directly"
@@ -102,13 +102,25 @@ def hash_algorithm_of(vllm_args: Sequence[str]) -> str:
     """
     algorithm = "sha256"
     for index, arg in enumerate(vllm_args):
-        if arg == _HASH_FLAG and index + 1 < len(vllm_args):
-            algorithm = vllm_args[index + 1]
-        elif arg.startswith(_HASH_FLAG + "="):
+        if _option_of(arg) != _HASH_FLAG:
+            continue
+        if "=" in arg:
             algorithm = arg.split("=", 1)[1]
+        elif index + 1 < len(vllm_args):
+            algorithm = vllm_args[index + 1]
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{_HASH_FLAG}: {algorithm!r} is unknown; use {', '.join(ALGORITHMS)}")
     return algorithm
+
+
+def _option_of(arg: str) -> str | None:
+    """Return the option that vLLM's parser takes an argument for, None if for a value.
+
+    It reads underscores as dashes, and ``--option.key`` as a part of a JSON option.
+    """
+    if not arg.startswith("--"):
+        return None
+    return arg.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
 
 
 def free_ports(count: int) -> list[int]:

@@ -74,12 +74,16 @@ class Residency:
 
     # --- holds ---
 
-    def hold(self, keys: Sequence[bytes]) -> list[int]:
-        """Keep ready chunks until `release`; ends their pins. KeyError: none was held."""
+    def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
+        """Keep ready chunks until `release`; ends their pins. KeyError: none was held.
+
+        With ``held_before`` the caller holds them already: then one that was
+        cleared since is as good as a ready one.
+        """
         entries = []
         for key in keys:
-            entry = self.cpu.ready(key)
-            if entry is None:
+            entry = self.cpu.get(key)
+            if entry is None or not (entry.is_usable or (held_before and entry.holds)):
                 raise KeyError(f"chunk {key.hex()} is not ready in the cpu tier")
             entries.append(entry)
         for entry in entries:

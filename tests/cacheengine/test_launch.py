@@ -49,10 +49,18 @@ def test_the_command_loads_our_spec_and_publishes_events() -> None:
 
 
 @pytest.mark.parametrize(
-    "taken", [["--kv-transfer-config", "{}"], ["--kv-events-config={}"]], ids=lambda t: t[0]
+    "taken",
+    [
+        ["--kv-transfer-config", "{}"],
+        ["--kv-events-config={}"],
+        # vLLM takes these for the same.
+        ["--kv_transfer_config", "{}"],
+        ["--kv-events-config.publisher", "null"],
+    ],
+    ids=lambda t: t[0],
 )
 def test_options_that_the_launcher_sets_are_refused(taken: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"--kv-.*-config.*: is set by `warmroute replica` itself"):
+    with pytest.raises(ValueError, match=r"--kv-.*-config: is set by `warmroute replica` itself"):
         vllm_arguments(taken, chunk_tokens=256, kv_events_port=1, kv_replay_port=2)
 
 
@@ -60,6 +68,7 @@ def test_the_hash_algorithm_is_read_from_vllms_options() -> None:
     assert hash_algorithm_of([]) == "sha256"
     assert hash_algorithm_of(["--prefix-caching-hash-algo", "xxhash"]) == "xxhash"
     assert hash_algorithm_of(["--prefix-caching-hash-algo=sha256_cbor"]) == "sha256_cbor"
+    assert hash_algorithm_of(["--prefix_caching_hash_algo", "xxhash_cbor"]) == "xxhash_cbor"
     with pytest.raises(ValueError, match="'md5' is unknown; use sha256"):
         hash_algorithm_of(["--prefix-caching-hash-algo", "md5"])
 
