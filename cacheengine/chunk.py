@@ -33,6 +33,8 @@ class ChunkLayout:
     weights: str = ""
     """Identity of the weights behind ``model`` (`weights.weights_identity`),
     so that a model replaced in place does not meet its predecessor's KV."""
+    model_options: str = ""
+    """Digest of vLLM's options that change the model's KV."""
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "chunk_tokens", "chunk_bytes"):

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from cacheengine.keys import ALGORITHMS
+from cacheengine.model_options import model_options_digest, option_of
 
 _SETTINGS_KEY: Final = "warmroute"
 _HASH_FLAG: Final = "--prefix-caching-hash-algo"
@@ -23,6 +24,8 @@ class ReplicaSettings:
     """What the launcher tells the engine inside vLLM, beside LMCache's configuration."""
 
     hash_algorithm: str = "sha256"
+    model_options: str = ""
+    """Digest of the options that change a model's KV (`model_options_digest`)."""
     kv_events_port: int | None = None
     kv_replay_port: int | None = None
 
@@ -41,13 +44,14 @@ def vllm_arguments(
     the option, when they set what only the launcher can.
     """
     for option in ("--kv-transfer-config", "--kv-events-config", "--no-enable-prefix-caching"):
-        if any(_option_of(arg) == option for arg in vllm_args):
+        if any(option_of(arg) == option for arg in vllm_args):
             raise ValueError(
                 f"{option}: is set by `warmroute replica` itself; leave it out, "
                 "or start vLLM directly"
             )
     settings = ReplicaSettings(
         hash_algorithm=hash_algorithm_of(vllm_args),
+        model_options=model_options_digest(vllm_args),
         kv_events_port=kv_events_port,
         kv_replay_port=kv_replay_port,
     )
@@ -102,7 +106,7 @@ def hash_algorithm_of(vllm_args: Sequence[str]) -> str:
     """
     algorithm = "sha256"
     for index, arg in enumerate(vllm_args):
-        if _option_of(arg) != _HASH_FLAG:
+        if option_of(arg) != _HASH_FLAG:
             continue
         if "=" in arg:
             algorithm = arg.split("=", 1)[1]
@@ -111,16 +115,6 @@ def hash_algorithm_of(vllm_args: Sequence[str]) -> str:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{_HASH_FLAG}: {algorithm!r} is unknown; use {', '.join(ALGORITHMS)}")
     return algorithm
-
-
-def _option_of(arg: str) -> str | None:
-    """Return the option that vLLM's parser takes an argument for, None if for a value.
-
-    It reads underscores as dashes, and ``--option.key`` as a part of a JSON option.
-    """
-    if not arg.startswith("--"):
-        return None
-    return arg.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
 
 
 def free_ports(count: int) -> list[int]:

@@ -168,6 +168,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             hash_seed=self._hash_seed(),
             kv_layout=f"{self.config.kv_cache_layout}-{current_platform.device_type}",
             weights=weights_identity(self.config.model.name),
+            model_options=self.settings.model_options,
         )
 
     def _hash_seed(self) -> str:
