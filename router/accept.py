@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import orjson
+import xxhash
 from aiohttp import web
 
 from router.errors import BadRequest, TooLarge
@@ -25,6 +26,7 @@ PROMPTLESS: Final = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_t
 """Endpoints that any replica of the model answers equally well."""
 
 _SESSION_FIELDS: Final = ("prompt_cache_key", "session_id", "user")
+_LONGEST_SESSION: Final = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,10 @@ async def read_body(request: web.Request, limit_bytes: int) -> bytes:
         return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise _too_large(limit_bytes, "more was sent") from None
+    except web.RequestPayloadError:
+        raise BadRequest(
+            "the body is not encoded as its Content-Encoding and Transfer-Encoding say"
+        ) from None
 
 
 def parse(endpoint: str, body: bytes, headers: Mapping[str, str], session_header: str) -> Asked:
@@ -102,12 +108,19 @@ def _text(fields: Mapping[str, Any], name: str) -> str | None:
 
 def _session(fields: Mapping[str, Any], named: str | None) -> str | None:
     if named:
-        return named
+        return _short(named)
     for name in _SESSION_FIELDS:
         value = fields.get(name)
         if isinstance(value, str) and value:
-            return value
+            return _short(value)
     return None
+
+
+def _short(session: str) -> str:
+    """Return what a session is remembered by: a long name's hash, so that memory is bounded."""
+    if len(session) <= _LONGEST_SESSION:
+        return session
+    return xxhash.xxh3_128_hexdigest(session.encode(errors="surrogatepass"))
 
 
 def _too_large(limit_bytes: int, what: str) -> TooLarge:

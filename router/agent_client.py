@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 import orjson
 
+from cacheengine.keys import ALGORITHMS
 from cacheengine.wire import (
     EventBatch,
     InstanceInfo,
@@ -49,6 +50,11 @@ class AgentClient:
             raise AgentError(
                 f"{self.base_url}/info: chunks of {info.chunk_tokens} tokens are not whole "
                 f"blocks of {info.block_tokens}"
+            )
+        if info.hash_algorithm not in ALGORITHMS:
+            raise AgentError(
+                f"{self.base_url}/info: unknown hash algorithm '{info.hash_algorithm}'; "
+                f"known are {', '.join(ALGORITHMS)}"
             )
         return info
 

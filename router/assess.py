@@ -99,7 +99,8 @@ class PromptKeyring:
     def affinity(self, session: str | None) -> bytes:
         """Return what equal prompts have in common, whatever the scheme: their beginning."""
         if self._prompt is None:
-            return (session or "").encode()
+            # A header's bytes need not be UTF-8; aiohttp gives the others as surrogates.
+            return (session or "").encode(errors="surrogatepass")
         if ids := self._prompt.token_ids:
             return array("q", ids[:_AFFINITY_TOKENS]).tobytes()
         return self._prompt.text[:TEXT_PIECE_CHARS].encode(errors="surrogatepass")

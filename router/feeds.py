@@ -111,9 +111,11 @@ class ReplicaFeed:
                 await self._follow_agent(client, pause)
             except HistoryGone:
                 log.info("%s: events were lost; taking a new snapshot", self._replica.id)
-            except AgentError as error:
+            except (AgentError, ValueError) as error:  # ValueError: keys that are not whole
                 if pause.is_first:
                     log.warning("%s: its agent does not answer: %s", self._replica.id, error)
+            except Exception:  # nobody else would notice that the following ended
+                log.exception("%s: following its agent failed", self._replica.id)
             finally:
                 self.tried.set()
             await pause.wait()
@@ -153,11 +155,16 @@ class ReplicaFeed:
         pause = Pause()
         while True:
             self._restarted.clear()
-            endpoints = await self._endpoints()
+            try:
+                endpoints = await self._endpoints()
+                restarted = endpoints is not None and await self._follow_events(endpoints, pause)
+            except Exception:  # nobody else would notice that the following ended
+                log.exception("%s: following its KV events failed", self._replica.id)
+                await pause.wait()
+                continue
             if endpoints is None:
                 await self._until_restart(_NO_EVENTS_PAUSE_S)
-                continue
-            if await self._follow_events(endpoints, pause):
+            elif restarted:
                 pause.reset()
             else:
                 await pause.wait()

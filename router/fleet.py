@@ -43,17 +43,18 @@ class Replicas(dict[str, Replica]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._former: dict[str, str] = {}
+        # The replicas themselves: another may have taken the name that followed.
+        self._former: dict[str, Replica] = {}
 
     def __missing__(self, replica_id: str) -> Replica:
-        return self[self._former[replica_id]]
+        return self._former[replica_id]
 
     def rename(self, old: str, new: str) -> None:
         """Give a replica another id; it keeps its place in the order."""
         renamed = [(new if key == old else key, each) for key, each in self.items()]
         self.clear()
         self.update(renamed)
-        self._former[old] = new
+        self._former[old] = self[new]
         self[new].id = new
 
 

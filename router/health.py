@@ -69,7 +69,7 @@ class HealthMonitor:
 
     async def start(self) -> None:
         """Probe every replica once, so that the first request finds them known, then go on."""
-        await asyncio.gather(*(self._probe(name) for name in self._watched))
+        await asyncio.gather(*(self._probe_guarded(name) for name in self._watched))
         self._tasks = [
             asyncio.create_task(self._watch(name), name=f"health of {name}")
             for name in self._watched
@@ -98,7 +98,13 @@ class HealthMonitor:
                 async with asyncio.timeout(self._timeouts.health_interval_s):
                     await watched.wake.wait()
             watched.wake.clear()
+            await self._probe_guarded(name)
+
+    async def _probe_guarded(self, name: str) -> None:
+        try:
             await self._probe(name)
+        except Exception:  # a replica nobody probes would stay as it is for ever
+            log.exception("%s: probing it failed", name)
 
     async def _probe(self, name: str) -> None:
         watched = self._watched[name]

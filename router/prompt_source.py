@@ -124,4 +124,8 @@ def local_model(model: str, environment: Mapping[str, str]) -> Path | None:
 
 
 def _has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).is_file() for name in _TOKENIZER_FILES)
+    try:
+        return any((directory / name).is_file() for name in _TOKENIZER_FILES)
+    except OSError:
+        # A replica's own path, which this user may not look into.
+        return False

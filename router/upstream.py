@@ -22,6 +22,8 @@ from router.config import TimeoutsConfig
 from router.records import Cause
 
 RETRYABLE_STATUSES: Final = frozenset({502, 503, 504})
+OWN_HEADERS: Final = "x-warmroute-"
+"""How the headers begin in which the router itself tells of a request."""
 
 _HOP_BY_HOP: Final = frozenset(
     {
@@ -196,8 +198,11 @@ def forwarded_headers(
 
 
 def kept_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Return an answer's headers without those that concern one connection only."""
-    return _without(headers, _HOP_BY_HOP)
+    """Return an answer's headers without those that concern one connection, or are ours to say."""
+    kept = _without(headers, _HOP_BY_HOP)
+    for name in {name for name in kept if name.lower().startswith(OWN_HEADERS)}:
+        kept.popall(name, None)
+    return kept
 
 
 def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:

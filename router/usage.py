@@ -60,8 +60,15 @@ class UsageReader:
         return Usage(
             cached_tokens=_first_count(usage, _CACHED),
             output_tokens=_first_count(usage, _OUTPUT),
-            response_id=found[1].decode() if found else None,
+            response_id=_text(found[1]) if found else None,
         )
+
+
+def _text(value: bytes) -> str | None:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _last_usage(tail: bytes) -> dict[str, Any]:
@@ -71,7 +78,7 @@ def _last_usage(tail: bytes) -> dict[str, Any]:
     text = tail[matches[-1].end() :].decode(errors="replace")
     try:
         value, _ = json.JSONDecoder().raw_decode(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -38,6 +38,8 @@ class AgentServer:
             resident=0, promoted=0, pending=0, missing=0, promoted_bytes=0
         )
         self.failure: int | None = None
+        self.broken = False
+        """Whether snapshots have keys of which the last is cut."""
         self._news = asyncio.Condition()
 
     async def change(self, tier: str, stored: bool, keys: Iterable[int]) -> None:
@@ -77,6 +79,8 @@ class AgentServer:
     async def _snapshot(self, request: web.Request) -> web.Response:
         self._refuse(request)
         packed = {tier: wire.pack_keys(keys) for tier, keys in self.held.items()}
+        if self.broken:
+            packed = {tier: keys[:-1] for tier, keys in packed.items()}
         snapshot = wire.Snapshot(incarnation=self.info["incarnation"], seq=self.seq, tiers=packed)
         return web.Response(body=msgspec.msgpack.encode(snapshot))
 

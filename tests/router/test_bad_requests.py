@@ -112,3 +112,29 @@ async def test_an_announced_giant_is_refused_unread(fleet: Fleet) -> None:
     )
     assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
     writer.close()
+
+
+async def test_a_body_that_does_not_decompress_is_refused(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    router = await fleet.router()
+    headers = {"Content-Encoding": "gzip"}
+    async with client.post(router.url + CHAT, data=b"{}", headers=headers) as response:
+        answer = await response.json()
+        assert response.status == 400
+    assert "Content-Encoding" in answer["error"]["message"]
+    assert not fleet.one.seen
+
+
+async def test_a_session_that_is_not_utf8_is_a_session(fleet: Fleet) -> None:
+    """Also where there is no prompt, and the session alone decides."""
+    router = await fleet.router(policy="session")
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rsplit(":")[-1]))
+    body = b'{"model": "m", "prompt": "x"}'
+    writer.write(
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nX-Session-Id: caf\xe9\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body) + body
+    )
+    status = await reader.readline()
+    writer.close()
+    assert status.startswith(b"HTTP/1.1 200 ")

@@ -238,3 +238,24 @@ async def test_events_of_another_incarnation_are_gone() -> None:
     async with serving(agent.app()) as url, aiohttp.ClientSession() as session:
         with pytest.raises(HistoryGone):
             await AgentClient(session, url).events(0, "earlier", 0.0)
+
+
+async def test_an_agent_with_a_hash_that_is_not_known_is_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    agent = AgentServer(hash_algorithm="md5")
+    agent.held = {"cpu": CHUNKS}
+    async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
+        assert "unknown hash algorithm 'md5'" in caplog.text
+        agent.info["hash_algorithm"] = "sha256"
+        await until(lambda: matched(fleet) == {"cpu": 256})
+
+
+async def test_a_snapshot_that_is_broken_is_asked_for_again() -> None:
+    agent = AgentServer()
+    whole, agent.broken = {"cpu": CHUNKS}, True
+    agent.held = whole
+    async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
+        assert matched(fleet) == {}
+        agent.broken = False
+        await until(lambda: matched(fleet) == {"cpu": 256})

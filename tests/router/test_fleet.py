@@ -476,3 +476,20 @@ def test_every_policy_places(policy: PolicyName) -> None:
         ticket = fleet.start(place(fleet, tokens(64, start=number * 100), session="s"), 0.0)
         ticket.finish(0.0, ok=True)
     assert sum(each.in_flight for each in fleet.replicas.values()) == 0
+
+
+def test_replicas_that_swap_names_are_still_told_apart() -> None:
+    """The health checks know a replica by its configured name, whatever agents call it."""
+    configured = tuple(
+        ReplicaConfig(url=f"http://host:{port}", agent_url=f"http://host:{port + 1000}")
+        for port in (8000, 8001)
+    )
+    fleet = Fleet(RouterConfig(replicas=configured))
+    first, second = fleet.replicas.values()
+    fleet.apply_info(first.id, info("a"))
+    fleet.apply_info(second.id, info("b"))
+    fleet.apply_info("a", info("c", incarnation="two"))
+    fleet.apply_info("b", info("a", incarnation="two"))
+    assert (first.id, second.id) == ("c", "a")
+    assert fleet.replicas[configured[0].name] is first
+    assert fleet.replicas[configured[1].name] is second

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 import pytest
@@ -145,6 +145,30 @@ async def test_silence_is_believed_only_after_a_while(
     assert heard.states[1] == "r down: /health does not answer within 0.05 s"
     server.close()
     await server.wait_closed()
+
+
+async def test_a_probe_that_fails_unforeseen_is_not_the_last(
+    session: aiohttp.ClientSession, eventually: Wait, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard = Heard()
+    told: list[str] = []
+
+    async def models(name: str, served: list[ServedModel]) -> None:
+        told.append(name)
+        if len(told) == 1:
+            raise RuntimeError("nobody foresaw this")
+
+    async with scripted() as replica:
+        monitor = HealthMonitor(
+            {"r": ReplicaConfig(url=replica.url)},
+            session=session,
+            timeouts=TimeoutsConfig(health_interval_s=0.01),
+            listener=replace(heard.listener(), models=models),
+        )
+        await monitor.start()
+        await eventually(lambda: heard.states == ["r up"])
+        await monitor.stop()
+    assert "probing it failed" in caplog.text
 
 
 async def test_the_models_root_is_what_vllm_says(session: aiohttp.ClientSession) -> None:

@@ -8,6 +8,7 @@ import aiohttp
 import anthropic
 import openai
 import pytest
+from aiohttp import web
 
 from router.config import ReplicaConfig, TimeoutsConfig
 from router.records import Cause, Outcome
@@ -464,3 +465,33 @@ async def test_a_running_stream_outlives_the_order_to_stop(fleet: Fleet) -> None
                 asyncio.get_running_loop().call_later(0.05, gate.set)
     await stopping
     assert words == ["a", "b"]
+
+
+async def test_an_answer_that_says_nonsense_of_itself_is_released(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    async def act(request: web.Request) -> web.Response:
+        return web.Response(body=b'{"id": "resp_\xff"}', content_type="application/json")
+
+    fleet.one.will(act)
+    router = await fleet.router()
+    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+        assert response.status == 200
+        await response.read()
+    assert (await router.record()).outcome is Outcome.OK
+    assert router.in_flight() == 0
+
+
+async def test_only_the_router_speaks_in_its_own_headers(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    async def act(request: web.Request) -> web.Response:
+        said = {"X-Warmroute-Prefetch": "asked=9", "X-Warmroute-Replica": "me", "X-Kept": "1"}
+        return web.json_response({}, headers=said)
+
+    fleet.one.will(act)
+    router = await fleet.router()
+    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+        assert response.headers["x-warmroute-replica"] == "one"
+        assert "x-warmroute-prefetch" not in response.headers
+        assert response.headers["x-kept"] == "1"

@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+import orjson
+import pytest
+
+from router.accept import parse
 from router.bindings import Bindings
 from router.prompt_source import local_model
 
@@ -35,3 +39,23 @@ def test_a_model_is_found_as_a_directory_or_in_the_cache(tmp_path: Path) -> None
     (repository / "refs" / "main").write_text("abc\n")
     assert local_model("org/name", nowhere) == snapshot
     assert local_model("org/name", {"HF_HUB_CACHE": str(tmp_path / "hf" / "hub")}) == snapshot
+
+
+def test_a_model_that_cannot_be_looked_for_is_not_here() -> None:
+    """A replica's own path may be one that this machine's user may not look into."""
+    too_long = "/models/" + "x" * 5000
+    assert local_model(too_long, {"HF_HOME": "/nowhere"}) is None
+
+
+@pytest.mark.parametrize("where", ["header", "field"])
+def test_a_session_takes_little_memory_whatever_its_name(where: str) -> None:
+    def session(name: str) -> str | None:
+        headers = {"x-session-id": name} if where == "header" else {}
+        body = orjson.dumps({} if where == "header" else {"prompt_cache_key": name})
+        return parse("/tokenize", body, headers, "x-session-id").session
+
+    long, other = session("x" * 1_000_000), session("x" * 999_999)
+    assert long is not None and len(long) < 1000
+    assert long == session("x" * 1_000_000)
+    assert long != other
+    assert session("mine") == "mine"

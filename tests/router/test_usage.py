@@ -64,3 +64,12 @@ def test_memory_is_bounded() -> None:
     for _ in range(1000):
         reader.feed(b"x" * 10_000)
     assert sum(map(len, reader._tail)) < 64 << 10
+
+
+def test_a_usage_nested_too_deeply_to_be_read_is_none() -> None:
+    assert read(b'{"usage": {"x": ' + b"[" * 9_000, step=4096) == Usage()
+
+
+def test_an_id_that_is_no_text_is_none() -> None:
+    body = b'{"id": "resp_\xff", "usage": {"completion_tokens": 3}}'
+    assert read(body, step=100) == Usage(output_tokens=3)
