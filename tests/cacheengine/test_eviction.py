@@ -2,7 +2,7 @@
 
 import pytest
 
-from cacheengine.eviction import make_policy
+from cacheengine.eviction import POLICY_NAMES, make_policy
 from tests.cacheengine.building import key, keys
 
 
@@ -14,6 +14,7 @@ from tests.cacheengine.building import key, keys
         ("FIFO", [1, 2, 3, 4]),
         ("LFU", [2, 4, 1, 3]),
         ("lru", [2, 4, 1, 3]),
+        ("ARC", [2, 4, 1, 3]),
     ],
 )
 def test_order(name: str, order: list[int]) -> None:
@@ -25,13 +26,26 @@ def test_order(name: str, order: list[int]) -> None:
     assert list(policy.order()) == keys(*order)
 
 
-@pytest.mark.parametrize("name", ["LRU", "MRU", "FIFO", "LFU"])
+@pytest.mark.parametrize("name", POLICY_NAMES)
 def test_forgets_what_is_removed(name: str) -> None:
     policy = make_policy(name)
     for chunk in keys(1, 2):
         policy.add(chunk)
         policy.touch(chunk)
     policy.remove(key(1))
+    assert list(policy.order()) == keys(2)
+    policy.add(key(1))
+    assert set(policy.order()) == set(keys(1, 2))
+    assert len(policy) == 2
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_what_was_evicted_can_come_back(name: str) -> None:
+    policy = make_policy(name)
+    policy.set_capacity(2)
+    for chunk in keys(1, 2):
+        policy.add(chunk)
+    policy.evict(key(1))
     assert list(policy.order()) == keys(2)
     policy.add(key(1))
     assert set(policy.order()) == set(keys(1, 2))
