@@ -62,7 +62,7 @@ class Promotions:
         """Note how the read of a chunk ended: it is visible, or it was never there."""
         ledger = self._ledger
         self._count(outcome)
-        self._end_read(entry.key, intact=outcome is GetOutcome.OK)
+        self._end_read(entry.key, outcome)
         if entry.condemned or outcome is not GetOutcome.OK:
             ledger.cpu.remove(entry)
             ledger.settle(entry.key, Outcome.MISSING)
@@ -75,18 +75,20 @@ class Promotions:
         ledger.emit(CPU, stored=True, keys=[entry.key])
         ledger.drop_if_unwanted(entry, now_s)
 
-    def _end_read(self, key: bytes, *, intact: bool) -> None:
+    def _end_read(self, key: bytes, outcome: GetOutcome) -> None:
         ledger = self._ledger
+        intact = outcome is GetOutcome.OK
         if not intact and key in ledger.tier:
             ledger.emit(ledger.tier_name, stored=False, keys=[key])
         if ledger.tier.end_read(key, intact=intact):
-            if intact:
-                # Cleared while it was read.
-                ledger.todo.deletes.append(key)
-            else:
-                # Damaged files were removed by the tier. One that could not be
-                # read is forgotten too, or every lookup would find it again.
+            if outcome in (GetOutcome.MISSING, GetOutcome.DAMAGED):
+                # It is gone: the tier removes what is damaged.
                 ledger.tier.forget(key)
+            else:
+                # Cleared while it was read; or it could not be read. Kept, the
+                # latter would be found by every lookup again; forgotten but not
+                # deleted, it would take room that nobody counts.
+                ledger.todo.deletes.append(key)
 
     def _count(self, outcome: GetOutcome) -> None:
         stats = self._ledger.stats

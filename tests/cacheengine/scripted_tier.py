@@ -49,6 +49,8 @@ class ScriptedTier(Tier):
                 into[:] = self.chunks[key]
             else:
                 into[:] = b"\xff" * len(into)
+            if self.get_outcome is GetOutcome.DAMAGED:
+                del self.chunks[key]
             return self.get_outcome
 
     def delete(self, keys: Iterable[bytes]) -> None:
