@@ -11,6 +11,7 @@ import click
 
 from cacheengine.config import ConfigError, EngineConfig, load_engine_config
 from cacheengine.launch import free_ports, hash_algorithm_of, vllm_arguments, vllm_environment
+from cacheengine.model_options import option_of
 
 
 @click.command(
@@ -110,5 +111,5 @@ def _check_port(config: EngineConfig) -> None:
 
 
 def _check_model(vllm_args: tuple[str, ...]) -> None:
-    if not any(arg == "--model" or arg.startswith("--model=") for arg in vllm_args):
+    if not any(option_of(arg) == "--model" for arg in vllm_args):
         raise ValueError("--model: is missing; give it to vLLM: warmroute replica ... -- --model M")
