@@ -67,10 +67,14 @@ class EngineConfig:
     max_local_cpu_size: float = 5.0
     """GB of the CPU pool, reserved at start; more than 0 in every case."""
     local_cpu_use_hugepages: bool = False
-    local_disk: Path | None = None
-    """Directory of the disk tier; off without one."""
+    local_disk: tuple[Path, ...] = ()
+    """Directories of the disk tier, chunks spread over them; off without any."""
     max_local_disk_size: float = 0.0
-    """GB of files under it."""
+    """GB of files under them together."""
+    remote_url: str | None = None
+    """Server of the remote tier, ``scheme://host:port``; off without one."""
+    remote_serde: str = "naive"
+    """How chunks are written for the remote tier (`tiers.serde` has the names)."""
     save_decode_cache: bool = True
     """Store generated tokens too (LMCache's default is false)."""
     cache_policy: str = "LRU"
@@ -111,11 +115,11 @@ class EngineConfig:
                 f"{self.max_local_disk_size} although local_disk is set",
                 "give the disk tier some GB, or remove local_disk",
             )
-        if not self.local_cpu and not self.local_disk:
+        if not self.local_cpu and not self.local_disk and not self.remote_url:
             raise self._error(
                 "local_cpu",
                 "false, and there is no other tier, so nothing would be cached",
-                "set local_cpu: true, or local_disk and max_local_disk_size",
+                "set local_cpu: true, or local_disk and max_local_disk_size, or remote_url",
             )
 
     def check_ready(self) -> None:
@@ -130,8 +134,8 @@ class EngineConfig:
                 f"{self.max_local_cpu_size} GB is more than this machine's memory",
                 f"set less than {memory_bytes / _GB:.1f}; sizes are in GB",
             )
-        if self.local_disk is not None:
-            self._check_directory(self.local_disk)
+        for directory in self.local_disk:
+            self._check_directory(directory)
 
     def _check_directory(self, directory: Path) -> None:
         try:
@@ -165,8 +169,10 @@ _PARSERS: Final[Mapping[str, Callable[[object], object]]] = {
     "local_cpu": values.parse_bool,
     "max_local_cpu_size": values.parse_gb,
     "local_cpu_use_hugepages": values.parse_bool,
-    "local_disk": values.parse_directory,
+    "local_disk": values.parse_directories,
     "max_local_disk_size": values.parse_gb,
+    "remote_url": values.parse_text,
+    "remote_serde": values.parse_text,
     "save_decode_cache": values.parse_bool,
     "cache_policy": values.parse_policy,
     "lmcache_instance_id": values.parse_text,
@@ -217,7 +223,7 @@ def load_engine_config(
         if error.key not in given:
             raise
         raise given[error.key].error(error.problem, error.fix) from None
-    if config.max_local_disk_size > 0 and config.local_disk is None:
+    if config.max_local_disk_size > 0 and not config.local_disk:
         _warn(given["max_local_disk_size"], "has no effect without local_disk")
     return config
 

@@ -25,15 +25,13 @@ ALIASES: Final[dict[str, str]] = {
 """Other names of a key, in LMCache's earlier and later versions."""
 
 REFUSED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
-    "remote_url": ((), "the remote tier is not built yet (it comes in the next release)"),
-    "remote_serde": (("naive",), "chunks are kept bit for bit; lossy formats are not supported"),
     "use_layerwise": ((False,), "chunks are moved whole, not layer by layer"),
     "enable_blending": ((False,), "only prefixes are reused, so that answers stay exact"),
     "enable_p2p": ((False,), "replicas do not share chunks over LMCache's peer protocol"),
     "enable_pd": ((False,), "disaggregated prefill is not supported"),
     "enable_hidden_state_cache": ((False,), "hidden states are not cached"),
     "external_lookup_client": ((), "lookups are answered by the engine itself"),
-    "audit_actual_remote_url": ((), "there is no remote tier to audit"),
+    "audit_actual_remote_url": ((), "remote tiers are not audited"),
     "gds_path": ((), "there is no GPU Direct Storage tier; use local_disk"),
     "maru_path": ((), "there is no CXL tier; use local_disk"),
     "storage_plugins": (([],), "LMCache's storage plugins cannot be loaded"),

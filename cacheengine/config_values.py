@@ -117,8 +117,19 @@ def parse_policy(value: object) -> str:
     return name
 
 
-def parse_directory(value: object) -> Path:
-    """Read a path, or LMCache's ``file:///path/``."""
+def parse_directories(value: object) -> tuple[Path, ...]:
+    """Read paths, or LMCache's ``file:///path/``: a list, or one text with commas between."""
+    if isinstance(value, str):
+        value = value.split(",")
+    if not isinstance(value, list) or not value:
+        raise BadValue(f"{value!r} is no path", "write a path, or several with commas between")
+    paths = tuple(_directory(each) for each in value)
+    if len(set(paths)) < len(paths):
+        raise BadValue(f"{value!r} names a path twice", "write each path once")
+    return paths
+
+
+def _directory(value: object) -> Path:
     text = parse_text(value)
     if text.startswith("file://"):
         text = text.removeprefix("file://")

@@ -29,7 +29,7 @@ from cacheengine.promotion import Promotion, PromotionCounts
 from cacheengine.residency import Residency
 from cacheengine.stats import BandwidthMeter, EngineStats
 from cacheengine.tier_index import TierIndex
-from cacheengine.tiers.base import GetOutcome, PutOutcome, Tier
+from cacheengine.tiers.base import GetOutcome, LocalTier, PutOutcome
 from cacheengine.tiers.configured import make_tier
 
 __all__ = [
@@ -65,7 +65,7 @@ class CacheEngine:
         pool: Pool,
         *,
         clock: Clock = time.monotonic,
-        tier: Tier | None = None,
+        tier: LocalTier | None = None,
         make_threads: Callable[[str, int], JobRunner] = IoThreads,
     ) -> None:
         if pool.slot_bytes != layout.chunk_bytes:

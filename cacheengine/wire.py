@@ -46,15 +46,23 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_port: int | None = None
     """Port of vLLM's ZMQ publisher on the replica's host, if events are on."""
     kv_replay_port: int | None = None
+    transfer_port: int | None = None
+    """Port on the replica's host where other replicas fetch chunks, if it has one."""
+    layout: str = ""
+    """Fingerprint of the chunk layout: only replicas with equal ones can exchange chunks."""
     version: str = ""
 
 
 class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /lookup``: either ``tokens`` (with their salt) or chunk ``keys`` in hex."""
+    """``POST /lookup``: either ``tokens`` (with their salt) or chunk ``keys`` in hex.
+
+    With ``tier`` only what that tier holds counts, else what any holds.
+    """
 
     tokens: list[int] | None = None
     cache_salt: str | None = None
     keys: list[str] | None = None
+    tier: TierName | None = None
 
 
 class LookupReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,16 +104,117 @@ class PrefetchReply(msgspec.Struct, frozen=True, kw_only=True):
     promoted_bytes: int
 
 
+class PinRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /pin`` and ``/unpin``: keep a prefix's chunks in a tier until they are unpinned.
+
+    Either ``tokens`` (with their salt) or chunk ``keys`` in hex. Chunks up to
+    the first that the tier does not hold are pinned; how much may be pinned
+    at once is bounded.
+    """
+
+    tokens: list[int] | None = None
+    cache_salt: str | None = None
+    keys: list[str] | None = None
+    tier: TierName = "cpu"
+
+
+class PinReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that are pinned now (after ``/unpin``: whose pins were taken off)."""
+
+    num_tokens: int
+
+
 class ClearRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /clear``: drop everything not in use, from these tiers or from all."""
+    """``POST /clear``: drop chunks from these tiers or from all.
+
+    All chunks, or only those of ``tokens`` (with their salt) or ``keys`` in hex.
+    """
 
     tiers: list[TierName] | None = None
+    tokens: list[int] | None = None
+    cache_salt: str | None = None
+    keys: list[str] | None = None
 
 
 class ClearReply(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks dropped, by tier."""
 
     dropped: dict[str, int]
+
+
+class MoveSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The replica that chunks come from, and the tier that is to lose them if they move."""
+
+    agent_url: str
+    transfer_address: str
+    """``host:port`` of its `InstanceInfo.transfer_port`."""
+    tier: TierName = "cpu"
+
+
+class MoveRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /move``, to the agent of the replica that is to get the chunks.
+
+    Either ``tokens`` (with their salt) or chunk ``keys`` in hex. The agent
+    fetches from ``source`` what its tier holds of the prefix, into ``tier`` of
+    its own, and pins it for ``pin_s`` or until its use. Without ``copy`` the
+    source then drops what has arrived.
+    """
+
+    source: MoveSource
+    tier: TierName = "cpu"
+    tokens: list[int] | None = None
+    cache_salt: str | None = None
+    keys: list[str] | None = None
+    copy: bool = False
+    pin_s: float = 0.0
+
+
+class MoveReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer comes at once; the bytes follow. Ask ``GET /moves/EVENT_ID`` how it went."""
+
+    event_id: str
+    num_tokens: int
+    """Tokens whose chunks the source's tier holds and that are on their way."""
+
+
+class MoveStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /moves/EVENT_ID?wait_s=S``: answers when the move is over, or after S seconds.
+
+    404 for an event that is unknown or was forgotten (the latest are kept).
+    """
+
+    event_id: str
+    state: Literal["running", "done", "failed"]
+    """``failed``: not all chunks arrived; those that did are usable."""
+    asked_chunks: int
+    arrived_chunks: int
+    """Now held by the destination, those it had before included."""
+    moved_bytes: int
+    error: str = ""
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /register`` at the controller's monitor port, by an agent that starts.
+
+    Then ``POST /heartbeat`` (`Heartbeat`) at least every ``heartbeat_s``; the
+    controller answers 404 to one that it does not know, who then registers
+    anew. ``POST /deregister`` (`Heartbeat`) at the end.
+    """
+
+    instance_id: str
+    incarnation: str
+    agent_url: str
+    """Where the controller reaches the agent; with an empty host, at the
+    address that the registration came from."""
+    transfer_port: int | None
+    heartbeat_s: float
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /heartbeat`` and ``/deregister``: which agent is alive, or goes."""
+
+    instance_id: str
+    incarnation: str
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,25 +1,28 @@
-"""The contract of a tier below the CPU pool.
+"""The contracts of the tiers below the CPU pool.
 
 A tier moves bytes and nothing else. What it holds, in which order it is
-evicted and how full it may get is decided by the engine (`tier_index`), which
-never has two operations on one key under way, except several `get`.
+evicted and how full it may get is decided by the engine, which never has two
+operations on one key of one tier under way, except several reads.
 
 A tier never raises for what can go wrong outside of it; a failed tier is a
 miss. It is called from several threads at once.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from cacheengine.wire import TierName
 
+Chunk = tuple[bytes, memoryview]
+"""A chunk's key and its bytes in the pool: read by a put, filled by a get."""
+
 
 class PutOutcome(Enum):
-    """How a `Tier.put` ended."""
+    """How a put ended."""
 
     STORED = auto()
-    """A `get` now gives exactly these bytes."""
+    """A get now gives exactly these bytes."""
     NO_SPACE = auto()
     """Nothing was kept; there is no room below the tier's own capacity either."""
     FAILED = auto()
@@ -27,7 +30,7 @@ class PutOutcome(Enum):
 
 
 class GetOutcome(Enum):
-    """How a `Tier.get` ended. The buffer holds the chunk only after OK."""
+    """How a get ended. The buffer holds the chunk only after OK."""
 
     OK = auto()
     MISSING = auto()
@@ -41,6 +44,40 @@ class Tier(ABC):
     """Chunks by key, all of one size, behind blocking calls."""
 
     name: TierName
+    batch_chunks: int = 1
+    """How many chunks one call of `get_many` or `put_many` should have at most."""
+
+    @abstractmethod
+    def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
+        """Store chunks, each all or nothing: a reader sees it whole or not at all.
+
+        Replaces what a key had. The bytes must not change meanwhile.
+        """
+
+    @abstractmethod
+    def get_many(self, chunks: Sequence[Chunk]) -> list[GetOutcome]:
+        """Fill buffers with chunks; the content of one is undefined unless OK."""
+
+    def put(self, key: bytes, payload: memoryview) -> PutOutcome:
+        """Store one chunk."""
+        return self.put_many([(key, payload)])[0]
+
+    def get(self, key: bytes, into: memoryview) -> GetOutcome:
+        """Read one chunk."""
+        return self.get_many([(key, into)])[0]
+
+    @abstractmethod
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Remove chunks; those that are not there are no error."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what the tier holds open; stored chunks stay. Idempotent."""
+
+
+class LocalTier(Tier):
+    """A tier that belongs to this engine alone: nothing comes or goes but by its calls."""
+
     capacity_bytes: int
     """How much may be taken; 0 means the tier holds nothing."""
     item_bytes: int
@@ -53,21 +90,13 @@ class Tier(ABC):
         Called once, before anything else. Removes what is incomplete.
         """
 
-    @abstractmethod
-    def put(self, key: bytes, payload: memoryview) -> PutOutcome:
-        """Store a chunk, all or nothing: a reader sees it whole or not at all.
 
-        Replaces what the key had. ``payload`` must not change meanwhile.
-        """
+class SharedTier(Tier):
+    """A tier that other engines fill, too, and whose server evicts as it likes.
 
-    @abstractmethod
-    def get(self, key: bytes, into: memoryview) -> GetOutcome:
-        """Fill ``into`` with the chunk; its content is undefined unless OK."""
+    What it holds is known only by asking, and only for the moment.
+    """
 
     @abstractmethod
-    def delete(self, keys: Iterable[bytes]) -> None:
-        """Remove chunks; those that are not there are no error."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of what the tier holds open; stored chunks stay. Idempotent."""
+    def find(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """Say for each key whether the tier holds it now; None: it cannot be asked."""

@@ -2,21 +2,21 @@
 
 from cacheengine.chunk import ChunkLayout
 from cacheengine.config import ConfigError, EngineConfig
-from cacheengine.tiers.base import Tier
+from cacheengine.tiers.base import LocalTier
 from cacheengine.tiers.disk import DiskTier
 from cacheengine.tiers.null import NullTier
 
 
-def make_tier(config: EngineConfig, layout: ChunkLayout) -> Tier:
+def make_tier(config: EngineConfig, layout: ChunkLayout) -> LocalTier:
     """Return the tier that the configuration asks for.
 
     Raises `ConfigError` for a limit below one chunk, OSError for a directory
     that cannot be used or is another process's.
     """
-    if config.local_disk is None:
+    if not config.local_disk:
         return NullTier()
     tier = DiskTier(
-        config.local_disk,
+        config.local_disk[0],
         layout.fingerprint(),
         payload_bytes=layout.chunk_bytes,
         capacity_bytes=config.max_local_disk_bytes,

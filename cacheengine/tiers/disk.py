@@ -14,13 +14,13 @@ import errno
 import logging
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 import xxhash
 
-from cacheengine.tiers.base import GetOutcome, PutOutcome, Tier
+from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
 from cacheengine.tiers.directories import lock_directory, trim_others
 
 logger = logging.getLogger("vllm.warmroute")
@@ -36,7 +36,7 @@ _NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _LOCK_WAIT_S: Final = 15.0
 
 
-class DiskTier(Tier):
+class DiskTier(LocalTier):
     """Files under ``root``, in a directory named by the layout's fingerprint.
 
     Takes an exclusive lock on that directory for its life: two owners would
@@ -106,8 +106,11 @@ class DiskTier(Tier):
         else:
             _unlink(Path(file.path))
 
-    def put(self, key: bytes, payload: memoryview) -> PutOutcome:
-        """Write a file under a temporary name, then rename it."""
+    def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
+        """Write each file under a temporary name, then rename it."""
+        return [self._put(key, payload) for key, payload in chunks]
+
+    def _put(self, key: bytes, payload: memoryview) -> PutOutcome:
         path = self.path(key)
         temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
         try:
@@ -131,8 +134,11 @@ class DiskTier(Tier):
             _write_all(fd, piece, HEADER_BYTES + start)
         _write_all(fd, memoryview(self._header(key, checksum.digest())), 0)
 
-    def get(self, key: bytes, into: memoryview) -> GetOutcome:
-        """Read a file into the buffer and compare it with its checksum."""
+    def get_many(self, chunks: Sequence[Chunk]) -> list[GetOutcome]:
+        """Read files into the buffers and compare each with its checksum."""
+        return [self._get(key, into) for key, into in chunks]
+
+    def _get(self, key: bytes, into: memoryview) -> GetOutcome:
         path = self.path(key)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,11 +1,11 @@
 """The tier that holds nothing: what stands below the pool when no other tier does."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from cacheengine.tiers.base import GetOutcome, PutOutcome, Tier
+from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
 
 
-class NullTier(Tier):
+class NullTier(LocalTier):
     """Refuses every put and misses every get."""
 
     name = "disk"
@@ -16,13 +16,13 @@ class NullTier(Tier):
         """Return no keys."""
         return []
 
-    def put(self, key: bytes, payload: memoryview) -> PutOutcome:
+    def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
         """Refuse."""
-        return PutOutcome.NO_SPACE
+        return [PutOutcome.NO_SPACE] * len(chunks)
 
-    def get(self, key: bytes, into: memoryview) -> GetOutcome:
+    def get_many(self, chunks: Sequence[Chunk]) -> list[GetOutcome]:
         """Miss."""
-        return GetOutcome.MISSING
+        return [GetOutcome.MISSING] * len(chunks)
 
     def delete(self, keys: Iterable[bytes]) -> None:
         """Do nothing."""

@@ -8,7 +8,7 @@ from cacheengine.chunk import ChunkLayout
 from cacheengine.config import EngineConfig
 from cacheengine.engine import CacheEngine
 from cacheengine.pool import Pool
-from cacheengine.tiers.base import Tier
+from cacheengine.tiers.base import LocalTier
 
 CHUNK_BYTES = 8192
 GB = 1024**3
@@ -56,7 +56,7 @@ def config(
 ) -> EngineConfig:
     return EngineConfig(
         local_cpu=local_cpu,
-        local_disk=disk,
+        local_disk=(disk,) if disk else (),
         max_local_disk_size=disk_items_gb(disk_items) if disk else 0.0,
         put_queue_share=share,
     )
@@ -70,7 +70,7 @@ class Bench:
         num_slots: int,
         engine_config: EngineConfig | None = None,
         *,
-        tier: Tier | None = None,
+        tier: LocalTier | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.pool = Pool.allocate(num_slots, CHUNK_BYTES)

@@ -1,13 +1,13 @@
 """A tier in memory whose operations a test can hold, fail and count."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from cacheengine.tiers.base import GetOutcome, PutOutcome, Tier
+from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
 from tests.cacheengine.building import CHUNK_BYTES
 
 
-class ScriptedTier(Tier):
+class ScriptedTier(LocalTier):
     """Keeps the contract; ``gets`` and ``puts`` are gates that a test may close."""
 
     name = "disk"
@@ -30,7 +30,13 @@ class ScriptedTier(Tier):
     def scan(self) -> list[bytes]:
         return self.held_at_start
 
-    def put(self, key: bytes, payload: memoryview) -> PutOutcome:
+    def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
+        return [self._put(key, payload) for key, payload in chunks]
+
+    def get_many(self, chunks: Sequence[Chunk]) -> list[GetOutcome]:
+        return [self._get(key, into) for key, into in chunks]
+
+    def _put(self, key: bytes, payload: memoryview) -> PutOutcome:
         assert self.puts.wait(20)
         with self._lock:
             if self.put_outcome is PutOutcome.STORED:
@@ -38,7 +44,7 @@ class ScriptedTier(Tier):
                 self.most_chunks = max(self.most_chunks, len(self.chunks))
             return self.put_outcome
 
-    def get(self, key: bytes, into: memoryview) -> GetOutcome:
+    def _get(self, key: bytes, into: memoryview) -> GetOutcome:
         with self._lock:
             self.get_count += 1
         assert self.gets.wait(20)

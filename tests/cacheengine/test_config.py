@@ -40,7 +40,7 @@ def _load(tmp_path: Path, text: str, **variables: str) -> EngineConfig:
 def test_without_anything_the_defaults_are_lmcaches() -> None:
     config = load_engine_config(environment={})
     assert (config.chunk_size, config.local_cpu, config.max_local_cpu_size) == (256, True, 5.0)
-    assert (config.local_disk, config.max_local_disk_size) == (None, 0.0)
+    assert (config.local_disk, config.max_local_disk_size) == ((), 0.0)
     assert config.max_local_cpu_bytes == 5 * 1024**3
     assert config.max_local_disk_bytes == 0
     assert config.save_decode_cache is True
@@ -63,9 +63,15 @@ def test_a_file_as_in_lmcaches_examples(tmp_path: Path) -> None:
         """,
     )
     assert config.chunk_size == 512
-    assert config.local_disk == tmp_path / "cache"
+    assert config.local_disk == (tmp_path / "cache",)
     assert config.max_local_disk_bytes == 1536 * 1024**2
     assert (config.lmcache_instance_id, config.lmcache_worker_port) == ("one", 8501)
+
+
+def test_a_disk_tier_may_have_several_directories(tmp_path: Path) -> None:
+    for written in (f"{tmp_path}/a, file://{tmp_path}/b/", f"[{tmp_path}/a, {tmp_path}/b]"):
+        config = _load(tmp_path, f"local_disk: {written}\nmax_local_disk_size: 1")
+        assert config.local_disk == (tmp_path / "a", tmp_path / "b")
 
 
 def test_the_file_is_named_by_the_environment_and_overridden_by_it(tmp_path: Path) -> None:
@@ -149,7 +155,7 @@ def test_a_key_that_asks_for_what_is_not_there_is_an_error(tmp_path: Path, key: 
         ("local_disk: /tmp/x", "max_local_disk_size", "give the disk tier some GB"),
         ("local_disk: redis://x", "local_disk", "file:///path/"),
         ("local_disk: file://", "local_disk", "file:///path/"),
-        ("local_disk: [a]", "local_disk", "not a text"),
+        ("local_disk: [[a]]", "local_disk", "not a text"),
         ("cache_policy: RANDOM", "cache_policy", "LRU, LFU, FIFO, MRU"),
         ("lmcache_worker_port: 70000", "lmcache_worker_port", "from 0 to 65535"),
         ("lmcache_worker_ports: [1, 2]", "lmcache_worker_ports", "write one"),
@@ -197,7 +203,7 @@ def test_an_error_in_a_variable_names_the_variable(tmp_path: Path) -> None:
 
 def test_a_variable_can_unset_what_the_file_sets(tmp_path: Path) -> None:
     config = _load(tmp_path, "local_disk: /x\nmax_local_disk_size: 1", LMCACHE_LOCAL_DISK="null")
-    assert config.local_disk is None
+    assert config.local_disk == ()
 
 
 def test_a_size_without_a_disk_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,7 +258,7 @@ def test_check_ready_refuses_a_directory_that_cannot_be_written(tmp_path: Path) 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a read-only file system")
 def test_check_ready_does_not_trust_permission_bits() -> None:
-    config = EngineConfig(local_disk=Path("/proc/self"), max_local_disk_size=1.0)
+    config = EngineConfig(local_disk=(Path("/proc/self"),), max_local_disk_size=1.0)
     with pytest.raises(ConfigError, match="cannot be written"):
         config.check_ready()
 

@@ -154,6 +154,6 @@ def test_another_model_does_not_see_the_chunks(tmp_path: Path) -> None:
 
 
 def test_a_limit_below_one_chunk_is_refused(make_bench: MakeBench, tmp_path: Path) -> None:
-    tiny = EngineConfig(local_disk=tmp_path, max_local_disk_size=1e-6, source="a.yaml")
+    tiny = EngineConfig(local_disk=(tmp_path,), max_local_disk_size=1e-6, source="a.yaml")
     with pytest.raises(ConfigError, match=r"a.yaml: max_local_disk_size: .* not one chunk"):
         make_bench(4, tiny)

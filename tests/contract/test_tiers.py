@@ -6,30 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.tiers.base import GetOutcome, PutOutcome, Tier
+from cacheengine.tiers.base import GetOutcome, LocalTier, PutOutcome
 from cacheengine.tiers.disk import DiskTier
 from cacheengine.tiers.null import NullTier
 from tests.cacheengine.building import key, keys, payload
 
 CHUNK_BYTES = 3 * 512 * 1024 + 17  # several pieces, the last one odd
 
-OpenTier = Callable[[], Tier]
+OpenTier = Callable[[], LocalTier]
 
 
-def _open_null(root: Path) -> Tier:
+def _open_null(root: Path) -> LocalTier:
     return NullTier()
 
 
-def _open_disk(root: Path) -> Tier:
+def _open_disk(root: Path) -> LocalTier:
     return DiskTier(root, "f" * 32, CHUNK_BYTES, 1 << 30)
 
 
 @pytest.fixture(params=[_open_null, _open_disk])
 def open_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenTier]:
     """Open the tier under test; every call opens the same storage anew."""
-    opened: list[Tier] = []
+    opened: list[LocalTier] = []
 
-    def open_() -> Tier:
+    def open_() -> LocalTier:
         for tier in opened:
             tier.close()
         opened.append(request.param(tmp_path))
@@ -44,7 +44,7 @@ def _payload(chunk: bytes) -> memoryview:
     return memoryview(payload(chunk, CHUNK_BYTES))
 
 
-def _get(tier: Tier, chunk: bytes) -> bytes | None:
+def _get(tier: LocalTier, chunk: bytes) -> bytes | None:
     buffer = bytearray(CHUNK_BYTES)
     outcome = tier.get(chunk, memoryview(buffer))
     return bytes(buffer) if outcome is GetOutcome.OK else None

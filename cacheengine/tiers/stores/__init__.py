@@ -1,0 +1,1 @@
+"""Remote servers, each behind the same few calls."""
