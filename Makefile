@@ -14,7 +14,7 @@ SOURCES := router cacheengine bench tests tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check fix audit bench lock clean
+.PHONY: help venv demo servers test check fix audit bench lock clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -42,10 +42,13 @@ $(STAMP): $(LOCKS) pyproject.toml
 demo: $(STAMP) ## Start two real replicas and the router, and measure time to first token
 	@$(BIN)/python -m bench.demo $(ARGS)
 
-test: $(STAMP) ## Run all tests, those with real vLLM replicas included
+servers: $(STAMP) ## Install the servers that tests run, where that is permitted (test and check do it)
+	@$(BIN)/python -m tools.servers
+
+test: $(STAMP) servers ## Run all tests, those with real vLLM replicas included
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(STAMP) ## Lint, types, fast tests, dependency audit
+check: $(STAMP) servers ## Lint, types, fast tests, dependency audit
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy

@@ -85,7 +85,10 @@ def start(group: ProcessGroup, arguments: argparse.Namespace) -> Stage:
             model=stage.model,
             disk=Path(settings["local_disk"]),
         )
-    _check_ports([*_urls(stage), *(each.agent_url for each in stage.replicas.values())])
+    addresses = [*_urls(stage), *(each.agent_url for each in stage.replicas.values())]
+    addresses += [yaml.safe_load(each.read_text())["distributed_url"] for each in engines]
+    addresses += [f":{router['controller'][key]}" for key in ("port", "monitor_port")]
+    _check_ports(addresses)
     say(f"Model {stage.model} on {platform}; logs in {WORK / 'demo'}")
     _start_replicas(group, stage, engines, platform, arguments.tokens)
     for replica in stage.replicas.values():
@@ -116,8 +119,8 @@ def _urls(stage: Stage) -> list[str]:
     return [*replicas, stage.router_url, stage.plain_router_url]
 
 
-def _check_ports(urls: Sequence[str]) -> None:
-    taken = local.taken_ports([int(url.rpartition(":")[2]) for url in urls])
+def _check_ports(addresses: Sequence[str]) -> None:
+    taken = local.taken_ports([int(each.rpartition(":")[2]) for each in addresses])
     if taken:
         ports = ", ".join(map(str, taken))
         raise local.CannotStart(f"something listens already on port {ports}: end it first")
@@ -158,6 +161,7 @@ def _start_routers(group: ProcessGroup, stage: Stage) -> None:
                 WORK / "demo" / "router-without-prefetch.yaml",
                 port=PLAIN_ROUTER_PORT,
                 prefetch={"enabled": False},
+                controller=None,  # its ports are the first router's
             ),
             stage.plain_router_url,
         ),

@@ -117,8 +117,12 @@ def _warmroute() -> list[str]:
 
 
 def variant(path: Path, target: Path, **changes: Any) -> Path:
-    """Write the YAML file ``path`` with some top-level keys changed as ``target``; return it."""
+    """Write the YAML file ``path`` as ``target``, some top-level keys changed; return it.
+
+    None takes a key out.
+    """
     settings = yaml.safe_load(path.read_text(encoding="utf-8")) | changes
+    settings = {key: value for key, value in settings.items() if value is not None}
     target.parent.mkdir(parents=True, exist_ok=True)
     # JSON is YAML.
     target.write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -75,6 +75,7 @@ def start_routers(group: ProcessGroup, stage: Stage) -> dict[str, str]:
             WORK / "demo" / f"{file_name}.yaml",
             port=port,
             prefetch=prefetch,
+            controller=None,  # its ports are the first router's
         )
         start_router(group, stage, file_name, config, url)
         urls[name] = url

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from cacheengine.address import join_host_port, listening_family
 from cacheengine.config import ConfigError, EngineConfig, load_engine_config
 from cacheengine.launch import free_ports, hash_algorithm_of, vllm_arguments, vllm_environment
 from cacheengine.model_options import option_of
@@ -61,7 +62,7 @@ def replica(
         config = load_engine_config(config_path)
         config.check_ready()
         _check_model(vllm_args)
-        _check_port(config)
+        _check_ports(config)
         spare_events_port, spare_replay_port = free_ports(2)
         command = vllm_arguments(
             vllm_args,
@@ -92,22 +93,27 @@ def replica(
     os.execve(command[0], command, environment)
 
 
-def _check_port(config: EngineConfig) -> None:
-    """Find out now, not after the model is loaded, whether the agent can listen."""
-    # As servers do: a port whose last owner has just died is free.
-    family = socket.AF_INET6 if ":" in config.agent_host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.agent_host, config.lmcache_worker_port))
-        except OSError as error:
-            raise ConfigError(
-                config.source,
-                "lmcache_worker_port",
-                f"cannot listen on {config.agent_host}:{config.lmcache_worker_port} "
-                f"({error.strerror})",
-                "end what listens there, or choose another port",
-            ) from None
+def _check_ports(config: EngineConfig) -> None:
+    """Find out now, not after the model is loaded, whether the replica can listen."""
+    _check_port(config, "lmcache_worker_port", (config.agent_host, config.lmcache_worker_port))
+    if config.transfer_address is not None:
+        _check_port(config, "distributed_url", config.transfer_address)
+
+
+def _check_port(config: EngineConfig, key: str, address: tuple[str, int]) -> None:
+    host, port = address
+    try:
+        # As servers do: a port whose last owner has just died is free.
+        with socket.socket(listening_family(host, port)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            config.source,
+            key,
+            f"cannot listen on {join_host_port(host, port)} ({error.strerror})",
+            "end what listens there, or choose another port of an address of this machine",
+        ) from None
 
 
 def _check_model(vllm_args: tuple[str, ...]) -> None:

@@ -21,6 +21,14 @@ import yaml
 
 from cacheengine import config_keys as keys
 from cacheengine import config_values as values
+from cacheengine.address import split_host_port
+from cacheengine.hugepages import HugePagesMissing, check_huge_pages
+from cacheengine.tiers.remote_check import (
+    check_remote_ready,
+    check_remote_url,
+    check_serde_name,
+    reads_extra_config,
+)
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -67,12 +75,13 @@ class EngineConfig:
     max_local_cpu_size: float = 5.0
     """GB of the CPU pool, reserved at start; more than 0 in every case."""
     local_cpu_use_hugepages: bool = False
+    """Make the pool of 2 MiB pages; of ordinary ones, with a warning, where too few are free."""
     local_disk: tuple[Path, ...] = ()
     """Directories of the disk tier, chunks spread over them; off without any."""
     max_local_disk_size: float = 0.0
     """GB of files under them together."""
-    remote_url: str | None = None
-    """Server of the remote tier, ``scheme://host:port``; off without one."""
+    remote_url: str | None = field(default=None, repr=False)
+    """Server of the remote tier, ``scheme://host:port``; off without one. May hold a password."""
     remote_serde: str = "naive"
     """How chunks are written for the remote tier (`tiers.serde` has the names)."""
     save_decode_cache: bool = True
@@ -82,15 +91,23 @@ class EngineConfig:
     lmcache_instance_id: str = ""
     """The replica's name; by default its host and agent port."""
     enable_controller: bool = False
+    """Register with the controller (the router's monitor port) and send it heartbeats."""
     controller_url: str | None = None
+    """Where that is: ``host:port``, or ``http://host:port``."""
     lmcache_worker_port: int = 8090
     """Port of the agent; 0 takes any free one."""
     distributed_url: str | None = None
+    """``host:port`` on which other replicas fetch chunks from this one (port 0: any
+    free one); without it they cannot. Unauthenticated: for a private network."""
+    lmcache_worker_heartbeat_time: float = 10.0
+    """Seconds between heartbeats."""
     extra_config: Mapping[str, Any] = field(default_factory=dict)
 
     # Ours, not LMCache's.
     agent_host: str = "127.0.0.1"
     """Address the agent listens on."""
+    disk_direct_reads: bool = True
+    """Read files that are not in the page cache past it (O_DIRECT), where that works."""
     disk_read_threads: int = 4
     disk_write_threads: int = 2
     put_queue_share: float = 0.5
@@ -121,11 +138,22 @@ class EngineConfig:
                 "false, and there is no other tier, so nothing would be cached",
                 "set local_cpu: true, or local_disk and max_local_disk_size, or remote_url",
             )
+        if self.remote_url:
+            self._check("remote_url", check_remote_url, self.remote_url, self.extra_config)
+        self._check("remote_serde", check_serde_name, self.remote_serde)
+
+        if self.enable_controller and not self.controller_url:
+            raise self._error(
+                "enable_controller",
+                "true, and controller_url does not say where the controller is",
+                "set controller_url, such as localhost:9001, or remove enable_controller",
+            )
 
     def check_ready(self) -> None:
-        """Raise `ConfigError` for what this machine cannot do: memory, directory.
+        """Raise `ConfigError` for what this machine cannot do: memory, directory, packages.
 
-        Creates the disk tier's directory.
+        Creates the disk tier's directory. Warns when huge pages are missing:
+        the pool does without them.
         """
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if self.max_local_cpu_bytes > memory_bytes:
@@ -134,8 +162,25 @@ class EngineConfig:
                 f"{self.max_local_cpu_size} GB is more than this machine's memory",
                 f"set less than {memory_bytes / _GB:.1f}; sizes are in GB",
             )
+        if self.local_cpu_use_hugepages:
+            try:
+                check_huge_pages(self.max_local_cpu_bytes)
+            except HugePagesMissing as missing:
+                logger.warning(
+                    "%s: local_cpu_use_hugepages: %s. Until then the pool is of ordinary pages",
+                    self.source,
+                    missing,
+                )
         for directory in self.local_disk:
             self._check_directory(directory)
+        if self.remote_url:
+            self._check("remote_url", check_remote_ready, self.remote_url)
+
+    def _check(self, key: str, check: Callable[..., None], *given: object) -> None:
+        try:
+            check(*given)
+        except values.BadValue as error:
+            raise self._error(key, error.problem, error.fix) from None
 
     def _check_directory(self, directory: Path) -> None:
         try:
@@ -152,6 +197,20 @@ class EngineConfig:
 
     def _error(self, key: str, problem: str, fix: str) -> ConfigError:
         return ConfigError(self.source, key, problem, fix)
+
+    @property
+    def controller_base_url(self) -> str | None:
+        """The controller's URL, or None when it is not to be registered with."""
+        if not self.enable_controller or self.controller_url is None:
+            return None
+        return (
+            self.controller_url if "://" in self.controller_url else f"http://{self.controller_url}"
+        )
+
+    @property
+    def transfer_address(self) -> tuple[str, int] | None:
+        """Host and port of ``distributed_url``."""
+        return split_host_port(self.distributed_url) if self.distributed_url else None
 
     @property
     def max_local_cpu_bytes(self) -> int:
@@ -177,11 +236,13 @@ _PARSERS: Final[Mapping[str, Callable[[object], object]]] = {
     "cache_policy": values.parse_policy,
     "lmcache_instance_id": values.parse_text,
     "enable_controller": values.parse_bool,
-    "controller_url": values.parse_text,
+    "controller_url": values.parse_http_address,
     "lmcache_worker_port": values.parse_port,
-    "distributed_url": values.parse_text,
+    "distributed_url": values.parse_host_port,
+    "lmcache_worker_heartbeat_time": values.parse_seconds,
     "extra_config": values.parse_mapping,
     "agent_host": values.parse_text,
+    "disk_direct_reads": values.parse_bool,
     "disk_read_threads": values.parse_int(minimum=1, maximum=256),
     "disk_write_threads": values.parse_int(minimum=1, maximum=256),
     "put_queue_share": values.parse_share,
@@ -225,6 +286,12 @@ def load_engine_config(
         raise given[error.key].error(error.problem, error.fix) from None
     if config.max_local_disk_size > 0 and not config.local_disk:
         _warn(given["max_local_disk_size"], "has no effect without local_disk")
+    if config.controller_url and not config.enable_controller:
+        _warn(given["controller_url"], "has no effect without enable_controller: true")
+    if config.remote_serde != EngineConfig.remote_serde and not config.remote_url:
+        _warn(given["remote_serde"], "has no effect without remote_url")
+    if config.extra_config and not reads_extra_config(config.remote_url):
+        _warn(given["extra_config"], "has no effect but on mooncakestore:// and infinistore://")
     return config
 
 
@@ -286,9 +353,6 @@ def _nearest(written: str, key: str) -> str:
 def _is_setting(key: str, given: _Given) -> bool:
     """Whether the engine serves the key; else warn, or raise `ConfigError`."""
     if key in _PARSERS:
-        asks_for_nothing = values.is_null(given.value) or _means(given.value, False)
-        if key in keys.NOT_YET and not asks_for_nothing:
-            _warn(given, f"nothing acts on it in this release; {keys.NOT_YET[key]}")
         return True
     if values.is_null(given.value):
         return False

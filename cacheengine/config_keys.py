@@ -76,8 +76,7 @@ INERT: Final[dict[str, str]] = {
     "mp_port": "there is no separate cache server",
     "controller_reply_url": "the controller needs no reply channel",
     "lmcache_worker_ids": "a replica has one agent",
-    "lmcache_worker_heartbeat_delay_time": "the agent sends no heartbeats yet",
-    "lmcache_worker_heartbeat_time": "the agent sends no heartbeats yet",
+    "lmcache_worker_heartbeat_delay_time": "heartbeats begin when the agent has registered",
     "reserve_local_cpu_size": _POOL,
     "enable_lazy_memory_allocator": _POOL,
     "lazy_memory_initial_ratio": _POOL,
@@ -137,15 +136,6 @@ INERT: Final[dict[str, str]] = {
     "hidden_states_retrieve_mode": "hidden states are not cached",
 }
 """Keys without effect here: a warning, with the reason."""
-
-NOT_YET: Final[dict[str, str]] = {
-    "enable_controller": "list the replica's agent_url in the router's configuration",
-    "controller_url": "list the replica's agent_url in the router's configuration",
-    "distributed_url": "chunks are not copied between replicas yet",
-    "local_cpu_use_hugepages": "the pool is made of ordinary pages",
-    "extra_config": "none of LMCache's extra settings applies",
-}
-"""Keys that are read, and that nothing acts on in this release: a warning, with what to do."""
 
 OTHER_VARIABLES: Final = frozenset(
     {

@@ -9,13 +9,16 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
+from cacheengine.address import split_host_port
 from cacheengine.eviction import POLICY_NAMES
 
 _TRUE: Final = frozenset({"true", "yes", "on", "1"})
 _FALSE: Final = frozenset({"false", "no", "off", "0"})
 _NULL: Final = frozenset({"", "null", "none", "~"})
 _MOST_GB: Final = 1e6
+_MOST_S: Final = 3600.0
 
 
 class BadValue(ValueError):  # noqa: N818  (reads as the condition it is)
@@ -100,6 +103,34 @@ def parse_port(value: object) -> int:
             raise BadValue(f"{value} are {len(value)} ports", "write one: a replica has one agent")
         value = value[0]
     return parse_int(minimum=0, maximum=65535)(value)
+
+
+def parse_seconds(value: object) -> float:
+    """Read a time in seconds, more than 0."""
+    number = _number(value, "write seconds, such as 10")
+    if not 0 < number <= _MOST_S:
+        raise BadValue(f"{value} s is out of range", "write seconds, more than 0, an hour at most")
+    return number
+
+
+def parse_host_port(value: object) -> str:
+    """Read ``host:port``."""
+    text = parse_text(value)
+    try:
+        split_host_port(text)
+    except ValueError as error:
+        raise BadValue(str(error), "write host:port, such as localhost:8004") from None
+    return text
+
+
+def parse_http_address(value: object) -> str:
+    """Read ``host:port``, or a URL of http or https with nothing behind the port."""
+    text = parse_text(value).rstrip("/")
+    parts = urlsplit(text if "://" in text else f"http://{text}")
+    if parts.scheme not in ("http", "https"):
+        raise BadValue(f"{value!r} is not served over http", "write host:port, or http://host:port")
+    parse_host_port(f"{parts.netloc}{parts.path}")
+    return text
 
 
 def parse_text(value: object) -> str:

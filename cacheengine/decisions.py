@@ -1,9 +1,9 @@
 """The words in which the engine's decisions are told."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from cacheengine.index import Entry
 from cacheengine.promotion import Outcome, Promotion
 
 
@@ -17,6 +17,10 @@ class Presence(Enum):
     """Ready in the pool."""
     DISK = auto()
     """Below the pool: a promotion is needed."""
+    REMOTE = auto()
+    """Known to be held by the remote tier, and by none nearer: a promotion is needed."""
+    UNKNOWN = auto()
+    """The remote tier is being asked for it: look again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,16 @@ class StoreReservation:
 
 @dataclass(slots=True)
 class Todo:
-    """What is to be done outside the lock."""
+    """What is to be done outside the lock; the tiers' parts by tier."""
 
-    puts: list[Entry] = field(default_factory=list)
-    gets: list[Entry] = field(default_factory=list)
-    deletes: list[bytes] = field(default_factory=list)
-    """Chunks of the lower tier to delete; then `Residency.deleted`."""
+    gets: Counter[str] = field(default_factory=Counter)
+    """How many reads were queued (`Promotions.take`)."""
+    puts: Counter[str] = field(default_factory=Counter)
+    """How many puts were queued (`Puts.begin`)."""
+    deletes: dict[str, list[bytes]] = field(default_factory=dict)
+    """Chunks to delete; then `Puts.deleted`."""
+    asks: bool = False
+    """There are questions to the remote tier (`Promotions.take_questions`)."""
     settled: list[tuple[Promotion, Outcome, int]] = field(default_factory=list)
     has_news: bool = False
     """Events were logged."""

@@ -1,17 +1,16 @@
 """The KV cache engine: numbered slots of a pool, and the tiers below it.
 
 Knows nothing of vLLM. `residency` decides under one lock; this module is that
-lock, the clock, and the threads that move bytes between pool and lower tier.
+lock and the clock; `tier_io` has the threads that move bytes between the pool
+and a lower tier.
 """
 
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from typing import Final
 
 from cacheengine import wire
@@ -20,17 +19,20 @@ from cacheengine.config import EngineConfig
 from cacheengine.decisions import Presence, StoreReservation, Todo
 from cacheengine.events import KeyEventRecord, to_wire
 from cacheengine.eviction import make_policy
-from cacheengine.index import CpuIndex, Entry
-from cacheengine.io_threads import IoThreads, JobRunner
+from cacheengine.index import CpuIndex, count_held
+from cacheengine.io_threads import IoThreads
 from cacheengine.keys import key64
 from cacheengine.ledger import CPU, Ledger
+from cacheengine.lower_index import LowerIndex
 from cacheengine.pool import Pool
 from cacheengine.promotion import Promotion, PromotionCounts
+from cacheengine.remote_index import RemoteIndex
 from cacheengine.residency import Residency
-from cacheengine.stats import BandwidthMeter, EngineStats
+from cacheengine.stats import EngineStats
 from cacheengine.tier_index import TierIndex
-from cacheengine.tiers.base import GetOutcome, LocalTier, PutOutcome
-from cacheengine.tiers.configured import make_tier
+from cacheengine.tier_io import Clock, MakeThreads, TierIo
+from cacheengine.tiers.base import LocalTier, SharedTier, Tier
+from cacheengine.tiers.configured import make_remote, make_tier
 
 __all__ = [
     "CacheEngine",
@@ -43,19 +45,17 @@ __all__ = [
 
 logger = logging.getLogger("vllm.warmroute")
 
-Clock = Callable[[], float]
-
 _DRAIN_S: Final = 5.0
 _END_S: Final = 5.0
-_DELETE_BATCH: Final = 64
+_TIER_NAMES: Final = (CPU, "disk", "remote")
 
 
 class CacheEngine:
-    """The cpu tier over ``pool``, and the disk tier if the configuration names one.
+    """The cpu tier over ``pool``, and below it the disk and remote tiers that there are.
 
-    Thread-safe. No call waits for I/O except `close` (and the constructor,
-    which scans the disk tier). Raises OSError when the disk tier's directory
-    cannot be used.
+    ``tier`` and ``remote`` default to those of the configuration. Thread-safe.
+    No call waits for I/O except `close` (and the constructor, which scans the
+    disk tier). Raises OSError when the disk tier's directory cannot be used.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class CacheEngine:
         *,
         clock: Clock = time.monotonic,
         tier: LocalTier | None = None,
-        make_threads: Callable[[str, int], JobRunner] = IoThreads,
+        remote: SharedTier | None = None,
+        make_threads: MakeThreads = IoThreads,
     ) -> None:
         if pool.slot_bytes != layout.chunk_bytes:
             raise ValueError(
@@ -77,32 +78,47 @@ class CacheEngine:
         self.incarnation = uuid.uuid4().hex
         self._pool = pool
         self._clock = clock
-        self._tier = tier if tier is not None else make_tier(config, layout)
         self._lock = threading.Lock()
-        self._state = Residency(
-            Ledger(
-                CpuIndex(pool.num_slots, make_policy(config.cache_policy)),
-                TierIndex(self._tier.capacity_bytes, self._tier.item_bytes),
-                tier_name=self._tier.name,
-                chunk_bytes=layout.chunk_bytes,
-                keep_in_cpu=config.local_cpu,
-            ),
-            max_queued_puts=max(1, int(config.put_queue_share * pool.num_slots)),
-        )
-        self._read_meter = BandwidthMeter()
-        self._write_meter = BandwidthMeter()
         self._listeners: list[Callable[[], None]] = []
         self._closed = False
-        self._draining = True
-        self._adopt_what_is_stored()
-        self._readers = make_threads("kv-get", config.disk_read_threads)
-        self._writers = make_threads("kv-put", config.disk_write_threads)
+        with contextlib.ExitStack() as undo:
+            self._tier = tier if tier is not None else make_tier(config, layout)
+            undo.callback(self._tier.close)
+            self._remote = remote if remote is not None else make_remote(config, layout)
+            undo.callback(self._close_remote)
+            self._disk = TierIndex(self._tier.capacity_bytes, self._tier.item_bytes)
+            below: list[tuple[Tier, LowerIndex]] = [(self._tier, self._disk)]
+            if self._remote is not None:
+                below.append((self._remote, RemoteIndex()))
+            self._state = Residency(
+                Ledger(
+                    CpuIndex(pool.num_slots, make_policy(config.cache_policy)),
+                    [index for _, index in below],
+                    chunk_bytes=layout.chunk_bytes,
+                    keep_in_cpu=config.local_cpu,
+                ),
+                max_queued_puts=max(1, int(config.put_queue_share * pool.num_slots)),
+            )
+            self._adopt_what_is_stored()
+            undo.pop_all()
+        self._io = [
+            TierIo(
+                each,
+                index,
+                pool,
+                config=config,
+                deciding=self._deciding,
+                clock=clock,
+                make_threads=make_threads,
+            )
+            for each, index in below
+        ]
 
     def _adopt_what_is_stored(self) -> None:
         keys = self._tier.scan()
-        excess = self._state.tier.adopt(keys)
+        excess = self._disk.adopt(keys)
         self._tier.delete(excess)
-        self._state.puts.deleted(excess)
+        self._state.puts["disk"].deleted(excess)
         if keys:
             logger.info(
                 "%s tier: %d chunks of an earlier run are served again, %d were too many",
@@ -114,9 +130,13 @@ class CacheEngine:
     # --- the scheduler's face ---
 
     def lookup(self, key: bytes) -> Presence:
-        """Say where a chunk is. Changes nothing, and promises nothing for later."""
-        with self._lock:
-            return self._state.presence(key)
+        """Say where a chunk is, and promise nothing for later.
+
+        A chunk that is nowhere begins to be asked for at the remote tier, if
+        there is one: UNKNOWN until the answer is there.
+        """
+        with self._deciding() as state:
+            return state.presence(key, self._clock())
 
     def try_hold(self, key: bytes) -> int | None:
         """Hold a chunk if it is ready, and return its slot; else None.
@@ -142,6 +162,10 @@ class CacheEngine:
         with self._deciding() as state:
             state.release(keys, self._clock())
 
+    def view(self, slot: int) -> memoryview:
+        """Return a slot's bytes; the caller holds its chunk, or has reserved it."""
+        return self._pool.view(slot)
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note a use of chunks, given in prefix order; unknown ones are ignored."""
         with self._lock:
@@ -150,8 +174,9 @@ class CacheEngine:
     def prepare_store(self, keys: Sequence[bytes]) -> StoreReservation | None:
         """Reserve slots for those of the chunks that are neither present nor pending.
 
-        Evicts others if needed, never one of ``keys``. None: no room. The
-        chunks become visible with `complete_store`, which must follow.
+        Evicts others if needed, never one of ``keys``. Of more than finds room
+        the leading ones; None: room for none. The chunks become visible with
+        `complete_store`, which must follow.
         """
         with self._deciding() as state:
             return state.prepare_store(keys, self._clock())
@@ -169,50 +194,80 @@ class CacheEngine:
     def promote(self, keys: Sequence[bytes], *, pin_s: float) -> Promotion:
         """Bring a prefix into the pool: start its reads and return at once.
 
-        Chunks on disk are read (one being read already is joined), those in
-        the pool stay; all are pinned until `hold`, at most for ``pin_s`` from
-        when they are ready (0: no pin). Stops at the first chunk that is in no
-        tier or finds no room: that one and the rest are missing.
+        Chunks in lower tiers are read (one being read already is joined),
+        those in the pool stay; all are pinned until `hold`, at most for
+        ``pin_s`` from when they are ready (0: no pin). Where it is not known
+        whether the remote tier holds a chunk, it is asked for that and all
+        that follow, which are pending until it answers. Stops at the first
+        chunk that is in no tier or finds no room: that one and the rest are
+        missing. At most three quarters of the pool can be pinned.
         """
         with self._deciding() as state:
             return state.promote(keys, pin_s, self._clock())
 
     def expire_pins(self) -> int:
-        """Take off pins whose deadline has passed; return how many."""
+        """Take off promotions' pins whose deadline has passed; return how many."""
         with self._deciding() as state:
             return state.expire_pins(self._clock())
 
     # --- for the agent and the operator ---
 
     def match(self, keys: Sequence[bytes]) -> list[str]:
-        """Return the fastest tier of each chunk, up to the first that is nowhere."""
-        with self._lock:
-            return self._state.match(keys)
+        """Return the fastest tier of each chunk, up to the first that is nowhere.
 
-    def clear(self, tiers: Collection[str] | None = None) -> dict[str, int]:
-        """Drop what these tiers (or all) hold; return chunks dropped, by tier.
+        The remote tier counts where it is known to hold a chunk; nothing is asked.
+        """
+        with self._lock:
+            return self._state.match(keys, self._clock())
+
+    def held_in(self, keys: Sequence[bytes], tier: str) -> int:
+        """Return how many leading chunks a tier holds, for the remote as far as is known."""
+        with self._lock:
+            return self._state.pins.held_in(keys, tier)
+
+    def pin(self, keys: Sequence[bytes], tier: str) -> int:
+        """Keep leading chunks in a tier that holds them until `unpin` or `clear`.
+
+        Returns how many are pinned now: fewer than the tier holds once half of
+        it is pinned so, none in the remote tier, which is not ours.
+        """
+        with self._lock:
+            return self._state.pins.pin(keys, tier)
+
+    def unpin(self, keys: Sequence[bytes], tier: str) -> int:
+        """End the pins of leading chunks that a tier holds; return how many had one."""
+        with self._deciding() as state:
+            return state.pins.unpin(keys, tier, self._clock())
+
+    def clear(
+        self, tiers: Collection[str] | None = None, keys: Collection[bytes] | None = None
+    ) -> dict[str, int]:
+        """Drop what these tiers (or all) hold, or of that these chunks; return how many, by tier.
 
         Nothing of it can be found any more when this returns, pinned or not.
         Slots in use come back when their users are done, files are removed
-        soon after. Raises ValueError for a name that is no tier.
+        soon after. From the remote tier what this engine knows it to hold is
+        deleted; what others put there is found again when it is asked for.
+        Raises ValueError for a name that is no tier.
         """
-        known = {CPU, "disk", "remote"}
-        if tiers is not None and not known.issuperset(tiers):
-            unknown = sorted(set(tiers) - known)
-            raise ValueError(f"no tier is called {', '.join(unknown)}; use cpu or disk")
+        if unknown := sorted(set(tiers or ()) - set(_TIER_NAMES)):
+            names = ", ".join(_TIER_NAMES)
+            raise ValueError(f"no tier is called {', '.join(unknown)}; use {names}")
         with self._deciding() as state:
-            return state.clear(known if tiers is None else tiers)
+            return state.clear(
+                _TIER_NAMES if tiers is None else tiers, None if keys is None else set(keys)
+            )
 
     def snapshot(self) -> wire.Snapshot:
         """Return all keys by tier as of one moment."""
         with self._lock:
-            cpu = self._state.cpu.ready_keys()
-            below = self._state.tier.keys()
+            keys = {CPU: self._state.cpu.ready_keys()}
+            for index in self._state.ledger.lower:
+                if index.is_there:
+                    keys[index.name] = index.keys()
             seq = self._state.events.last_seq
         # Packing a million keys takes a second: not under the lock.
-        tiers = {CPU: wire.pack_keys(map(key64, cpu))}
-        if self._tier.capacity_bytes:
-            tiers[self._tier.name] = wire.pack_keys(map(key64, below))
+        tiers = {tier: wire.pack_keys(map(key64, held)) for tier, held in keys.items()}
         return wire.Snapshot(incarnation=self.incarnation, seq=seq, tiers=tiers)
 
     @property
@@ -254,7 +309,7 @@ class CacheEngine:
             return self._state.events.take()
 
     def tier_info(self) -> dict[str, wire.TierInfo]:
-        """Return size and speed of each tier there is."""
+        """Return size and speed of each tier there is; the remote's size is not known (0)."""
         with self._lock:
             slot_bytes = self._pool.slot_bytes
             tiers = {
@@ -263,28 +318,19 @@ class CacheEngine:
                     used_bytes=len(self._state.cpu) * slot_bytes,
                 )
             }
-            if self._tier.capacity_bytes:
-                tiers[self._tier.name] = wire.TierInfo(
-                    capacity_bytes=self._tier.capacity_bytes,
-                    used_bytes=self._state.tier.used_bytes,
-                    read_bytes_per_s=self._read_meter.bytes_per_s(),
-                    write_bytes_per_s=self._write_meter.bytes_per_s(),
-                )
+            for io in self._io:
+                if io.index.is_there:
+                    tiers[io.name] = io.info()
         return tiers
 
     def stats(self) -> EngineStats:
         """Return a copy of the counters."""
-        now_s = self._clock()
         with self._lock:
-            state = self._state
-            held = sum(not (entry.is_usable and entry.is_idle(now_s)) for entry in state.cpu)
-            return dataclasses.replace(
-                state.stats,
-                events_dropped=state.events.untaken_dropped,
-                cpu_used_bytes=len(state.cpu) * self._pool.slot_bytes,
-                put_queue_bytes=state.puts.queued_bytes,
-                cpu_held_bytes=held * self._pool.slot_bytes,
-            )
+            stats = self._state.counts()
+            entries = list(self._state.cpu)
+        # Not under the lock: a million take a while.
+        stats.cpu_held_bytes = count_held(entries, self._clock()) * self._pool.slot_bytes
+        return stats
 
     def check(self) -> None:
         """Raise AssertionError if the engine's state contradicts itself."""
@@ -292,7 +338,7 @@ class CacheEngine:
             self._state.check()
 
     def close(self, *, drain_s: float = _DRAIN_S) -> None:
-        """Write what is queued for disk (``drain_s`` at most) and end the I/O. Idempotent.
+        """Write what is queued for lower tiers (``drain_s`` at most) and end the I/O. Idempotent.
 
         Lets go of the pool's buffer, unless a thread hangs in the kernel.
         """
@@ -300,18 +346,33 @@ class CacheEngine:
             if self._closed:
                 return
             self._closed = True
-        self._readers.stop()
-        self._writers.stop()
-        self._writers.join(drain_s)
+            for io in self._io:
+                io.stop_reading()
+        for io in self._io:
+            io.stop()
+        self._join(TierIo.join_writers, drain_s)
         with self._lock:
             # Puts still queued now are dropped as soon as a thread sees them.
-            self._draining = False
-        ended = self._writers.join(_END_S) and self._readers.join(_END_S)
+            for io in self._io:
+                io.stop_writing()
+        ended = self._join(TierIo.join, _END_S)
         self._tier.close()
+        self._close_remote()
         if ended:
             self._pool.close()
         else:
             logger.warning("the cache engine closed while I/O was still hanging")
+
+    def _join(self, join: Callable[[TierIo, float], bool], timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        ended = True
+        for io in self._io:
+            ended = join(io, max(0.0, deadline_s - time.monotonic())) and ended
+        return ended
+
+    def _close_remote(self) -> None:
+        if self._remote is not None:
+            self._remote.close()
 
     # --- decisions and what follows from them ---
 
@@ -321,78 +382,15 @@ class CacheEngine:
         with self._lock:
             yield self._state
             todo = self._state.take_todo()
-            listeners = tuple(self._listeners) if todo.has_news else ()
-        self._start(todo)
+            listeners = tuple(self._listeners) if todo and todo.has_news else ()
+        if todo is not None:
+            self._start(todo)
         for listener in listeners:
             listener()
 
     def _start(self, todo: Todo) -> None:
-        for entry in todo.gets:
-            if not self._readers.submit(partial(self._get, entry)):
-                self._get(entry)
-        for entry in todo.puts:
-            if not self._writers.submit(partial(self._put, entry)):
-                self._drop_put(entry)
-        for start in range(0, len(todo.deletes), _DELETE_BATCH):
-            batch = todo.deletes[start : start + _DELETE_BATCH]
-            if not self._writers.submit(partial(self._delete, batch)):
-                self._delete(batch)
+        for io in self._io:
+            deletes = todo.deletes.get(io.name, ())
+            io.start(todo.gets[io.name], todo.puts[io.name], deletes, asks=todo.asks)
         for promotion, outcome, chunks in todo.settled:
             promotion.settle(outcome, chunks)
-
-    def _get(self, entry: Entry) -> None:
-        """Read a chunk into its slot; on a reader thread."""
-        with self._lock:
-            is_wanted = not self._closed
-            self._read_meter.start(self._clock())
-        outcome = self._read(entry) if is_wanted else GetOutcome.FAILED
-        with self._deciding() as state:
-            moved_bytes = self._pool.slot_bytes if outcome is GetOutcome.OK else 0
-            self._read_meter.stop(self._clock(), moved_bytes)
-            state.promotions.end(entry, outcome, self._clock())
-
-    def _read(self, entry: Entry) -> GetOutcome:
-        try:
-            return self._tier.get(entry.key, self._pool.view(entry.slot))
-        except Exception:  # a chunk left half-promoted would keep its slot for ever
-            logger.exception("%s tier: get failed", self._tier.name)
-            return GetOutcome.FAILED
-
-    def _put(self, entry: Entry) -> None:
-        """Write a chunk from its slot; on a writer thread."""
-        with self._lock:
-            is_wanted = self._draining
-        if not is_wanted:
-            self._drop_put(entry)
-            return
-        with self._deciding() as state:
-            victims = state.puts.begin(entry, self._clock())
-        if victims is None:
-            return
-        self._tier.delete(victims)
-        with self._lock:
-            self._state.puts.deleted(victims)
-            self._write_meter.start(self._clock())
-        outcome = self._write(entry)
-        with self._deciding() as state:
-            moved_bytes = self._pool.slot_bytes if outcome is PutOutcome.STORED else 0
-            self._write_meter.stop(self._clock(), moved_bytes)
-            state.puts.end(entry, outcome, self._clock())
-
-    def _write(self, entry: Entry) -> PutOutcome:
-        try:
-            return self._tier.put(entry.key, self._pool.view(entry.slot))
-        except Exception:  # a put that never ends would keep its slot for ever
-            logger.exception("%s tier: put failed", self._tier.name)
-            return PutOutcome.FAILED
-
-    def _drop_put(self, entry: Entry) -> None:
-        with self._deciding() as state:
-            entry.put_wanted = False
-            state.puts.begin(entry, self._clock())
-
-    def _delete(self, keys: list[bytes]) -> None:
-        """Delete cleared chunks below; on a writer thread."""
-        self._tier.delete(keys)
-        with self._lock:
-            self._state.puts.deleted(keys)

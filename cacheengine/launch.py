@@ -79,12 +79,26 @@ def vllm_arguments(
         "vllm.entrypoints.openai.api_server",
         # Answers then say how many prompt tokens were cached: the router learns from it.
         "--enable-prompt-tokens-details",
+        *_one_kv_group(vllm_args),
         *vllm_args,
         "--kv-transfer-config",
         json.dumps(transfer),
         "--kv-events-config",
         json.dumps(events),
     ]
+
+
+def _one_kv_group(vllm_args: Sequence[str]) -> list[str]:
+    """Return what makes vLLM keep all layers' KV alike, unless the user decides that.
+
+    The engine keeps one KV group. Models with windows in some layers have
+    several, of which this option makes one that keeps every token; for other
+    models it changes nothing. vLLM does so by itself for connectors that
+    cannot say that they know better.
+    """
+    option = "--disable-hybrid-kv-cache-manager"
+    given = {option, option.replace("--", "--no-", 1)}
+    return [] if any(option_of(arg) in given for arg in vllm_args) else [option]
 
 
 def vllm_environment(

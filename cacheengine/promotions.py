@@ -1,73 +1,136 @@
-"""The way up: which chunks are read from the lower tier into the pool. Pure."""
+"""The way up: which chunks are read from lower tiers into the pool. Pure."""
 
+from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from cacheengine.index import Entry, State
 from cacheengine.ledger import CPU, Ledger
+from cacheengine.lower_index import LowerIndex
 from cacheengine.promotion import Outcome, Promotion
+from cacheengine.remote_index import RemoteIndex
 from cacheengine.tiers.base import GetOutcome
+
+
+@dataclass(slots=True, eq=False)
+class _Walk:
+    """A promotion that goes along a prefix, and waits where a tier must be asked."""
+
+    promotion: Promotion
+    keys: Sequence[bytes]
+    pin_s: float
+    position: int = 0
+
+    @property
+    def key(self) -> bytes:
+        return self.keys[self.position]
 
 
 class Promotions:
     """Promotions from being asked for to the end of their reads."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, remote: RemoteIndex | None) -> None:
         self._ledger = ledger
+        self._remote = remote
+        self._waiting: dict[str, deque[Entry]] = {index.name: deque() for index in ledger.lower}
+        self._walks: dict[bytes, list[_Walk]] = {}
 
     def begin(self, keys: Sequence[bytes], pin_s: float, now_s: float) -> Promotion:
         """Pin what is ready, join what is under way, begin to read the rest, in order.
 
-        Stops at the first chunk that is nowhere or finds no room.
+        Stops at the first chunk that is nowhere or finds no room. Where it is
+        not known whether the remote tier holds a chunk, that tier is asked for
+        it and for all that follow, and the walk goes on with the answer.
         """
-        ledger = self._ledger
-        ledger.stats.prefetches += 1
-        promotion = Promotion(len(keys), ledger.chunk_bytes)
-        keep = set(keys)
-        for position, key in enumerate(keys):
-            if not self._promote(key, promotion, keep, pin_s, now_s):
-                rest = len(keys) - position
-                ledger.todo.settled.append((promotion, Outcome.MISSING, rest))
-                break
+        self._ledger.stats.prefetches += 1
+        promotion = Promotion(len(keys), self._ledger.chunk_bytes)
+        self._go_on(_Walk(promotion, keys, pin_s), now_s)
         return promotion
 
-    def _promote(
-        self, key: bytes, promotion: Promotion, keep: Collection[bytes], pin_s: float, now_s: float
-    ) -> bool:
-        ledger = self._ledger
-        entry = ledger.cpu.get(key) or self._begin_get(key, keep, now_s)
-        if entry is None or entry.condemned:
-            return False
-        if entry.state is State.READY:
-            if pin_s > 0:
-                ledger.cpu.pin(entry, now_s + pin_s)
-            ledger.todo.settled.append((promotion, Outcome.RESIDENT, 1))
-        else:
-            entry.pin_s = max(entry.pin_s, pin_s)
-            ledger.waiters.setdefault(key, []).append(promotion)
-        return True
+    def _go_on(self, walk: _Walk, now_s: float) -> None:
+        keep = set(walk.keys)
+        while walk.position < len(walk.keys):
+            entry = self._ledger.cpu.get(walk.key)
+            if entry is None:
+                source = self.source(walk.key, now_s)
+                if source is None and self._ask(walk, now_s):
+                    return
+                if source is not None:
+                    entry = self._begin_get(walk, source, keep, now_s)
+            if entry is None or entry.condemned:
+                rest = len(walk.keys) - walk.position
+                self._ledger.todo.settled.append((walk.promotion, Outcome.MISSING, rest))
+                return
+            self._join(entry, walk, now_s)
+            walk.position += 1
 
-    def _begin_get(self, key: bytes, keep: Collection[bytes], now_s: float) -> Entry | None:
+    def _join(self, entry: Entry, walk: _Walk, now_s: float) -> None:
         ledger = self._ledger
-        if key not in ledger.tier:
-            return None
-        if ledger.make_room(1, keep, now_s) is None:
+        if entry.state is State.READY:
+            if walk.pin_s > 0 and ledger.cpu.may_pin(entry):
+                ledger.cpu.pin(entry, now_s + walk.pin_s)
+            ledger.todo.settled.append((walk.promotion, Outcome.RESIDENT, 1))
+        else:
+            if ledger.cpu.may_pin(entry):
+                ledger.cpu.pin_when_ready(entry, walk.pin_s)
+            ledger.waiters.setdefault(walk.key, []).append(walk.promotion)
+
+    def source(self, key: bytes, now_s: float) -> LowerIndex | None:
+        """Return the nearest lower tier that a chunk can be read from."""
+        for index in self._ledger.lower:
+            if index.can_read(key, now_s):
+                return index
+        return None
+
+    def _begin_get(
+        self, walk: _Walk, source: LowerIndex, keep: Collection[bytes], now_s: float
+    ) -> Entry | None:
+        ledger = self._ledger
+        # What nobody pins may be evicted before its use; and what all may pin
+        # would leave stores without room.
+        is_allowed = walk.pin_s <= 0 or ledger.cpu.may_pin(None)
+        if not is_allowed or not ledger.make_room(1, keep, now_s)[0]:
             ledger.stats.promote_drops += 1
             return None
-        entry = ledger.cpu.add(key, State.PROMOTING)
-        ledger.tier.begin_read(key)
-        ledger.todo.gets.append(entry)
+        entry = ledger.cpu.add(walk.key, State.PROMOTING)
+        self._queue(entry, source)
         return entry
 
-    def end(self, entry: Entry, outcome: GetOutcome, now_s: float) -> None:
-        """Note how the read of a chunk ended: it is visible, or it was never there."""
+    def _queue(self, entry: Entry, source: LowerIndex) -> None:
+        source.begin_read(entry.key)
+        self._waiting[source.name].append(entry)
+        self._ledger.todo.gets[source.name] += 1
+
+    # --- reads ---
+
+    def waiting(self, tier: str) -> int:
+        """How many reads from a tier have not begun."""
+        return len(self._waiting[tier])
+
+    def take(self, tier: str, most: int) -> list[Entry]:
+        """Return the entries to read next from a tier, at most so many; then `end`."""
+        queue = self._waiting[tier]
+        return [queue.popleft() for _ in range(min(most, len(queue)))]
+
+    def end(
+        self,
+        index: LowerIndex,
+        entries: Sequence[Entry],
+        outcomes: Sequence[GetOutcome],
+        now_s: float,
+    ) -> None:
+        """Note how reads from a tier ended: a chunk is visible, or it was never there."""
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            self._count(index, outcome)
+            self._end_read(index, entry.key, outcome, now_s)
+            if outcome is GetOutcome.OK and not entry.condemned:
+                self._promoted(entry, now_s)
+            else:
+                self._read_failed(entry, now_s)
+
+    def _promoted(self, entry: Entry, now_s: float) -> None:
         ledger = self._ledger
-        self._count(outcome)
-        self._end_read(entry.key, outcome)
-        if entry.condemned or outcome is not GetOutcome.OK:
-            ledger.cpu.remove(entry)
-            ledger.settle(entry.key, Outcome.MISSING)
-            return
-        entry.prefetched = True
+        entry.in_use.prefetched = True
         ledger.stats.promoted += 1
         ledger.stats.promoted_bytes += ledger.chunk_bytes
         ledger.cpu.publish(entry, now_s)
@@ -75,23 +138,24 @@ class Promotions:
         ledger.emit(CPU, stored=True, keys=[entry.key])
         ledger.drop_if_unwanted(entry, now_s)
 
-    def _end_read(self, key: bytes, outcome: GetOutcome) -> None:
-        ledger = self._ledger
-        intact = outcome is GetOutcome.OK
-        if not intact and key in ledger.tier:
-            ledger.emit(ledger.tier_name, stored=False, keys=[key])
-        if ledger.tier.end_read(key, intact=intact):
-            if outcome in (GetOutcome.MISSING, GetOutcome.DAMAGED):
-                # It is gone: the tier removes what is damaged.
-                ledger.tier.forget(key)
-            else:
-                # Cleared while it was read; or it could not be read. Kept, the
-                # latter would be found by every lookup again; forgotten but not
-                # deleted, it would take room that nobody counts.
-                ledger.todo.deletes.append(key)
+    def _read_failed(self, entry: Entry, now_s: float) -> None:
+        source = None if entry.condemned else self.source(entry.key, now_s)
+        if source is not None:
+            # Another tier has it, too: the one that failed does not any more.
+            self._queue(entry, source)
+            return
+        self._ledger.cpu.remove(entry)
+        self._ledger.settle(entry.key, Outcome.MISSING)
 
-    def _count(self, outcome: GetOutcome) -> None:
-        stats = self._ledger.stats
+    def _end_read(self, index: LowerIndex, key: bytes, outcome: GetOutcome, now_s: float) -> None:
+        could_be_found = key in index
+        if index.end_read(key, outcome, now_s):
+            self._ledger.delete(index, [key])
+        if could_be_found and key not in index:
+            self._ledger.emit(index.name, stored=False, keys=[key])
+
+    def _count(self, index: LowerIndex, outcome: GetOutcome) -> None:
+        stats = self._ledger.stats.below(index.name)
         match outcome:
             case GetOutcome.OK:
                 stats.gets += 1
@@ -102,3 +166,56 @@ class Promotions:
                 stats.corrupt += 1
             case GetOutcome.FAILED:
                 stats.io_errors += 1
+
+    # --- questions ---
+
+    def ask(self, key: bytes, now_s: float) -> bool:
+        """Ask the remote tier for a chunk that no tier is known to hold.
+
+        Returns whether its answer is to be waited for: false when there is no
+        such tier, it has said no a moment ago, is being left alone, or is slow.
+        """
+        remote = self._remote
+        if remote is None or not remote.ask(key, now_s):
+            return False
+        self._ledger.todo.asks = True
+        return not remote.is_overdue(key, now_s)
+
+    def _ask(self, walk: _Walk, now_s: float) -> bool:
+        """Ask for what a walk has come to, and for all that follows: one question."""
+        remote = self._remote
+        if remote is None or not remote.ask(walk.key, now_s):
+            return False
+        for key in walk.keys[walk.position + 1 :]:
+            if self._ledger.cpu.get(key) is None and self.source(key, now_s) is None:
+                remote.ask(key, now_s)
+        self._ledger.todo.asks = True
+        self._walks.setdefault(walk.key, []).append(walk)
+        return True
+
+    def take_questions(self, most: int) -> list[bytes]:
+        """Return chunks that the remote tier is to be asked for; then `answered`."""
+        return [] if self._remote is None else self._remote.take_questions(most)
+
+    def answered(self, keys: Sequence[bytes], found: Sequence[bool] | None, now_s: float) -> None:
+        """Note the remote tier's answer, None if there was none; go on with what waited for it."""
+        assert self._remote is not None
+        stats = self._ledger.stats.remote
+        stats.asked += len(keys)
+        stats.unanswered += len(keys) if found is None else 0
+        stats.found += sum(found or ())
+        self._ledger.gained(self._remote, self._remote.answered(keys, found, now_s))
+        for key in keys:
+            for walk in self._walks.pop(key, ()):
+                self._go_on(walk, now_s)
+
+    def check(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself."""
+        queued = [entry for queue in self._waiting.values() for entry in queue]
+        assert len(queued) == len({entry.key for entry in queued}), "read twice"
+        for entry in queued:
+            assert self._ledger.cpu.get(entry.key) is entry
+            assert entry.state is State.PROMOTING
+        for key, walks in self._walks.items():
+            assert self._remote is not None and self._remote.is_asked(key), "no answer will come"
+            assert all(walk.key == key and not walk.promotion.done for walk in walks)

@@ -1,101 +1,150 @@
-"""The way down: which chunks are written to the lower tier, and when not. Pure."""
+"""The way down: which chunks are written to a lower tier, and when not. Pure."""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from cacheengine.index import Entry
 from cacheengine.ledger import Ledger
+from cacheengine.lower_index import LowerIndex
 from cacheengine.put_queue import PutQueue
 from cacheengine.tiers.base import PutOutcome
 
 
+@dataclass(slots=True, eq=False)
+class _Put:
+    entry: Entry
+    is_wanted: bool = True
+
+
 class Puts:
-    """Puts from being queued to their end, at most ``max_queued`` at once.
+    """One tier's puts from being queued to their end, at most ``max_queued`` at once.
 
     An entry whose put is queued or under way is not evicted.
     """
 
-    def __init__(self, ledger: Ledger, max_queued: int) -> None:
+    def __init__(self, ledger: Ledger, index: LowerIndex, max_queued: int) -> None:
         self._ledger = ledger
+        self._index = index
+        self._stats = ledger.stats.below(index.name)
         self._queue = PutQueue(max_queued)
+        self._waiting: deque[_Put] = deque()
+        self._by_key: dict[bytes, _Put] = {}  # those under way included
 
     @property
     def queued_bytes(self) -> int:
         """Bytes whose put is queued or under way."""
         return self._queue.length * self._ledger.chunk_bytes
 
+    @property
+    def waiting(self) -> int:
+        """How many puts have not begun."""
+        return len(self._waiting)
+
     def queue(self, entry: Entry, now_s: float) -> None:
         """Queue the put of a stored chunk, unless it is below already or must be dropped."""
-        ledger = self._ledger
-        if not ledger.tier.capacity_bytes or ledger.tier.is_known(entry.key):
+        if not self._index.is_there or self._index.is_known(entry.key):
             return
         if not self._queue.enter(now_s):
-            ledger.stats.put_drops += 1
+            self._stats.put_drops += 1
             return
-        entry.putting = True
-        entry.put_wanted = True
-        ledger.todo.puts.append(entry)
+        entry.in_use.putting += 1
+        put = _Put(entry)
+        self._waiting.append(put)
+        self._by_key[entry.key] = put
+        self._ledger.todo.puts[self._index.name] += 1
 
-    def begin(self, entry: Entry, now_s: float) -> list[bytes] | None:
-        """Reserve room below for a queued put.
+    def begin(self, most: int, now_s: float) -> tuple[list[Entry], list[bytes]]:
+        """Reserve room below for queued puts, the oldest first, at most so many.
 
-        Returns the chunks to delete first (then `deleted`), and `end` must
-        follow; or None: the put is dropped, and over.
+        Returns the entries to write, for each of which `end` must follow, and
+        the chunks to delete first (then `deleted`). Puts that must be dropped
+        are over.
         """
-        ledger = self._ledger
-        victims = None
+        entries: list[Entry] = []
+        victims: list[bytes] = []
+        while self._waiting and len(entries) < most:
+            put = self._waiting.popleft()
+            if self._index.is_known(put.entry.key):
+                # A shared tier was asked for it since, and has it from others.
+                self._leave(put.entry, now_s)
+                continue
+            leaving = self._reserve(put, now_s)
+            if leaving is None:
+                self._stats.put_drops += 1
+                self._leave(put.entry, now_s)
+                continue
+            entries.append(put.entry)
+            victims += leaving
+        self._stats.evictions += len(victims)
+        self._ledger.emit(self._index.name, stored=False, keys=victims)
+        return entries, victims
+
+    def _reserve(self, put: _Put, now_s: float) -> list[bytes] | None:
         # A condemned entry may be written all the same: clearing the cpu tier
         # alone leaves what is on its way to the disk.
-        if entry.put_wanted and not self._queue.is_resting(now_s):
-            if self._queue.may_grow(now_s):
-                ledger.tier.restore_limit()
-            victims = ledger.tier.reserve(entry.key)
-        if victims is None:
-            ledger.stats.put_drops += 1
-            self._leave(entry, now_s)
+        if not put.is_wanted or self._queue.is_resting(now_s):
             return None
-        ledger.stats.disk_evictions += len(victims)
-        ledger.emit(ledger.tier_name, stored=False, keys=victims)
-        return victims
+        if self._queue.may_grow(now_s):
+            self._index.restore_limit()
+        return self._index.reserve(put.entry.key)
 
-    def end(self, entry: Entry, outcome: PutOutcome, now_s: float) -> None:
-        """Note how the write of a reserved chunk ended."""
-        if outcome is PutOutcome.STORED:
-            self._stored(entry)
-        else:
-            self._failed(entry, outcome, now_s)
-        self._leave(entry, now_s)
+    def end(self, entries: Sequence[Entry], outcomes: Sequence[PutOutcome], now_s: float) -> None:
+        """Note how the writes of reserved chunks ended."""
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            if outcome is PutOutcome.STORED:
+                self._stored(entry)
+            else:
+                self._failed(entry, outcome, now_s)
+            self._leave(entry, now_s)
 
     def _stored(self, entry: Entry) -> None:
-        ledger = self._ledger
         self._queue.succeeded()
-        if ledger.tier.publish(entry.key):
-            ledger.stats.puts += 1
-            ledger.stats.put_bytes += ledger.chunk_bytes
-            ledger.emit(ledger.tier_name, stored=True, keys=[entry.key])
+        if self._index.publish(entry.key):
+            self._stats.puts += 1
+            self._stats.put_bytes += self._ledger.chunk_bytes
+            self._ledger.gained(self._index, [entry.key])
         else:
             # Cleared while it was written.
-            ledger.stats.put_drops += 1
-            ledger.todo.deletes.append(entry.key)
+            self._stats.put_drops += 1
+            self._ledger.delete(self._index, [entry.key])
 
     def _failed(self, entry: Entry, outcome: PutOutcome, now_s: float) -> None:
-        ledger = self._ledger
-        ledger.stats.put_drops += 1
-        ledger.stats.io_errors += 1
-        ledger.tier.forget(entry.key)
+        self._stats.put_drops += 1
+        self._stats.io_errors += 1
+        self._index.forget(entry.key)
         self._queue.failed(now_s)
         if outcome is PutOutcome.NO_SPACE:
             # Go on within what did fit: one leaves for each that comes.
-            ledger.tier.limit_to_used()
+            self._index.limit_to_used()
 
     def _leave(self, entry: Entry, now_s: float) -> None:
-        entry.putting = False
+        del self._by_key[entry.key]
+        entry.in_use.putting -= 1
         self._queue.leave()
         self._ledger.drop_if_unwanted(entry, now_s)
 
-    def deleted(self, keys: list[bytes]) -> None:
-        """Note that chunks given out for deletion are gone from the lower tier."""
+    def cancel(self, keys: Collection[bytes] | None = None) -> None:
+        """Drop queued puts, of all chunks or of these, when their turn comes."""
+        puts = self._by_key.values() if keys is None else map(self._by_key.get, keys)
+        for put in puts:
+            if put is not None:
+                put.is_wanted = False
+
+    def deleted(self, keys: Collection[bytes]) -> None:
+        """Note that chunks given out for deletion are gone from the tier."""
         for key in keys:
-            self._ledger.tier.forget(key)
+            self._index.forget(key)
+
+    def has(self, entry: Entry) -> bool:
+        """Whether a put of this entry is queued or under way."""
+        return entry.key in self._by_key
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself."""
         self._queue.check()
-        assert self._queue.length == sum(entry.putting for entry in self._ledger.cpu)
+        assert self._queue.length == len(self._by_key) >= len(self._waiting)
+        for put in self._waiting:
+            assert self._by_key[put.entry.key] is put
+        for key, put in self._by_key.items():
+            assert self._ledger.cpu.get(key) is put.entry, "a put of what has left the pool"

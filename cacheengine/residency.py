@@ -9,57 +9,77 @@ from collections.abc import Collection, Iterable, Sequence
 from cacheengine.decisions import Presence, StoreReservation, Todo
 from cacheengine.index import Entry, State
 from cacheengine.ledger import CPU, Ledger
+from cacheengine.pins import Pins
 from cacheengine.promotion import Outcome, Promotion
 from cacheengine.promotions import Promotions
 from cacheengine.puts import Puts
+from cacheengine.remote_index import RemoteIndex
+from cacheengine.stats import EngineStats
 
 
 class Residency:
-    """Lookups, holds, stores and clearing; and, in ``puts`` and ``promotions``, the moves."""
+    """Lookups, holds, stores and clearing; the moves and the operators' pins beside."""
 
     def __init__(self, ledger: Ledger, *, max_queued_puts: int) -> None:
         self.ledger = ledger
         self.cpu = ledger.cpu
-        self.tier = ledger.tier
         self.stats = ledger.stats
         self.events = ledger.events
-        self.puts = Puts(ledger, max_queued_puts)
-        self.promotions = Promotions(ledger)
+        # Together they must leave the pool room: what is being put is not evicted.
+        used = sum(index.is_there for index in ledger.lower)
+        share = max(1, max_queued_puts // max(1, used))
+        self.puts = {index.name: Puts(ledger, index, share) for index in ledger.lower}
+        remotes = [index for index in ledger.lower if isinstance(index, RemoteIndex)]
+        self.promotions = Promotions(ledger, remotes[0] if remotes else None)
+        self.pins = Pins(ledger)
 
-    def take_todo(self) -> Todo:
-        """Return what has come up since the last call."""
+    def take_todo(self) -> Todo | None:
+        """Return what has come up since the last call, None if nothing has."""
         return self.ledger.take_todo()
 
     # --- what is where ---
 
-    def presence(self, key: bytes) -> Presence:
-        """Say where a chunk is. Counts as a lookup, changes nothing else."""
-        presence = self._presence(key)
+    def presence(self, key: bytes, now_s: float) -> Presence:
+        """Say where a chunk is; ask the remote tier for one that is nowhere. A lookup."""
+        presence = self._presence(key, now_s)
         stats = self.stats
         stats.lookups += 1
-        stats.hits_cpu += presence is Presence.CPU
-        stats.hits_pending += presence is Presence.PENDING
-        stats.hits_disk += presence is Presence.DISK
+        match presence:
+            case Presence.CPU:
+                stats.hits_cpu += 1
+            case Presence.PENDING:
+                stats.hits_pending += 1
+            case Presence.DISK:
+                stats.hits_disk += 1
+            case Presence.REMOTE:
+                stats.hits_remote += 1
+            case Presence.UNKNOWN:
+                stats.lookups_unknown += 1
         return presence
 
-    def _presence(self, key: bytes) -> Presence:
+    def _presence(self, key: bytes, now_s: float) -> Presence:
         entry = self.cpu.get(key)
-        if entry is None:
-            return Presence.DISK if key in self.tier else Presence.MISS
-        if entry.condemned:
-            return Presence.MISS
-        return Presence.CPU if entry.state is State.READY else Presence.PENDING
+        if entry is not None:
+            if entry.condemned:
+                return Presence.MISS
+            return Presence.CPU if entry.state is State.READY else Presence.PENDING
+        source = self.promotions.source(key, now_s)
+        if source is not None:
+            return Presence.REMOTE if isinstance(source, RemoteIndex) else Presence.DISK
+        return Presence.UNKNOWN if self.promotions.ask(key, now_s) else Presence.MISS
 
-    def match(self, keys: Iterable[bytes]) -> list[str]:
+    def match(self, keys: Iterable[bytes], now_s: float) -> list[str]:
         """Return the tier of each chunk from the first up to the first that is nowhere."""
-        tiers = []
+        ready, source = self.cpu.ready, self.promotions.source
+        tiers: list[str] = []
         for key in keys:
-            if self.cpu.ready(key) is not None:
+            if ready(key) is not None:
                 tiers.append(CPU)
-            elif key in self.tier:
-                tiers.append(self.ledger.tier_name)
-            else:
+                continue
+            index = source(key, now_s)
+            if index is None:
                 break
+            tiers.append(index.name)
         return tiers
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -69,8 +89,9 @@ class Residency:
         before, so it must be evicted first.
         """
         self.cpu.touch(reversed(keys))
-        for key in reversed(keys):
-            self.tier.touch(key)
+        for index in self.ledger.lower:
+            for key in reversed(keys):
+                index.touch(key)
 
     # --- holds ---
 
@@ -83,12 +104,13 @@ class Residency:
         entries = []
         for key in keys:
             entry = self.cpu.get(key)
-            if entry is None or not (entry.is_usable or (held_before and entry.holds)):
+            is_held = held_before and entry is not None and entry.seen.holds > 0
+            if entry is None or not (entry.is_usable or is_held):
                 raise KeyError(f"chunk {key.hex()} is not ready in the cpu tier")
             entries.append(entry)
         for entry in entries:
-            entry.holds += 1
-            entry.prefetched = False
+            entry.in_use.holds += 1
+            entry.in_use.prefetched = False
             self.cpu.unpin(entry)
         return [entry.slot for entry in entries]
 
@@ -99,36 +121,38 @@ class Residency:
             return None
         self.stats.lookups += 1
         self.stats.hits_cpu += 1
-        entry.holds += 1
+        entry.in_use.holds += 1
         return entry.slot
 
     def release(self, keys: Iterable[bytes], now_s: float) -> None:
         """End one hold of each; KeyError on a chunk that is not held."""
         for key in keys:
             entry = self.cpu.get(key)
-            if entry is None or entry.holds == 0:
+            if entry is None or entry.seen.holds == 0:
                 raise KeyError(f"chunk {key.hex()} is not held")
-            entry.holds -= 1
+            entry.in_use.holds -= 1
             self.ledger.drop_if_unwanted(entry, now_s)
 
     # --- stores ---
 
     def prepare_store(self, keys: Sequence[bytes], now_s: float) -> StoreReservation | None:
-        """Reserve slots for those chunks that are not there; None when there is no room."""
+        """Reserve slots for those chunks that are not there, the leading ones that find room.
+
+        None: no room for any.
+        """
         wanted = [key for key in dict.fromkeys(keys) if self._is_storable(key)]
-        # More than the pool could ever hold: keep the beginning of the prefix.
-        del wanted[self.cpu.num_slots :]
-        evicted = self.ledger.make_room(len(wanted), set(keys), now_s)
-        if evicted is None:
-            self.stats.store_drops += len(wanted)
+        count, evicted = self.ledger.make_room(len(wanted), set(keys), now_s)
+        self.stats.store_drops += len(wanted) - count
+        if wanted and not count:
             return None
+        del wanted[count:]
         slots = tuple(self.cpu.add(key, State.STORING).slot for key in wanted)
         return StoreReservation(tuple(wanted), slots, tuple(evicted))
 
     def _is_storable(self, key: bytes) -> bool:
         if self.cpu.get(key) is not None:
             return False
-        return self.ledger.keep_in_cpu or key not in self.tier
+        return self.ledger.keep_in_cpu or not any(key in index for index in self.ledger.lower)
 
     def complete_store(self, keys: Iterable[bytes], now_s: float, *, success: bool) -> None:
         """Make reserved chunks visible and queue their puts, or give the slots back.
@@ -146,7 +170,8 @@ class Residency:
         self.ledger.emit(CPU, stored=True, keys=[entry.key for entry in whole])
         for entry in entries:
             if entry.state is State.READY:
-                self.puts.queue(entry, now_s)
+                for puts in self.puts.values():
+                    puts.queue(entry, now_s)
                 self.ledger.drop_if_unwanted(entry, now_s)
             else:
                 self.stats.store_failures += 1
@@ -159,13 +184,16 @@ class Residency:
             raise KeyError(f"chunk {key.hex()} is not being stored")
         return entry
 
-    # --- promotion, pins, clearing ---
+    # --- promotion, clearing ---
 
     def promote(self, keys: Sequence[bytes], pin_s: float, now_s: float) -> Promotion:
         """Bring a prefix into the pool (see `Promotions.begin`)."""
         # First of all, so that what is wanted leaves the front of the order,
         # where room is looked for.
         self.touch(keys)
+        if not self.cpu.may_pin(None):
+            # Pins that are over still count against what may be pinned.
+            self.expire_pins(now_s)
         return self.promotions.begin(keys, pin_s, now_s)
 
     def expire_pins(self, now_s: float) -> int:
@@ -176,36 +204,49 @@ class Residency:
             self.ledger.drop_if_unwanted(entry, now_s)
         return len(expired)
 
-    def clear(self, tiers: Collection[str]) -> dict[str, int]:
-        """Hide everything in these tiers; return how many chunks could be found until now.
+    def clear(
+        self, tiers: Collection[str], keys: Collection[bytes] | None = None
+    ) -> dict[str, int]:
+        """Hide everything in these tiers, or these chunks; return how many could be found.
 
         Pins end. Bytes in use, being written or read stay where they are until
         that is over, and cannot be found any more.
         """
         dropped = {}
         if CPU in tiers:
-            dropped[CPU] = self._clear_cpu()
-        if self.ledger.tier_name in tiers:
-            dropped[self.ledger.tier_name] = self._clear_tier()
+            dropped[CPU] = self._clear_cpu(keys)
+        for index in self.ledger.lower:
+            if index.name in tiers:
+                self.puts[index.name].cancel(keys)
+                readable, idle = index.clear(keys)
+                self.ledger.delete(index, idle)
+                self.ledger.emit(index.name, stored=False, keys=readable)
+                dropped[index.name] = len(readable)
         return dropped
 
-    def _clear_cpu(self) -> int:
-        ready = self.cpu.ready_keys()
-        for entry in list(self.cpu):
+    def _clear_cpu(self, keys: Collection[bytes] | None) -> int:
+        entries = list(self.cpu) if keys is None else [*filter(None, map(self.cpu.get, keys))]
+        ready = [entry.key for entry in entries if entry.is_usable]
+        for entry in entries:
             if not entry.condemned:
                 self.ledger.condemn(entry)
         self.ledger.emit(CPU, stored=False, keys=ready)
         return len(ready)
 
-    def _clear_tier(self) -> int:
-        for entry in self.cpu:
-            entry.put_wanted = False
-        readable, idle = self.tier.clear()
-        self.ledger.todo.deletes.extend(idle)
-        self.ledger.emit(self.ledger.tier_name, stored=False, keys=readable)
-        return len(readable)
+    def counts(self) -> EngineStats:
+        """Return a copy of the counters, and what is so now (but for ``cpu_held_bytes``)."""
+        stats = self.stats.copy()
+        stats.events_dropped = self.events.untaken_dropped
+        stats.cpu_used_bytes = len(self.cpu) * self.ledger.chunk_bytes
+        stats.put_queue_bytes = sum(puts.queued_bytes for puts in self.puts.values())
+        return stats
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself."""
         self.ledger.check()
-        self.puts.check()
+        for puts in self.puts.values():
+            puts.check()
+        self.promotions.check()
+        for entry in self.cpu:
+            puts_queued = sum(puts.has(entry) for puts in self.puts.values())
+            assert entry.seen.putting == puts_queued

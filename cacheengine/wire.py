@@ -19,6 +19,10 @@ TierName = Literal["cpu", "disk", "remote"]
 """The tiers that an engine reports. The GPU's are in vLLM's own KV events."""
 
 
+MoveState = Literal["running", "done", "failed"]
+"""How a move stands."""
+
+
 class TierInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One tier's size and its measured speed (0.0 while nothing was measured)."""
 
@@ -184,8 +188,9 @@ class MoveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     event_id: str
-    state: Literal["running", "done", "failed"]
-    """``failed``: not all chunks arrived; those that did are usable."""
+    state: MoveState
+    """``failed``: not all chunks arrived (those that did are usable), or all did and
+    the source could not be told to drop them (both have them); see ``error``."""
     asked_chunks: int
     arrived_chunks: int
     """Now held by the destination, those it had before included."""

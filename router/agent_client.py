@@ -5,6 +5,7 @@ aiohttp's exceptions are mapped here, once, to `AgentError`.
 
 from collections.abc import Sequence
 from typing import Final, Protocol, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -12,8 +13,17 @@ import orjson
 
 from cacheengine.keys import ALGORITHMS
 from cacheengine.wire import (
+    ClearReply,
+    ClearRequest,
     EventBatch,
     InstanceInfo,
+    LookupReply,
+    LookupRequest,
+    MoveReply,
+    MoveRequest,
+    MoveStatus,
+    PinReply,
+    PinRequest,
     PrefetchReply,
     PrefetchRequest,
     Snapshot,
@@ -23,12 +33,30 @@ _CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 10.0
 _SNAPSHOT_S: Final = 60.0
 """A snapshot of millions of keys takes seconds to make and to send."""
+_CLEAR_S: Final = 60.0
+"""A disk tier's files are removed one by one."""
+_MOVE_S: Final = 30.0
+"""The destination asks the source what it has before it answers."""
 
 _T = TypeVar("_T")
 
 
 class AgentError(Exception):
     """An agent could not be reached, or did not answer as an agent does."""
+
+
+class AgentTimeout(AgentError):  # noqa: N818  (what happened, in words)
+    """An agent did not answer in time."""
+
+
+class AgentRefused(AgentError):  # noqa: N818  (what happened, in words)
+    """An agent answered that it will not."""
+
+    def __init__(self, where: str, status: int, said: str) -> None:
+        super().__init__(f"{where}: {status}: {said}")
+        self.status = status
+        self.said = said
+        """Its own words."""
 
 
 class HistoryGone(AgentError):  # noqa: N818  (what happened, in words)
@@ -77,13 +105,55 @@ class AgentClient:
     ) -> PrefetchReply:
         """Have chunks promoted to the cpu tier; return what became of them within ``wait_s``."""
         request = PrefetchRequest(keys=[key.hex() for key in keys], wait_s=wait_s, pin_s=pin_s)
-        body = await self._call(
-            "POST",
-            "/prefetch",
-            body=msgspec.json.encode(request),
-            timeout_s=wait_s + _CONNECT_S,
-        )
+        body = await self._post("/prefetch", request, timeout_s=wait_s + _CONNECT_S)
         return _decoded(msgspec.json.decode, body, PrefetchReply)
+
+    async def health(self) -> None:
+        """Return when the agent says that it is well."""
+        await self._call("GET", "/health", timeout_s=_CONNECT_S)
+
+    async def lookup(self, request: LookupRequest) -> LookupReply:
+        """Return how much of a prompt the replica's tiers hold."""
+        body = await self._post("/lookup", request, timeout_s=_ANSWER_S)
+        return _decoded(msgspec.json.decode, body, LookupReply)
+
+    async def pin(self, request: PinRequest) -> PinReply:
+        """Keep a prompt's chunks in a tier."""
+        body = await self._post("/pin", request, timeout_s=_ANSWER_S)
+        return _decoded(msgspec.json.decode, body, PinReply)
+
+    async def unpin(self, request: PinRequest) -> PinReply:
+        """End `pin`."""
+        body = await self._post("/unpin", request, timeout_s=_ANSWER_S)
+        return _decoded(msgspec.json.decode, body, PinReply)
+
+    async def clear(self, request: ClearRequest) -> ClearReply:
+        """Drop chunks."""
+        body = await self._post("/clear", request, timeout_s=_CLEAR_S)
+        return _decoded(msgspec.json.decode, body, ClearReply)
+
+    async def move(self, request: MoveRequest) -> MoveReply:
+        """Have the replica fetch chunks from another; `move_status` tells how it goes."""
+        body = await self._post("/move", request, timeout_s=_MOVE_S)
+        return _decoded(msgspec.json.decode, body, MoveReply)
+
+    async def move_status(self, event_id: str, *, wait_s: float = 0.0) -> MoveStatus:
+        """Return how a move goes, at its end or after ``wait_s``.
+
+        Raises `AgentRefused` with status 404 when the agent knows no such move.
+        """
+        body = await self._call(
+            "GET",
+            f"/moves/{quote(event_id, safe='')}",
+            query={"wait_s": str(wait_s)},
+            timeout_s=wait_s + _ANSWER_S,
+        )
+        return _decoded(msgspec.json.decode, body, MoveStatus)
+
+    async def _post(self, path: str, request: msgspec.Struct, *, timeout_s: float) -> bytes:
+        return await self._call(
+            "POST", path, body=msgspec.json.encode(request), timeout_s=timeout_s
+        )
 
     async def _call(
         self,
@@ -107,13 +177,14 @@ class AgentClient:
             ) as response:
                 answer = await response.read()
         except TimeoutError:
-            raise AgentError(f"{self.base_url}{path}: no answer within {timeout_s:g} s") from None
+            text = f"{self.base_url}{path}: no answer within {timeout_s:g} s"
+            raise AgentTimeout(text) from None
         except (aiohttp.ClientError, OSError) as error:
             raise AgentError(f"{self.base_url}{path}: {error or type(error).__name__}") from error
         if response.status == 410:
             raise HistoryGone(f"{self.base_url}{path}: {_said(answer)}")
         if response.status != 200:
-            raise AgentError(f"{self.base_url}{path}: {response.status}: {_said(answer)}")
+            raise AgentRefused(f"{self.base_url}{path}", response.status, _said(answer))
         return answer
 
 

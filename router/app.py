@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +14,9 @@ from router.accept import PROMPTED, PROMPTLESS
 from router.api import Api
 from router.bindings import Bindings
 from router.config import RouterConfig
-from router.errors import ApiError, MethodNotAllowed, NotFound, TooLarge
+from router.controller import Controller
+from router.controller_registry import Configured
+from router.error_answers import Handler, errors_answered
 from router.feeds import Feeds
 from router.fleet import Fleet
 from router.health import HealthMonitor, Listener, authorization
@@ -23,15 +25,12 @@ from router.prefetch import Prefetcher
 from router.prompt_source import PromptSource, ServedModel
 from router.proxy import Proxy, Sinks
 from router.records import Cause, RequestRecord, log_record
-from router.relay import error_response
 from router.replica import State
 from router.upstream import Upstream, client_session
 
 log = logging.getLogger("warmroute")
 
 _LEARN_S: Final = 30.0
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +44,8 @@ class Parts:
     metrics: Metrics
     proxy: Proxy
     api: Api
+    controller: Controller | None
+    """None where the configuration has none; its two applications want sites of their own."""
 
 
 PARTS: Final = web.AppKey("parts", Parts)
@@ -59,7 +60,7 @@ def create_app(
     ``observe`` hears each request's record, beside the metrics and the log.
     Raises what loading the configured tokenizer raises.
     """
-    app = web.Application(middlewares=[_errors], client_max_size=config.max_body_bytes)
+    app = web.Application(middlewares=[errors_answered], client_max_size=config.max_body_bytes)
     prompts = PromptSource(config.tokenizer)
 
     async def run_parts(app: web.Application) -> AsyncIterator[None]:
@@ -115,7 +116,19 @@ def _make_parts(
         metrics=metrics,
         proxy=proxy,
         api=Api(config, fleet=fleet, proxy=proxy, metrics=metrics, session=session),
+        controller=None if config.controller is None else _controller(config, fleet, session),
     )
+
+
+def _controller(config: RouterConfig, fleet: Fleet, session: aiohttp.ClientSession) -> Controller:
+    def configured() -> list[Configured]:
+        return [
+            Configured(id=each.id, agent_url=each.config.agent_url, incarnation=each.incarnation)
+            for each in fleet.replicas.values()
+            if each.config.agent_url is not None
+        ]
+
+    return Controller(configured, session, limit_bytes=config.max_body_bytes)
 
 
 def _make_health(
@@ -185,31 +198,3 @@ def _own(name: str) -> Handler:
         return await answer(request)
 
     return handler
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give every error the shape that the path's clients parse."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        response = error_response(request.path, error)
-        if isinstance(error, TooLarge):
-            response.force_close()
-        return response
-    except web.HTTPNotFound:
-        message = f"the router has no endpoint {request.method} {request.path}"
-        return error_response(request.path, NotFound(message))
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        message = f"{request.path} takes {allowed}, not {request.method}"
-        response = error_response(request.path, MethodNotAllowed(message))
-        response.headers["Allow"] = allowed
-        return response
-    except ConnectionResetError:
-        raise  # the client has gone: there is nobody to tell
-    except Exception:
-        # The last resort for defects of ours: the client gets an answer in
-        # its own shape, the log gets the trace.
-        log.exception("%s %s failed", request.method, request.path)
-        return error_response(request.path, ApiError("the router failed; see its log"))

@@ -130,7 +130,7 @@ def serve(
         run(config)
     except PortTaken as error:
         where = str(config_path) if config_path else "--port"
-        _exit(ConfigError(where, "port" if config_path else "", str(error), "choose another"))
+        _exit(ConfigError(where, error.key if config_path else "", str(error), "choose another"))
 
 
 @main.command("check-config", short_help="Check a YAML file; print what would be used.")

@@ -6,7 +6,7 @@ keeps LMCache's keys, has sizes in GB.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -118,6 +118,21 @@ class TimeoutsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ControllerConfig:
+    """LMCache's controller, for moving, pinning and clearing KV by hand or program.
+
+    There is no authentication: whoever reaches its ports can drop every
+    replica's KV.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = setting(9000, at_least=0, at_most=65535)
+    """Of the API; 0 picks a free port (it is printed)."""
+    monitor_port: int = setting(9001, at_least=0, at_most=65535)
+    """Where replicas register: their ``controller_url``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """All of ``router.yaml``."""
 
@@ -136,6 +151,8 @@ class RouterConfig:
     index: IndexConfig = field(default_factory=IndexConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    controller: ControllerConfig | None = None
+    """Off without the section; on with it, be it empty (``controller: {}``)."""
 
     @property
     def logging_level(self) -> int:
@@ -151,11 +168,34 @@ def load_router_config(path: Path | str) -> RouterConfig:
 
 def router_config(value: object, *, path: str, key: str = "", base: Path = Path()) -> RouterConfig:
     """Build and check the settings in a mapping; relative files are relative to ``base``."""
-    config = build(RouterConfig, value, path=path, key=key)
     prefix = f"{key}." if key else ""
+    if isinstance(value, Mapping) and "controller" in value and value["controller"] is None:
+        raise ConfigError(
+            path,
+            f"{prefix}controller",
+            "is empty",
+            "write 'controller: {}' for its defaults, or leave it out for no controller",
+        )
+    config = build(RouterConfig, value, path=path, key=key)
     replicas = _checked_replicas(config.replicas, path, f"{prefix}replicas")
     tokenizer = _checked_tokenizer(config.tokenizer, path, f"{prefix}tokenizer", base)
+    _check_ports(config, path, prefix)
     return replace(config, replicas=replicas, tokenizer=tokenizer)
+
+
+def _check_ports(config: RouterConfig, path: str, prefix: str) -> None:
+    """Raise `ConfigError` where one process would listen on a port twice."""
+    if config.controller is None:
+        return
+    users = {config.port: "port"} if config.port else {}
+    for name in ("port", "monitor_port"):
+        port, key = getattr(config.controller, name), f"controller.{name}"
+        if port in users:
+            raise ConfigError(
+                path, f"{prefix}{key}", f"{port} is also {prefix}{users[port]}", "choose another"
+            )
+        if port:
+            users[port] = key
 
 
 def _checked_replicas(

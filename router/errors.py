@@ -116,6 +116,14 @@ class MethodNotAllowed(ApiError):
     default_code = "method_not_allowed"
 
 
+class Conflict(ApiError):
+    """What is there does not allow what was asked (409)."""
+
+    status = 409
+    type = "invalid_request_error"
+    default_code = "conflict"
+
+
 class TooLarge(ApiError):
     """The body is over the configured limit (413)."""
 
@@ -124,12 +132,31 @@ class TooLarge(ApiError):
     default_code = "request_too_large"
 
 
+class NotSupported(ApiError):
+    """Known to exist elsewhere, and not done here (501)."""
+
+    status = 501
+    type = "invalid_request_error"
+    default_code = "not_supported"
+
+
 class NoReplica(ApiError):
     """No replica can take the request now (503); the client may retry."""
 
     status = 503
     type = "overloaded_error"
     default_code = "no_replica"
+
+    def __init__(self, message: str, *, retry_after_s: int | None = 1, **more: Any) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, **more)
+
+
+class Overloaded(ApiError):
+    """More is being asked at once than is taken on (503); the client may retry."""
+
+    status = 503
+    type = "overloaded_error"
+    default_code = "overloaded"
 
     def __init__(self, message: str, *, retry_after_s: int | None = 1, **more: Any) -> None:
         super().__init__(message, retry_after_s=retry_after_s, **more)

@@ -5,18 +5,28 @@ import errno
 import logging
 import signal
 import sys
+from contextlib import AsyncExitStack
+from typing import Final
 
 import uvloop
 from aiohttp import web
 
-from router.app import create_app
+from router.app import PARTS, create_app
 from router.config import RouterConfig
+from router.controller import Controller
 
 log = logging.getLogger("warmroute")
 
 
+_CONTROLLER_DRAIN_S: Final = 1.0
+
+
 class PortTaken(Exception):  # noqa: N818  (what happened, in words for a person)
-    """The address cannot be listened on."""
+    """An address cannot be listened on; ``key`` is its port's in the configuration."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 def run(config: RouterConfig) -> None:
@@ -30,41 +40,66 @@ def run(config: RouterConfig) -> None:
 
 
 async def _serve(config: RouterConfig) -> None:
+    app = create_app(config)
+    stop = _stop_event()
+    async with AsyncExitStack() as stack:
+        runner = await _setup(app, config.timeouts.drain_s, stack)
+        controller = app[PARTS].controller
+        # First: who waits for the router's line finds the controller there too.
+        if controller is not None:
+            await _serve_controller(controller, config, stack)
+        url = await _listen(runner, config.host, config.port, "port")
+        log.info(
+            "serving %d replicas at %s (policy %s); clients use OPENAI_BASE_URL=%s/v1",
+            len(config.replicas),
+            url,
+            config.policy,
+            url,
+        )
+        await stop.wait()
+        log.info("stopping: running requests may take %g s more", config.timeouts.drain_s)
+
+
+async def _serve_controller(
+    controller: Controller, config: RouterConfig, stack: AsyncExitStack
+) -> None:
+    settings = config.controller
+    assert settings is not None
+    urls = []
+    for app, port, key in (
+        (controller.api(), settings.port, "controller.port"),
+        (controller.monitor(), settings.monitor_port, "controller.monitor_port"),
+    ):
+        runner = await _setup(app, _CONTROLLER_DRAIN_S, stack)
+        urls.append(await _listen(runner, settings.host, port, key))
+    log.info("the controller's API is at %s; replicas register at %s", *urls)
+
+
+async def _setup(app: web.Application, drain_s: float, stack: AsyncExitStack) -> web.AppRunner:
     runner = web.AppRunner(
-        create_app(config),
+        app,
         # A client that goes away cancels its handler, and with it the request
         # to the replica.
         handler_cancellation=True,
         access_log=None,
-        shutdown_timeout=config.timeouts.drain_s,
+        shutdown_timeout=drain_s,
     )
-    stop = _stop_event()
     await runner.setup()
-    try:
-        await _listen(runner, config)
-        await stop.wait()
-        log.info("stopping: running requests may take %g s more", config.timeouts.drain_s)
-    finally:
-        await runner.cleanup()
+    stack.push_async_callback(runner.cleanup)
+    return runner
 
 
-async def _listen(runner: web.AppRunner, config: RouterConfig) -> None:
-    site = web.TCPSite(runner, config.host, config.port, backlog=1024)
+async def _listen(runner: web.AppRunner, host: str, port: int, key: str) -> str:
+    """Listen, and return the base URL; raise `PortTaken`."""
+    site = web.TCPSite(runner, host, port, backlog=1024)
     try:
         await site.start()
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         why = "is in use" if taken else f"cannot be listened on ({error.strerror})"
-        raise PortTaken(f"{config.host}:{config.port} {why}") from None
+        raise PortTaken(key, f"{host}:{port} {why}") from None
     host, port = runner.addresses[0][:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    log.info(
-        "serving %d replicas at %s (policy %s); clients use OPENAI_BASE_URL=%s/v1",
-        len(config.replicas),
-        url,
-        config.policy,
-        url,
-    )
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _stop_event() -> asyncio.Event:

@@ -20,6 +20,7 @@ from router.processes import ProcessGroup, Progress
 from router.schema import build, read_yaml, setting
 
 _AGENT_PORT_KEY: Final = "lmcache_worker_port"
+_TRANSFER_KEY: Final = "distributed_url"
 _NAME_KEY: Final = "lmcache_instance_id"
 
 
@@ -85,8 +86,14 @@ class Part:
     log_path: Path
 
 
-Planned = tuple[Part, int | None]
-"""A replica's process and its agent's port, if its file names one."""
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A replica's process, and the ports that its file names."""
+
+    part: Part
+    agent_port: int | None
+    transfer_port: int | None
+    """Where it gives chunks to other replicas."""
 
 
 def load_any(path: Path) -> RouterConfig | FleetFile:
@@ -117,9 +124,11 @@ def _with_router(file: FleetFile, planned: list[Planned], path: Path, log_dir: P
             "is not set here",
             "leave it out: the replicas above are used",
         )
-    port = file.router.get("port")
-    _check_unique(file, planned, port if isinstance(port, int) else RouterConfig.port, path)
-    settings = {**file.router, "replicas": [_router_entry(*each) for each in planned]}
+    settings = {**file.router, "replicas": [_router_entry(each) for each in planned]}
+    # Two replicas on one port are told of in the words of this file, not of the router's.
+    alone = {**file.router, "replicas": [{"url": "http://127.0.0.1"}]}
+    router = router_config(alone, path=str(path), key="router", base=path.parent)
+    _check_unique(file, planned, router, path)
     checked = router_config(settings, path=str(path), key="router", base=path.parent)
     if checked.port == 0:
         raise ConfigError(str(path), "router.port", "0 is no port to wait at", "name one")
@@ -130,7 +139,7 @@ def _with_router(file: FleetFile, planned: list[Planned], path: Path, log_dir: P
             "chat_template": checked.tokenizer.chat_template,
         }
     host = "127.0.0.1" if checked.host in ("0.0.0.0", "::", "") else checked.host
-    router = Part(
+    router_part = Part(
         name="router",
         argv=(*_warmroute(), "serve", "--config", str(log_dir / "router.yaml")),
         env={},
@@ -138,8 +147,8 @@ def _with_router(file: FleetFile, planned: list[Planned], path: Path, log_dir: P
         log_path=log_dir / "router.log",
     )
     return Fleet(
-        replicas=tuple(part for part, _ in planned),
-        router=router,
+        replicas=tuple(each.part for each in planned),
+        router=router_part,
         router_settings=settings,
         log_dir=log_dir,
         ready_timeout_s=file.ready_timeout_s,
@@ -151,7 +160,7 @@ def _warmroute() -> tuple[str, ...]:
 
 
 def _replica_part(file: FleetFile, index: int, path: Path, log_dir: Path) -> Planned:
-    """Return a replica's process and its agent's port, if its file names one."""
+    """Return a replica's process and ports."""
     replica = file.replicas[index]
     key = f"replicas[{index}]"
     engine_path = (path.parent / Path(replica.config).expanduser()).resolve()
@@ -182,7 +191,11 @@ def _replica_part(file: FleetFile, index: int, path: Path, log_dir: Path) -> Pla
         url=f"http://127.0.0.1:{replica.port}",
         log_path=log_dir / f"{name.replace('/', '_')}.log",
     )
-    return part, _agent_port(engine, engine_path)
+    return Planned(
+        part=part,
+        agent_port=_agent_port(engine, engine_path),
+        transfer_port=_transfer_port(engine),
+    )
 
 
 def _agent_port(engine: Mapping[str, Any], path: Path) -> int | None:
@@ -192,24 +205,35 @@ def _agent_port(engine: Mapping[str, Any], path: Path) -> int | None:
     raise ConfigError(str(path), _AGENT_PORT_KEY, f"{port!r} is no port", "write 1 to 65535")
 
 
-def _router_entry(part: "Part", agent_port: int | None) -> dict[str, Any]:
-    entry: dict[str, Any] = {"url": part.url, "instance_id": part.name}
-    if agent_port is not None:
-        entry["agent_url"] = f"http://127.0.0.1:{agent_port}"
+def _transfer_port(engine: Mapping[str, Any]) -> int | None:
+    """Return the port of ``distributed_url``; whether it is well written the replica says."""
+    port = str(engine.get(_TRANSFER_KEY)).rpartition(":")[2]
+    # 0 is any free one, which cannot be another's.
+    return int(port) or None if port.isascii() and port.isdigit() else None
+
+
+def _router_entry(planned: Planned) -> dict[str, Any]:
+    entry: dict[str, Any] = {"url": planned.part.url, "instance_id": planned.part.name}
+    if planned.agent_port is not None:
+        entry["agent_url"] = f"http://127.0.0.1:{planned.agent_port}"
     return entry
 
 
 def _check_unique(
-    file: FleetFile, planned: Sequence[Planned], router_port: int, path: Path
+    file: FleetFile, planned: Sequence[Planned], router: RouterConfig, path: Path
 ) -> None:
     """Raise `ConfigError` where two processes would have the same port or the same name."""
-    users: dict[int | str, str] = {router_port: "router.port", "router": "the router"}
-    for index, (part, agent_port) in enumerate(planned):
+    users: dict[int | str, str] = {router.port: "router.port", "router": "the router"}
+    if router.controller is not None:
+        users[router.controller.port] = "router.controller.port"
+        users[router.controller.monitor_port] = "router.controller.monitor_port"
+    for index, each in enumerate(planned):
         key = f"replicas[{index}]"
         claims: list[tuple[int | str | None, str]] = [
             (file.replicas[index].port, f"{key}.port"),
-            (agent_port, f"{key}.config: {_AGENT_PORT_KEY}"),
-            (part.name, f"{key}.config: {_NAME_KEY}"),
+            (each.agent_port, f"{key}.config: {_AGENT_PORT_KEY}"),
+            (each.transfer_port, f"{key}.config: {_TRANSFER_KEY}"),
+            (each.part.name, f"{key}.config: {_NAME_KEY}"),
         ]
         for value, where in claims:
             if value in users:

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from cacheengine.config import load_engine_config
-from router.config import load_router_config
+from router.config import ControllerConfig, load_router_config
 from router.up import load_fleet_file
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -24,7 +24,7 @@ def test_an_instances_file_loads_and_stays_in_the_working_directory(name: str) -
 
 def test_two_instances_share_nothing() -> None:
     first, second = (load_engine_config(CONFIGS / f"{n}.yaml", environment={}) for n in INSTANCES)
-    for name in ("local_disk", "lmcache_worker_port", "lmcache_instance_id"):
+    for name in ("local_disk", "lmcache_worker_port", "lmcache_instance_id", "distributed_url"):
         assert getattr(first, name) != getattr(second, name)
 
 
@@ -47,8 +47,22 @@ def test_the_fleet_starts_the_same_replicas_that_the_router_expects() -> None:
     assert urlsplit(fleet.router.url).port == router.port
 
 
+def test_the_replicas_register_where_the_controller_listens() -> None:
+    router = load_router_config(CONFIGS / "router.yaml")
+    fleet = load_fleet_file(CONFIGS / "fleet.yaml")
+    assert router.controller is not None
+    assert fleet.router_settings["controller"] == {
+        "port": router.controller.port,
+        "monitor_port": router.controller.monitor_port,
+    }
+    for name in INSTANCES:
+        config = load_engine_config(CONFIGS / f"{name}.yaml", environment={})
+        assert config.enable_controller
+        assert config.controller_url == f"localhost:{router.controller.monitor_port}"
+
+
 def test_what_the_router_file_shows_is_the_default() -> None:
     """Its comments say so; an example that changes behaviour would mislead."""
     router = load_router_config(CONFIGS / "router.yaml")
-    bare = type(router)(replicas=router.replicas)
+    bare = type(router)(replicas=router.replicas, controller=ControllerConfig())
     assert router == bare

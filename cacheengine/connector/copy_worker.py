@@ -1,8 +1,9 @@
 """KV copies between vLLM's cache and the pool on the CPU platform.
 
 vLLM's own copy worker needs a GPU. This one does the same over the same chunk
-rows: one thread per worker process, one call into torch per direction and
-job, which copies all runs of pages without the interpreter lock.
+rows: one thread per worker process, one native call per job, which copies all
+runs of pages without the interpreter lock. One thread, not several: it already
+moves what memory can, and the model needs the other cores.
 """
 
 import logging
@@ -22,6 +23,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from cacheengine.connector.copy_runs import Layer, RunCopier, make_copy_call
 from cacheengine.connector.planning import PageRuns, plan_runs
 from cacheengine.connector.region import PoolRegion
 
@@ -56,6 +58,11 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
         self._changed = threading.Condition()
         self._pending: set[int] = set()
         self._finished: list[TransferResult] = []
+        layers = [
+            Layer.of(kv, pool)
+            for kv, pool in zip(self._kv_tensors, self._pool_tensors, strict=True)
+        ]
+        self._copier = RunCopier(layers, make_copy_call())
         self._thread = threading.Thread(target=self._run, name="kv-copy", daemon=True)
         self._thread.start()
 
@@ -133,22 +140,11 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _copy(self, job_id: int, runs: PageRuns, *, store: bool) -> TransferResult:
         start_s = time.perf_counter()
-        kv_pages: list[torch.Tensor] = []
-        pool_pages: list[torch.Tensor] = []
-        for kv, pool in zip(self._kv_tensors, self._pool_tensors, strict=True):
-            for block, slot, page, length in zip(
-                runs.blocks, runs.slots, runs.pages, runs.lengths, strict=True
-            ):
-                kv_pages.append(kv[block : block + length])
-                pool_pages.append(pool[slot, page : page + length])
-        if store:
-            torch._foreach_copy_(pool_pages, kv_pages)
-        else:
-            torch._foreach_copy_(kv_pages, pool_pages)
+        copied_bytes = self._copier.copy(runs, store=store)
         return TransferResult(
             job_id=job_id,
             success=True,
-            transfer_size=sum(page.numel() for page in kv_pages),
+            transfer_size=copied_bytes,
             transfer_time=time.perf_counter() - start_s,
         )
 

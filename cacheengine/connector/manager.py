@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -22,9 +23,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cacheengine.engine import CacheEngine, Presence
+from cacheengine.engine import CacheEngine, Presence, Promotion
 
-_MEDIUM_BY_TIER = {"cpu": Medium.CPU, "disk": Medium.STORAGE}
+# vLLM tells a remote store from a local one by its locality.
+_MEDIUM_BY_TIER: Final = {
+    "cpu": (Medium.CPU, Locality.LOCAL),
+    "disk": (Medium.STORAGE, Locality.LOCAL),
+    "remote": (Medium.STORAGE, Locality.REMOTE),
+}
 
 # How long chunks promoted for a waiting request stay pinned if it never comes
 # back for them (it was aborted).
@@ -45,6 +51,19 @@ class _UnderWay:
     loads: list[bytes]
     stores: list[bytes]
     steps_left: int = _STEPS_UNTIL_FLUSHED
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is remembered of a request from its first lookup to its end."""
+
+    wanted: dict[bytes, CacheHitSource] = field(default_factory=dict)
+    """Chunks below the pool that this step's lookups found, in their order."""
+    promotions: dict[bytes, tuple[Promotion, CacheHitSource]] = field(default_factory=dict)
+    """What was promoted for it, and where from. Each chunk once: a request
+    does not wait again for one that did not come, or did not stay."""
+    used: set[bytes] = field(default_factory=set)
+    """Chunks whose use was noted."""
 
 
 class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
@@ -68,7 +87,8 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._enable_events = enable_events
         self._on_shutdown = on_shutdown
         self._step_holds: set[bytes] = set()
-        self._promoted: dict[str, set[bytes]] = {}
+        self._requests: dict[str, _Request] = {}
+        self._wanting: list[_Request] = []
         self._loads: dict[bytes, int] = {}
         self._stores: set[bytes] = set()
         self._flushing: deque[_UnderWay] = deque()
@@ -78,11 +98,20 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget where the request's hits came from."""
-        self._promoted.pop(req_context.req_id, None)
+        """Forget what was remembered of the request."""
+        request = self._requests.pop(req_context.req_id, None)
+        if request is not None:
+            request.wanted.clear()
+
+    def _request(self, req_context: ReqContext) -> _Request:
+        return self._requests.setdefault(req_context.req_id, _Request())
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Say whether a chunk can be loaded; start its promotion if it is below the CPU tier."""
+        """Say whether a chunk can be loaded; have it promoted if it is below the CPU tier.
+
+        RETRY for a chunk that the remote tier is asked for, too: vLLM looks up
+        all chunks of a prompt before it comes again, so they go in one question.
+        """
         chunk = get_offload_block_hash(key)
         if chunk in self._step_holds:
             return LookupResult.HIT
@@ -93,24 +122,49 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
             case Presence.MISS:
                 return LookupResult.MISS
             case Presence.DISK:
-                return self._promote(chunk, req_context)
+                return self._want(chunk, CacheHitSource.DISK, req_context)
+            case Presence.REMOTE | Presence.UNKNOWN:
+                return self._want(chunk, CacheHitSource.EXTERNAL_UNSPECIFIED, req_context)
             case Presence.PENDING | Presence.CPU:
                 # CPU: it became ready since try_hold; the next step holds it.
                 return LookupResult.HIT_PENDING
 
-    def _promote(self, chunk: bytes, req_context: ReqContext) -> LookupResult:
-        promotion = self._engine.promote([chunk], pin_s=_LOOKUP_PIN_S)
-        if promotion.missing:
-            return LookupResult.MISS
-        self._promoted.setdefault(req_context.req_id, set()).add(chunk)
+    def _want(self, chunk: bytes, source: CacheHitSource, req_context: ReqContext) -> LookupResult:
+        """Have a chunk promoted at the step's end, once for each request."""
+        request = self._request(req_context)
+        if chunk in request.promotions:
+            promotion, _ = request.promotions[chunk]
+            return LookupResult.MISS if promotion.done else LookupResult.RETRY
+        if not request.wanted:
+            self._wanting.append(request)
+        request.wanted[chunk] = source
         return LookupResult.RETRY
+
+    def _promote_wanted(self) -> None:
+        """Promote in one call what one request's lookups of this step found below the pool."""
+        for request in self._wanting:
+            if request.wanted:  # else it was aborted in this step
+                promotion = self._engine.promote(list(request.wanted), pin_s=_LOOKUP_PIN_S)
+                for chunk, source in request.wanted.items():
+                    request.promotions[chunk] = (promotion, source)
+                request.wanted.clear()
+        self._wanting.clear()
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return the tier where this request found a chunk it loads."""
-        promoted = self._promoted.get(req_context.req_id, ())
-        if get_offload_block_hash(key) in promoted:
-            return CacheHitSource.DISK
-        return CacheHitSource.HOST
+        request = self._requests.get(req_context.req_id)
+        promoted = request and request.promotions.get(get_offload_block_hash(key))
+        return promoted[1] if promoted else CacheHitSource.HOST
+
+    def _note_use(self, chunks: list[bytes], req_context: ReqContext) -> None:
+        """Tell the eviction of a use, once for each request and chunk.
+
+        Else a chunk that one request loads and offers again (after a
+        preemption, or because there was no room) would count as used often.
+        """
+        used = self._request(req_context).used
+        self._engine.touch([chunk for chunk in chunks if chunk not in used])
+        used.update(chunks)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Hold chunks that `lookup` found, until `complete_load`; they count as used."""
@@ -119,7 +173,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         # cleared them in between.
         slots = self._engine.hold(chunks, held_before=True)
         # vLLM's scheduler never calls touch().
-        self._engine.touch(chunks)
+        self._note_use(chunks, req_context)
         for chunk in chunks:
             self._loads[chunk] = self._loads.get(chunk, 0) + 1
         return CPULoadStoreSpec(slots)
@@ -141,13 +195,13 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Reserve rows for the chunks that are not there yet; None when there is no room.
+        """Reserve rows for the chunks that are not there yet, the leading ones that find room.
 
-        Those that are there count as used: a prefix that the GPU holds is
-        never loaded, but offered again by each request.
+        None when none does. Those that are there count as used: a prefix that
+        the GPU holds is never loaded, but offered again by each request.
         """
         chunks = [get_offload_block_hash(key) for key in keys]
-        self._engine.touch(chunks)
+        self._note_use(chunks, req_context)
         reservation = self._engine.prepare_store(chunks)
         if reservation is None:
             return None
@@ -170,7 +224,8 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._engine.complete_store(chunks, success=success)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Let go of what this step's lookups held."""
+        """Promote what this step's lookups found below the pool; let go of what they held."""
+        self._promote_wanted()
         if self._step_holds:
             self._engine.release(list(self._step_holds))
             self._step_holds.clear()
@@ -183,14 +238,13 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         if not self._enable_events:
             return
         for event in events:
-            medium = _MEDIUM_BY_TIER.get(event.tier)
-            if medium is not None:
-                yield OffloadingEvent(
-                    keys=self._offload_keys(event.keys),
-                    medium=medium,
-                    removed=not event.stored,
-                    locality=Locality.LOCAL,
-                )
+            medium, locality = _MEDIUM_BY_TIER[event.tier]
+            yield OffloadingEvent(
+                keys=self._offload_keys(event.keys),
+                medium=medium,
+                removed=not event.stored,
+                locality=locality,
+            )
 
     def reset_cache(self) -> None:
         """Drop every chunk; rows of transfers under way follow when those have ended."""
@@ -198,7 +252,8 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._flushing.append(_UnderWay(loads, list(self._stores)))
         self._loads.clear()
         self._stores.clear()
-        self._promoted.clear()
+        self._requests.clear()
+        self._wanting.clear()
         if self._step_holds:
             self._engine.release(list(self._step_holds))
             self._step_holds.clear()

@@ -31,6 +31,16 @@ class PageRuns:
         """GPU blocks covered by all runs together."""
         return sum(self.lengths)
 
+    def single_pages(self) -> "PageRuns":
+        """Return the same pages, each a run of its own."""
+        runs = list(zip(self.blocks, self.slots, self.pages, self.lengths, strict=True))
+        return PageRuns(
+            blocks=[block + i for block, _, _, length in runs for i in range(length)],
+            slots=[slot for _, slot, _, length in runs for _ in range(length)],
+            pages=[page + i for _, _, page, length in runs for i in range(length)],
+            lengths=[1] * self.num_pages,
+        )
+
 
 def plan_runs(
     block_ids: npt.NDArray[np.int32] | Sequence[int],

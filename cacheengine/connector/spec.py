@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from cacheengine.agent import Agent, AgentIdentity
 from cacheengine.chunk import ChunkLayout
 from cacheengine.config import EngineConfig, load_engine_config
+from cacheengine.connector.attention import check_attention
 from cacheengine.connector.copy_worker import CpuCopyWorker
 from cacheengine.connector.manager import WarmrouteManager
 from cacheengine.connector.orphan import end_with_parent
@@ -36,6 +37,8 @@ from cacheengine.connector.region import PoolRegion
 from cacheengine.engine import CacheEngine
 from cacheengine.launch import ReplicaSettings
 from cacheengine.pool import Pool
+from cacheengine.transfer.server import TransferServer
+from cacheengine.transfer.stats import TransferMeter
 from cacheengine.weights import weights_identity
 
 logger = logging.getLogger("vllm.warmroute")
@@ -71,8 +74,8 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             raise ValueError(
                 f"this model has {len(self.config.groups)} KV cache groups (hybrid or "
                 "sliding-window layers beside full attention); the cache engine supports "
-                "models with one group. Start vLLM without it (no --kv-transfer-config), or "
-                "with --disable-hybrid-kv-cache-manager where the model allows it"
+                "models with one group. Start vLLM with --disable-hybrid-kv-cache-manager, as "
+                "`warmroute replica` does, or without the engine (no --kv-transfer-config)"
             )
         chunk_tokens = self.tokens_per_block[0] * self.blocks_per_chunk
         if chunk_tokens != self.engine_config.chunk_size:
@@ -98,10 +101,15 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             rank=rank,
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
+            hugepages=self.engine_config.local_cpu_use_hugepages,
         )
 
     def create_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return the copy worker of this rank over its slice of every chunk row."""
+        """Return the copy worker of this rank over its slice of every chunk row.
+
+        Raises ValueError for a model whose chunks could be wrong.
+        """
+        check_attention(self.config.groups[0].layer_names, self.blocks_per_chunk)
         region = self._open_region(0 if self.replicated_layout else self.config.parallel.rank)
         try:
             if current_platform.is_cuda_alike() or current_platform.is_xpu():
@@ -140,7 +148,10 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             )
             engine = CacheEngine(self.engine_config, self._layout(), pool)
             undo.callback(engine.close)
-            agent = Agent(engine, self._identity(), self.engine_config)
+            meter = TransferMeter()
+            transfer_port = self._serve_transfers(engine, meter, undo)
+            agent = Agent(engine, self._identity(transfer_port), self.engine_config, meter)
+            # Stopped before what its moves and its answers rely on.
             undo.callback(agent.stop)
             agent.start()
             end_with_parent()
@@ -151,6 +162,19 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
                 enable_events=self.config.enable_kv_cache_events,
                 on_shutdown=undo.pop_all().close,
             )
+
+    def _serve_transfers(
+        self, engine: CacheEngine, meter: TransferMeter, undo: contextlib.ExitStack
+    ) -> int | None:
+        """Let other replicas fetch chunks; return the port, or None if that is not wanted."""
+        address = self.engine_config.transfer_address
+        if address is None:
+            return None
+        server = TransferServer(engine, address, meter)
+        undo.callback(server.stop)
+        server.start()
+        assert server.address is not None
+        return server.address[1]
 
     def _layout(self) -> ChunkLayout:
         parallel = self.config.parallel
@@ -178,7 +202,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         seed = os.environ.get("PYTHONHASHSEED")
         return seed if seed is not None else str(get_none_hash_seed())
 
-    def _identity(self) -> AgentIdentity:
+    def _identity(self, transfer_port: int | None) -> AgentIdentity:
         return AgentIdentity(
             instance_id=self.engine_config.lmcache_instance_id,
             model=self.config.model.name,
@@ -189,6 +213,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             chunk_bytes=self.kv_bytes_per_chunk,
             kv_events_port=self.settings.kv_events_port,
             kv_replay_port=self.settings.kv_replay_port,
+            transfer_port=transfer_port,
         )
 
 

@@ -1,12 +1,13 @@
 """The directories of the disk tier: one per layout, each with one owner at a time."""
 
+import contextlib
 import errno
 import fcntl
 import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -42,29 +43,77 @@ def lock_directory(directory: Path, wait_s: float) -> int:
         return fd
 
 
-def trim_others(root: Path, own: Path, budget_bytes: int) -> int:
-    """Remove the oldest chunks of other layouts until they take no more than this.
+class OtherLayouts:
+    """The chunks of models that are not served any more, beside our own directories.
 
-    A model that is not served any more must not keep its disk for ever.
-    Leaves alone what another process owns. Returns the bytes removed.
+    They may stay while there is room. What another process owns, or nobody
+    of ours made, is neither counted nor touched. Not thread-safe.
     """
-    files: list[tuple[int, int, Path]] = []
-    locks: list[int] = []
-    try:
-        for directory in _others(root, own):
+
+    def __init__(self, own: Sequence[Path]) -> None:
+        self.used_bytes = 0
+        """What they take, files that could not be removed included."""
+        self._files: list[tuple[int, int, Path]] = []
+        for directory in own:
             try:
-                locks.append(lock_directory(directory, 0.0))
-            except OSError:
-                continue
-            files.extend(_files(directory))
-        return _remove_oldest(files, budget_bytes)
-    finally:
-        for fd in locks:
-            os.close(fd)
+                self._collect(directory)
+            except OSError as error:
+                logger.warning("disk tier: cannot look after other models' chunks: %s", error)
+        self._files.sort(reverse=True)  # the oldest is the first to pop
+
+    def _collect(self, own: Path) -> None:
+        for directory in _others(own):
+            with _Locks() as locks:
+                if locks.has(directory):
+                    for file in _files(directory):
+                        self._files.append(file)
+                        self.used_bytes += file[1]
+
+    def shrink_to(self, budget_bytes: int) -> None:
+        """Remove the oldest until they take no more than this, as far as that can be."""
+        before_bytes = self.used_bytes
+        with _Locks() as locks:
+            while self.used_bytes > budget_bytes and self._files:
+                _, size_bytes, path = self._files.pop()
+                # Taken by its owner since: then it counts against that one's limit.
+                if not locks.has(path.parent.parent) or _is_removed(path):
+                    self.used_bytes -= size_bytes
+        if self.used_bytes < before_bytes:
+            removed_bytes = before_bytes - self.used_bytes
+            logger.info("disk tier: removed %d bytes of other models' chunks", removed_bytes)
 
 
-def _others(root: Path, own: Path) -> Iterator[Path]:
-    for directory in root.iterdir():
+def _is_removed(path: Path) -> bool:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("disk tier: cannot remove %s: %s", path, error)
+        return False
+    return True
+
+
+class _Locks:
+    """Locks of directories, tried once each and kept for the length of a ``with``."""
+
+    def __enter__(self) -> "_Locks":
+        self._fds: dict[Path, int | None] = {}
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for fd in self._fds.values():
+            if fd is not None:
+                os.close(fd)
+
+    def has(self, directory: Path) -> bool:
+        if directory not in self._fds:
+            self._fds[directory] = None
+            with contextlib.suppress(OSError):
+                self._fds[directory] = lock_directory(directory, 0.0)
+        return self._fds[directory] is not None
+
+
+def _others(own: Path) -> Iterator[Path]:
+    for directory in own.parent.iterdir():
         is_layout = _LAYOUT_NAME.fullmatch(directory.name) and (directory / ".lock").exists()
         if is_layout and directory.name != own.name:
             yield directory
@@ -74,16 +123,3 @@ def _files(directory: Path) -> Iterator[tuple[int, int, Path]]:
     for path in directory.glob("??/*.kv*"):
         stat = path.stat()
         yield stat.st_mtime_ns, stat.st_size, path
-
-
-def _remove_oldest(files: list[tuple[int, int, Path]], budget_bytes: int) -> int:
-    excess_bytes = sum(size_bytes for _, size_bytes, _ in files) - budget_bytes
-    removed_bytes = 0
-    for _, size_bytes, path in sorted(files):
-        if removed_bytes >= excess_bytes:
-            break
-        path.unlink(missing_ok=True)
-        removed_bytes += size_bytes
-    if removed_bytes:
-        logger.info("disk tier: removed %d bytes of other models' chunks", removed_bytes)
-    return removed_bytes

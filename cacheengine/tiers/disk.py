@@ -1,19 +1,16 @@
-"""The disk tier: one file per chunk.
+"""The disk tier: one file per chunk, spread over one or several paths.
 
-``<root>/<fingerprint>/<first 2 hex digits>/<key in hex>.kv`` holds a header of
-one page, then the payload. The header is a pure function of layout, key and
-payload checksum, so a file is intact exactly when its header equals the one
-computed from what was read: any changed byte anywhere is found.
+``<path>/<fingerprint>/<first 2 hex digits>/<key in hex>.kv``; `chunk_file` says
+what is in it. A file is written under another name and renamed when whole.
+There is no fsync: after a power failure a file may be damaged, which reading
+finds out.
 
-A file is written under another name and renamed when whole. There is no
-fsync: after a power failure a file may be damaged, which reading finds out.
+A chunk's key says which path it goes to, and which are asked next when that
+one cannot take it. A path that fails or is full so costs its own chunks and no
+others, and paths may be added and removed from one start to the next.
 """
 
-import contextlib
-import errno
 import logging
-import os
-import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
@@ -21,54 +18,81 @@ from typing import Final
 import xxhash
 
 from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
-from cacheengine.tiers.directories import lock_directory, trim_others
+from cacheengine.tiers.chunk_file import ChunkFile
+from cacheengine.tiers.directories import OtherLayouts
+from cacheengine.tiers.disk_path import DiskPath, Found
+from cacheengine.tiers.disk_space import DiskSpace
+from cacheengine.tiers.linux_io import LinuxCalls
 
 logger = logging.getLogger("vllm.warmroute")
 
-HEADER_BYTES: Final = 4096
-_MAGIC: Final = b"WARMKV"
-_VERSION: Final = 1
-_FIXED: Final = struct.Struct("<6sHIQ16s32sH")
-_PIECE_BYTES: Final = 512 * 1024
-_SUFFIX: Final = ".kv"
-_TEMPORARY_SUFFIX: Final = ".tmp"
-_NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _LOCK_WAIT_S: Final = 15.0
 
 
 class DiskTier(LocalTier):
-    """Files under ``root``, in a directory named by the layout's fingerprint.
+    """Files under ``roots``, in directories named by the layout's fingerprint.
 
-    Takes an exclusive lock on that directory for its life: two owners would
+    Takes an exclusive lock on those directories for its life: two owners would
     remove each other's half-written files and break the size limit. Raises
-    `directories.DirectoryInUse` when another process keeps it (for ``lock_wait_s``, so
-    that a predecessor may finish dying), and OSError when the directory
-    cannot be made or written.
+    `directories.DirectoryInUse` when another process keeps one (for
+    ``lock_wait_s``, so that a predecessor may finish dying), and OSError when
+    one cannot be made or written.
+
+    ``capacity_bytes`` is the limit of all paths together. With ``direct``,
+    files that are not in the page cache are read past it where that works.
     """
 
     name = "disk"
+    batch_chunks = 4
 
     def __init__(
         self,
-        root: Path,
+        roots: Sequence[Path],
         fingerprint: str,
         payload_bytes: int,
         capacity_bytes: int,
         *,
+        direct: bool = True,
         lock_wait_s: float = _LOCK_WAIT_S,
     ) -> None:
-        self.directory = root / fingerprint
+        file = ChunkFile(fingerprint, payload_bytes)
         self.capacity_bytes = capacity_bytes
-        self.item_bytes = HEADER_BYTES + payload_bytes
-        self._payload_bytes = payload_bytes
-        self._fingerprint = fingerprint.encode()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock_fd: int | None = lock_directory(self.directory, lock_wait_s)
+        self.item_bytes = file.file_bytes
+        self._space = DiskSpace(capacity_bytes, file.file_bytes)
+        self._paths: list[DiskPath] = []
+        try:
+            for root in dict.fromkeys(each.resolve() for each in roots):
+                path = DiskPath(root, fingerprint, file, self._space, lock_wait_s=lock_wait_s)
+                self._paths.append(path)
+                path.reads_direct = direct and _may_read_direct(path.directory, file)
+        except OSError:
+            self.close()
+            raise
+        self._seeds = [
+            xxhash.xxh3_64_intdigest(str(path.directory.parent).encode()) for path in self._paths
+        ]
+
+    @property
+    def used_bytes(self) -> int:
+        """What our files take, those included that could not be removed; never too little."""
+        return self._space.used_bytes
+
+    @property
+    def directories(self) -> list[Path]:
+        """Where the files are, one directory for each path."""
+        return [path.directory for path in self._paths]
 
     def path(self, key: bytes) -> Path:
-        """Return where a chunk's file is, or would be."""
-        name = key.hex()
-        return self.directory / name[:2] / (name + _SUFFIX)
+        """Return where a chunk's file goes first."""
+        return self._by_preference(key)[0].file(key)
+
+    def _by_preference(self, key: bytes) -> Sequence[DiskPath]:
+        """Order the paths for a key: each gets its share, and keeps it when others come or go."""
+        if len(self._paths) == 1:
+            return self._paths
+        weights = [xxhash.xxh3_64_intdigest(key, seed) for seed in self._seeds]
+        order = sorted(range(len(weights)), key=weights.__getitem__)
+        return [self._paths[position] for position in order]
 
     def scan(self) -> list[bytes]:
         """Return the keys of whole files, least recently used first; remove the others.
@@ -76,178 +100,73 @@ class DiskTier(LocalTier):
         Also makes the chunks of other layouts fit into what this one leaves
         of the capacity, unless another process owns them.
         """
-        found: list[tuple[int, bytes]] = []
-        for subdirectory in os.scandir(self.directory):
-            if subdirectory.is_dir() and len(subdirectory.name) == 2:
-                for file in os.scandir(subdirectory.path):
-                    self._examine(file, found)
-        self._trim_others(len(found) * self.item_bytes)
-        found.sort()
-        return [key for _, key in found]
-
-    def _trim_others(self, own_bytes: int) -> None:
-        budget_bytes = max(0, self.capacity_bytes - own_bytes)
-        try:
-            trim_others(self.directory.parent, self.directory, budget_bytes)
-        except OSError as error:
-            logger.warning("disk tier: cannot look after other models' chunks: %s", error)
-
-    def _examine(self, file: "os.DirEntry[str]", found: list[tuple[int, bytes]]) -> None:
-        if file.name.endswith(_TEMPORARY_SUFFIX):
-            # Its writer is dead: we hold the directory's lock.
-            _unlink(Path(file.path))
-            return
-        key = _key_of(file.name)
-        if key is None:
-            return
-        stat = file.stat(follow_symlinks=False)
-        if stat.st_size == self.item_bytes:
-            found.append((stat.st_mtime_ns, key))
-        else:
-            _unlink(Path(file.path))
+        found: dict[bytes, Found] = {}
+        for path in self._paths:
+            for file in path.scan():
+                first = found.setdefault(file.key, file)
+                if first is not file:
+                    # Written elsewhere while this path was failing.
+                    found[file.key] = max(first, file, key=_time_of_use)
+                    older = min(first, file, key=_time_of_use)
+                    self._space.remove_leftover(older.path, self.item_bytes)
+        others = OtherLayouts(self.directories)
+        self._space.start_with(len(found) * self.item_bytes, others)
+        return [file.key for file in sorted(found.values(), key=_time_of_use)]
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
         """Write each file under a temporary name, then rename it."""
         return [self._put(key, payload) for key, payload in chunks]
 
     def _put(self, key: bytes, payload: memoryview) -> PutOutcome:
-        path = self.path(key)
-        temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
-        try:
-            fd = _create(temporary)
-            try:
-                self._write(fd, key, payload)
-            finally:
-                os.close(fd)
-            temporary.replace(path)
-        except OSError as error:
-            _unlink(temporary)
-            logger.warning("disk tier: cannot write %s: %s", path, error)
-            return PutOutcome.NO_SPACE if error.errno in _NO_SPACE_ERRORS else PutOutcome.FAILED
-        return PutOutcome.STORED
-
-    def _write(self, fd: int, key: bytes, payload: memoryview) -> None:
-        checksum = xxhash.xxh3_128()
-        for start in range(0, len(payload), _PIECE_BYTES):
-            piece = payload[start : start + _PIECE_BYTES]
-            checksum.update(piece)
-            _write_all(fd, piece, HEADER_BYTES + start)
-        _write_all(fd, memoryview(self._header(key, checksum.digest())), 0)
+        outcome = PutOutcome.FAILED
+        paths = self._by_preference(key)
+        for path in paths:
+            ended = path.put(key, payload)
+            if ended is PutOutcome.STORED:
+                for other in paths:
+                    if other is not path:
+                        other.remove(key)
+                return ended
+            if ended is PutOutcome.NO_SPACE:
+                outcome = ended
+        return outcome
 
     def get_many(self, chunks: Sequence[Chunk]) -> list[GetOutcome]:
-        """Read files into the buffers and compare each with its checksum."""
+        """Read files into the buffers and compare each with its seal."""
         return [self._get(key, into) for key, into in chunks]
 
     def _get(self, key: bytes, into: memoryview) -> GetOutcome:
-        path = self.path(key)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return GetOutcome.MISSING
-        except OSError as error:
-            logger.warning("disk tier: cannot open %s: %s", path, error)
-            return GetOutcome.FAILED
-        try:
-            intact = self._read(fd, key, into)
-        except OSError as error:
-            logger.warning("disk tier: cannot read %s: %s", path, error)
-            return GetOutcome.FAILED
-        finally:
-            os.close(fd)
-        if intact:
-            _mark_used(path)
-            return GetOutcome.OK
-        logger.warning("disk tier: %s is damaged; removed", path)
-        _unlink(path)
-        return GetOutcome.DAMAGED
-
-    def _read(self, fd: int, key: bytes, into: memoryview) -> bool:
-        """Return whether the file was whole; ``into`` then holds its payload."""
-        if os.fstat(fd).st_size != self.item_bytes:
-            return False
-        header = bytearray(HEADER_BYTES)
-        # Read and hashed piece by piece, so that hashing finds the piece in the
-        # processor's cache, and never holds the interpreter lock (which
-        # xxhash does not release) longer than a piece takes.
-        checksum = xxhash.xxh3_128()
-        _read_all(fd, memoryview(header), 0)
-        for start in range(0, len(into), _PIECE_BYTES):
-            piece = into[start : start + _PIECE_BYTES]
-            if not _read_all(fd, piece, HEADER_BYTES + start):
-                return False
-            checksum.update(piece)
-        return header == self._header(key, checksum.digest())
-
-    def _header(self, key: bytes, checksum: bytes) -> bytes:
-        fixed = _FIXED.pack(
-            _MAGIC,
-            _VERSION,
-            HEADER_BYTES,
-            self._payload_bytes,
-            checksum,
-            self._fingerprint,
-            len(key),
-        )
-        return (fixed + key).ljust(HEADER_BYTES, b"\0")
+        outcome = GetOutcome.MISSING
+        for path in self._by_preference(key):
+            ended = path.get(key, into)
+            if ended is GetOutcome.OK:
+                return ended
+            if outcome is GetOutcome.MISSING:
+                outcome = ended
+        return outcome
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Remove files."""
+        """Remove files; one that cannot be removed stays counted and is tried again."""
         for key in keys:
-            _unlink(self.path(key))
+            for path in self._paths:
+                path.remove(key)
 
     def close(self) -> None:
-        """Give the directory free for another process."""
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        """Give the directories free for another process."""
+        self._space.remove_spares()
+        for path in self._paths:
+            path.close()
 
 
-def _create(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o644)
-    except FileNotFoundError:
-        # The first chunk of its subdirectory, or someone removed the tree.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, flags, 0o644)
+def _time_of_use(file: Found) -> tuple[int, bytes]:
+    return file.used_ns, file.key
 
 
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data = data[written:]
-        offset += written
-
-
-def _read_all(fd: int, into: memoryview, offset: int) -> bool:
-    """Fill ``into``; False when the file ends before."""
-    while into:
-        count = os.preadv(fd, [into], offset)
-        if count == 0:
-            return False
-        into = into[count:]
-        offset += count
-    return True
-
-
-def _mark_used(path: Path) -> None:
-    """Keep the order of use for the next start, where the file system lets us."""
-    with contextlib.suppress(OSError):
-        os.utime(path)
-
-
-def _key_of(file_name: str) -> bytes | None:
-    stem, dot, suffix = file_name.partition(".")
-    if dot + suffix != _SUFFIX:
-        return None
-    try:
-        return bytes.fromhex(stem)
-    except ValueError:
-        return None
-
-
-def _unlink(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        logger.warning("disk tier: cannot remove %s: %s", path, error)
+def _may_read_direct(directory: Path, file: ChunkFile) -> bool:
+    if not file.can_be_read_direct:
+        logger.info("disk tier: chunks are no whole pages, so all reads go by the page cache")
+        return False
+    reason = LinuxCalls().why_not_direct(directory)
+    if reason is not None:
+        logger.info("disk tier: all reads of %s go by the page cache: %s", directory, reason)
+    return reason is None

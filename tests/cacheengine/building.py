@@ -8,7 +8,7 @@ from cacheengine.chunk import ChunkLayout
 from cacheengine.config import EngineConfig
 from cacheengine.engine import CacheEngine
 from cacheengine.pool import Pool
-from cacheengine.tiers.base import LocalTier
+from cacheengine.tiers.base import LocalTier, SharedTier
 
 CHUNK_BYTES = 8192
 GB = 1024**3
@@ -71,6 +71,7 @@ class Bench:
         engine_config: EngineConfig | None = None,
         *,
         tier: LocalTier | None = None,
+        remote: SharedTier | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.pool = Pool.allocate(num_slots, CHUNK_BYTES)
@@ -81,6 +82,7 @@ class Bench:
             self.pool,
             clock=clock or self.clock,
             tier=tier,
+            remote=remote,
         )
 
     def store(self, chunks: Sequence[bytes]) -> tuple[bytes, ...] | None:

@@ -14,7 +14,9 @@ from cacheengine import wire
 from cacheengine.agent import Agent, AgentIdentity
 from cacheengine.config import EngineConfig
 from cacheengine.keys import HashScheme, chunk_keys, key64
-from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys, wait_until
+from cacheengine.stats import EngineStats, TierStats
+from cacheengine.transfer.stats import TransferStats
+from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys, layout, wait_until
 from tests.cacheengine.conftest import MakeBench
 
 IDENTITY = AgentIdentity(
@@ -27,6 +29,7 @@ IDENTITY = AgentIdentity(
     chunk_bytes=CHUNK_BYTES,
     kv_events_port=5557,
     kv_replay_port=5558,
+    transfer_port=8004,
 )
 TOKENS = list(range(1000))
 CHAIN = HashScheme("sha256", "seed").chain(TOKENS, 16)
@@ -81,6 +84,7 @@ async def test_info_says_who_and_how_keys_are_made(rig: Rig) -> None:
     assert (info.kv_events_port, info.kv_replay_port) == (5557, 5558)
     assert info.tiers["cpu"].capacity_bytes == 8 * CHUNK_BYTES
     assert info.tiers["disk"].capacity_bytes > 0
+    assert (info.transfer_port, info.layout) == (8004, layout().fingerprint())
 
 
 async def test_lookup_by_tokens_and_by_keys_tells_the_tiers(rig: Rig) -> None:
@@ -97,6 +101,37 @@ async def test_lookup_by_tokens_and_by_keys_tells_the_tiers(rig: Rig) -> None:
     assert await rig.post("/lookup", {"keys": [chunk.hex() for chunk in CHUNKS]}) == expected
     salted = await rig.post("/lookup", {"tokens": TOKENS, "cache_salt": "other tenant"})
     assert salted["matched_tokens"] == 0
+
+
+async def test_lookup_in_one_tier_counts_that_alone(rig: Rig) -> None:
+    rig.bench.store(CHUNKS)
+    rig.bench.finish_puts()
+    rig.bench.engine.clear(["cpu"])
+    rig.bench.promote(CHUNKS[:1])
+    for tier, tokens in (("cpu", 256), ("disk", 768), ("remote", 0)):
+        reply = await rig.post("/lookup", {"tokens": TOKENS, "tier": tier})
+        assert reply["matched_tokens"] == tokens
+        assert reply["tiers"] == [tier] * (tokens // 256)
+
+
+async def test_pin_keeps_a_prefix_until_unpin(rig: Rig) -> None:
+    rig.bench.store(CHUNKS)
+    assert await rig.post("/pin", {"tokens": TOKENS}) == {"num_tokens": 768}
+    rig.bench.finish_puts()
+    assert len(rig.bench.store(keys(*range(10, 18))) or ()) == 5
+    assert rig.bench.has_right_bytes(CHUNKS)
+    by_keys = {"keys": [chunk.hex() for chunk in CHUNKS]}
+    assert await rig.post("/unpin", by_keys) == {"num_tokens": 768}
+    rig.bench.finish_puts()
+    assert len(rig.bench.store(keys(*range(20, 28))) or ()) == 8
+
+
+async def test_pin_on_disk_and_where_nothing_is(rig: Rig) -> None:
+    rig.bench.store(CHUNKS)
+    rig.bench.finish_puts()
+    assert await rig.post("/pin", {"tokens": TOKENS, "tier": "disk"}) == {"num_tokens": 768}
+    assert await rig.post("/pin", {"tokens": TOKENS, "tier": "remote"}) == {"num_tokens": 0}
+    assert await rig.post("/pin", {"tokens": [1] * 600}) == {"num_tokens": 0}
 
 
 async def test_prefetch_promotes_while_no_model_steps(rig: Rig) -> None:
@@ -160,6 +195,20 @@ async def test_clear_drops_the_tiers_named(rig: Rig) -> None:
     assert await rig.post("/clear", {}) == {"dropped": {"cpu": 0, "disk": 2}}
 
 
+async def test_clear_drops_only_what_is_named(rig: Rig) -> None:
+    rig.bench.store([*CHUNKS, *keys(1)])
+    rig.bench.finish_puts()
+    assert await rig.post("/clear", {"tokens": TOKENS[:512], "tiers": ["cpu"]}) == {
+        "dropped": {"cpu": 2}
+    }
+    assert await rig.post("/clear", {"keys": [CHUNKS[2].hex()]}) == {
+        "dropped": {"cpu": 1, "disk": 1}
+    }
+    # An empty list names nothing; it does not mean all.
+    assert await rig.post("/clear", {"tokens": []}) == {"dropped": {"cpu": 0, "disk": 0}}
+    assert rig.bench.engine.match([*CHUNKS[:2], *keys(1)]) == ["disk", "disk", "cpu"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
@@ -170,6 +219,12 @@ async def test_clear_drops_the_tiers_named(rig: Rig) -> None:
         ("/prefetch", {"keyz": []}, "unknown field `keyz`"),
         ("/prefetch", {"keys": [], "pin_s": -1}, "give seconds from 0"),
         ("/clear", {"tiers": ["gpu"]}, "Invalid enum value 'gpu'"),
+        ("/clear", {"cache_salt": "s"}, "give its 'tokens' too"),
+        ("/clear", {"tokens": [1], "keys": []}, "give either 'tokens' or 'keys'"),
+        ("/pin", {}, "give either 'tokens' or 'keys'"),
+        ("/pin", {"keys": ["aa"]}, "digests of 32 bytes"),
+        ("/unpin", {"tokens": [1], "tier": "gpu"}, "Invalid enum value 'gpu'"),
+        ("/move", {"tokens": [1]}, "missing required field `source`"),
     ],
 )
 async def test_bad_calls_say_how_to_mend_them(rig: Rig, path: str, body: Any, message: str) -> None:
@@ -187,8 +242,12 @@ async def test_metrics_cover_every_count_of_the_engine(rig: Rig) -> None:
     rig.bench.store(keys(1))
     text = (await rig.get("/metrics")).decode()
     assert "warmroute_engine_stores_total 1.0" in text
-    for name in type(rig.bench.engine.stats()).__slots__:
+    for name in {*EngineStats.__slots__} - {"disk", "remote"}:
         assert f"warmroute_engine_{name}" in text
+    for name in TierStats.__slots__:
+        assert f'warmroute_engine_tier_{name}_total{{tier="disk"}}' in text
+    for name in TransferStats.__slots__:
+        assert f"warmroute_transfer_{name}_total 0.0" in text
     assert await rig.get("/health") == b'{"status": "ok"}'
 
 

@@ -69,10 +69,19 @@ def test_a_prefix_is_evicted_from_its_end(make_bench: MakeBench) -> None:
 def test_no_room_changes_nothing(make_bench: MakeBench) -> None:
     bench = make_bench(3)
     bench.store(keys(1, 2, 3))
-    bench.engine.hold(keys(1, 2))
+    bench.engine.hold(keys(1, 2, 3))
     assert bench.engine.prepare_store(keys(4, 5)) is None
     assert bench.engine.match(keys(1, 2, 3)) == ["cpu"] * 3
     assert bench.engine.stats().store_drops == 2
+    bench.engine.release(keys(1, 2, 3))
+
+
+def test_what_finds_room_is_stored_from_the_beginning(make_bench: MakeBench) -> None:
+    bench = make_bench(4)
+    bench.store(keys(1, 2, 3))
+    bench.engine.hold(keys(1, 2))
+    assert bench.store(keys(4, 5, 6)) == tuple(keys(4, 5))  # a free slot, and that of 3
+    assert bench.engine.stats().store_drops == 1
     bench.engine.release(keys(1, 2))
 
 
@@ -94,10 +103,9 @@ def test_holds_keep_bytes_and_slots(make_bench: MakeBench) -> None:
     slots = bench.engine.hold(keys(1, 2))
     assert bench.engine.try_hold(key(1)) == slots[0]
     bench.engine.release(keys(1, 2))
-    assert bench.engine.prepare_store(keys(3, 4)) is None  # 1 is still held once
+    assert bench.store(keys(3, 4)) == tuple(keys(3))  # 1 is still held once
     bench.engine.release(keys(1))
-    assert bench.engine.prepare_store(keys(3, 4)) is not None
-    bench.engine.complete_store(keys(3, 4), success=False)
+    assert bench.store(keys(4)) == tuple(keys(4))
 
 
 def test_hold_is_all_or_nothing(make_bench: MakeBench) -> None:

@@ -125,14 +125,14 @@ def test_a_directory_that_vanishes_is_a_miss(make_bench: MakeBench, tmp_path: Pa
 def test_a_disk_that_fills_up_costs_nothing_but_puts(
     make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(fd: int, data: memoryview, offset: int) -> int:
+    def full(fd: int, data: list[memoryview], offset: int) -> int:
         raise OSError(28, "No space left on device")
 
     bench = make_bench(8, config(tmp_path))
     bench.store(keys(1))
     bench.finish_puts()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "pwritev", full)
         bench.store(keys(2, 3))
         bench.finish_puts()
     assert bench.has_right_bytes(keys(1, 2, 3))

@@ -1,12 +1,14 @@
 """The engine against a model, by Hypothesis: any order of calls and of I/O.
 
 I/O jobs run when the machine says so, in any order, with other calls in the
-middle of them. After every step the engine checks itself, and the model
+middle of them; in the remote tier others put chunks, and its server drops
+some, at any time. After every step the engine checks itself, and the model
 checks that what can be found has exactly the bytes that were stored.
 """
 
+import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -21,9 +23,10 @@ from hypothesis.stateful import (
 
 from cacheengine.engine import CacheEngine, Presence, Promotion
 from cacheengine.pool import Pool
-from cacheengine.tiers.base import GetOutcome, PutOutcome
+from cacheengine.remote_index import RemoteIndex
+from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
 from tests.cacheengine.building import CHUNK_BYTES, FakeClock, config, key, layout, payload
-from tests.cacheengine.scripted_tier import ScriptedTier
+from tests.cacheengine.scripted_tier import Scripted, ScriptedRemote, ScriptedTier
 
 SLOTS = 4
 UNIVERSE = [key(number) for number in range(8)]
@@ -51,7 +54,7 @@ class ManualThreads:
         return True
 
 
-class InterruptedTier(ScriptedTier):
+class _Interrupted(Scripted):
     """Calls ``meanwhile`` once in the middle of its next operation."""
 
     meanwhile: Callable[[], None] | None = None
@@ -61,50 +64,120 @@ class InterruptedTier(ScriptedTier):
         if meanwhile:
             meanwhile()
 
-    def put(self, key: bytes, payload: memoryview) -> PutOutcome:
-        before = bytes(payload)
+    def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
+        before = [bytes(payload) for _, payload in chunks]
         self._interrupt()
-        assert bytes(payload) == before, "bytes changed under a put"
-        return super().put(key, payload)
+        assert [bytes(payload) for _, payload in chunks] == before, "bytes changed under a put"
+        return super().put_many(chunks)
 
-    def get(self, key: bytes, into: memoryview) -> GetOutcome:
-        into[:] = b"\0" * len(into)
+    def get_many(self, chunks: Sequence[Chunk]) -> list[GetOutcome]:
+        for _, into in chunks:
+            into[:] = b"\0" * len(into)
         self._interrupt()
-        return super().get(key, into)
+        return super().get_many(chunks)
+
+
+class InterruptedTier(_Interrupted, ScriptedTier):
+    """The disk."""
+
+
+class InterruptedRemote(_Interrupted, ScriptedRemote):
+    """The remote."""
+
+    def find(self, keys: Sequence[bytes]) -> list[bool] | None:
+        self._interrupt()
+        return super().find(keys)
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Rules are what vLLM's scheduler, the agent and the I/O threads may do."""
+    """Rules are what vLLM's scheduler, the agent, other engines and the I/O threads may do."""
 
     local_cpu = True
 
-    @initialize(disk_items=st.sampled_from([0, 3, 8]))
-    def start(self, disk_items: int) -> None:
+    @initialize(
+        disk_items=st.sampled_from([0, 3, 8]),
+        has_remote=st.booleans(),
+        policy=st.sampled_from(["LRU", "LFU", "ARC"]),
+        batch_chunks=st.sampled_from([1, 3]),
+    )
+    def start(self, disk_items: int, has_remote: bool, policy: str, batch_chunks: int) -> None:
         self.clock = FakeClock()
         self.pool = Pool.allocate(SLOTS, CHUNK_BYTES)
         self.tier = InterruptedTier(items=disk_items)
-        self.readers, self.writers = ManualThreads("", 1), ManualThreads("", 1)
-        threads = iter([self.readers, self.writers])
+        self.remote = InterruptedRemote()
+        self.tier.batch_chunks = self.remote.batch_chunks = batch_chunks
+        self.threads: list[ManualThreads] = []
         self.engine = CacheEngine(
-            config(Path("unused"), local_cpu=self.local_cpu),
+            dataclasses.replace(
+                config(Path("unused"), local_cpu=self.local_cpu), cache_policy=policy
+            ),
             layout(),
             self.pool,
             clock=self.clock,
             tier=self.tier,
-            make_threads=lambda name, count: next(threads),
+            remote=self.remote if has_remote else None,
+            make_threads=self._make_threads,
         )
+        remote = self.engine._state.promotions._remote
+        self.index = RemoteIndex() if remote is None else remote
         self.reserved: dict[bytes, int] = {}
         self.cancelled: set[bytes] = set()
         self.held: Counter[bytes] = Counter()
         self.held_slots: dict[bytes, int] = {}
         self.hidden_holds: set[bytes] = set()
-        self.stored: set[bytes] = set()
+        self.stored: set[bytes] = set()  # by us or others, and not cleared since
+        self.kept: dict[str, set[bytes]] = {"cpu": set(), "disk": set()}
         self.promotions: list[Promotion] = []
-        self.events: dict[str, set[bytes]] = {"cpu": set(), "disk": set()}
+        self.events: dict[str, set[bytes]] = {"cpu": set(), "disk": set(), "remote": set()}
+
+    def _make_threads(self, name: str, count: int) -> ManualThreads:
+        self.threads.append(ManualThreads(name, count))
+        return self.threads[-1]
+
+    def _tier_of(self, chunk: bytes) -> str | None:
+        return next(iter(self.engine.match([chunk])), None)
 
     @property
     def jobs(self) -> list[Callable[[], None]]:
-        return self.readers.jobs + self.writers.jobs
+        return [job for threads in self.threads for job in threads.jobs]
+
+    @rule(chunk=st.sampled_from(UNIVERSE))
+    def another_engine_puts(self, chunk: bytes) -> None:
+        self.remote.chunks[chunk] = payload(chunk)
+        self.stored.add(chunk)
+
+    @rule(chunk=st.sampled_from(UNIVERSE))
+    def the_server_evicts(self, chunk: bytes) -> None:
+        self.remote.chunks.pop(chunk, None)
+
+    @rule(chunk=st.sampled_from(UNIVERSE))
+    def lookup(self, chunk: bytes) -> None:
+        tier = self._tier_of(chunk)
+        presence = self.engine.lookup(chunk)
+        assert (presence is Presence.CPU) == (tier == "cpu")
+        if presence in (Presence.DISK, Presence.REMOTE):
+            assert presence.name.lower() == tier
+        if presence is Presence.UNKNOWN:
+            assert tier is None
+
+    @rule(chunks=PREFIXES, tier=st.sampled_from(["cpu", "disk", "remote"]))
+    def pin(self, chunks: list[bytes], tier: str) -> None:
+        held = self.engine.held_in(chunks, tier)
+        pinned = self.engine.pin(chunks, tier)
+        assert pinned <= held
+        if tier == "remote":
+            assert pinned == 0
+            return
+        self.kept[tier].update(chunks[:pinned])
+        most = SLOTS if tier == "cpu" else self.tier.capacity_bytes // CHUNK_BYTES
+        assert len(self.kept[tier]) <= most // 2
+        assert pinned == held or len(self.kept[tier]) == most // 2
+
+    @rule(chunks=PREFIXES, tier=st.sampled_from(["cpu", "disk"]))
+    def unpin(self, chunks: list[bytes], tier: str) -> None:
+        asked = set(chunks[: self.engine.held_in(chunks, tier)])
+        assert self.engine.unpin(chunks, tier) == len(asked & self.kept[tier])
+        self.kept[tier] -= asked
 
     @rule(chunks=PREFIXES)
     def prepare_store(self, chunks: list[bytes]) -> None:
@@ -147,7 +220,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(chunks=PREFIXES)
     def hold(self, chunks: list[bytes]) -> None:
-        ready = all(self.engine.lookup(chunk) is Presence.CPU for chunk in chunks)
+        ready = all(self._tier_of(chunk) == "cpu" for chunk in chunks)
         try:
             slots = self.engine.hold(chunks)
         except KeyError:
@@ -186,51 +259,80 @@ class EngineMachine(RuleBasedStateMachine):
         assert total == len(chunks)
         self.promotions.append(promotion)
 
-    @rule(seconds=st.sampled_from([0.5, 6.0, 100.0]))
+    @rule(seconds=st.sampled_from([0.5, 2.0, 6.0, 100.0]))
     def let_time_pass(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.engine.expire_pins()
 
-    @rule(tiers=st.sampled_from([None, ["cpu"], ["disk"]]))
-    def clear(self, tiers: list[str] | None) -> None:
-        self.engine.clear(tiers)
+    @rule(
+        tiers=st.sampled_from([None, ["cpu"], ["disk"], ["remote"]]),
+        chunks=st.one_of(st.none(), PREFIXES),
+    )
+    def clear(self, tiers: list[str] | None, chunks: list[bytes] | None = None) -> None:
+        chosen = set(UNIVERSE if chunks is None else chunks)
+        known = {chunk for chunk in UNIVERSE if self.index.is_known(chunk)}
+        self.engine.clear(tiers, chunks)
         if tiers is None:
-            self.stored.clear()
-        if tiers != ["disk"]:
-            self.hidden_holds.update(self.held)
-            self.cancelled.update(self.reserved)
-            assert not any(self.engine.match([chunk]) == ["cpu"] for chunk in UNIVERSE)
-        if tiers != ["cpu"]:
-            assert not any(self.engine.match([chunk]) == ["disk"] for chunk in UNIVERSE)
+            # What the others put, and this engine knows nothing of, stays.
+            self.stored -= chosen - (self.remote.chunks.keys() - known)
+        for tier in tiers or ["cpu", "disk", "remote"]:
+            self._cleared(tier, chosen)
+
+    def _cleared(self, tier: str, chosen: set[bytes]) -> None:
+        assert not any(self.engine.held_in([chunk], tier) for chunk in chosen)
+        if tier in self.kept:
+            self.kept[tier] -= chosen
+        if tier == "cpu":
+            self.hidden_holds.update(chosen & self.held.keys())
+            self.cancelled.update(chosen & self.reserved.keys())
 
     @precondition(lambda self: self.jobs)
     @rule(
         data=st.data(),
-        meanwhile=st.sampled_from(["nothing", "clear", "clear cpu", "clear disk", "store", "job"]),
+        meanwhile=st.sampled_from(
+            ["nothing", "clear", "clear cpu", "clear disk", "clear remote", "store", "job", "evict"]
+        ),
+        answers=st.sampled_from([True, True, True, False]),
         put=st.sampled_from([PutOutcome.STORED] * 4 + [PutOutcome.NO_SPACE, PutOutcome.FAILED]),
         get=st.sampled_from([GetOutcome.OK] * 4 + [GetOutcome.DAMAGED, GetOutcome.FAILED]),
     )
-    def run_io(self, data: st.DataObject, meanwhile: str, put: PutOutcome, get: GetOutcome) -> None:
+    def run_io(
+        self,
+        data: st.DataObject,
+        meanwhile: str,
+        answers: bool,
+        put: PutOutcome,
+        get: GetOutcome,
+    ) -> None:
         job = data.draw(st.sampled_from(self.jobs))
-        self.tier.put_outcome = put
-        self.tier.get_outcome = get
+        self.tier.put_outcome = self.remote.put_outcome = put
+        self.tier.get_outcome = self.remote.get_outcome = get
+        self.remote.answers = answers
         actions: dict[str, Callable[[], None]] = {
             "nothing": lambda: None,
             "clear": lambda: self.clear(None),
             "clear cpu": lambda: self.clear(["cpu"]),
             "clear disk": lambda: self.clear(["disk"]),
+            "clear remote": lambda: self.clear(["remote"]),
+            "evict": self.remote.chunks.clear,
             "store": lambda: self.store(UNIVERSE[:3]),
             "job": self._run_first_job,
         }
-        self.tier.meanwhile = actions[meanwhile]
+        self.tier.meanwhile = self.remote.meanwhile = actions[meanwhile]
         self._run(job)
-        self.tier.meanwhile = None
+        self.tier.meanwhile = self.remote.meanwhile = None
+        if get is not GetOutcome.OK:
+            # No pin keeps what cannot be read.
+            self.kept["disk"] = {
+                chunk for chunk in self.kept["disk"] if self.engine.held_in([chunk], "disk")
+            }
 
     @precondition(lambda self: self.jobs)
     @rule()
     def run_all_io(self) -> None:
-        self.tier.put_outcome = PutOutcome.STORED
-        self.tier.get_outcome = GetOutcome.OK
+        self.tier.put_outcome = self.remote.put_outcome = PutOutcome.STORED
+        self.tier.get_outcome = self.remote.get_outcome = GetOutcome.OK
+        self.remote.answers = True
         while self.jobs:
             self._run(self.jobs[0])
 
@@ -239,7 +341,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._run(self.jobs[0])
 
     def _run(self, job: Callable[[], None]) -> None:
-        for threads in (self.readers, self.writers):
+        for threads in self.threads:
             if job in threads.jobs:
                 threads.jobs.remove(job)
                 job()
@@ -253,8 +355,8 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_found_is_what_was_stored(self) -> None:
         for chunk in UNIVERSE:
-            presence = self.engine.lookup(chunk)
-            if presence is Presence.CPU:
+            tier = self._tier_of(chunk)
+            if tier == "cpu":
                 assert chunk in self.stored
                 slot = self.engine.try_hold(chunk)
                 assert slot is not None
@@ -263,16 +365,23 @@ class EngineMachine(RuleBasedStateMachine):
                     self.engine.release([chunk])
                 else:
                     self._note_hold(chunk, slot)
-            elif presence is Presence.DISK:
+            elif tier == "disk":
                 assert chunk in self.stored
                 assert self.tier.chunks[chunk] == payload(chunk)
+            elif tier == "remote":
+                assert chunk in self.stored
 
     @invariant()
     def held_bytes_never_change(self) -> None:
         for chunk, slot in self.held_slots.items():
             assert bytes(self.pool.view(slot)) == payload(chunk)
             if chunk not in self.hidden_holds:
-                assert self.engine.lookup(chunk) is Presence.CPU
+                assert self._tier_of(chunk) == "cpu"
+
+    @invariant()
+    def what_is_pinned_stays(self) -> None:
+        for tier, chunks in self.kept.items():
+            assert all(self.engine.held_in([chunk], tier) for chunk in chunks)
 
     @invariant()
     def events_tell_what_is_found(self) -> None:
@@ -282,12 +391,13 @@ class EngineMachine(RuleBasedStateMachine):
                 assert (chunk in chunks) != event.stored
                 (chunks.add if event.stored else chunks.remove)(chunk)
         assert self.events["cpu"] == set(self.engine._state.cpu.ready_keys())
-        assert self.events["disk"] == set(self.engine._state.tier.keys())
+        assert self.events["disk"] == set(self.engine._disk.keys())
+        assert self.events["remote"] == set(self.index.keys())
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self.tier.meanwhile = None
+        self.tier.meanwhile = self.remote.meanwhile = None
         while self.jobs:
             self._run(self.jobs[0])
         assert all(promotion.done for promotion in self._settled_promotions())
@@ -300,7 +410,8 @@ class EngineMachine(RuleBasedStateMachine):
             self._run(self.jobs[0])
         self.engine.check()
         assert self.engine.stats().cpu_used_bytes == 0
-        assert self.engine._state.tier.used_bytes == 0
+        assert self.engine._disk.used_bytes == 0
+        assert not any(self.index.is_known(chunk) for chunk in UNIVERSE)
         assert self.tier.chunks == {}
         self.engine.close()
 

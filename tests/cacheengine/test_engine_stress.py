@@ -1,88 +1,154 @@
-"""Many threads on one engine and a real disk: bytes stay right, nothing hangs."""
+"""Many threads on one engine, a real disk and a remote tier: bytes stay right, nothing hangs."""
 
 import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from cacheengine.engine import Presence
-from tests.cacheengine.building import Bench, config, key, payload
+from tests.cacheengine.building import Bench, config, key, payload, wait_until
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.scripted_tier import ScriptedRemote
 
 SEED = 20_240_229
 TURNS = 4000
+LONG_RUN_S = 60.0
+ACTORS = 6
 CONVERSATIONS = [[key(100 * talk + turn) for turn in range(6)] for talk in range(12)]
+PAYLOADS = {chunk: payload(chunk) for talk in CONVERSATIONS for chunk in talk}
 
 
 class Worker(threading.Thread):
-    """One actor with a random order of its own, derived from the fixed seed."""
+    """One actor with a random order of its own, derived from the fixed seed.
 
-    def __init__(self, bench: Bench, number: int) -> None:
+    Takes a turn as long as ``goes_on`` says so; `ACTIONS` has what a turn can be.
+    """
+
+    def __init__(
+        self, bench: Bench, remote: ScriptedRemote, number: int, goes_on: Callable[["Worker"], bool]
+    ) -> None:
         super().__init__(name=f"stress-{number}")
         self.bench = bench
+        self.engine = bench.engine
+        self.remote = remote
         self.random = random.Random(SEED + number)
+        self.goes_on = goes_on
         self.error: BaseException | None = None
+        self.turns = 0
         self.checked = 0
 
     def run(self) -> None:
+        actions = [action for action, weight in ACTIONS.items() for _ in range(weight)]
         try:
-            for _ in range(TURNS):
-                self.turn()
+            while self.goes_on(self):
+                self.random.choice(actions)(self)
+                self.turns += 1
         except BaseException as error:  # noqa: BLE001  reported by the main thread
             self.error = error
 
-    def turn(self) -> None:
-        prefix = self.random.choice(CONVERSATIONS)[: self.random.randint(1, 6)]
-        engine = self.bench.engine
-        match self.random.randrange(12):
-            case 0 | 1 | 2 | 3:
-                self.store(prefix)
-            case 4 | 5 | 6:
-                self.load(prefix)
-            case 7 | 8:
-                engine.promote(prefix, pin_s=self.random.choice([0.0, 0.005])).wait(20)
-            case 9:
-                engine.touch(prefix)
-                engine.expire_pins()
-            case 10:
-                if self.random.random() < 0.1:
-                    engine.clear(self.random.choice([None, ["cpu"], ["disk"]]))
-            case 11:
-                engine.snapshot()
-                engine.take_events()
-                engine.check()
+    def prefix(self) -> list[bytes]:
+        return self.random.choice(CONVERSATIONS)[: self.random.randint(1, 6)]
 
-    def store(self, prefix: list[bytes]) -> None:
-        engine = self.bench.engine
-        reservation = engine.prepare_store(prefix)
-        if reservation is None:
+    def assert_right(self, chunk: bytes, slot: int) -> None:
+        """Compare the bytes of a chunk that this actor holds, twice: they must not change."""
+        for _ in range(2):
+            assert bytes(self.bench.pool.view(slot)) == PAYLOADS[chunk]
+        self.checked += 1
+
+
+def store(worker: Worker) -> None:
+    reservation = worker.engine.prepare_store(worker.prefix())
+    if reservation is None:
+        return
+    fails = worker.random.random() < 0.1
+    for chunk, slot in zip(reservation.keys, reservation.slots, strict=True):
+        view = worker.engine.view(slot)
+        view[:] = b"\xee" * len(view)
+        if not fails:
+            view[:] = PAYLOADS[chunk]
+    worker.engine.complete_store(reservation.keys, success=not fails)
+
+
+def load(worker: Worker) -> None:
+    for chunk in worker.prefix():
+        slot = worker.engine.try_hold(chunk)
+        if slot is None:
+            if worker.engine.lookup(chunk) in (Presence.DISK, Presence.REMOTE):
+                worker.engine.promote([chunk], pin_s=0.01)
             return
-        fails = self.random.random() < 0.1
-        for chunk, slot in zip(reservation.keys, reservation.slots, strict=True):
-            view = self.bench.pool.view(slot)
-            view[:] = b"\xee" * len(view)
-            if not fails:
-                view[:] = payload(chunk)
-        engine.complete_store(reservation.keys, success=not fails)
+        try:
+            worker.assert_right(chunk, slot)
+        finally:
+            worker.engine.release([chunk])
 
-    def load(self, prefix: list[bytes]) -> None:
-        engine = self.bench.engine
-        for chunk in prefix:
-            slot = engine.try_hold(chunk)
-            if slot is None:
-                if engine.lookup(chunk) is Presence.DISK:
-                    engine.promote([chunk], pin_s=0.01)
-                return
-            try:
-                for _ in range(2):
-                    assert bytes(self.bench.pool.view(slot)) == payload(chunk)
-                self.checked += 1
-            finally:
-                engine.release([chunk])
+
+def prefetch(worker: Worker) -> None:
+    promotion = worker.engine.promote(worker.prefix(), pin_s=worker.random.choice([0.0, 0.005]))
+    assert promotion.wait(20), "a promotion hangs"
+
+
+def touch(worker: Worker) -> None:
+    worker.engine.touch(worker.prefix())
+    worker.engine.expire_pins()
+
+
+def clear(worker: Worker) -> None:
+    if worker.random.random() < 0.1:
+        tiers = worker.random.choice([None, ["cpu"], ["disk"], ["remote"]])
+        worker.engine.clear(tiers, worker.random.choice([None, worker.prefix()]))
+
+
+def pin(worker: Worker) -> None:
+    tier = worker.random.choice(["cpu", "disk", "remote"])
+    act = worker.engine.pin if worker.random.random() < 0.3 else worker.engine.unpin
+    prefix = worker.prefix()
+    assert act(prefix, tier) <= len(prefix)
+
+
+def look_around(worker: Worker) -> None:
+    worker.engine.snapshot()
+    worker.engine.take_events()
+    worker.engine.stats()
+    worker.engine.check()
+
+
+def others_put(worker: Worker) -> None:
+    """Another engine's store, with the same bytes for the same keys."""
+    for chunk in worker.prefix():
+        worker.remote.chunks[chunk] = PAYLOADS[chunk]
+
+
+def the_server_evicts(worker: Worker) -> None:
+    for chunk in worker.prefix():
+        worker.remote.chunks.pop(chunk, None)
+
+
+def the_server_stumbles(worker: Worker) -> None:
+    """For a moment it does not answer; the engine then leaves it alone for a second or more."""
+    if worker.random.random() < 0.0002:
+        worker.remote.answers = False
+        prefetch(worker)
+        worker.remote.answers = True
+
+
+ACTIONS: Final[dict[Callable[[Worker], None], int]] = {
+    store: 4,
+    load: 3,
+    prefetch: 2,
+    touch: 1,
+    clear: 1,
+    pin: 1,
+    look_around: 1,
+    others_put: 1,
+    the_server_evicts: 1,
+    the_server_stumbles: 1,
+}
+"""What an actor may do in a turn, and how often compared to the others."""
 
 
 @pytest.fixture
@@ -94,31 +160,66 @@ def restless_threads() -> Iterator[None]:
     sys.setswitchinterval(interval_s)
 
 
+def _run(bench: Bench, remote: ScriptedRemote, goes_on: Callable[[Worker], bool]) -> None:
+    workers = [Worker(bench, remote, number, goes_on) for number in range(ACTORS)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(LONG_RUN_S + 120)
+        assert not worker.is_alive(), "hangs"
+    errors = [worker.error for worker in workers if worker.error]
+    assert errors == []
+    assert sum(worker.checked for worker in workers) > 0
+
+
+def _assert_sound_in_the_end(bench: Bench, remote: ScriptedRemote, directory: Path) -> None:
+    engine = bench.engine
+    engine.check()
+    stats = engine.stats()
+    assert min(stats.disk.puts, stats.disk.gets, stats.remote.puts, stats.remote.gets) > 0
+    assert stats.remote.found > 0
+    assert stats.corrupt == stats.io_errors == 0
+    bench.finish_puts()
+    files = list(directory.rglob("*.kv"))
+    limit_bytes = config(directory, disk_items=30).max_local_disk_bytes
+    assert sum(file.stat().st_size for file in files) <= limit_bytes
+    # No slot is lost: when all is cleared and nothing is under way, all are free.
+    engine.clear()
+    wait_until(lambda: engine.stats().cpu_used_bytes == 0)
+    wait_until(lambda: engine.tier_info()["disk"].used_bytes == 0)
+    assert len(bench.store(CONVERSATIONS[0] + CONVERSATIONS[1]) or ()) == 12
+    engine.check()
+
+
+def _bench(
+    make_bench: MakeBench, directory: Path, *, local_cpu: bool
+) -> tuple[Bench, ScriptedRemote]:
+    remote = ScriptedRemote()
+    remote.batch_chunks = 3
+    bench = make_bench(
+        20,
+        config(directory, disk_items=30, local_cpu=local_cpu),
+        clock=time.monotonic,
+        remote=remote,
+    )
+    return bench, remote
+
+
 @pytest.mark.usefixtures("restless_threads")
 @pytest.mark.parametrize("local_cpu", [True, False])
 def test_bytes_stay_right_under_load(
     make_bench: MakeBench, tmp_path: Path, local_cpu: bool
 ) -> None:
-    bench = make_bench(
-        20, config(tmp_path, disk_items=30, local_cpu=local_cpu), clock=time.monotonic
-    )
-    workers = [Worker(bench, number) for number in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(120)
-        assert not worker.is_alive(), "hangs"
-    errors = [worker.error for worker in workers if worker.error]
-    assert errors == []
-    bench.engine.check()
-    stats = bench.engine.stats()
-    assert sum(worker.checked for worker in workers) > 0
-    assert stats.puts > 0
-    assert stats.gets > 0
-    assert stats.corrupt == stats.io_errors == 0
-    bench.finish_puts()
-    files = list(tmp_path.rglob("*.kv"))
-    assert (
-        sum(file.stat().st_size for file in files)
-        <= config(tmp_path, disk_items=30).max_local_disk_bytes
-    )
+    bench, remote = _bench(make_bench, tmp_path, local_cpu=local_cpu)
+    _run(bench, remote, lambda worker: worker.turns < TURNS)
+    _assert_sound_in_the_end(bench, remote, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("restless_threads")
+@pytest.mark.parametrize("local_cpu", [True, False])
+def test_bytes_stay_right_for_long(make_bench: MakeBench, tmp_path: Path, local_cpu: bool) -> None:
+    bench, remote = _bench(make_bench, tmp_path, local_cpu=local_cpu)
+    end_s = time.monotonic() + LONG_RUN_S
+    _run(bench, remote, lambda worker: time.monotonic() < end_s)
+    _assert_sound_in_the_end(bench, remote, tmp_path)

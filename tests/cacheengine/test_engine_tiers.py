@@ -112,8 +112,7 @@ def test_resident_chunks_count_as_such_and_are_pinned(
     bench.store(keys(1))
     bench.finish_puts()
     assert bench.promote(keys(1, 2)) == (1, 1, 0)
-    assert bench.store(keys(7, 8)) is None  # one slot is free, two are pinned
-    assert bench.store(keys(7)) == tuple(keys(7))
+    assert bench.store(keys(7, 8)) == tuple(keys(7))  # one slot is free, two are pinned
 
 
 def test_a_store_under_way_is_joined(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -186,8 +185,8 @@ def test_a_tier_that_raises_is_a_failed_tier(
         raise RuntimeError("a bug in the tier")
 
     bench = _on_disk(make_bench, tier, 1)
-    monkeypatch.setattr(tier, "get", broken)
-    monkeypatch.setattr(tier, "put", broken)
+    for name in ("get_many", "put_many", "delete"):
+        monkeypatch.setattr(tier, name, broken)
     assert bench.promote(keys(1)) == (0, 0, 1)
     bench.store(keys(2))
     bench.finish_puts()
@@ -325,7 +324,7 @@ def test_close_is_bounded_when_the_disk_is_slow(make_bench: MakeBench, tier: Scr
     wait_until(lambda: bench.engine.tier_info()["disk"].used_bytes == 2 * tier.item_bytes)
     closing = threading.Thread(target=bench.engine.close, kwargs={"drain_s": 0.0})
     closing.start()
-    wait_until(lambda: not bench.engine._draining)
+    wait_until(lambda: not bench.engine._io[0]._is_writing)
     tier.puts.set()
     closing.join(20)
     assert len(tier.chunks) == 2  # those under way; the rest was given up

@@ -38,7 +38,7 @@ def test_victims_are_the_least_recent_that_nobody_needs() -> None:
     index.touch(keys(0))
     held = index.ready(key(1))
     assert held is not None
-    held.holds = 1
+    held.in_use.holds = 1
     assert [entry.key for entry in index.victims(4, keep=(), now_s=0.0)] == keys(2, 3, 0)
     assert [entry.key for entry in index.victims(1, keep=keys(2), now_s=0.0)] == keys(3)
     assert index.victims(0, keep=(), now_s=0.0) == []
@@ -62,22 +62,24 @@ def test_a_pin_keeps_until_its_deadline() -> None:
 def test_a_pin_asked_for_early_runs_from_when_the_bytes_are_there() -> None:
     index = _index(0)
     entry = index.add(key(1), State.PROMOTING)
-    entry.pin_s = 10.0
+    index.pin_when_ready(entry, 10.0)
+    index.pin_when_ready(entry, 3.0)  # the longer one counts
     index.publish(entry, now_s=100.0)
-    assert entry.pinned_until_s == 110.0
+    assert entry.seen.pinned_until_s == 110.0
+    index.check()
 
 
 def test_condemned_entries_are_not_found_and_keep_their_slot() -> None:
     index = _index(2)
     entry = index.ready(key(0))
     assert entry is not None
-    entry.holds = 1
+    entry.in_use.holds = 1
     index.condemn(entry)
     assert index.ready(key(0)) is None
     assert index.ready_keys() == keys(1)
     assert index.free_slots == 2
     index.check()
-    entry.holds = 0
+    entry.in_use.holds = 0
     with pytest.raises(AssertionError, match="still here"):
         index.check()
     index.remove(entry)
@@ -96,3 +98,29 @@ def test_check_finds_a_lost_slot() -> None:
     del index._entries[key(0)]
     with pytest.raises(AssertionError, match="lost"):
         index.check()
+
+
+def test_what_an_operator_pinned_is_no_victim() -> None:
+    index = _index(4)
+    entry = index.ready(key(0))
+    assert entry is not None
+    assert index.keep(entry)
+    assert [each.key for each in index.victims(4, keep=(), now_s=0.0)] == keys(1, 2, 3)
+    assert set(index.ready_keys()) == set(keys(0, 1, 2, 3))
+    index.touch(keys(0))
+    index.check()
+    assert index.let_go(entry)
+    assert entry.use is None  # nothing goes on with it: no memory for that
+    assert [each.key for each in index.victims(4, keep=(), now_s=0.0)] == keys(1, 2, 3, 0)
+    index.check()
+
+
+def test_a_chunk_that_nothing_goes_on_with_is_small() -> None:
+    index = _index(1)
+    entry = index.ready(key(0))
+    assert entry is not None
+    assert entry.use is None
+    index.pin(entry, until_s=5.0)
+    assert entry.use is not None
+    index.unpin(entry)
+    assert entry.use is None

@@ -48,6 +48,19 @@ def test_the_command_loads_our_spec_and_publishes_events() -> None:
     assert events["replay_endpoint"] == "tcp://*:7002"
 
 
+def test_layers_with_windows_are_kept_like_the_others_unless_told() -> None:
+    def launched(*vllm_args: str) -> list[str]:
+        return vllm_arguments(vllm_args, chunk_tokens=256, kv_events_port=1, kv_replay_port=2)
+
+    assert launched().count("--disable-hybrid-kv-cache-manager") == 1
+    assert (
+        launched("--disable_hybrid_kv_cache_manager").count("--disable-hybrid-kv-cache-manager")
+        == 0
+    ), "the user's own stands"
+    told = launched("--no-disable-hybrid-kv-cache-manager")
+    assert "--disable-hybrid-kv-cache-manager" not in told
+
+
 @pytest.mark.parametrize(
     "taken",
     [

@@ -1,6 +1,7 @@
 """The lower tier's index, to exact outcomes."""
 
 from cacheengine.tier_index import TierIndex
+from cacheengine.tiers.base import GetOutcome
 from tests.cacheengine.building import key, keys
 
 
@@ -54,15 +55,24 @@ def test_what_is_read_or_written_is_not_evicted() -> None:
     tier.reserve(key(2))
     assert tier.reserve(key(3)) is None
     tier.check()
-    assert not tier.end_read(key(1), intact=True)
+    assert not tier.end_read(key(1), GetOutcome.OK, 0.0)
     assert tier.reserve(key(3)) == keys(1)
 
 
 def test_a_lost_chunk_is_not_found_again() -> None:
     tier = _tier(1)
     tier.begin_read(key(0))
-    assert tier.end_read(key(0), intact=False)
+    assert not tier.end_read(key(0), GetOutcome.MISSING, 0.0)
+    assert not tier.is_known(key(0))
+    tier.check()
+
+
+def test_a_chunk_that_cannot_be_read_is_to_be_deleted() -> None:
+    tier = _tier(1)
+    tier.begin_read(key(0))
+    assert tier.end_read(key(0), GetOutcome.FAILED, 0.0)
     assert key(0) not in tier
+    assert tier.used_bytes == 10
     tier.forget(key(0))
     tier.check()
 
@@ -85,7 +95,7 @@ def test_clear_hides_all_and_deletes_what_is_idle() -> None:
     assert tier.used_bytes == 30  # nothing is gone yet
     tier.check()
     tier.forget(key(1))
-    assert tier.end_read(key(0), intact=True)
+    assert tier.end_read(key(0), GetOutcome.OK, 0.0)
     tier.forget(key(0))
     assert not tier.publish(key(2))
     tier.forget(key(2))
@@ -103,3 +113,18 @@ def test_a_limit_below_the_capacity_rotates() -> None:
 
 def test_no_capacity_holds_nothing() -> None:
     assert TierIndex(0, 1).reserve(key(1)) is None
+
+
+def test_pinned_chunks_are_passed_over_once_and_not_for_every_newcomer() -> None:
+    tier = _tier(4, capacity=4)
+    assert tier.keep(key(0))
+    assert tier.keep(key(1))
+    assert not tier.keep(key(2))  # half is pinned
+    assert tier.reserve(key(8)) == keys(2)
+    assert tier.keys() == keys(3, 0, 1)
+    assert tier.reserve(key(9)) == keys(3)
+    assert tier.reserve(key(7)) is None
+    assert tier.let_go(key(0))
+    assert not tier.let_go(key(0))
+    assert tier.reserve(key(7)) == keys(0)
+    tier.check()

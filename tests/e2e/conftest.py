@@ -32,6 +32,8 @@ class Fleet:
 
     replicas: tuple[Replica, Replica]
     make_router: Callable[..., Router]
+    controller: dict[str, int]
+    """Settings of the controller that the replicas look for; one router at a time may have it."""
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +42,8 @@ def fleet(
 ) -> Fleet:
     """Start two replicas at once."""
     directory = tmp_path_factory.mktemp("fleet")
-    ports = free_ports(4)
+    ports = free_ports(8)
+    controller = {"port": ports[6], "monitor_port": ports[7]}
     first, second = (
         Replica(
             processes,
@@ -51,6 +54,13 @@ def fleet(
             agent_port=ports[2 * i + 1],
             index=i,
             of=2,
+            config={
+                "enable_controller": True,
+                "controller_url": f"localhost:{ports[7]}",
+                "distributed_url": f"localhost:{ports[4 + i]}",
+                "lmcache_instance_id": f"lmcache_instance_{i + 1}",
+                "lmcache_worker_heartbeat_time": 1,
+            },
         )
         for i in range(2)
     )
@@ -75,7 +85,7 @@ def fleet(
             },
         )
 
-    return Fleet((first, second), make_router)
+    return Fleet((first, second), make_router, controller)
 
 
 @pytest.fixture(scope="session")

@@ -120,11 +120,11 @@ class Replica(ReplicaTiers):
 
     # --- requests ---
 
-    def ask(self, prompt: Sequence[int], *, max_tokens: int = 64, **more: object) -> Answer:
-        """Complete a prompt of token ids at temperature 0."""
+    def ask(self, prompt: Sequence[int] | str, *, max_tokens: int = 64, **more: object) -> Answer:
+        """Complete a text, or a prompt of token ids, at temperature 0."""
         body = {
             "model": MODEL,
-            "prompt": list(prompt),
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": max_tokens,
             "temperature": 0,
             "logprobs": 5,

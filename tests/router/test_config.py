@@ -105,6 +105,15 @@ def test_a_secret_is_not_printed(tmp_path: Path) -> None:
             "prefetch.enabled: expected true or false, got the text 'yes'; write true or false",
         ),
         (ONE + "host: ''", "host: is empty; give a value"),
+        (ONE + "controller:", "controller: is empty; write 'controller: {}' for its defaults"),
+        (ONE + "controller: true", "controller: expected settings, got true; write 'key: value'"),
+        (ONE + "controller: {ports: 1}", "controller.ports: unknown key; did you mean 'port'?"),
+        (ONE + "controller: {port: 70000}", "controller.port: 70000 is out of range; it must"),
+        (ONE + "controller: {port: 8080}", "controller.port: 8080 is also port; choose another"),
+        (
+            ONE + "controller: {monitor_port: 9000}",
+            "controller.monitor_port: 9000 is also controller.port; choose another",
+        ),
         (ONE + "tokenizer: {path: nowhere}", "tokenizer.path: 'nowhere' does not exist; name an"),
     ],
 )
@@ -116,6 +125,18 @@ def test_what_is_wrong_is_said_with_its_fix(tmp_path: Path, text: str, message: 
     assert "\n" not in said
     assert said.startswith(str(tmp_path / "router.yaml"))
     assert caught.value.fix
+
+
+def test_the_controller_is_off_unless_its_section_is_there(tmp_path: Path) -> None:
+    assert load(tmp_path, ONE).controller is None
+    controller = load(tmp_path, ONE + "controller: {}").controller
+    assert controller is not None
+    assert (controller.host, controller.port, controller.monitor_port) == ("127.0.0.1", 9000, 9001)
+
+
+def test_any_free_port_may_be_taken_for_each(tmp_path: Path) -> None:
+    config = load(tmp_path, ONE + "port: 0\ncontroller: {port: 0, monitor_port: 0}")
+    assert config.controller is not None and config.controller.port == 0
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

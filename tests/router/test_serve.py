@@ -1,12 +1,16 @@
 """`warmroute serve` as a process: it says where it is, drains, and ends."""
 
+import json
+import re
 import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +71,67 @@ def test_a_second_signal_does_not_wait() -> None:
                     break
             process.send_signal(signal.SIGTERM)
             assert process.wait() == -signal.SIGTERM
+
+
+@pytest.fixture
+def with_controller(tmp_path: Path) -> Callable[..., list[str]]:
+    """Arguments for a router with a controller on the ports given."""
+
+    def arguments(**ports: int) -> list[str]:
+        path = tmp_path / "router.yaml"
+        replica = {"url": "http://127.0.0.1:1", "instance_id": "one", "agent_url": "http://a:1"}
+        settings = {"port": 0, "replicas": [replica], "controller": ports}
+        path.write_text(json.dumps(settings))  # JSON is YAML
+        return ["--config", str(path)]
+
+    return arguments
+
+
+def test_the_controller_runs_beside_the_proxy(with_controller: Callable[..., list[str]]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "router", "serve", *with_controller(port=0, monitor_port=0)],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        try:
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if "OPENAI_BASE_URL=" in line:
+                    break
+            (said,) = [each for each in lines if "controller's API is at" in each]
+            api, monitor = re.findall(r"http://[\d.:]+", said)
+            with urllib.request.urlopen(f"{api}/instances") as response:
+                (instance,) = json.load(response)["instances"]
+            assert (instance["instance_id"], instance["agent_url"]) == ("one", "http://a:1")
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                urllib.request.urlopen(f"{monitor}/register", data=b"{}")
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read()
+            assert process.wait() == 0
+        finally:
+            process.kill()
+    assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize("key", ["port", "monitor_port"])
+def test_a_controllers_port_in_use_is_one_line(
+    with_controller: Callable[..., list[str]], key: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ports = {"port": 0, "monitor_port": 0, key: port}
+        done = subprocess.run(
+            [sys.executable, "-m", "router", "serve", *with_controller(**ports)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    said = f"router.yaml: controller.{key}: 127.0.0.1:{port} is in use; choose another"
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_port_in_use_is_one_line() -> None:

@@ -16,7 +16,9 @@ from router.up import Fleet, Part, commands_text, load_fleet_file, run
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Path:
-    (tmp_path / "one.yaml").write_text("lmcache_instance_id: one\nlmcache_worker_port: 8101\n")
+    (tmp_path / "one.yaml").write_text(
+        "lmcache_instance_id: one\nlmcache_worker_port: 8101\ndistributed_url: localhost:8201\n"
+    )
     (tmp_path / "two.yaml").write_text("chunk_size: 256\n")
     return tmp_path
 
@@ -61,6 +63,17 @@ def test_the_plan(engines: Path) -> None:
     ]
 
 
+def test_the_router_is_started_with_its_controller(engines: Path) -> None:
+    fleet = load(engines, FLEET.replace("policy: session", "controller: {port: 9100}"))
+    assert fleet.router_settings["controller"] == {"port": 9100}
+
+
+def test_a_free_port_for_chunks_is_nobodys(engines: Path) -> None:
+    (engines / "one.yaml").write_text("lmcache_instance_id: one\ndistributed_url: localhost:0\n")
+    (engines / "two.yaml").write_text("distributed_url: localhost:0\n")
+    assert len(load(engines, FLEET).replicas) == 2
+
+
 def test_the_plan_can_be_printed(engines: Path) -> None:
     text = commands_text(load(engines, FLEET))
     assert "A=all CUDA_VISIBLE_DEVICES=0,1 " in text
@@ -77,6 +90,19 @@ def test_the_plan_can_be_printed(engines: Path) -> None:
         (("port: 8002", "port: 8101"), "8101 is also replicas[0].config: lmcache_worker_port;"),
         (("two.yaml", "one.yaml"), "lmcache_worker_port: 8101 is also replicas[0].config: lm"),
         (("port: 8002", "port: zero"), "replicas[1].port: expected a whole number, got the text"),
+        (("port: 8002", "port: 8201"), "8201 is also replicas[0].config: distributed_url; choose"),
+        (
+            ("policy: session", "controller: {port: 8002}"),
+            "replicas[1].port: 8002 is also router.controller.port; choose another",
+        ),
+        (
+            ("policy: session", "controller: {monitor_port: 8101}"),
+            "lmcache_worker_port: 8101 is also router.controller.monitor_port;",
+        ),
+        (
+            ("policy: session", "controller: {port: 8088}"),
+            "router.controller.port: 8088 is also router.port; choose another",
+        ),
         (("gpus: [0, 1]", "gpus: 0"), "replicas[0].gpus: expected a list, got 0"),
         (("port: 8088", "port: [1]"), "router.port: expected a whole number, got a list;"),
         (("policy: session", "polcy: x"), "router.polcy: unknown key; did you mean 'policy'?"),

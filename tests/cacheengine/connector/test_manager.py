@@ -1,5 +1,6 @@
 """The scheduler's face on a real engine: what vLLM's scheduler would do, call by call."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytestmark = [
 
 from tests.cacheengine.building import Bench, config, key, payload, wait_until  # noqa: E402
 from tests.cacheengine.conftest import MakeBench  # noqa: E402
+from tests.cacheengine.scripted_tier import ScriptedRemote  # noqa: E402
 
 GROUP = 0
 
@@ -42,6 +44,12 @@ class Scheduler:
 
     def _closing(self) -> None:
         self.closed += 1
+
+    def next_request(self) -> None:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        self.manager.on_request_finished(self.context)
+        self.context = ReqContext(self.context.req_id + "+")
 
     def lookup(self, *numbers: int) -> list[str]:
         return [self.manager.lookup(k, self.context).name for k in offload_keys(*numbers)]
@@ -112,7 +120,10 @@ def test_a_chunk_on_disk_without_room_is_a_miss(scheduler: Scheduler) -> None:
     scheduler.store(2, 3, 4, 5)
     scheduler.bench.finish_puts()
     scheduler.manager.prepare_load(offload_keys(2, 3, 4, 5), scheduler.context)
+    assert scheduler.lookup(1) == ["RETRY"]
+    scheduler.end_step()
     assert scheduler.lookup(1) == ["MISS"]
+    assert scheduler.bench.engine.stats().promote_drops == 1
     scheduler.manager.complete_load(offload_keys(2, 3, 4, 5), scheduler.context)
 
 
@@ -144,10 +155,13 @@ def test_a_chunk_cleared_between_lookup_and_load_is_loaded_all_the_same(
     scheduler.end_step()
     assert scheduler.lookup(1) == ["MISS"]
     # Both rows are still being read: two of four are free.
-    assert scheduler.manager.prepare_store(offload_keys(5, 6, 7), scheduler.context) is None
+    output = scheduler.manager.prepare_store(offload_keys(5, 6, 7), scheduler.context)
+    assert output is not None
+    assert list(output.keys_to_store) == offload_keys(5, 6)
+    scheduler.manager.complete_store(output.keys_to_store, scheduler.context)
     scheduler.manager.complete_load(offload_keys(1, 2), scheduler.context)
     scheduler.bench.engine.check()
-    scheduler.store(5, 6, 7, 8)
+    scheduler.store(7, 8)
 
 
 def test_a_load_counts_as_a_use(scheduler: Scheduler) -> None:
@@ -155,6 +169,7 @@ def test_a_load_counts_as_a_use(scheduler: Scheduler) -> None:
     for number in (1, 2, 3, 4):
         scheduler.store(number)
     scheduler.bench.finish_puts()
+    scheduler.next_request()
     scheduler.manager.prepare_load(offload_keys(1), scheduler.context)
     scheduler.manager.complete_load(offload_keys(1), scheduler.context)
     scheduler.store(5)
@@ -167,6 +182,7 @@ def test_offering_a_chunk_that_is_there_counts_as_a_use(scheduler: Scheduler) ->
     for number in (1, 2, 3, 4):
         scheduler.store(number)
     scheduler.bench.finish_puts()
+    scheduler.next_request()
     output = scheduler.manager.prepare_store(offload_keys(1), scheduler.context)
     assert output is not None and not output.keys_to_store
     scheduler.store(5)
@@ -200,11 +216,11 @@ def test_reset_keeps_rows_of_transfers_under_way_until_they_are_flushed(
 
     def can_store_four() -> bool:
         output = scheduler.manager.prepare_store(offload_keys(6, 7, 8, 9), scheduler.context)
-        if output is not None:
-            scheduler.manager.complete_store(output.keys_to_store, scheduler.context, success=False)
-        return output is not None
+        assert output is not None
+        scheduler.manager.complete_store(output.keys_to_store, scheduler.context, success=False)
+        return len(output.keys_to_store) == 4
 
-    assert not can_store_four()
+    assert not can_store_four()  # two rows are still in use
     for _ in range(3):
         scheduler.end_step()
     assert can_store_four()
@@ -240,3 +256,85 @@ def test_events_carry_the_tier_as_vllm_names_it(scheduler: Scheduler) -> None:
 def test_shutdown_closes_what_the_spec_opened(scheduler: Scheduler) -> None:
     scheduler.manager.shutdown()
     assert scheduler.closed == 1
+
+
+def test_one_request_promotes_in_one_call_and_waits_once(scheduler: Scheduler) -> None:
+    scheduler.store(1, 2, 3)
+    scheduler.bench.finish_puts()
+    scheduler.bench.engine.clear(["cpu"])
+    assert scheduler.lookup(1, 2, 3) == ["RETRY"] * 3
+    scheduler.end_step()
+    wait_until(lambda: scheduler.bench.engine.stats().promoted == 3)
+    assert scheduler.bench.engine.stats().prefetches == 1
+    assert scheduler.lookup(1, 2, 3) == ["HIT"] * 3
+    scheduler.end_step()
+    # What has left the pool again before its use is not waited for a second time.
+    scheduler.bench.engine.clear(["cpu"])
+    assert scheduler.lookup(1) == ["MISS"]
+    scheduler.manager.on_request_finished(scheduler.context)
+    assert scheduler.lookup(1) == ["RETRY"]
+
+
+def test_an_aborted_request_promotes_nothing(scheduler: Scheduler) -> None:
+    scheduler.store(1)
+    scheduler.bench.finish_puts()
+    scheduler.bench.engine.clear(["cpu"])
+    assert scheduler.lookup(1) == ["RETRY"]
+    scheduler.manager.on_request_finished(scheduler.context)
+    scheduler.end_step()
+    assert scheduler.bench.engine.stats().prefetches == 0
+
+
+def test_a_request_uses_each_chunk_once(make_bench: MakeBench) -> None:
+    """What one request stores and is offered again after a preemption was not used twice."""
+    scheduler = Scheduler(make_bench(4, dataclasses.replace(config(), cache_policy="LFU")))
+    scheduler.store(1)
+    scheduler.store(2)
+    order = scheduler.bench.engine._state.cpu._policy.order
+    for _ in range(3):
+        scheduler.manager.prepare_store(offload_keys(1), scheduler.context)
+    assert list(order()) == [key(1), key(2)]
+    scheduler.next_request()
+    scheduler.manager.prepare_store(offload_keys(1), scheduler.context)
+    assert list(order()) == [key(2), key(1)]
+
+
+def test_a_chunk_of_another_replica_is_asked_for_then_loaded(make_bench: MakeBench) -> None:
+    from vllm.v1.kv_offload.base import Locality, Medium
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    remote = ScriptedRemote({chunk: payload(chunk) for chunk in (key(1), key(2))})
+    scheduler = Scheduler(make_bench(4, remote=remote))
+    assert scheduler.lookup(1, 2, 3) == ["RETRY"] * 3
+    scheduler.end_step()
+    wait_until(lambda: scheduler.bench.engine.stats().promoted == 2)
+    assert scheduler.lookup(1, 2, 3) == ["HIT", "HIT", "MISS"]
+    assert scheduler.bench.engine.stats().remote.asked == 3
+    source = scheduler.manager.get_load_source(offload_keys(1)[0], scheduler.context)
+    assert source is CacheHitSource.EXTERNAL_UNSPECIFIED
+    scheduler.manager.prepare_load(offload_keys(1, 2), scheduler.context)
+    scheduler.end_step()
+    assert scheduler.bench.has_right_bytes([key(1), key(2)])
+    scheduler.manager.complete_load(offload_keys(1, 2), scheduler.context)
+    told = {(event.medium, event.locality) for event in scheduler.manager.take_events()}
+    assert told == {(Medium.CPU, Locality.LOCAL), (Medium.STORAGE, Locality.REMOTE)}
+
+
+def test_a_remote_that_does_not_answer_is_a_miss(make_bench: MakeBench) -> None:
+    remote = ScriptedRemote()
+    remote.answers = False
+    scheduler = Scheduler(make_bench(4, remote=remote))
+    assert scheduler.lookup(1) == ["RETRY"]
+    scheduler.end_step()
+    wait_until(lambda: scheduler.bench.engine.stats().remote.unanswered > 0)
+    assert scheduler.lookup(1) == ["MISS"]
+
+
+def test_slow_steps_do_not_ask_the_remote_for_ever(make_bench: MakeBench) -> None:
+    """A no is forgotten after a second or two; a step of vLLM may take longer than that."""
+    scheduler = Scheduler(make_bench(4, remote=ScriptedRemote()))
+    assert scheduler.lookup(1) == ["RETRY"]
+    scheduler.end_step()
+    wait_until(lambda: scheduler.bench.engine.stats().remote.asked == 1)
+    scheduler.bench.clock.advance(30)
+    assert scheduler.lookup(1) == ["MISS"]

@@ -108,3 +108,19 @@ def test_the_manager_ends_what_it_started(configured: Path) -> None:
     assert spec.get_manager() is manager
     assert not list(Path("/dev/shm").glob("vllm_offload_test*")), "the name is gone at once"
     manager.shutdown()
+
+
+def test_other_replicas_are_served_where_distributed_url_says(configured: Path) -> None:
+    import threading
+
+    from cacheengine.connector.spec import WarmrouteSpec
+
+    configured.write_text(configured.read_text() + "distributed_url: localhost:0\n")
+    spec = WarmrouteSpec(offloading_config())
+    names = {thread.name for thread in threading.enumerate()}
+    assert not names & {"kv-serve", "kv-agent"}
+    manager = spec.get_manager()
+    assert {"kv-serve", "kv-agent"} <= {thread.name for thread in threading.enumerate()}
+    manager.shutdown()
+    names = {thread.name for thread in threading.enumerate()}
+    assert not names & {"kv-serve", "kv-agent"}

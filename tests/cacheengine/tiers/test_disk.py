@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from cacheengine.tiers.base import GetOutcome, PutOutcome
+from cacheengine.tiers.chunk_file import SEAL_BYTES, ChunkFile
 from cacheengine.tiers.directories import DirectoryInUse
-from cacheengine.tiers.disk import HEADER_BYTES, DiskTier
+from cacheengine.tiers.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -24,7 +25,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 def _open(root: Path, fingerprint: str = FINGERPRINT) -> DiskTier:
-    return DiskTier(root, fingerprint, CHUNK_BYTES, 1 << 30, lock_wait_s=0.0)
+    return DiskTier([root], fingerprint, CHUNK_BYTES, 1 << 30, lock_wait_s=0.0)
 
 
 def _put(tier: DiskTier, chunk: bytes) -> PutOutcome:
@@ -42,13 +43,13 @@ def test_a_file_per_chunk_where_it_says(tier: DiskTier, tmp_path: Path) -> None:
     assert _put(tier, key(1)) is PutOutcome.STORED
     name = key(1).hex()
     file = tmp_path / FINGERPRINT / name[:2] / f"{name}.kv"
-    assert file.stat().st_size == tier.item_bytes == HEADER_BYTES + CHUNK_BYTES
-    assert file.read_bytes()[HEADER_BYTES:] == payload(key(1))
+    assert file.stat().st_size == tier.item_bytes == CHUNK_BYTES + SEAL_BYTES
+    assert file.read_bytes()[:CHUNK_BYTES] == payload(key(1))
 
 
 @pytest.mark.parametrize(
     "position",
-    [*range(0, 96, 5), 100, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 5000, -1],
+    [0, 5000, *range(CHUNK_BYTES - 1, CHUNK_BYTES + 110, 5), -1],
 )
 def test_a_flipped_bit_anywhere_is_damage(tier: DiskTier, position: int) -> None:
     _put(tier, key(1))
@@ -61,7 +62,7 @@ def test_a_flipped_bit_anywhere_is_damage(tier: DiskTier, position: int) -> None
     assert _get(tier, key(1)) is GetOutcome.MISSING
 
 
-@pytest.mark.parametrize("size", [0, 1, HEADER_BYTES, HEADER_BYTES + CHUNK_BYTES - 1, 999_999])
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, CHUNK_BYTES + SEAL_BYTES - 1, 999_999])
 def test_a_file_of_another_length_is_damage(tier: DiskTier, size: int) -> None:
     _put(tier, key(1))
     os.truncate(tier.path(key(1)), size)
@@ -76,7 +77,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_damage(
     real = os.preadv
 
     def truncate_then_read(fd: int, buffers: list[memoryview], offset: int) -> int:
-        os.truncate(tier.path(key(1)), HEADER_BYTES + 100)
+        os.truncate(tier.path(key(1)), 100)
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", truncate_then_read)
@@ -162,7 +163,7 @@ def test_a_write_that_dies_before_its_rename_is_never_seen(
     tier.close()
     again = _open(tmp_path)
     assert again.scan() == []
-    assert list(again.directory.rglob("*.tmp")) == []
+    assert list(again.directories[0].rglob("*.tmp")) == []
     again.close()
 
 
@@ -185,9 +186,9 @@ def test_a_write_that_fails_leaves_nothing(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch, number: int, outcome: PutOutcome
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", _fail_with(number))
+        patch.setattr(os, "pwritev", _fail_with(number))
         assert _put(tier, key(1)) is outcome
-    assert [file for file in tier.directory.rglob("*") if ".kv" in file.name] == []
+    assert [file for file in tier.directories[0].rglob("*") if ".kv" in file.name] == []
     assert _put(tier, key(1)) is PutOutcome.STORED
 
 
@@ -198,27 +199,23 @@ def test_a_disk_that_is_really_full() -> None:
     fd = os.open("/dev/full", os.O_WRONLY)
     try:
         with pytest.raises(OSError, match="space"):
-            DiskTier._write(_headerless(), fd, key(1), memoryview(payload(key(1))))
+            ChunkFile(FINGERPRINT, CHUNK_BYTES).write(fd, key(1), memoryview(payload(key(1))))
     finally:
         os.close(fd)
-
-
-def _headerless() -> DiskTier:
-    return DiskTier.__new__(DiskTier)
 
 
 def test_short_writes_and_reads_are_continued(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_write, real_read = os.pwrite, os.preadv
+    real_write, real_read = os.pwritev, os.preadv
 
-    def short_write(fd: int, data: memoryview, offset: int) -> int:
-        return real_write(fd, data[:1000], offset)
+    def short_write(fd: int, buffers: list[memoryview], offset: int) -> int:
+        return real_write(fd, [buffers[0][:1000]], offset)
 
     def short_read(fd: int, buffers: list[memoryview], offset: int) -> int:
         return real_read(fd, [buffers[0][:700]], offset)
 
-    monkeypatch.setattr(os, "pwrite", short_write)
+    monkeypatch.setattr(os, "pwritev", short_write)
     monkeypatch.setattr(os, "preadv", short_read)
     assert _put(tier, key(1)) is PutOutcome.STORED
     assert _get(tier, key(1)) is GetOutcome.OK
@@ -250,7 +247,7 @@ def test_a_directory_removed_under_us_is_made_again(tier: DiskTier) -> None:
     import shutil
 
     _put(tier, key(1))
-    shutil.rmtree(tier.directory)
+    shutil.rmtree(tier.directories[0])
     assert _get(tier, key(1)) is GetOutcome.MISSING
     tier.delete(keys(1))
     assert _put(tier, key(1)) is PutOutcome.STORED
@@ -258,7 +255,7 @@ def test_a_directory_removed_under_us_is_made_again(tier: DiskTier) -> None:
 
 
 def test_a_directory_replaced_by_a_file_fails_puts_only(tier: DiskTier) -> None:
-    tier.directory.joinpath(key(1).hex()[:2]).write_text("in the way")
+    tier.directories[0].joinpath(key(1).hex()[:2]).write_text("in the way")
     assert _put(tier, key(1)) is PutOutcome.FAILED
     assert _get(tier, key(1)) is GetOutcome.FAILED
 
@@ -291,12 +288,12 @@ def test_other_models_get_what_this_one_leaves_of_the_limit(tier: DiskTier, tmp_
         _put(tier, chunk)
         os.utime(tier.path(chunk), (1000 - age_s, 1000 - age_s))
     tier.close()
-    other = DiskTier(tmp_path, "e" * 32, CHUNK_BYTES, 2 * tier.item_bytes, lock_wait_s=0.0)
+    other = DiskTier([tmp_path], "e" * 32, CHUNK_BYTES, 2 * tier.item_bytes, lock_wait_s=0.0)
     assert other.scan() == []
     assert [tier.path(chunk).exists() for chunk in keys(1, 2, 3)] == [True, True, False]
     _put(other, key(4))
     other.close()
-    again = DiskTier(tmp_path, "e" * 32, CHUNK_BYTES, 2 * tier.item_bytes, lock_wait_s=0.0)
+    again = DiskTier([tmp_path], "e" * 32, CHUNK_BYTES, 2 * tier.item_bytes, lock_wait_s=0.0)
     assert again.scan() == keys(4)
     assert [tier.path(chunk).exists() for chunk in keys(1, 2, 3)] == [True, False, False]
     again.close()
@@ -309,7 +306,7 @@ def test_what_another_process_owns_or_did_not_make_is_left_alone(
     foreign = tmp_path / ("a" * 32) / "ab" / "x.kv"
     foreign.parent.mkdir(parents=True)
     foreign.write_text("no lock file beside it: not ours")
-    other = DiskTier(tmp_path, "e" * 32, CHUNK_BYTES, 0, lock_wait_s=0.0)
+    other = DiskTier([tmp_path], "e" * 32, CHUNK_BYTES, 0, lock_wait_s=0.0)
     other.scan()
     other.close()
     assert tier.path(key(1)).exists()

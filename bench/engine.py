@@ -1,0 +1,124 @@
+"""How close the cache engine comes to what the machine itself can do.
+
+    python -m bench.engine --json bench/results/engine.json
+
+Every figure stands beside its limit, measured in the same run, in turns: a
+memcpy for the cpu tier, one file written and read from end to end for the
+disk tier, a plain dict for the index. The cpu tier needs vLLM and torch, and
+is left out, saying so, where they are not installed. Takes some minutes and,
+for the time, some GB of the disk.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from bench.engine_cases import MIB, Case, as_json, table
+from bench.engine_disk import gets, puts
+from bench.engine_index import index
+from bench.ttft import BenchError, machine
+
+PARTS: Final = ("cpu", "disk", "index")
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Case]:
+    """Yield every case as soon as it is measured."""
+    sizes = [
+        (arguments.chunks, arguments.chunk_bytes),
+        (2 * arguments.chunks, arguments.chunk_bytes // 2),
+    ]
+    if "cpu" in arguments.parts:
+        for chunks, chunk_bytes in sizes:
+            yield from _copies(chunks, chunk_bytes, arguments.rounds)
+    if "disk" in arguments.parts:
+        for chunks, chunk_bytes in sizes:
+            with _directory(arguments.dir) as root:
+                yield from puts(root, chunks, chunk_bytes, arguments.rounds)
+        cases = [("disk get", *sizes[0]), ("disk get", *sizes[1])]
+        cases.append(("prefetch of 15k tokens", arguments.prefix_chunks, arguments.chunk_bytes))
+        for name, chunks, chunk_bytes in cases:
+            with _directory(arguments.dir) as root:
+                yield from gets(root, name, chunks, chunk_bytes, arguments.rounds)
+    if "index" in arguments.parts:
+        yield from index(arguments.index_chunks, arguments.rounds)
+
+
+def _copies(chunks: int, chunk_bytes: int, rounds: int) -> Iterator[Case]:
+    try:
+        copies = importlib.import_module("bench.engine_copies").copies
+    except ImportError as error:
+        print(f"the cpu tier is left out: {error}", file=sys.stderr)
+        return
+    yield from copies(chunks, chunk_bytes, rounds)
+
+
+@contextmanager
+def _directory(parent: Path | None) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=parent, prefix="warmroute-bench-") as name:
+        yield Path(name)
+
+
+def report(arguments: argparse.Namespace, cases: Sequence[Case]) -> dict[str, object]:
+    """Return every figure with the command and the machine, ready for JSON."""
+    names = ("chunks", "chunk_bytes", "prefix_chunks", "index_chunks", "rounds")
+    options = [f"--{name.replace('_', '-')} {getattr(arguments, name)}" for name in names]
+    if tuple(arguments.parts) != PARTS:
+        options.append(f"--parts {' '.join(arguments.parts)}")
+    return {
+        "what": "the cache engine beside the machine's own limits, measured in turns",
+        "command": f"python -m bench.engine {' '.join(options)}",
+        "machine": machine(),
+        "cases": [as_json(case) for case in cases],
+    }
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.engine",
+        description="The cache engine beside the machine's own limits.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+    parser.add_argument("--chunks", type=int, default=64, help="moved at once")
+    parser.add_argument(
+        "--chunk-bytes", type=int, default=2 * MIB, help="twice as many of half the size, too"
+    )
+    parser.add_argument(
+        "--prefix-chunks", type=int, default=59, help="chunks of 256 tokens, promoted at once"
+    )
+    parser.add_argument("--index-chunks", type=int, default=1_000_000, help="known to the index")
+    parser.add_argument("--rounds", type=int, default=11, help="of every case")
+    parser.add_argument("--dir", type=Path, help="on the disk to measure; default: the temporary")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there too")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the JSON; return the exit code."""
+    arguments = _arguments(argv)
+    cases: list[Case] = []
+    try:
+        for case in measure(arguments):
+            cases.append(case)
+            print(f"measured: {case.name}", file=sys.stderr)
+    except (BenchError, OSError) as error:
+        print(f"{table(cases)}\nbench.engine: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(table(cases))
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report(arguments, cases), indent=2) + "\n")
+        print(f"written to {arguments.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""The agent: a small HTTP server inside each replica, beside its engine.
+
+It answers what the engine holds, executes the controls on request, fetches
+chunks from other replicas, and feeds routers with what changes
+(`cacheengine.wire` has the formats).
+"""
+
+from cacheengine.agent.identity import AgentIdentity
+from cacheengine.agent.server import Agent
+
+__all__ = ["Agent", "AgentIdentity"]

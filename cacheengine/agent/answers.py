@@ -1,0 +1,88 @@
+"""Reading requests and writing answers, the same way for every path."""
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from cacheengine import wire
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_T = TypeVar("_T")
+
+
+class BadCallError(Exception):
+    """A request the agent cannot serve as it stands; the text says how to mend it."""
+
+    status = 400
+
+
+class NotKnownError(BadCallError):
+    """A request about something that is not there (any more)."""
+
+    status = 404
+
+
+class TooMuchError(BadCallError):
+    """A request that may be served later."""
+
+    status = 503
+
+
+class PeerError(BadCallError):
+    """A request that needs another replica, which could not be asked or refused."""
+
+    status = 502
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every refusal as ``{"error": text}``."""
+    try:
+        return await handler(request)
+    except BadCallError as error:
+        return web.json_response({"error": f"{request.path}: {error}"}, status=error.status)
+    except web.HTTPException as error:
+        return web.json_response({"error": error.reason}, status=error.status)
+
+
+async def decode(request: web.Request, kind: type[_T]) -> _T:
+    """Return a request's body; raise `BadCallError` if it is not of that kind."""
+    body = await request.read()
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.MsgspecError as error:
+        raise BadCallError(f"the body is not a {kind.__name__}: {error}") from None
+
+
+def number(request: web.Request, name: str, kind: type[_T], *, default: _T) -> _T:
+    """Return a number of the query; raise `BadCallError` if it is none."""
+    text = request.query.get(name)
+    if text is None:
+        return default
+    try:
+        value = kind(text)  # type: ignore[call-arg]
+        if not math.isfinite(value):  # type: ignore[arg-type]
+            raise ValueError
+    except ValueError:
+        raise BadCallError(f"'{name}' is {text!r}, not a number") from None
+    return value
+
+
+def seconds(name: str, value: float, *, most: float = 3600.0) -> float:
+    """Return a number of seconds; raise `BadCallError` if it is out of range."""
+    if not 0 <= value <= most:
+        raise BadCallError(f"'{name}' is {value}; give seconds from 0 to {most:g}")
+    return value
+
+
+def as_json(value: msgspec.Struct) -> web.Response:
+    """Answer with one of `wire`'s structures as JSON."""
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def as_msgpack(value: msgspec.Struct) -> web.Response:
+    """Answer with one of `wire`'s structures as msgpack."""
+    return web.Response(body=msgspec.msgpack.encode(value), content_type=wire.MSGPACK)

@@ -1,0 +1,93 @@
+"""Calling other agents, and the controller.
+
+aiohttp's exceptions are mapped here, once, to `PeerError`.
+"""
+
+from typing import Final, TypeVar
+
+import aiohttp
+import msgspec
+
+from cacheengine import wire
+from cacheengine.agent.answers import PeerError
+
+_CONNECT_S: Final = 2.0
+_ANSWER_S: Final = 10.0
+_CLEAR_S: Final = 60.0
+"""A disk tier's files are removed one by one."""
+
+_T = TypeVar("_T")
+
+
+class RefusedError(PeerError):
+    """The other side answered, and not with 200."""
+
+    def __init__(self, where: str, answered: int, said: str) -> None:
+        super().__init__(f"{where}: {answered}: {said}")
+        self.answered = answered
+        """HTTP status of the answer."""
+
+
+class PeerAgent:
+    """Calls one other agent; every call raises `PeerError` when it fails."""
+
+    def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
+        self._session = session
+        self._base_url = base_url.rstrip("/")
+
+    async def info(self) -> wire.InstanceInfo:
+        """Return who it is."""
+        body = await call(self._session, "GET", f"{self._base_url}/info")
+        return self._decoded(body, wire.InstanceInfo)
+
+    async def lookup(self, keys: list[bytes], tier: wire.TierName) -> wire.LookupReply:
+        """Return how much of a prefix its tier holds."""
+        request = wire.LookupRequest(keys=[key.hex() for key in keys], tier=tier)
+        body = await call(self._session, "POST", f"{self._base_url}/lookup", request)
+        return self._decoded(body, wire.LookupReply)
+
+    async def clear(self, keys: list[bytes], tier: wire.TierName) -> None:
+        """Have it drop chunks from a tier."""
+        request = wire.ClearRequest(keys=[key.hex() for key in keys], tiers=[tier])
+        await call(self._session, "POST", f"{self._base_url}/clear", request, timeout_s=_CLEAR_S)
+
+    def _decoded(self, body: bytes, kind: type[_T]) -> _T:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.MsgspecError as error:
+            raise PeerError(f"{self._base_url} is no agent: {error}") from None
+
+
+async def call(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    request: msgspec.Struct | None = None,
+    *,
+    timeout_s: float = _ANSWER_S,
+) -> bytes:
+    """Return the answer's body; raise `RefusedError` or another `PeerError`."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
+    data = None if request is None else msgspec.json.encode(request)
+    headers = {} if request is None else {"Content-Type": "application/json"}
+    try:
+        async with session.request(
+            method, url, data=data, headers=headers, timeout=timeout
+        ) as response:
+            body = await response.read()
+    except TimeoutError:
+        raise PeerError(f"{url}: no answer within {timeout_s:g} s") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise PeerError(f"{url}: {error or type(error).__name__}") from error
+    if response.status != 200:
+        raise RefusedError(url, response.status, _said(body))
+    return body
+
+
+def _said(answer: bytes) -> str:
+    """Return the other side's own words for a refusal."""
+    try:
+        error = msgspec.json.decode(answer)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return answer[:200].decode(errors="replace")

@@ -1,0 +1,175 @@
+"""The agent's server: a thread and an event loop of its own.
+
+So it answers while the model computes, and while the model is idle.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Final
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import web
+
+from cacheengine import wire
+from cacheengine.address import join_host_port
+from cacheengine.agent.answers import errors_as_json
+from cacheengine.agent.control import Control
+from cacheengine.agent.identity import AgentIdentity
+from cacheengine.agent.moves import Moves
+from cacheengine.agent.moving import Moving
+from cacheengine.agent.prompts import Prompts
+from cacheengine.agent.reading import Reading
+from cacheengine.agent.registration import Registrar
+from cacheengine.agent.waiting import wake
+from cacheengine.config import EngineConfig
+from cacheengine.engine import CacheEngine
+from cacheengine.transfer.stats import TransferMeter
+
+logger = logging.getLogger("vllm.warmroute")
+
+_MAX_BODY_BYTES: Final = 32 * 1024**2
+_START_TIMEOUT_S: Final = 10.0
+_STOP_TIMEOUT_S: Final = 15.0
+_EXPIRY_INTERVAL_S: Final = 1.0
+_WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class Agent:
+    """Serves one engine over HTTP from `start` to `stop`.
+
+    Registers with the controller meanwhile, if ``config`` names one. ``meter``
+    counts the chunks exchanged with other replicas, beside the transfer
+    server's if both are given the same one.
+
+    `start` raises OSError, naming the address, when the port is taken. `stop`
+    is idempotent and may be called without a start.
+    """
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        identity: AgentIdentity,
+        config: EngineConfig,
+        meter: TransferMeter | None = None,
+    ) -> None:
+        self._engine = engine
+        self._identity = identity
+        self._host = config.agent_host
+        self._port = config.lmcache_worker_port
+        self._controller_url = config.controller_base_url
+        self._heartbeat_s = config.lmcache_worker_heartbeat_time
+        self._meter = meter or TransferMeter()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping: asyncio.Event | None = None
+        self.address: tuple[str, int] | None = None
+        """Host and port listened on, once started."""
+
+    def start(self) -> None:
+        """Listen; returns when requests are answered."""
+        started: threading.Event = threading.Event()
+        failure: list[Exception] = []
+
+        def run() -> None:
+            try:
+                asyncio.run(self._serve(started))
+            except Exception as error:  # noqa: BLE001  raised again by start()
+                failure.append(error)
+                started.set()
+
+        self._thread = threading.Thread(target=run, name="kv-agent", daemon=True)
+        self._thread.start()
+        if not started.wait(_START_TIMEOUT_S):
+            raise TimeoutError(f"the agent did not start within {_START_TIMEOUT_S} s")
+        if failure and isinstance(failure[0], OSError):
+            where = join_host_port(self._host, self._port)
+            raise OSError(f"lmcache_worker_port: cannot listen on {where}: {failure[0]}") from (
+                failure[0]
+            )
+        if failure:
+            raise failure[0]
+
+    def stop(self) -> None:
+        """Deregister, end the moves, close the listening socket and end the thread."""
+        if self._loop is not None and self._stopping is not None:
+            wake(self._loop, self._stopping)
+        if self._thread is not None:
+            self._thread.join(timeout=_STOP_TIMEOUT_S)
+        self._loop = self._thread = None
+
+    async def _serve(self, started: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        async with AsyncExitStack() as undo:
+            session = await undo.enter_async_context(aiohttp.ClientSession())
+            moves = Moves(self._engine, self._identity, session, self._meter)
+            runner = web.AppRunner(
+                self._app(moves), access_log=None, handle_signals=False, shutdown_timeout=1.0
+            )
+            await runner.setup()
+            undo.push_async_callback(runner.cleanup)
+            undo.push_async_callback(moves.stop)
+            await web.TCPSite(runner, self._host, self._port).start()
+            self.address = runner.addresses[0][:2]
+            logger.info("Warmroute agent of %s on %s", self._identity.instance_id, self.address)
+            _run_within(undo, self._expire_pins())
+            if self._controller_url is not None:
+                registrar = self._registrar(session, self._controller_url, self.address)
+                undo.push_async_callback(registrar.leave)
+                _run_within(undo, registrar.run())
+            started.set()
+            await self._stopping.wait()
+
+    def _app(self, moves: Moves) -> web.Application:
+        prompts = Prompts(self._identity)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
+        for part in (
+            Reading(self._engine, self._identity, prompts, self._meter),
+            Control(self._engine, self._identity, prompts),
+            Moving(moves, self._identity, prompts),
+        ):
+            app.add_routes(part.routes())
+        return app
+
+    def _registrar(
+        self, session: aiohttp.ClientSession, controller_url: str, address: tuple[str, int]
+    ) -> Registrar:
+        # Of a wildcard nobody can make an address; the controller takes the
+        # one that it sees the registration come from.
+        host = "" if self._host in _WILDCARDS else self._host
+        if host in _LOOPBACK and urlsplit(controller_url).hostname not in _LOOPBACK:
+            logger.warning(
+                "the controller at %s cannot reach this agent at %s: set agent_host to an "
+                "address of this machine, or to 0.0.0.0",
+                controller_url,
+                join_host_port(*address),
+            )
+        registration = wire.Registration(
+            instance_id=self._identity.instance_id,
+            incarnation=self._engine.incarnation,
+            agent_url=f"http://{join_host_port(host, address[1])}",
+            transfer_port=self._identity.transfer_port,
+            heartbeat_s=self._heartbeat_s,
+        )
+        return Registrar(session, controller_url, registration)
+
+    async def _expire_pins(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRY_INTERVAL_S)
+            self._engine.expire_pins()
+
+
+def _run_within(undo: AsyncExitStack, work: Coroutine[None, None, None]) -> None:
+    """Run ``work`` as a task that is cancelled, and waited for, when ``undo`` unwinds."""
+    task = asyncio.create_task(work)
+
+    async def end() -> None:
+        task.cancel()
+        await asyncio.wait([task])
+
+    undo.push_async_callback(end)

@@ -1,0 +1,92 @@
+"""Calls of the Linux kernel that Python does not offer, each with a way to do without."""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from typing import Final
+
+PAGE_BYTES: Final = 4096
+"""What O_DIRECT wants addresses, offsets and lengths to be multiples of, at most."""
+
+_CACHESTAT: Final = 451
+"""The number of the system call on every architecture; there since Linux 6.5."""
+_NOT_OFFERED: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Cached(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
+    )
+
+
+class LinuxCalls:
+    """The C library, with the calls below."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def reserve(self, fd: int, size_bytes: int) -> bool:
+        """Give a file all its blocks at once; False where the file system cannot.
+
+        Raises OSError, before a byte is written, when there is no room.
+        """
+        length = ctypes.c_int64(size_bytes)
+        while self._libc.fallocate(fd, 0, ctypes.c_int64(0), length) != 0:
+            number = ctypes.get_errno()
+            if number in _NOT_OFFERED:
+                return False
+            if number != errno.EINTR:
+                raise OSError(number, os.strerror(number))
+        return True
+
+    def cached_bytes(self, fd: int, offset: int, length: int) -> int | None:
+        """Return how much of a range the page cache has; None where the kernel does not say."""
+        found = _Cached()
+        asked = _Range(offset, length)
+        if self._libc.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(found), 0) != 0:
+            return None
+        return int(found.cached) * mmap.PAGESIZE
+
+    def why_not_direct(self, directory: Path) -> str | None:
+        """Try out whether reads may bypass the page cache here; return what stands against it.
+
+        Writes and reads back one page of a file of its own.
+        """
+        probe = directory / ".probe"
+        page = mmap.mmap(-1, PAGE_BYTES)
+        page[:] = b"\x5a" * PAGE_BYTES
+        try:
+            fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            return str(error)
+        try:
+            os.pwritev(fd, [page], 0)
+            set_direct(fd, True)
+            back = mmap.mmap(-1, PAGE_BYTES)
+            if os.preadv(fd, [back], 0) != PAGE_BYTES or back[:] != page[:]:
+                return "what was read is not what was written"
+            if self.cached_bytes(fd, 0, PAGE_BYTES) is None:
+                return "the kernel does not say what the page cache has (cachestat, Linux 6.5)"
+        except OSError as error:
+            return str(error)
+        finally:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                probe.unlink()
+        return None
+
+
+def set_direct(fd: int, direct: bool) -> None:
+    """Make reads of an open file bypass the page cache, or not; OSError where they cannot."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    flags = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags)

@@ -1,0 +1,1 @@
+"""How a chunk's bytes are written for the remote tier."""

@@ -1,0 +1,46 @@
+"""Which serde the configuration names."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from cacheengine.tiers.serde.base import Serde
+from cacheengine.tiers.serde.cachegen import CacheGenSerde
+from cacheengine.tiers.serde.lossless import LosslessSerde
+from cacheengine.tiers.serde.naive import NaiveSerde
+
+
+def make_serde(name: str, dtype: str) -> Serde:
+    """Return the serde of this name (``remote_serde``) for KV of this type.
+
+    ``dtype`` is vLLM's name of the KV cache's type (`ChunkLayout.dtype`), such
+    as "bfloat16" or "fp8_e4m3". Raises ValueError, in words for the operator,
+    for a name that no serde has, and for KV that it cannot encode.
+    """
+    make = _SERDES.get(name)
+    if make is None:
+        near = difflib.get_close_matches(name.lower(), _SERDES, n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise ValueError(f'"{name}" is none of {", ".join(_SERDES)}{hint}')
+    return make(dtype)
+
+
+def _make_naive(_dtype: str) -> Serde:
+    return NaiveSerde()
+
+
+def _make_lossless(dtype: str) -> Serde:
+    return LosslessSerde(_ELEMENT_BYTES.get(dtype, 1))
+
+
+_SERDES: Final[Mapping[str, Callable[[str], Serde]]] = {
+    NaiveSerde.name: _make_naive,
+    LosslessSerde.name: _make_lossless,
+    CacheGenSerde.name: CacheGenSerde,
+}
+
+# The other types (fp8, and what packs numbers with their scales) have elements of a byte.
+_ELEMENT_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+SERDE_NAMES: Final = tuple(_SERDES)
+"""The names, the default first."""

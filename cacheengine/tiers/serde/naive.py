@@ -1,0 +1,28 @@
+"""The serde that changes nothing."""
+
+from collections.abc import Sequence
+
+from cacheengine.tiers.serde.base import Part, Serde, SerdeError
+
+
+class NaiveSerde(Serde):
+    """Bytes as they are: nothing is computed, and nothing copied to encode."""
+
+    name = "naive"
+    code = 0
+    is_exact = True
+    is_identity = True
+
+    def max_encoded_bytes(self, payload_bytes: int) -> int:
+        """Return the payload's own size."""
+        return payload_bytes
+
+    def encode(self, payload: memoryview) -> Sequence[Part]:
+        """Return the payload itself."""
+        return (payload,)
+
+    def decode(self, encoded: memoryview, into: memoryview) -> None:
+        """Copy."""
+        if len(encoded) != len(into):
+            raise SerdeError(f"{len(encoded)} bytes for a chunk of {len(into)}")
+        into[:] = encoded

@@ -1,0 +1,238 @@
+"""The side of a replica that fetches chunks from another."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cacheengine.address import join_host_port
+from cacheengine.engine import CacheEngine
+from cacheengine.transfer import protocol
+from cacheengine.transfer.arrivals import Arrivals, Window
+from cacheengine.transfer.channel import Channel, PeerGone
+from cacheengine.transfer.stats import TransferMeter
+
+logger = logging.getLogger("vllm.warmroute")
+
+CONNECTIONS: Final = 2
+TIMEOUT_S: Final = 30.0
+_CONNECT_S: Final = 5.0
+_GETS_AHEAD: Final = 2
+"""Windows that one connection has asked for and not received whole."""
+_WINDOW_BYTES: Final = 16 * 1024**2
+_POOL_SHARE: Final = 4
+"""All windows together take at most this part of the pool: a quarter."""
+_SLICE_S: Final = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """How a fetch ended."""
+
+    held_chunks: int
+    """Leading chunks that are there now, those that were there before included:
+    in the wanted tier if it is a lower one, else in any."""
+    received_chunks: int
+    """Chunks that came from the other replica."""
+    received_bytes: int
+    error: str = ""
+    """Why not all are held; empty if they are."""
+
+
+class Fetch:
+    """Brings the chunks of a prefix from another replica into a tier of this engine.
+
+    ``keys`` in prefix order, all of one length. ``peer`` is where the other
+    replica's `TransferServer` listens. What has arrived in the cpu tier is
+    pinned for ``pin_s``, or until its use, from the moment it is complete.
+
+    `run` blocks, and may be called once; `cancel` ends it early from any
+    thread, and the counts may be read at any time.
+    """
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        keys: Sequence[bytes],
+        peer: tuple[str, int],
+        meter: TransferMeter,
+        *,
+        tier: str = "cpu",
+        pin_s: float = 0.0,
+        connections: int = CONNECTIONS,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._engine = engine
+        self._keys = list(keys)
+        self._peer = peer
+        self._meter = meter
+        self._tier = tier
+        self._pin_s = pin_s
+        self._timeout_s = timeout_s
+        # A lower tier takes one window after the other: see `Arrivals`.
+        self._connections = connections if tier == "cpu" else 1
+        self._gets_ahead = _GETS_AHEAD if tier == "cpu" else 1
+        held_before = len(engine.match(keys)) if tier == "cpu" else engine.held_in(keys, tier)
+        self._arrivals = Arrivals(
+            engine, self._keys[held_before:], tier=tier, window_chunks=self._window_chunks()
+        )
+        # Guards the three below: connections are opened while `cancel` shuts
+        # those there are, and each notes how it ended.
+        self._lock = threading.Lock()
+        self._open: set[Channel] = set()
+        self._errors: list[str] = []
+        self._cancelled = threading.Event()
+
+    def _window_chunks(self) -> int:
+        layout = self._engine.layout
+        pool_chunks = self._engine.tier_info()["cpu"].capacity_bytes // layout.chunk_bytes
+        at_once = self._connections * self._gets_ahead
+        most = min(protocol.MAX_GET_KEYS, pool_chunks // (_POOL_SHARE * at_once))
+        return max(1, min(most, _WINDOW_BYTES // layout.chunk_bytes))
+
+    @property
+    def received_chunks(self) -> int:
+        """Chunks that have come so far."""
+        return self._arrivals.received_chunks
+
+    def run(self) -> Fetched:
+        """Fetch; never raises for what the other side or the network does."""
+        try:
+            self._receive_all()
+            held = self._settle()
+        finally:
+            self._arrivals.close()
+        received = self._arrivals.received_chunks
+        return Fetched(
+            held_chunks=held,
+            received_chunks=received,
+            received_bytes=received * self._engine.layout.chunk_bytes,
+            error="" if held == len(self._keys) else self._why_not_all(held),
+        )
+
+    def cancel(self) -> None:
+        """End `run` soon; what has arrived stays."""
+        self._arrivals.stop()
+        with self._lock:
+            self._cancelled.set()
+            for channel in self._open:
+                channel.shut()
+
+    def _receive_all(self) -> None:
+        wanted = min(self._connections, self._arrivals.windows_left)
+        others = [
+            threading.Thread(target=self._receive_some, name="kv-fetch", daemon=True)
+            for _ in range(wanted - 1)
+        ]
+        for thread in others:
+            thread.start()
+        if wanted:
+            self._receive_some()
+        for thread in others:
+            thread.join()
+
+    def _receive_some(self) -> None:
+        """Fetch windows over one connection until there are no more."""
+        asked: deque[Window] = deque()
+        channel: Channel | None = None
+        try:
+            channel = self._connect()
+            self._converse(channel, asked)
+        except (OSError, PeerGone, protocol.ProtocolError) as error:
+            self._meter.add("receive_failures")
+            where = join_host_port(*self._peer)
+            self._note(f"{where}: {error or type(error).__name__}")
+            if asked:  # what comes after a gap is of no use
+                self._arrivals.stop()
+        except Exception as error:  # on the other threads nobody would hear of it
+            logger.exception("fetching chunks failed")
+            self._note(f"{type(error).__name__}: {error}")
+            self._arrivals.stop()
+        finally:
+            for window in asked:
+                self._arrivals.complete(window)
+            if channel is not None:
+                self._disconnect(channel)
+
+    def _connect(self) -> Channel:
+        channel = Channel.connect(
+            self._peer, timeout_s=self._timeout_s, connect_s=min(_CONNECT_S, self._timeout_s)
+        )
+        with self._lock:
+            self._open.add(channel)
+            if self._cancelled.is_set():
+                channel.shut()
+        return channel
+
+    def _disconnect(self, channel: Channel) -> None:
+        with self._lock:
+            self._open.remove(channel)
+            channel.close()
+
+    def _converse(self, channel: Channel, asked: deque[Window]) -> None:
+        """Ask ahead, receive in order; leaves in ``asked`` what is not completed."""
+        protocol.greet(channel, self._engine.layout.fingerprint(), len(self._keys[0]))
+        while True:
+            while len(asked) < self._gets_ahead:
+                window = self._arrivals.reserve()
+                if window is None:
+                    break
+                asked.append(window)
+                protocol.send_get(channel, window.keys)
+            if not asked:
+                return
+            self._receive(channel, asked[0])
+            self._arrivals.complete(asked.popleft())
+
+    def _receive(self, channel: Channel, window: Window) -> None:
+        for key, slot in zip(window.keys, window.slots, strict=True):
+            head = protocol.receive_chunk_header(channel, len(key))
+            if head.key != key:
+                raise protocol.ProtocolError("the source answered for another chunk")
+            if head.status is protocol.Status.MISSING:
+                self._note("the source does not have all of it any more")
+                self._arrivals.stop()
+                continue
+            payload = self._engine.view(slot)
+            if head.num_bytes != len(payload):
+                raise protocol.ProtocolError(
+                    f"a chunk of {head.num_bytes} bytes instead of {len(payload)}"
+                )
+            channel.receive_into(payload)
+            if protocol.checksum(payload) != head.checksum:
+                self._meter.add("receive_corrupt")
+                raise protocol.ProtocolError("a chunk was damaged on the way")
+            window.arrived.append(key)
+            self._meter.add("received_chunks")
+            self._meter.add("received_bytes", len(payload))
+
+    def _note(self, error: str) -> None:
+        with self._lock:
+            self._errors.append(error)
+
+    def _settle(self) -> int:
+        """Pin what is there, wait for what another call is bringing; return how much is held.
+
+        Before the holds of the arrivals end, so that nothing evicts them in between.
+        """
+        if self._tier != "cpu":
+            return self._engine.held_in(self._keys, self._tier)
+        promotion = self._engine.promote(self._keys, pin_s=self._pin_s)
+        deadline_s = time.monotonic() + self._timeout_s
+        while not (promotion.wait(_SLICE_S) or self._cancelled.is_set()):
+            if time.monotonic() > deadline_s:
+                break
+        return len(self._engine.match(self._keys))
+
+    def _why_not_all(self, held: int) -> str:
+        lacking = len(self._keys) - held
+        if self._cancelled.is_set():
+            return f"given up with {lacking} chunks to come: this replica stops"
+        if self._errors:
+            return self._errors[0]
+        if self._arrivals.no_room:
+            return f"the cpu tier here has no room for the last {lacking} chunks"
+        return f"the {self._tier} tier here did not take the last {lacking} chunks"

@@ -1,0 +1,110 @@
+"""The settings of the controls: the controller, heartbeats and transfers."""
+
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cacheengine.address import join_host_port, split_host_port
+from cacheengine.cli import replica
+from cacheengine.config import ConfigError, EngineConfig, load_engine_config
+
+
+def load(tmp_path: Path, text: str) -> EngineConfig:
+    path = tmp_path / "instance.yaml"
+    path.write_text(text)
+    return load_engine_config(path, environment={})
+
+
+def test_lmcaches_documented_example_loads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load(
+        tmp_path,
+        "chunk_size: 256\nlocal_cpu: true\nmax_local_cpu_size: 5\nenable_controller: true\n"
+        'lmcache_instance_id: "lmcache_instance_1"\ncontroller_url: "localhost:9001"\n'
+        'lmcache_worker_port: 8001\ndistributed_url: "localhost:8004"\n',
+    )
+    assert config.controller_base_url == "http://localhost:9001"
+    assert config.transfer_address == ("localhost", 8004)
+    assert config.lmcache_worker_heartbeat_time == 10.0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("url", "base"),
+    [
+        ("https://router.internal:9001/", "https://router.internal:9001"),
+        ("http://10.0.0.1:9001", "http://10.0.0.1:9001"),
+        ("[fd00::1]:9001", "http://[fd00::1]:9001"),
+    ],
+)
+def test_controller_urls(tmp_path: Path, url: str, base: str) -> None:
+    config = load(tmp_path, f"enable_controller: true\ncontroller_url: '{url}'")
+    assert config.controller_base_url == base
+
+
+def test_without_enable_controller_its_url_has_no_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = load(tmp_path, "controller_url: localhost:9001")
+    assert config.controller_base_url is None
+    assert "controller_url: has no effect without enable_controller: true" in caplog.text
+
+
+def test_without_distributed_url_nothing_is_served(tmp_path: Path) -> None:
+    assert load(tmp_path, "").transfer_address is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("enable_controller: true", "controller_url does not say where .* localhost:9001"),
+        ("controller_url: localhost", "does not end in a colon and a port"),
+        ("controller_url: tcp://localhost:9001", "not served over http"),
+        ("controller_url: http://localhost:9001/path", "does not end in a colon and a port"),
+        ("distributed_url: 8004", "does not end in a colon and a port .* localhost:8004"),
+        ("distributed_url: ':8004'", "has no host name"),
+        ("distributed_url: 'localhost:65536'", "does not end in a colon and a port"),
+        ("distributed_url: 'fd00::1:8004'", "an IPv6 address without brackets"),
+        ("lmcache_worker_heartbeat_time: 0", "0 s is out of range"),
+        ("lmcache_worker_heartbeat_time: 4000", "an hour at most"),
+        ("lmcache_worker_heartbeat_time: soon", "'soon' is not a number"),
+    ],
+)
+def test_mistakes_are_named_with_what_to_write(tmp_path: Path, text: str, message: str) -> None:
+    key = text.partition(":")[0]
+    with pytest.raises(ConfigError, match=f"instance.yaml: {key}: .*{message}"):
+        load(tmp_path, text)
+
+
+def test_addresses_survive_the_round_trip() -> None:
+    for text in ("localhost:0", "[::1]:80", "10.0.0.1:65535"):
+        assert join_host_port(*split_host_port(text)) == text
+
+
+@pytest.mark.parametrize("key", ["lmcache_worker_port", "distributed_url"])
+def test_a_taken_port_is_found_before_the_model_is_loaded(tmp_path: Path, key: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        value = port if key == "lmcache_worker_port" else f"127.0.0.1:{port}"
+        path = tmp_path / "instance.yaml"
+        other = "" if key == "lmcache_worker_port" else "lmcache_worker_port: 0\n"
+        path.write_text(f"max_local_cpu_size: 0.01\n{other}{key}: {value}\n")
+        arguments = ["--config", str(path), "--print-command", "--", "--model", "m"]
+        result = CliRunner().invoke(replica, arguments)
+    assert result.exit_code == 2
+    assert f"{key}: cannot listen on 127.0.0.1:{port} (Address already in use)" in result.output
+
+
+def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "instance.yaml"
+    path.write_text(
+        "max_local_cpu_size: 0.01\nlmcache_worker_port: 0\ndistributed_url: 192.0.2.1:8004\n"
+    )
+    result = CliRunner().invoke(replica, ["--config", str(path), "--", "--model", "m"])
+    assert result.exit_code == 2
+    assert "distributed_url: cannot listen on 192.0.2.1:8004" in result.output

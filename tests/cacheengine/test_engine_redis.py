@@ -1,0 +1,110 @@
+"""Two engines and one real Redis: what one stores the other loads, and no fault is more than a
+miss that is counted."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cacheengine.config import EngineConfig
+from tests.cacheengine.building import Bench, key, keys, layout, wait_until
+from tests.cacheengine.conftest import MakeBench
+from tests.servers import PATIENT, RedisProcess, redis_program, running
+
+NUMBERS = range(40)
+"""More chunks than a batch has."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisProcess]:
+    with running(redis_program(), tmp_path / "server") as process:
+        yield process
+
+
+@pytest.fixture
+def pair(make_bench: MakeBench, server: RedisProcess) -> tuple[Bench, Bench]:
+    """Two engines of one layout, whose remote tier is the server."""
+    config = EngineConfig(remote_url=f"{server.url}?{PATIENT}", put_queue_share=1.0)
+    return make_bench(64, config), make_bench(64, config)
+
+
+def _name(number: int) -> str:
+    return f"warmroute:{layout().fingerprint()}:{key(number).hex()}"
+
+
+def test_what_one_engine_stores_another_loads(pair: tuple[Bench, Bench]) -> None:
+    first, second = pair
+    first.store(keys(*NUMBERS))
+    first.finish_puts()
+    assert second.promote(keys(*NUMBERS)) == (0, 40, 0)
+    assert second.has_right_bytes(keys(*NUMBERS))
+    assert first.engine.stats().remote.puts == 40
+    assert second.engine.stats().remote.gets == 40
+
+
+def test_chunks_that_the_server_lost_are_missing_and_those_before_them_are_loaded(
+    pair: tuple[Bench, Bench], server: RedisProcess
+) -> None:
+    first, second = pair
+    first.store(keys(*NUMBERS))
+    first.finish_puts()
+    server.do("DEL", _name(25))
+    resident, promoted, missing = second.promote(keys(*NUMBERS))
+    assert (resident, promoted, missing) == (0, 25, 15)
+    assert second.has_right_bytes(keys(*range(25)))
+
+
+def test_a_damaged_chunk_is_a_miss_is_counted_and_is_stored_anew(
+    pair: tuple[Bench, Bench], server: RedisProcess
+) -> None:
+    first, second = pair
+    first.store(keys(1, 2, 3))
+    first.finish_puts()
+    server.do("SETRANGE", _name(2), "500", b"damage")
+    _, promoted, missing = second.promote(keys(1, 2, 3))
+    assert promoted + missing == 3
+    assert missing >= 1
+    assert second.engine.stats().remote.corrupt == 1
+    second.store(keys(1, 2, 3))
+    second.finish_puts()
+    assert second.has_right_bytes(keys(1, 2, 3))
+
+
+def test_a_server_that_dies_costs_only_what_it_held(
+    pair: tuple[Bench, Bench], server: RedisProcess
+) -> None:
+    first, second = pair
+    first.store(keys(1, 2, 3))
+    first.finish_puts()
+    server.kill()
+    # Storing and using go on, and what was there before is missing.
+    first.store(keys(4, 5))
+    first.finish_puts()
+    assert first.has_right_bytes(keys(1, 2, 3, 4, 5))
+    assert second.promote(keys(1, 2, 3)) == (0, 0, 3)
+    assert first.engine.stats().remote.io_errors + first.engine.stats().remote.put_drops >= 2
+    assert second.engine.stats().remote.unanswered >= 1
+
+
+def test_a_server_that_comes_back_is_used_again(
+    pair: tuple[Bench, Bench], server: RedisProcess
+) -> None:
+    first, second = pair
+    server.kill()
+    first.store(keys(1, 2))
+    first.finish_puts()
+    server.start()
+    stored: list[int] = []
+
+    def again() -> bool:
+        # The engine's rest and the store's are over some time later; new chunks are put then.
+        first.clock.advance(100)
+        number = 1000 + len(stored)
+        stored.append(number)
+        first.store(keys(number))
+        first.finish_puts()
+        return first.engine.stats().remote.puts > 0
+
+    wait_until(again)
+    assert second.promote(keys(stored[-1])) == (0, 1, 0)
+    assert second.has_right_bytes(keys(stored[-1]))

@@ -1,0 +1,168 @@
+"""What is known of a shared tier, to exact outcomes."""
+
+from cacheengine.remote_index import RemoteIndex
+from cacheengine.tiers.base import GetOutcome
+from tests.cacheengine.building import key, keys
+
+NOW_S = 100.0
+
+
+def _index(*held: int, max_held: int = 100, max_absent: int = 100) -> RemoteIndex:
+    index = RemoteIndex(max_held=max_held, max_absent=max_absent, absent_s=1.5)
+    for number in held:
+        assert index.ask(key(number), NOW_S)
+    taken = index.take_questions(100)
+    assert index.answered(taken, [True] * len(taken), NOW_S) == keys(*held)
+    return index
+
+
+def test_a_question_is_asked_once_and_in_one_batch() -> None:
+    index = _index()
+    for number in (1, 2, 1, 3):
+        assert index.ask(key(number), NOW_S)
+    assert index.take_questions(2) == keys(1, 2)
+    assert index.ask(key(1), NOW_S)  # still without an answer: joined, not asked again
+    assert index.take_questions(10) == keys(3)
+    assert index.answered(keys(1, 2), [True, False], NOW_S) == keys(1)
+    assert key(1) in index
+    assert key(2) not in index
+    index.check()
+
+
+def test_what_is_absent_is_not_asked_again_for_a_while() -> None:
+    index = _index()
+    index.ask(key(1), NOW_S)
+    index.answered(index.take_questions(1), [False], NOW_S)
+    assert not index.ask(key(1), NOW_S + 1.4)
+    assert index.ask(key(1), NOW_S + 1.5)
+    assert index.take_questions(1) == keys(1)
+    index.check()
+
+
+def test_absences_are_bounded() -> None:
+    index = _index(max_absent=2)
+    for number in (1, 2, 3):
+        index.ask(key(number), NOW_S)
+    index.answered(index.take_questions(3), [False] * 3, NOW_S)
+    index.check()
+    assert [index.ask(key(number), NOW_S) for number in (1, 2, 3)] == [True, False, False]
+
+
+def test_what_is_known_is_bounded_and_forgetting_is_told() -> None:
+    index = _index(1, 2, max_held=2)
+    index.touch(key(1))
+    index.reserve(key(3))
+    assert index.publish(key(3))
+    assert index.take_forgotten() == keys(2)
+    assert index.keys() == keys(1, 3)
+    assert index.ask(key(2), NOW_S)  # forgotten is unknown, not absent
+    index.check()
+
+
+def test_what_is_being_read_is_not_forgotten() -> None:
+    index = _index(1, 2, max_held=2)
+    index.begin_read(key(1))
+    index.begin_read(key(2))
+    index.end_read(key(2), GetOutcome.OK, NOW_S)
+    index.reserve(key(3))
+    index.publish(key(3))
+    assert index.take_forgotten() == keys(2)
+    assert not index.end_read(key(1), GetOutcome.OK, NOW_S)
+    index.check()
+
+
+def test_a_tier_that_does_not_answer_is_left_alone_for_longer_each_time() -> None:
+    index = _index(9)
+    now_s = NOW_S
+    for rest_s in (1.0, 2.0, 4.0):
+        assert index.ask(key(1), now_s)
+        assert index.answered(index.take_questions(1), None, now_s) == []
+        assert not index.ask(key(2), now_s + rest_s - 0.1)
+        assert not index.can_read(key(9), now_s + rest_s - 0.1)
+        assert key(9) in index  # known all the same
+        now_s += rest_s
+        assert index.can_read(key(9), now_s)
+    index.ask(key(1), now_s)
+    index.answered(index.take_questions(1), [False], now_s)
+    index.ask(key(2), now_s)
+    index.answered(index.take_questions(1), None, now_s)
+    assert not index.ask(key(3), now_s + 0.9)  # an answer made the rest short again
+    assert index.ask(key(3), now_s + 1.0)
+
+
+def test_a_read_that_fails_begins_a_rest_and_one_that_misses_an_absence() -> None:
+    index = _index(1, 2)
+    index.begin_read(key(1))
+    assert not index.end_read(key(1), GetOutcome.FAILED, NOW_S)
+    assert key(1) in index
+    assert not index.can_read(key(2), NOW_S + 0.9)
+    index.begin_read(key(2))
+    assert not index.end_read(key(2), GetOutcome.MISSING, NOW_S + 5)
+    assert key(2) not in index
+    assert not index.ask(key(2), NOW_S + 6)
+    index.check()
+
+
+def test_an_answer_does_not_overrule_a_write_made_since() -> None:
+    index = _index()
+    index.ask(key(1), NOW_S)
+    taken = index.take_questions(1)
+    index.reserve(key(1))
+    index.publish(key(1))
+    assert index.answered(taken, [False], NOW_S) == []
+    assert key(1) in index
+    index.check()
+
+
+def test_an_answer_of_before_a_clear_is_void() -> None:
+    index = _index()
+    index.ask(key(1), NOW_S)
+    taken = index.take_questions(1)
+    assert index.clear() == ([], [])
+    assert index.answered(taken, [True], NOW_S) == []
+    assert key(1) not in index
+    assert index.ask(key(1), NOW_S + 2)  # the others' chunks are found again by asking again
+    index.answered(index.take_questions(1), [True], NOW_S + 2)
+    assert key(1) in index
+    index.check()
+
+
+def test_clear_deletes_what_is_known_and_idle() -> None:
+    index = _index(1, 2, 3)
+    index.begin_read(key(2))
+    index.reserve(key(4))
+    readable, idle = index.clear()
+    assert (readable, idle) == (keys(1, 3, 2), keys(1, 3))
+    assert index.keys() == []
+    assert index.is_known(key(1))  # on its way out: not to be put
+    assert not index.ask(key(1), NOW_S)
+    index.check()
+    for number in (1, 3):
+        index.forget(key(number))
+    assert index.end_read(key(2), GetOutcome.OK, NOW_S)
+    assert not index.publish(key(4))
+    for number in (2, 4):
+        index.forget(key(number))
+    assert not any(index.is_known(key(number)) for number in (1, 2, 3, 4))
+    index.check()
+
+
+def test_clear_by_keys_leaves_the_others() -> None:
+    index = _index(1, 2)
+    assert index.clear(keys(2, 7)) == (keys(2), keys(2))
+    assert index.keys() == keys(1)
+    index.check()
+
+
+def test_a_slow_answer_is_not_waited_for() -> None:
+    index = _index()
+    index.ask(key(1), NOW_S)
+    assert not index.is_overdue(key(1), NOW_S + 0.9)
+    assert index.is_overdue(key(1), NOW_S + 1.0)
+    assert not index.is_overdue(key(2), NOW_S + 1.0)
+
+
+def test_nothing_can_be_pinned() -> None:
+    index = _index(1)
+    assert not index.keep(key(1))
+    assert not index.let_go(key(1))

@@ -1,0 +1,219 @@
+"""Reads past the page cache: where they are possible, when they are used, that they are right."""
+
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cacheengine.tiers import chunk_file, linux_io
+from cacheengine.tiers.base import GetOutcome, PutOutcome
+from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.linux_io import LinuxCalls
+from tests.cacheengine.building import key, keys, payload
+
+CHUNK_BYTES = 64 * 4096
+
+
+def _open(root: Path, *, chunk_bytes: int = CHUNK_BYTES, direct: bool = True) -> DiskTier:
+    return DiskTier([root], "a" * 32, chunk_bytes, 1 << 30, direct=direct, lock_wait_s=0.0)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    if reason := LinuxCalls().why_not_direct(tmp_path):
+        pytest.skip(f"no direct reads here: {reason}")
+    disk = _open(tmp_path)
+    disk.scan()
+    yield disk
+    disk.close()
+
+
+@pytest.fixture
+def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What `set_direct` was told, call by call."""
+    told: list[bool] = []
+    real = linux_io.set_direct
+
+    def note(fd: int, direct: bool) -> None:
+        told.append(direct)
+        real(fd, direct)
+
+    monkeypatch.setattr(chunk_file, "set_direct", note)
+    return told
+
+
+def _put(tier: DiskTier, chunk: bytes) -> PutOutcome:
+    return tier.put(chunk, memoryview(payload(chunk, CHUNK_BYTES)))
+
+
+def _get(tier: DiskTier, chunk: bytes, *, misaligned_by: int = 0) -> GetOutcome:
+    memory = memoryview(mmap.mmap(-1, CHUNK_BYTES + 4096))
+    buffer = memory[misaligned_by : misaligned_by + CHUNK_BYTES]
+    outcome = tier.get(chunk, buffer)
+    assert outcome is not GetOutcome.OK or buffer == payload(chunk, CHUNK_BYTES)
+    return outcome
+
+
+def _forget(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def test_only_what_the_page_cache_does_not_have_is_read_past_it(
+    tier: DiskTier, direct_reads: list[bool]
+) -> None:
+    for chunk in keys(1, 2):
+        assert _put(tier, chunk) is PutOutcome.STORED
+    _forget(tier.path(key(1)))
+    assert _get(tier, key(1)) is GetOutcome.OK
+    assert direct_reads == [True]
+    assert _get(tier, key(2)) is GetOutcome.OK
+    assert direct_reads == [True]
+
+
+def test_a_put_is_read_rightly_before_it_is_on_the_device(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
+) -> None:
+    monkeypatch.setattr(LinuxCalls, "cached_bytes", lambda *_: 0)
+    _put(tier, key(1))
+    assert _get(tier, key(1)) is GetOutcome.OK
+    assert direct_reads == [True]
+
+
+@pytest.mark.parametrize("position", [0, CHUNK_BYTES // 2, CHUNK_BYTES - 1, CHUNK_BYTES, -1])
+def test_a_flipped_bit_is_found_in_a_direct_read(
+    tier: DiskTier, direct_reads: list[bool], position: int
+) -> None:
+    _put(tier, key(1))
+    content = bytearray(tier.path(key(1)).read_bytes())
+    content[position] ^= 1
+    tier.path(key(1)).write_bytes(content)
+    _forget(tier.path(key(1)))
+    assert _get(tier, key(1)) is GetOutcome.DAMAGED
+    assert direct_reads == [True]
+
+
+def test_memory_that_is_not_aligned_is_read_into_by_the_page_cache(
+    tier: DiskTier, direct_reads: list[bool]
+) -> None:
+    _put(tier, key(1))
+    _forget(tier.path(key(1)))
+    assert _get(tier, key(1), misaligned_by=17) is GetOutcome.OK
+    assert direct_reads == [True, False]
+
+
+def test_a_direct_read_that_is_cut_short_is_done_again(
+    tier: DiskTier, direct_reads: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _put(tier, key(1))
+    _forget(tier.path(key(1)))
+    real = os.preadv
+    lengths = [1000]
+
+    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
+        return lengths.pop() if lengths else real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert _get(tier, key(1)) is GetOutcome.OK
+    assert direct_reads == [True, False]
+
+
+def test_an_error_of_the_device_is_not_hidden(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _put(tier, key(1))
+    _forget(tier.path(key(1)))
+
+    def fail(*args: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        assert _get(tier, key(1)) is GetOutcome.FAILED
+    assert _get(tier, key(1)) is GetOutcome.OK
+
+
+def test_chunks_that_are_no_whole_pages_are_never_read_so(
+    tmp_path: Path, direct_reads: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="vllm.warmroute"):
+        tier = _open(tmp_path, chunk_bytes=5000)
+    assert "no whole pages" in caplog.text
+    content = payload(key(1), 5000)
+    tier.put(key(1), memoryview(content))
+    _forget(tier.path(key(1)))
+    buffer = bytearray(5000)
+    assert tier.get(key(1), memoryview(buffer)) is GetOutcome.OK
+    assert buffer == content
+    assert direct_reads == []
+    tier.close()
+
+
+def test_they_can_be_switched_off(tmp_path: Path, direct_reads: list[bool]) -> None:
+    tier = _open(tmp_path, direct=False)
+    _put(tier, key(1))
+    _forget(tier.path(key(1)))
+    assert _get(tier, key(1)) is GetOutcome.OK
+    assert direct_reads == []
+    tier.close()
+
+
+@pytest.mark.parametrize("where", ["write", "cachestat", "flag"])
+def test_a_file_system_that_cannot_is_found_out_at_start(
+    tmp_path: Path,
+    direct_reads: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    with monkeypatch.context() as patch:
+        if where == "cachestat":
+            patch.setattr(LinuxCalls, "cached_bytes", lambda *_: None)
+        else:
+            patch.setattr(
+                *((os, "pwritev") if where == "open" else (linux_io, "set_direct")), refuse
+            )
+        with caplog.at_level("INFO", logger="vllm.warmroute"):
+            tier = _open(tmp_path)
+    assert "all reads of" in caplog.text
+    _put(tier, key(1))
+    _forget(tier.path(key(1)))
+    assert _get(tier, key(1)) is GetOutcome.OK
+    assert direct_reads == []
+    tier.close()
+    assert [file.name for file in tmp_path.rglob(".probe")] == []
+
+
+def test_a_file_gets_its_blocks_before_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        if not LinuxCalls().reserve(fd, 1 << 20):
+            pytest.skip("this file system cannot reserve blocks")
+        assert os.fstat(fd).st_blocks * 512 >= 1 << 20
+        with pytest.raises(OSError, match="large") as caught:
+            LinuxCalls().reserve(fd, 1 << 62)
+        assert caught.value.errno == errno.EFBIG
+    finally:
+        os.close(fd)
+
+
+def test_what_is_no_file_cannot_reserve() -> None:
+    read_end, write_end = os.pipe()
+    try:
+        with pytest.raises(OSError, match="seek"):
+            LinuxCalls().reserve(write_end, 4096)
+        fd = os.open("/dev/null", os.O_WRONLY)
+        assert not LinuxCalls().reserve(fd, 4096)
+        os.close(fd)
+    finally:
+        os.close(read_end)
+        os.close(write_end)

@@ -1,0 +1,258 @@
+"""Several paths under one disk tier: each takes its share, and fails alone."""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cacheengine.tiers.base import GetOutcome, PutOutcome
+from cacheengine.tiers.directories import DirectoryInUse
+from cacheengine.tiers.disk import DiskTier
+from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
+
+FINGERPRINT = "0123456789abcdef" * 2
+MANY = keys(*range(40))
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def _open(roots: list[Path], capacity_chunks: int = 1000) -> DiskTier:
+    file_bytes = CHUNK_BYTES + 4096
+    return DiskTier(roots, FINGERPRINT, CHUNK_BYTES, capacity_chunks * file_bytes, lock_wait_s=0.0)
+
+
+@pytest.fixture
+def tier(roots: list[Path]) -> Iterator[DiskTier]:
+    disk = _open(roots)
+    disk.scan()
+    yield disk
+    disk.close()
+
+
+def _put(tier: DiskTier, chunk: bytes) -> PutOutcome:
+    return tier.put(chunk, memoryview(payload(chunk)))
+
+
+def _put_all(tier: DiskTier, chunks: list[bytes]) -> set[PutOutcome]:
+    return set(tier.put_many([(chunk, memoryview(payload(chunk))) for chunk in chunks]))
+
+
+def _get_all(tier: DiskTier, chunks: list[bytes]) -> list[GetOutcome]:
+    buffers = [bytearray(CHUNK_BYTES) for _ in chunks]
+    outcomes = tier.get_many(
+        [(chunk, memoryview(buffer)) for chunk, buffer in zip(chunks, buffers, strict=True)]
+    )
+    for chunk, outcome, buffer in zip(chunks, outcomes, buffers, strict=True):
+        assert outcome is not GetOutcome.OK or buffer == payload(chunk)
+    return outcomes
+
+
+def _files(root: Path) -> list[Path]:
+    return list(root.rglob("*.kv"))
+
+
+def _bytes_under(*roots: Path) -> int:
+    return sum(file.stat().st_size for root in roots for file in root.rglob("*") if file.is_file())
+
+
+def _fail_under(root: Path, number: int, real: Callable[..., int]) -> Callable[..., int]:
+    """Return ``os.open`` as it is when a path's disk has gone bad."""
+
+    def fail(path: "os.PathLike[str] | str", *args: object, **options: object) -> int:
+        if Path(path).is_relative_to(root):
+            raise OSError(number, os.strerror(number), os.fspath(path))
+        return real(path, *args, **options)
+
+    return fail
+
+
+def test_chunks_are_spread_and_found(tier: DiskTier, roots: list[Path]) -> None:
+    assert _put_all(tier, MANY) == {PutOutcome.STORED}
+    shares = [len(_files(root)) for root in roots]
+    assert sum(shares) == len(MANY)
+    assert min(shares) >= len(MANY) // 4
+    assert all(tier.path(chunk).exists() for chunk in MANY)
+    assert _get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
+    tier.delete(MANY)
+    assert [_files(root) for root in roots] == [[], []]
+    assert set(_get_all(tier, MANY)) == {GetOutcome.MISSING}
+
+
+def test_the_order_of_use_is_kept_over_all_paths(tier: DiskTier, roots: list[Path]) -> None:
+    _put_all(tier, MANY)
+    for age_s, chunk in enumerate(MANY):
+        os.utime(tier.path(chunk), (1000 - age_s, 1000 - age_s))
+    tier.close()
+    again = _open(roots)
+    assert again.scan() == MANY[::-1]
+    again.close()
+
+
+def test_paths_may_come_and_go_and_change_places(tier: DiskTier, roots: list[Path]) -> None:
+    _put_all(tier, MANY)
+    in_first = {file.stem for file in _files(roots[0])}
+    tier.close()
+    turned = _open([roots[1], roots[0]])
+    assert set(turned.scan()) == set(MANY)
+    assert [turned.path(chunk).exists() for chunk in MANY] == [True] * len(MANY)
+    turned.close()
+    more = _open([*roots, roots[0].parent / "c"])
+    assert set(more.scan()) == set(MANY)
+    assert _get_all(more, MANY) == [GetOutcome.OK] * len(MANY)
+    assert _put_all(more, MANY) == {PutOutcome.STORED}
+    # Now some have moved to the path that came, and are nowhere else.
+    assert sum(len(_files(root)) for root in more.directories) == len(MANY)
+    more.close()
+    one = _open([roots[0]])
+    assert {chunk.hex() for chunk in one.scan()} <= in_first
+    one.close()
+
+
+def test_the_same_path_twice_is_one(roots: list[Path]) -> None:
+    roots[0].mkdir()
+    link = roots[0].parent / "link"
+    link.symlink_to(roots[0])
+    tier = _open([roots[0], link, roots[0]])
+    assert len(tier.directories) == 1
+    tier.close()
+
+
+def test_every_path_is_locked_and_freed_when_one_is_taken(
+    tier: DiskTier, roots: list[Path]
+) -> None:
+    other = roots[0].parent / "c"
+    with pytest.raises(DirectoryInUse):
+        _open([other, roots[1]])
+    _open([other]).close()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EIO])
+def test_a_path_that_fails_costs_its_own_chunks_only(
+    tier: DiskTier, roots: list[Path], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    _put_all(tier, MANY)
+    lost = {bytes.fromhex(file.stem) for file in _files(roots[0])}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", _fail_under(roots[0], number, os.open))
+        outcomes = dict(zip(MANY, _get_all(tier, MANY), strict=True))
+        assert {chunk for chunk in MANY if outcomes[chunk] is GetOutcome.OK} == set(MANY) - lost
+        assert {outcomes[chunk] for chunk in lost} == {GetOutcome.FAILED}
+        # What comes now goes to the other path, whatever its key.
+        new = keys(*range(100, 120))
+        assert _put_all(tier, new) == {PutOutcome.STORED}
+        assert _get_all(tier, new) == [GetOutcome.OK] * len(new)
+    assert _get_all(tier, MANY + new) == [GetOutcome.OK] * len(MANY + new)
+
+
+def test_a_path_that_is_full_leaves_the_rest_to_the_other(
+    tier: DiskTier, roots: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", _fail_under(roots[0], errno.ENOSPC, os.open))
+        assert _put_all(tier, MANY) == {PutOutcome.STORED}
+        assert _files(roots[0]) == []
+        patch.setattr(os, "open", _fail_under(roots[0].parent, errno.ENOSPC, os.open))
+        assert _put(tier, key(100)) is PutOutcome.NO_SPACE
+    assert _get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
+    assert tier.used_bytes == _bytes_under(*roots)
+
+
+def test_a_path_that_is_removed_is_made_again_and_ours_again(
+    tier: DiskTier, roots: list[Path]
+) -> None:
+    _put_all(tier, MANY)
+    lost = len(_files(roots[0]))
+    shutil.rmtree(roots[0])
+    assert _get_all(tier, MANY).count(GetOutcome.MISSING) == lost
+    assert _put_all(tier, MANY) == {PutOutcome.STORED}
+    assert len(_files(roots[0])) == lost
+    assert _get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
+    with pytest.raises(DirectoryInUse):
+        _open([roots[0]])
+
+
+def test_a_path_removed_and_taken_by_another_is_left_to_it(
+    tier: DiskTier, roots: list[Path]
+) -> None:
+    shutil.rmtree(roots[0])
+    thief = _open([roots[0]])
+    assert _put_all(tier, MANY) == {PutOutcome.STORED}
+    assert thief.scan() == []
+    thief.close()
+
+
+@pytest.fixture
+def ordinary_user() -> Iterator[Path]:
+    """Be somebody whom permissions bind, and have a directory."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        before = os.geteuid()
+        if before == 0:
+            os.chown(directory, 65534, 65534)
+            os.seteuid(65534)
+        try:
+            yield directory
+        finally:
+            os.seteuid(before)
+
+
+def test_permission_that_is_really_lost(ordinary_user: Path) -> None:
+    roots = [ordinary_user / "a", ordinary_user / "b"]
+    tier = _open(roots)
+    _put_all(tier, MANY)
+    roots[0].chmod(0)
+    try:
+        new = keys(*range(100, 120))
+        assert _put_all(tier, new) == {PutOutcome.STORED}
+        assert _get_all(tier, new) == [GetOutcome.OK] * len(new)
+        assert set(_get_all(tier, MANY)) == {GetOutcome.OK, GetOutcome.FAILED}
+        assert tier.used_bytes == len(MANY + new) * tier.item_bytes
+        tier.delete(MANY)
+    finally:
+        roots[0].chmod(0o755)
+    # What could not be removed is, little by little, now that it can be.
+    for number in range(200, 240):
+        assert _put(tier, key(number)) is PutOutcome.STORED
+    assert {bytes.fromhex(file.stem) for root in roots for file in _files(root)} == {
+        *new,
+        *keys(*range(200, 240)),
+    }
+    tier.close()
+
+
+def test_a_chunk_in_two_places_is_kept_once(tier: DiskTier, roots: list[Path]) -> None:
+    """It was written elsewhere while its own path was failing, and then that came back."""
+    _put_all(tier, MANY)
+    stale = tier.path(key(1))
+    (other,) = (root for root in roots if not stale.is_relative_to(root))
+    copy = other / stale.relative_to(stale.parent.parent.parent)
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copy(stale, copy)
+    os.utime(stale, (1, 1))
+    tier.close()
+    again = _open(roots)
+    assert sorted(again.scan()) == sorted(MANY)
+    assert copy.exists()
+    assert not stale.exists()
+    assert again.used_bytes == _bytes_under(*roots) == len(MANY) * again.item_bytes
+    again.close()
+
+
+def test_a_chunk_stored_again_elsewhere_is_not_left_behind(
+    tier: DiskTier, roots: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _put(tier, key(1))
+    with monkeypatch.context() as patch:
+        home = tier.path(key(1))
+        (root,) = (root for root in roots if home.is_relative_to(root))
+        patch.setattr(os, "open", _fail_under(root, errno.EIO, os.open))
+        assert _put(tier, key(1)) is PutOutcome.STORED
+    assert not home.exists()
+    assert sum(len(_files(root)) for root in roots) == 1

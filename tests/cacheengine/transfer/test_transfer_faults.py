@@ -1,0 +1,370 @@
+"""Peers that die, stall, lie or are of another kind: both sides stay whole."""
+
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from cacheengine.transfer import protocol
+from cacheengine.transfer.channel import Channel
+from cacheengine.transfer.fetch import Fetch
+from cacheengine.transfer.stats import TransferMeter
+from tests.cacheengine.building import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
+from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.transfer.conftest import Play, Script, Serve, assert_idle, fetch
+
+PREFIX = keys(*range(40))
+LAYOUT = layout().fingerprint()
+
+
+@pytest.fixture
+def source(make_bench: MakeBench) -> Bench:
+    bench = make_bench(64)
+    bench.store(PREFIX)
+    return bench
+
+
+@pytest.fixture
+def other(make_bench: MakeBench) -> Bench:
+    return make_bench(64)
+
+
+def answering(
+    answer: Callable[[Channel, int, bytes], None], *, then: Callable[[], None] = lambda: None
+) -> Script:
+    """Play a source that greets as it should and answers the n-th chunk in its own way."""
+
+    def script(channel: Channel) -> None:
+        hello = protocol.receive_hello(channel)
+        protocol.send_welcome(channel)
+        number = 0
+        while (asked := protocol.receive_get(channel, hello.key_bytes)) is not None:
+            for key in asked:
+                answer(channel, number, key)
+                number += 1
+        then()
+
+    return script
+
+
+def header(key: bytes, *, status: int = 0, size: int = CHUNK_BYTES, of: bytes = b"") -> bytes:
+    checksum = protocol.checksum(memoryview(of or payload(key)))
+    return struct.pack(">HQ16s", status, size, checksum) + key
+
+
+def right(channel: Channel, key: bytes) -> None:
+    channel.send(header(key), payload(key))
+
+
+# --- a source that goes wrong after seven good chunks ---
+
+
+def dies_within_a_chunk(channel: Channel, key: bytes) -> None:
+    channel.send(header(key), payload(key)[:1000])
+    raise OSError("killed")
+
+
+def dies_within_a_header(channel: Channel, key: bytes) -> None:
+    channel.send(header(key)[:9])
+    raise OSError("killed")
+
+
+def flips_a_bit(channel: Channel, key: bytes) -> None:
+    damaged = bytearray(payload(key))
+    damaged[-1] ^= 1
+    channel.send(header(key), bytes(damaged))
+
+
+def sends_another_chunk(channel: Channel, key: bytes) -> None:
+    right(channel, keys(99)[0])
+
+
+def sends_too_much(channel: Channel, key: bytes) -> None:
+    channel.send(header(key, size=2 * CHUNK_BYTES), payload(key) * 2)
+
+
+def sends_too_little(channel: Channel, key: bytes) -> None:
+    channel.send(header(key, size=CHUNK_BYTES // 2), payload(key)[: CHUNK_BYTES // 2])
+
+
+def sends_garbage(channel: Channel, key: bytes) -> None:
+    channel.send(payload(key))
+
+
+def does_not_have_it(channel: Channel, key: bytes) -> None:
+    channel.send(header(key, status=1, size=0))
+
+
+# Which of the two is seen depends on what was still on its way to the dead.
+_GONE = "closed in the middle of a message|reset by peer"
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        (dies_within_a_chunk, _GONE),
+        (dies_within_a_header, _GONE),
+        (flips_a_bit, "a chunk was damaged on the way"),
+        (sends_another_chunk, "answered for another chunk"),
+        (sends_too_much, f"a chunk of {2 * CHUNK_BYTES} bytes instead of {CHUNK_BYTES}"),
+        (sends_too_little, f"a chunk of {CHUNK_BYTES // 2} bytes instead of {CHUNK_BYTES}"),
+        (sends_garbage, "a chunk of unknown status"),
+        (does_not_have_it, "the source does not have all of it any more"),
+    ],
+)
+def test_what_came_before_is_usable(
+    other: Bench, play: Play, fails: Callable[[Channel, bytes], None], message: str
+) -> None:
+    def answer(channel: Channel, number: int, key: bytes) -> None:
+        if number == 7:
+            fails(channel, key)
+        else:
+            right(channel, key)
+
+    fetched, meter = fetch(other, PREFIX, play(answering(answer)), connections=1)
+    assert fetched.held_chunks == 7
+    assert re.search(message, fetched.error)
+    assert other.has_right_bytes(PREFIX[:7])
+    assert other.engine.match(PREFIX) == ["cpu"] * 7
+    assert meter.stats().receive_corrupt == (fails is flips_a_bit)
+    assert meter.stats().receive_failures == (fails is not does_not_have_it)
+    assert_idle(other)
+
+
+def test_one_of_two_connections_dies(other: Bench, play: Play) -> None:
+    """What the other one brings stays, and so does the beginning."""
+    turns = iter(range(1000))
+
+    def answer(channel: Channel, number: int, key: bytes) -> None:
+        if next(turns) == 12:
+            dies_within_a_chunk(channel, key)
+        right(channel, key)
+
+    fetched, _ = fetch(other, PREFIX, play(answering(answer)), connections=2)
+    assert fetched.held_chunks < 40
+    assert fetched.error
+    assert other.has_right_bytes(PREFIX[: fetched.held_chunks])
+    assert_idle(other)
+
+
+# --- a peer that is none, or of another kind, or slow ---
+
+
+def test_nobody_listens(other: Bench) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = gone.getsockname()
+    fetched, meter = fetch(other, PREFIX, address)
+    assert fetched.held_chunks == 0
+    assert "Connection refused" in fetched.error
+    assert f"127.0.0.1:{address[1]}: " in fetched.error
+    assert meter.stats().receive_failures == 2
+    assert_idle(other)
+
+
+def test_something_else_listens(other: Bench, play: Play) -> None:
+    def web_server(channel: Channel) -> None:
+        channel.send(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n")
+
+    fetched, _ = fetch(other, PREFIX, play(web_server))
+    assert "what listens there is no replica's distributed_url" in fetched.error
+    assert_idle(other)
+
+
+def test_another_layout_is_refused(source: Bench, serve: Serve, play: Play) -> None:
+    from cacheengine.config import EngineConfig
+    from cacheengine.engine import CacheEngine
+    from cacheengine.pool import Pool
+
+    peer = serve(source)
+    pool = Pool.allocate(4, CHUNK_BYTES)
+    stranger = CacheEngine(EngineConfig(), layout(model="another"), pool)
+    fetched = Fetch(stranger, PREFIX, peer.address, TransferMeter()).run()
+    stranger.check()
+    stranger.close()
+    assert fetched.held_chunks == 0
+    assert f"its chunks have layout {layout(model='another').fingerprint()}" in fetched.error
+    assert "model, weights, dtype, chunk_size" in fetched.error
+    assert peer.meter.stats().send_refused == 2
+    assert peer.meter.stats().send_failures == 0
+
+
+@pytest.mark.parametrize("silent_at", ["welcome", "header", "payload"])
+def test_a_source_that_stalls_is_left(other: Bench, play: Play, silent_at: str) -> None:
+    over = threading.Event()
+
+    def stall(channel: Channel) -> None:
+        hello = protocol.receive_hello(channel)
+        if silent_at != "welcome":
+            protocol.send_welcome(channel)
+            (key, *_) = protocol.receive_get(channel, hello.key_bytes) or []
+            if silent_at == "payload":
+                channel.send(header(key), payload(key)[:10])
+        over.wait(20)
+
+    fetched, meter = fetch(other, PREFIX, play(stall), connections=1, timeout_s=0.2)
+    over.set()
+    assert fetched.held_chunks == 0
+    assert "within 0.2 s" in fetched.error
+    assert meter.stats().receive_failures == 1
+    assert_idle(other)
+
+
+def test_a_source_that_trickles_is_left(other: Bench, play: Play) -> None:
+    """A byte now and then keeps no move alive."""
+    over = threading.Event()
+
+    def trickle(channel: Channel, number: int, key: bytes) -> None:
+        channel.send(header(key))
+        for byte in payload(key):
+            if over.wait(0.05):
+                return
+            channel.send(bytes([byte]))
+
+    fetched, _ = fetch(other, PREFIX, play(answering(trickle)), connections=1, timeout_s=0.3)
+    over.set()
+    assert "did not finish a message within 0.3 s" in fetched.error
+    assert_idle(other)
+
+
+def test_a_fetch_that_is_cancelled_ends_at_once(other: Bench, play: Play) -> None:
+    started, over = threading.Event(), threading.Event()
+
+    def hang(channel: Channel, number: int, key: bytes) -> None:
+        started.set()
+        over.wait(20)
+
+    under_way = Fetch(other.engine, PREFIX, play(answering(hang)), TransferMeter())
+    results = []
+    thread = threading.Thread(target=lambda: results.append(under_way.run()))
+    thread.start()
+    assert started.wait(20)
+    under_way.cancel()
+    thread.join(10)
+    assert not thread.is_alive()
+    over.set()
+    assert results[0].error == "given up with 40 chunks to come: this replica stops"
+    assert_idle(other)
+
+
+# --- the source's side: destinations that go wrong ---
+
+
+def connect(address: tuple[str, int]) -> Channel:
+    return Channel.connect(address, timeout_s=20, connect_s=20)
+
+
+def ask(address: tuple[str, int], asked: Sequence[bytes] = PREFIX) -> Channel:
+    channel = connect(address)
+    protocol.greet(channel, LAYOUT, 32)
+    protocol.send_get(channel, asked)
+    return channel
+
+
+def test_a_destination_that_dies_within_a_chunk(source: Bench, serve: Serve) -> None:
+    peer = serve(source)
+    channel = ask(peer.address, PREFIX * 5)
+    channel.receive(1000)
+    channel.close()
+    wait_until(lambda: peer.server.num_connections == 0)
+    assert_idle(source)
+    assert source.has_right_bytes(PREFIX)
+
+
+def test_a_destination_that_reads_nothing_times_out(source: Bench, serve: Serve) -> None:
+    peer = serve(source, timeout_s=0.2)
+    channel = ask(peer.address, PREFIX * 6)
+    for _ in range(200):  # more than any socket buffers
+        protocol.send_get(channel, PREFIX * 6)
+        if peer.meter.stats().send_failures:
+            break
+    wait_until(lambda: peer.meter.stats().send_failures == 1)
+    wait_until(lambda: peer.server.num_connections == 0)
+    assert_idle(source)
+    channel.close()
+
+
+def test_a_destination_that_never_asks_times_out(source: Bench, serve: Serve) -> None:
+    peer = serve(source, timeout_s=0.2)
+    channel = connect(peer.address)
+    wait_until(lambda: peer.meter.stats().send_failures == 1)
+    assert channel.receive_or_end(1) is None
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nhost: replica\r\nuser-agent: lost\r\n\r\n",
+        struct.pack(">4sHH32s", b"WRKV", 1, 32, LAYOUT.encode()) + struct.pack(">I", 0),
+        struct.pack(">4sHH32s", b"WRKV", 1, 32, LAYOUT.encode()) + b"\xff" * 4,
+    ],
+)
+def test_nonsense_ends_a_connection(source: Bench, serve: Serve, said: bytes) -> None:
+    peer = serve(source)
+    channel = connect(peer.address)
+    channel.send(said)
+    wait_until(lambda: peer.meter.stats().send_failures == 1)
+    wait_until(lambda: peer.server.num_connections == 0)
+    channel.close()
+    assert fetch_one(peer.address) == payload(PREFIX[0])
+
+
+@pytest.mark.parametrize(
+    ("version", "key_bytes", "message"),
+    [(9, 32, "version 9 of the transfer protocol"), (1, 65, "keys of 65 bytes"), (1, 0, "keys of")],
+)
+def test_other_versions_and_keys_are_refused(
+    source: Bench, serve: Serve, version: int, key_bytes: int, message: str
+) -> None:
+    peer = serve(source)
+    channel = connect(peer.address)
+    channel.send(struct.pack(">4sHH32s", b"WRKV", version, key_bytes, LAYOUT.encode()))
+    magic, status, size = struct.unpack(">4sHH", channel.receive(8))
+    assert (magic, status) == (b"WRKV", 2)
+    assert message in channel.receive(size).decode()
+    channel.close()
+
+
+def fetch_one(address: tuple[str, int]) -> bytes:
+    channel = ask(address, PREFIX[:1])
+    protocol.receive_chunk_header(channel, 32)
+    received = channel.receive(CHUNK_BYTES)
+    channel.close()
+    return received
+
+
+def test_a_server_that_stops_in_the_middle_of_a_chunk(
+    source: Bench, other: Bench, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between a chunk's header and its end; here everything is real but the timing."""
+    peer = serve(source)
+    send = protocol.send_chunk
+    sent = iter(range(1000))
+
+    def stops(channel: Channel, key: bytes, view: memoryview) -> None:
+        if next(sent) == 10:
+            channel.send(header(key), view[:100])
+            channel.shut()
+        send(channel, key, view)
+
+    monkeypatch.setattr(protocol, "send_chunk", stops)
+    fetched, _ = fetch(other, PREFIX, peer.address, connections=1)
+    assert fetched.held_chunks == 10
+    assert other.has_right_bytes(PREFIX[:10])
+    assert_idle(other)
+    assert source.has_right_bytes(PREFIX)
+    wait_until(lambda: peer.server.num_connections == 0)
+    assert_idle(source)
+
+
+def test_stop_ends_what_is_being_sent(source: Bench, serve: Serve) -> None:
+    peer = serve(source)
+    channel = ask(peer.address, PREFIX * 6)
+    channel.receive(10)
+    peer.server.stop()
+    assert peer.server.num_connections == 0
+    channel.close()
+    assert_idle(source)

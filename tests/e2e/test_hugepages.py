@@ -1,0 +1,111 @@
+"""A real replica whose pool is on huge pages: they are used, and all of them come back."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.tiers import wait_until
+from cacheengine.launch import free_ports
+from router.processes import ProcessGroup
+from tests.e2e.serving import CHUNK_TOKENS, Replica, fresh_prompt
+from tests.huge_pages import counts, free_huge_pages
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+HIT_TOKENS = 3 * CHUNK_TOKENS
+POOL_PAGES = 128  # 0.25 GB
+SPARE_PAGES = 8
+
+MakeReplica = Callable[..., Replica]
+
+
+@pytest.fixture
+def make_replica(model_dir: Path, processes: ProcessGroup, tmp_path: Path) -> Iterator[MakeReplica]:
+    """Make replicas that ask for huge pages; what a test leaves running is killed."""
+    names: list[str] = []
+
+    def make(name: str, *vllm_args: str) -> Replica:
+        port, agent_port = free_ports(2)
+        names.append(name)
+        return Replica(
+            processes,
+            name,
+            model_dir,
+            tmp_path,
+            port=port,
+            agent_port=agent_port,
+            of=2,
+            vllm_args=vllm_args,
+            config={"max_local_cpu_size": 0.25, "local_cpu_use_hugepages": True},
+        )
+
+    yield make
+    for name in set(names) & set(processes.running()):
+        processes.stop(name, kill=True)
+
+
+def check_warm(replica: Replica) -> None:
+    """A prompt is answered from the pool as it was from the GPU tier."""
+    prompt = fresh_prompt(HIT_TOKENS + 20, seed=zlib.crc32(replica.name.encode()))
+    replica.ask(prompt)
+    replica.wait_stored(prompt)
+    reference = replica.ask(prompt)
+    assert reference.cached_tokens == HIT_TOKENS
+    replica.empty_gpu()
+    assert replica.ask(prompt) == reference
+    replica.empty_gpu()
+    replica.empty_cpu()
+    assert replica.ask(prompt) == reference
+
+
+def test_the_pool_takes_huge_pages_and_gives_them_back(make_replica: MakeReplica) -> None:
+    replica = make_replica("huge")
+    with free_huge_pages(POOL_PAGES + SPARE_PAGES):
+        replica.start()
+        replica.wait_ready()
+        assert counts().available == SPARE_PAGES
+        assert f"the pool is made of {POOL_PAGES} huge pages" in replica.log
+        check_warm(replica)
+        replica.stop()
+        wait_until("all pages are back", all_back)
+
+        # The server alone is killed: its engine follows, and its memory.
+        replica.start()
+        replica.wait_ready()
+        assert counts().available == SPARE_PAGES
+        replica.kill()
+        wait_until("all pages are back after SIGKILL", all_back)
+
+
+def all_back() -> bool:
+    return counts().available == POOL_PAGES + SPARE_PAGES
+
+
+def test_two_ranks_share_them_and_may_be_killed_at_once(
+    make_replica: MakeReplica, processes: ProcessGroup
+) -> None:
+    replica = make_replica("huge-ranks", "--tensor-parallel-size", "2")
+    with free_huge_pages(POOL_PAGES + SPARE_PAGES):
+        replica.start()
+        replica.wait_ready()
+        assert counts().available == SPARE_PAGES
+        check_warm(replica)
+        processes.stop(replica.name, kill=True)
+        wait_until("all pages are back after SIGKILL", all_back)
+
+
+def test_with_too_few_pages_it_says_so_and_serves(make_replica: MakeReplica) -> None:
+    replica = make_replica("too-few")
+    with free_huge_pages(POOL_PAGES - 1):
+        replica.start()
+        replica.wait_ready()
+        assert counts().available == POOL_PAGES - 1
+        needed = f"{POOL_PAGES} huge pages of 2 MiB are needed and {POOL_PAGES - 1} are free"
+        before_vllm, inside = (line for line in replica.log.splitlines() if needed in line)
+        assert "too-few.yaml: local_cpu_use_hugepages: " in before_vllm
+        assert "ordinary pages" in inside
+        assert "sysctl -w vm.nr_hugepages=" in inside
+        check_warm(replica)
+        replica.stop()

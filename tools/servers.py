@@ -1,0 +1,104 @@
+"""Install what the tests of the remote tier run: `make servers`, or `python -m tools.servers`.
+
+From the distribution's packages, with apt-get, as root or where sudo asks for
+no password. Quiet and quick when all is there. What cannot be installed is
+said, with what it costs: the tests that need it are skipped. With ``CI`` in
+the environment nothing may be skipped, so that is then an error.
+
+Standard library only: it runs before there is a virtual environment, too.
+"""
+
+import ctypes.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that tests need, and where it comes from."""
+
+    package: str
+    is_there: Callable[[], bool]
+    without: str
+    """What is not tested without it."""
+
+
+def _has_redis() -> bool:
+    # Debian's redis-tools has the server, too: as redis-check-rdb, which looks at its own name.
+    return bool(shutil.which("redis-server") or shutil.which("redis-check-rdb"))
+
+
+def _has_library(name: str) -> Callable[[], bool]:
+    return lambda: ctypes.util.find_library(name) is not None
+
+
+_MOONCAKE = "the remote tier on Mooncake Store"
+# redis-tools, not redis-server: that would start a server with the machine, which nobody asked for.
+NEEDS = (
+    Need("redis-tools", _has_redis, "the remote tier on Redis"),
+    Need("openssl", lambda: shutil.which("openssl") is not None, "TLS"),
+    Need("libibverbs1", _has_library("ibverbs"), _MOONCAKE),
+    Need("librdmacm1", _has_library("rdmacm"), _MOONCAKE),
+    Need("libnuma1", _has_library("numa"), _MOONCAKE),
+)
+
+
+def main() -> int:
+    """Install what is missing and return the exit code."""
+    if missing := _missing():
+        _install([need.package for need in missing])
+        missing = _missing()
+    for need in missing:
+        print(f"servers: {need.package} is not installed: not tested here: {need.without}")
+    return 1 if missing and os.environ.get("CI") else 0
+
+
+def _missing() -> list[Need]:
+    return [need for need in NEEDS if not need.is_there()]
+
+
+def _install(packages: Sequence[str]) -> None:
+    root = _as_root()
+    if root is None:
+        print("servers: cannot install packages here (no apt-get, or neither root nor sudo)")
+        return
+    print(f"servers: installing {' '.join(packages)}", flush=True)
+    install = [*root, "apt-get", "install", "-y", "-qq", "--no-install-recommends"]
+    if _run([*install, *packages]):
+        return
+    # The lists of packages may be old, or not there at all: as in a fresh container.
+    _run([*root, "apt-get", "update", "-qq"])
+    for package in packages:
+        # Alone: one that this distribution does not have must not keep the others away.
+        _run([*install, package], show=True)
+
+
+def _as_root() -> list[str] | None:
+    """Return what to put before a command so that root runs it; None: not permitted."""
+    if shutil.which("apt-get") is None:
+        return None
+    environment = ["env", "DEBIAN_FRONTEND=noninteractive"]
+    if os.geteuid() == 0:
+        return environment
+    if shutil.which("sudo") and _run(["sudo", "-n", "true"]):
+        return ["sudo", "-n", *environment]
+    return None
+
+
+def _run(command: Sequence[str], *, show: bool = False) -> bool:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"servers: {command[0]}: {error}")
+        return False
+    if show and done.returncode:
+        print("servers:", (done.stderr.strip().splitlines() or ["no reason given"])[-1])
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
