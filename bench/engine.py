@@ -15,7 +15,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -37,14 +36,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Case]:
         for chunks, chunk_bytes in sizes:
             yield from _copies(chunks, chunk_bytes, arguments.rounds)
     if "disk" in arguments.parts:
-        for chunks, chunk_bytes in sizes:
-            with _directory(arguments.dir) as root:
-                yield from puts(root, chunks, chunk_bytes, arguments.rounds)
-        cases = [("disk get", *sizes[0]), ("disk get", *sizes[1])]
-        cases.append(("prefetch of 15k tokens", arguments.prefix_chunks, arguments.chunk_bytes))
-        for name, chunks, chunk_bytes in cases:
-            with _directory(arguments.dir) as root:
-                yield from gets(root, name, chunks, chunk_bytes, arguments.rounds)
+        with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="warmroute-bench-") as name:
+            yield from _disk(Path(name), sizes, arguments)
     if "index" in arguments.parts:
         yield from index(arguments.index_chunks, arguments.rounds)
 
@@ -58,10 +51,21 @@ def _copies(chunks: int, chunk_bytes: int, rounds: int) -> Iterator[Case]:
     yield from copies(chunks, chunk_bytes, rounds)
 
 
-@contextmanager
-def _directory(parent: Path | None) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=parent, prefix="warmroute-bench-") as name:
-        yield Path(name)
+def _disk(
+    root: Path, sizes: Sequence[tuple[int, int]], arguments: argparse.Namespace
+) -> Iterator[Case]:
+    for chunks, chunk_bytes in sizes:
+        yield from puts(root / f"put{chunk_bytes}", chunks, chunk_bytes, arguments.rounds)
+    for chunks, chunk_bytes in sizes:
+        root_of_size = root / f"get{chunk_bytes}"
+        yield from gets(root_of_size, "disk get", chunks, chunk_bytes, arguments.rounds)
+    yield from gets(
+        root / "prefetch",
+        "prefetch of 15k tokens",
+        arguments.prefix_chunks,
+        arguments.chunk_bytes,
+        arguments.rounds,
+    )
 
 
 def report(arguments: argparse.Namespace, cases: Sequence[Case]) -> dict[str, object]:

@@ -24,10 +24,10 @@ _TIMEOUT_S: Final = 120.0
 class DiskRig:
     """An engine with a disk tier, and the same bytes in plain files, over the same memory.
 
-    The tier holds ``capacity_chunks``. Every put has fresh keys, and every
-    plain write a fresh file: a file system that has just removed many files
-    makes new ones slowly, which would be measured instead. So nothing is
-    removed before `close`, but what the tier evicts.
+    The tier holds ``capacity_chunks``. Every put has fresh keys, and nothing
+    but what the tier evicts is removed, not even at the end: a file system
+    that has just removed many files makes new ones slowly, and that would be
+    measured instead.
     """
 
     def __init__(self, root: Path, chunks: int, chunk_bytes: int, *, capacity_chunks: int) -> None:
@@ -120,13 +120,22 @@ class DiskRig:
         """Do the same with the plain files."""
         forget_pages(self._plain_root)
 
+    def remove_plain(self) -> None:
+        """Remove the plain file, on the device too."""
+        self.forget_plain()
+        self._plain_file.unlink()
+        os.sync()
+
     def close(self) -> None:
         """End the engine."""
         self._engine.close()
 
 
 def puts(root: Path, chunks: int, chunk_bytes: int, rounds: int) -> Iterator[Case]:
-    """Measure puts into a tier that fills, and into one that is full and evicts as much."""
+    """Measure puts into a tier that fills, and into one that is full and evicts as much.
+
+    ``root`` need not exist yet. Leaves ``2 * (rounds + 1)`` times the bytes there.
+    """
     of = f"{chunks} x {size(chunk_bytes)}"
     rig = DiskRig(root / "fills", chunks, chunk_bytes, capacity_chunks=3 * (rounds + 1) * chunks)
     try:
@@ -146,13 +155,16 @@ def _puts(rig: DiskRig, name: str, rounds: int, end: Step | None) -> Case:
         name,
         rounds,
         Contender(step=_in_order(rig.put, end), before=rig.new_keys, after=rig.forget_ours),
-        Contender(step=_in_order(rig.write_plain, end), after=rig.forget_plain),
+        Contender(step=_in_order(rig.write_plain, end), after=rig.remove_plain),
         moved_bytes=rig.moved_bytes,
     )
 
 
 def gets(root: Path, name: str, chunks: int, chunk_bytes: int, rounds: int) -> Iterator[Case]:
-    """Measure the promotion of so many chunks at once, out of the page cache and cold."""
+    """Measure the promotion of so many chunks at once, out of the page cache and cold.
+
+    ``root`` need not exist yet.
+    """
     rig = DiskRig(root, chunks, chunk_bytes, capacity_chunks=chunks)
     of = f"{chunks} x {size(chunk_bytes)}"
     try:

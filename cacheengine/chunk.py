@@ -35,6 +35,9 @@ class ChunkLayout:
     so that a model replaced in place does not meet its predecessor's KV."""
     model_options: str = ""
     """Digest of vLLM's options that change the model's KV."""
+    lossy: str = ""
+    """Name of the remote tier's serde if it is not exact: chunks that come back
+    through it must never be taken, from disk or by a peer, for exact ones."""
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "chunk_tokens", "chunk_bytes"):

@@ -39,6 +39,7 @@ from cacheengine.launch import ReplicaSettings
 from cacheengine.pool import Pool
 from cacheengine.transfer.server import TransferServer
 from cacheengine.transfer.stats import TransferMeter
+from cacheengine.tiers.serde.configured import lossy_name
 from cacheengine.weights import weights_identity
 
 logger = logging.getLogger("vllm.warmroute")
@@ -193,7 +194,12 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             kv_layout=f"{self.config.kv_cache_layout}-{current_platform.device_type}",
             weights=weights_identity(self.config.model.name),
             model_options=self.settings.model_options,
+            lossy=self._lossy_serde(),
         )
+
+    def _lossy_serde(self) -> str:
+        engine = self.engine_config
+        return lossy_name(engine.remote_serde, self.config.model.dtype) if engine.remote_url else ""
 
     def _hash_seed(self) -> str:
         # vLLM derives its root hash after it has built this object, from the

@@ -15,7 +15,7 @@ from cacheengine.tiers.stores.mooncake_settings import mooncake_settings
 from cacheengine.tiers.stores.redis_server import REDIS_SCHEMES, RedisServer
 
 _PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
-    "mooncakestore": ("mooncake", "mooncake-transfer-engine (without CUDA: ...-non-cuda)"),
+    "mooncakestore": ("mooncake", "mooncake-transfer-engine-non-cuda"),
     "infinistore": ("infinistore", "infinistore"),
 }
 """What a scheme needs: the module to import, and the package that has it."""

@@ -25,6 +25,11 @@ def make_serde(name: str, dtype: str) -> Serde:
     return make(dtype)
 
 
+def lossy_name(name: str, dtype: str) -> str:
+    """Return the name of a serde that changes KV, "" for an exact one; ValueError as above."""
+    return "" if make_serde(name, dtype).is_exact else name
+
+
 def _make_naive(_dtype: str) -> Serde:
     return NaiveSerde()
 

@@ -82,6 +82,22 @@ def test_generated_tokens_may_be_left_out(configured: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "lossy"),
+    [
+        ("", ""),
+        ("remote_serde: cachegen", ""),  # nothing is written through it
+        ("remote_url: redis://h:1\nremote_serde: lossless", ""),
+        ("remote_url: redis://h:1\nremote_serde: cachegen", "cachegen"),
+    ],
+)
+def test_lossy_kv_never_meets_exact_kv(configured: Path, config: str, lossy: str) -> None:
+    from cacheengine.connector.spec import WarmrouteSpec
+
+    configured.write_text(configured.read_text() + config + "\n")
+    assert WarmrouteSpec(offloading_config())._layout().lossy == lossy
+
+
+@pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
         ("", {"groups": 2}, "2 KV cache groups .* --disable-hybrid-kv-cache-manager"),
