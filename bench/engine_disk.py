@@ -5,20 +5,53 @@ import mmap
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from bench.engine_cases import MIB, Case, Contender, Step, in_turns, size
 from bench.engine_index import key_of, layout
-from bench.tiers import forget_pages
+from bench.tiers import forget_pages, wait_until
 from bench.ttft import BenchError
 from cacheengine.config import EngineConfig
 from cacheengine.engine import CacheEngine
 from cacheengine.pool import Pool
+from cacheengine.tiers.base import Chunk, PutOutcome
+from cacheengine.tiers.chunk_file import SEAL_BYTES
+from cacheengine.tiers.disk import DiskTier
 
-_GB: Final = 1024**3
 _TIMEOUT_S: Final = 120.0
+
+
+class WatchedTier(DiskTier):
+    """A disk tier that says when so many chunks were put: asking would take the processor."""
+
+    def __init__(self, root: Path, chunk_bytes: int, capacity_chunks: int) -> None:
+        capacity_bytes = capacity_chunks * (chunk_bytes + SEAL_BYTES)
+        super().__init__([root], layout(chunk_bytes).fingerprint(), chunk_bytes, capacity_bytes)
+        # Guards _awaited: the puts come from several threads.
+        self._counting = threading.Lock()
+        self._awaited = 0
+        self._all_put = threading.Event()
+
+    def expect(self, chunks: int) -> None:
+        """Begin to count."""
+        self._awaited = chunks
+        self._all_put.clear()
+
+    def wait(self) -> None:
+        """Return when as many as expected were put."""
+        if not self._all_put.wait(_TIMEOUT_S):
+            raise BenchError(f"puts were not over after {_TIMEOUT_S:.0f} s; is the disk full?")
+
+    def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
+        """Put and count."""
+        outcomes = super().put_many(chunks)
+        with self._counting:
+            self._awaited -= outcomes.count(PutOutcome.STORED)
+            if self._awaited <= 0:
+                self._all_put.set()
+        return outcomes
 
 
 class DiskRig:
@@ -45,27 +78,17 @@ class DiskRig:
             memoryview(memory)[start : start + chunk_bytes]
             for start in range(0, self.moved_bytes, chunk_bytes)
         ]
+        self._tier = WatchedTier(self._engine_root, chunk_bytes, capacity_chunks)
         self._engine = CacheEngine(
-            EngineConfig(
-                local_disk=(self._engine_root,),
-                max_local_disk_size=capacity_chunks * (chunk_bytes + 4096) / _GB,
-                put_queue_share=1.0,
-            ),
+            EngineConfig(put_queue_share=1.0),
             layout(chunk_bytes),
             Pool.over(memory, chunks, chunk_bytes),
+            tier=self._tier,
         )
-        self._engine.add_event_listener(self._on_event)
-        self._awaited_puts = 0
-        self._written = threading.Event()
         self._numbers = itertools.count()
         self._keys: list[bytes] = []
         self._plain_files = (self._plain_root / str(number) for number in itertools.count())
         self._plain_file = self._plain_root
-
-    def _on_event(self) -> None:
-        # On the thread that wrote, so that nobody else takes the processor to ask.
-        if self._engine.stats().disk.puts >= self._awaited_puts:
-            self._written.set()
 
     def new_keys(self) -> None:
         """Choose keys that were never used, and have the pool empty for them."""
@@ -74,15 +97,12 @@ class DiskRig:
 
     def put(self) -> None:
         """Store all chunks and return when they are on disk (nothing copies into the pool)."""
-        before = self._engine.stats().disk.puts
         reservation = self._engine.prepare_store(self._keys)
         if reservation is None or len(reservation.keys) != self.chunks:
             raise BenchError("the pool was not empty before a put")
-        self._awaited_puts = before + self.chunks
-        self._written.clear()
+        self._tier.expect(self.chunks)
         self._engine.complete_store(reservation.keys)
-        if not self._written.wait(_TIMEOUT_S):
-            raise BenchError(f"puts were not over after {_TIMEOUT_S:.0f} s; is the disk full?")
+        self._tier.wait()
 
     def promote(self) -> None:
         """Bring all chunks from disk into the pool."""
@@ -110,6 +130,8 @@ class DiskRig:
 
     def empty_pool(self) -> None:
         """Leave the chunks on disk alone."""
+        # The tier has them a moment before the engine knows.
+        wait_until("no puts", lambda: self._engine.stats().put_queue_bytes == 0)
         self._engine.clear({"cpu"})
 
     def forget_ours(self) -> None:

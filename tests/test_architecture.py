@@ -43,6 +43,13 @@ PURE = (
     "router.controller_registry",
     "cacheengine.index",
     "cacheengine.eviction",
+    "cacheengine.tier_index",
+    "cacheengine.remote_index",
+    "cacheengine.residency",
+    "cacheengine.ledger",
+    "cacheengine.puts",
+    "cacheengine.promotions",
+    "cacheengine.pins",
 )
 IMPURE_IMPORTS = {
     "aiohttp",

@@ -37,9 +37,9 @@ from cacheengine.connector.region import PoolRegion
 from cacheengine.engine import CacheEngine
 from cacheengine.launch import ReplicaSettings
 from cacheengine.pool import Pool
+from cacheengine.tiers.serde.configured import lossy_name
 from cacheengine.transfer.server import TransferServer
 from cacheengine.transfer.stats import TransferMeter
-from cacheengine.tiers.serde.configured import lossy_name
 from cacheengine.weights import weights_identity
 
 logger = logging.getLogger("vllm.warmroute")

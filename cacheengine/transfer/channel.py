@@ -50,29 +50,45 @@ class Channel:
                 sent = self._socket.sendmsg(left)
             except BlockingIOError:
                 sent = 0
-            while left and sent >= len(left[0]):
-                sent -= len(left.pop(0))
+            left = _after(left, sent)
             if left:
-                left[0] = left[0][sent:]
                 # The kernel's timeout cuts a call short as well; without this
                 # check a peer that takes a byte at a time would hold us for ever.
                 self._check(deadline_s, "did not take what was sent")
 
-    def receive_into(self, into: memoryview) -> None:
-        """Fill a buffer."""
-        if not self._fill(into):
-            raise PeerGone("the connection was closed")
+    def receive_parts(self, *parts: memoryview) -> int:
+        """Fill buffers, in order; return the bytes received, fewer only if the other side ended."""
+        left = [part for part in parts if len(part)]
+        total = 0
+        deadline_s = time.monotonic() + self._timeout_s
+        while left:
+            try:
+                received = self._socket.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                self._check(deadline_s, "sent nothing")
+                continue
+            if received == 0:
+                break
+            total += received
+            left = _after(left, received)
+            if left:
+                self._check(deadline_s, "did not finish a message")
+        return total
 
     def receive(self, num_bytes: int) -> bytes:
         """Return the next bytes."""
-        buffer = bytearray(num_bytes)
-        self.receive_into(memoryview(buffer))
-        return bytes(buffer)
+        received = self.receive_or_end(num_bytes)
+        if received is None:
+            raise PeerGone("the connection was closed")
+        return received
 
     def receive_or_end(self, num_bytes: int) -> bytes | None:
         """Return the next bytes; None if the other side ended the connection before them."""
         buffer = bytearray(num_bytes)
-        return bytes(buffer) if self._fill(memoryview(buffer)) else None
+        received = self.receive_parts(memoryview(buffer))
+        if 0 < received < num_bytes:
+            raise PeerGone("the connection was closed in the middle of a message")
+        return bytes(buffer) if received == num_bytes else None
 
     def has_input(self) -> bool:
         """Whether a receive would find something (or the end) at once."""
@@ -80,29 +96,14 @@ class Channel:
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
-    def _fill(self, into: memoryview) -> bool:
-        """Fill a buffer; False if the connection ended before its first byte."""
-        wanted = len(into)
-        deadline_s = time.monotonic() + self._timeout_s
-        while len(into):
-            try:
-                received = self._socket.recv_into(into, len(into), socket.MSG_WAITALL)
-            except BlockingIOError:
-                self._check(deadline_s, "sent nothing")
-                continue
-            if received == 0:
-                if len(into) < wanted:
-                    raise PeerGone("the connection was closed in the middle of a message")
-                return False
-            into = into[received:]
-            if len(into):
-                self._check(deadline_s, "did not finish a message")
-        return True
-
     def _check(self, deadline_s: float, what: str) -> None:
         # The kernel counts in ticks, and may wake a little early.
         if time.monotonic() > deadline_s - 0.01:
             raise TimeoutError(f"the other side {what} within {self._timeout_s:g} s")
+
+    def end_sending(self) -> None:
+        """Tell the other side that nothing more comes, and go on receiving."""
+        self._socket.shutdown(socket.SHUT_WR)
 
     def shut(self) -> None:
         """End the connection in both directions, waking who waits on it."""
@@ -112,3 +113,12 @@ class Channel:
     def close(self) -> None:
         """Give the socket back. Idempotent."""
         self._socket.close()
+
+
+def _after(parts: list[memoryview], done_bytes: int) -> list[memoryview]:
+    """Return what is left of buffers when so many bytes of them are done."""
+    for position, part in enumerate(parts):
+        if done_bytes < len(part):
+            return [part[done_bytes:], *parts[position + 1 :]]
+        done_bytes -= len(part)
+    return []

@@ -143,6 +143,7 @@ class Fetch:
             self._converse(channel, asked)
         except (OSError, PeerGone, protocol.ProtocolError) as error:
             self._meter.add("receive_failures")
+            self._meter.add("receive_corrupt", isinstance(error, protocol.DamagedError))
             where = join_host_port(*self._peer)
             self._note(f"{where}: {error or type(error).__name__}")
             if asked:  # what comes after a gap is of no use
@@ -184,30 +185,22 @@ class Fetch:
                 protocol.send_get(channel, window.keys)
             if not asked:
                 return
-            self._receive(channel, asked[0])
+            if not self._receive(channel, asked[0]):
+                self._arrivals.stop()
+                return
             self._arrivals.complete(asked.popleft())
 
-    def _receive(self, channel: Channel, window: Window) -> None:
+    def _receive(self, channel: Channel, window: Window) -> bool:
+        """Receive a window's chunks; False at one that the source does not have."""
         for key, slot in zip(window.keys, window.slots, strict=True):
-            head = protocol.receive_chunk_header(channel, len(key))
-            if head.key != key:
-                raise protocol.ProtocolError("the source answered for another chunk")
-            if head.status is protocol.Status.MISSING:
-                self._note("the source does not have all of it any more")
-                self._arrivals.stop()
-                continue
             payload = self._engine.view(slot)
-            if head.num_bytes != len(payload):
-                raise protocol.ProtocolError(
-                    f"a chunk of {head.num_bytes} bytes instead of {len(payload)}"
-                )
-            channel.receive_into(payload)
-            if protocol.checksum(payload) != head.checksum:
-                self._meter.add("receive_corrupt")
-                raise protocol.ProtocolError("a chunk was damaged on the way")
+            if not protocol.receive_chunk(channel, key, payload):
+                self._note("the source does not have all of it any more")
+                return False
             window.arrived.append(key)
             self._meter.add("received_chunks")
             self._meter.add("received_bytes", len(payload))
+        return True
 
     def _note(self, error: str) -> None:
         with self._lock:

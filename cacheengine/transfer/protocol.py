@@ -11,7 +11,8 @@ and closes the connection when it has enough. The replica that has them answers
 
     welcome  a status, and a text that says why not, unless it is `Status.OK`;
     chunk    for each key, in the order asked: status, key, size, checksum
-             (xxh3_128), then the payload; no payload if it is `Status.MISSING`.
+             (xxh3_128), then the payload. After one that is `Status.MISSING`
+             nothing more comes: what follows a gap in a prefix is of no use.
 """
 
 import struct
@@ -22,7 +23,7 @@ from typing import Final
 
 import xxhash
 
-from cacheengine.transfer.channel import Channel
+from cacheengine.transfer.channel import Channel, PeerGone
 
 VERSION: Final = 1
 MAX_GET_KEYS: Final = 256
@@ -44,6 +45,10 @@ class RefusedError(ProtocolError):
     """The other side said no, and why."""
 
 
+class DamagedError(ProtocolError):
+    """The bytes of a chunk do not fit their checksum."""
+
+
 class Status(IntEnum):
     """How an answer begins."""
 
@@ -59,16 +64,6 @@ class Hello:
     version: int
     key_bytes: int
     layout: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkHeader:
-    """What precedes a payload."""
-
-    status: Status
-    key: bytes
-    num_bytes: int
-    checksum: bytes
 
 
 def checksum(payload: memoryview) -> bytes:
@@ -99,13 +94,32 @@ def send_get(channel: Channel, keys: Sequence[bytes]) -> None:
     channel.send(_COUNT.pack(len(keys)) + b"".join(keys))
 
 
-def receive_chunk_header(channel: Channel, key_bytes: int) -> ChunkHeader:
-    """Return what the source says of the next chunk; the payload follows."""
-    fixed = channel.receive(_CHUNK.size + key_bytes)
-    status, num_bytes, digest = _CHUNK.unpack_from(fixed)
+def receive_chunk(channel: Channel, key: bytes, into: memoryview) -> bool:
+    """Receive the chunk that was asked for next; False if the source does not have it.
+
+    What ``into`` holds is the chunk only after True. Raises `DamagedError` or
+    another `ProtocolError` for anything but that chunk whole.
+    """
+    head = bytearray(_CHUNK.size + len(key))
+    # Both at once: to be woken for the header alone, and again for the
+    # payload, costs a tenth of the speed.
+    received = channel.receive_parts(memoryview(head), into)
+    if received < len(head):
+        raise PeerGone("the connection was closed between two chunks")
+    status, num_bytes, digest = _CHUNK.unpack_from(head)
     if status not in (Status.OK, Status.MISSING):
         raise ProtocolError(f"a chunk of unknown status {status}")
-    return ChunkHeader(Status(status), fixed[_CHUNK.size :], num_bytes, digest)
+    if head[_CHUNK.size :] != key:
+        raise ProtocolError("the source answered for another chunk")
+    if status == Status.MISSING:
+        return False
+    if num_bytes != len(into):
+        raise ProtocolError(f"a chunk of {num_bytes} bytes instead of {len(into)}")
+    if received < len(head) + len(into):
+        raise PeerGone("the connection was closed in the middle of a chunk")
+    if checksum(into) != digest:
+        raise DamagedError("a chunk was damaged on the way")
+    return True
 
 
 # --- the side that has them ---
@@ -158,6 +172,13 @@ def send_chunk(channel: Channel, key: bytes, payload: memoryview) -> None:
     channel.send(head, payload)
 
 
-def send_missing(channel: Channel, key: bytes) -> None:
-    """Say that a chunk is not there."""
+def send_missing(channel: Channel, key: bytes, key_bytes: int) -> None:
+    """Say that a chunk is not there, and end the conversation.
+
+    Returns when the other side has heard it and left: closing with something
+    unread would take back what was sent.
+    """
     channel.send(_CHUNK.pack(Status.MISSING, 0, bytes(16)) + key)
+    channel.end_sending()
+    while receive_get(channel, key_bytes) is not None:
+        pass

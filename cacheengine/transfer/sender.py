@@ -34,12 +34,16 @@ class Sender:
         self._ended = False
 
     def run(self) -> None:
-        """Send what is asked for; raises what the channel does, and `ProtocolError`."""
+        """Send what is asked for, up to a chunk that is not there.
+
+        Raises what the channel does, and `ProtocolError`.
+        """
         while self._receive_gets():
             for key in self._loans[0].keys:
                 # So that what is asked for next is read while this is sent.
                 self._receive_gets()
-                self._send(self._loans[0], key)
+                if not self._send(self._loans[0], key):
+                    return
             self._loans.popleft()
 
     def _receive_gets(self) -> bool:
@@ -57,12 +61,14 @@ class Sender:
                 self._loans.append(Loan(self._engine, keys, timeout_s=self._timeout_s))
         return bool(self._loans)
 
-    def _send(self, loan: Loan, key: bytes) -> None:
+    def _send(self, loan: Loan, key: bytes) -> bool:
+        """Send a chunk; False, and the end, if it is not there."""
         with loan.hold(key) as payload:
-            if payload is None:
-                protocol.send_missing(self._channel, key)
-                self._meter.add("send_missing")
-                return
-            protocol.send_chunk(self._channel, key, payload)
-            self._meter.add("sent_chunks")
-            self._meter.add("sent_bytes", len(payload))
+            if payload is not None:
+                protocol.send_chunk(self._channel, key, payload)
+                self._meter.add("sent_chunks")
+                self._meter.add("sent_bytes", len(payload))
+                return True
+        self._meter.add("send_missing")
+        protocol.send_missing(self._channel, key, self._key_bytes)
+        return False

@@ -22,15 +22,20 @@ MakeReplica = Callable[..., Replica]
 
 
 @pytest.fixture
-def make_replica(model_dir: Path, processes: ProcessGroup, tmp_path: Path) -> Iterator[MakeReplica]:
-    """Make replicas that ask for huge pages; what a test leaves running is killed."""
-    names: list[str] = []
+def group() -> Iterator[ProcessGroup]:
+    """What a test starts; ended with it."""
+    with ProcessGroup() as made:
+        yield made
+
+
+@pytest.fixture
+def make_replica(model_dir: Path, group: ProcessGroup, tmp_path: Path) -> MakeReplica:
+    """Make replicas that ask for huge pages."""
 
     def make(name: str, *vllm_args: str) -> Replica:
         port, agent_port = free_ports(2)
-        names.append(name)
         return Replica(
-            processes,
+            group,
             name,
             model_dir,
             tmp_path,
@@ -41,9 +46,7 @@ def make_replica(model_dir: Path, processes: ProcessGroup, tmp_path: Path) -> It
             config={"max_local_cpu_size": 0.25, "local_cpu_use_hugepages": True},
         )
 
-    yield make
-    for name in set(names) & set(processes.running()):
-        processes.stop(name, kill=True)
+    return make
 
 
 def check_warm(replica: Replica) -> None:
@@ -84,7 +87,7 @@ def all_back() -> bool:
 
 
 def test_two_ranks_share_them_and_may_be_killed_at_once(
-    make_replica: MakeReplica, processes: ProcessGroup
+    make_replica: MakeReplica, group: ProcessGroup
 ) -> None:
     replica = make_replica("huge-ranks", "--tensor-parallel-size", "2")
     with free_huge_pages(POOL_PAGES + SPARE_PAGES):
@@ -92,7 +95,7 @@ def test_two_ranks_share_them_and_may_be_killed_at_once(
         replica.wait_ready()
         assert counts().available == SPARE_PAGES
         check_warm(replica)
-        processes.stop(replica.name, kill=True)
+        group.stop(replica.name, kill=True)
         wait_until("all pages are back after SIGKILL", all_back)
 
 

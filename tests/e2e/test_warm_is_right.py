@@ -177,7 +177,7 @@ def test_these_tests_would_see_one_flipped_byte(replica: Replica, prompt: list[i
 def stored_bytes(replica: Replica, prompt: list[int]) -> bytes:
     """Return the beginning of a prompt's first chunk, from its file."""
     (path,) = replica.disk.rglob(f"{chunk_hexes(prompt)[0]}.kv")
-    return path.read_bytes()[4096 : 4096 + 4096]
+    return path.read_bytes()[:4096]
 
 
 def find_in_pool(replica: Replica, wanted: bytes) -> tuple[int, int]:

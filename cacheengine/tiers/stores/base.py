@@ -18,7 +18,7 @@ class StoreError(Exception):
 
 
 class StoreFullError(StoreError):
-    """The server refuses to take more."""
+    """The server takes no more for now; what it has can be read all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class BlobStore(ABC):
         """Store blobs, replacing what had their names; say which are stored.
 
         Each is all or nothing: no reader ever sees half of one. Raises
-        `StoreFullError` when none was stored for want of room.
+        `StoreFullError` when none was stored because the server takes no more.
         """
 
     @abstractmethod

@@ -16,6 +16,7 @@ from cacheengine.tiers.stores.channels import Channel, Deadline, PlainChannel, T
 from cacheengine.tiers.stores.connections import ConnectionPool
 from cacheengine.tiers.stores.redis_server import RedisServer, TlsSettings
 from cacheengine.tiers.stores.resp import (
+    MAX_VALUE_BYTES,
     Conversation,
     ProtocolError,
     Refusal,
@@ -39,8 +40,13 @@ _EXPLAINED: Final = {
     "CLUSTERDOWN": "is part of a cluster, which is not served: name one server",
     "READONLY": "is a replica that takes no writes: name its master",
     "LOADING": "is still reading its data from disk",
+    "OOM": "is at its maxmemory, and evicts nothing that would help",
+    "MISCONF": "takes no writes while it cannot save to its disk: its log says why",
 }
 """What the errors of a server mean here, by their first word."""
+
+_NO_WRITES: Final = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS", "NOPERM"})
+"""Refusals of a put by a server that can be read from all the same."""
 
 
 class RedisStore(BlobStore):
@@ -85,15 +91,21 @@ class RedisStore(BlobStore):
         """Store with one SET for each name; the server makes each visible when it is whole."""
         if not blobs:
             return []
+        largest_bytes = max(blob.size_bytes for blob in blobs)
+        if largest_bytes > MAX_VALUE_BYTES:
+            raise StoreFullError(
+                f"a chunk of {largest_bytes} bytes is more than the {MAX_VALUE_BYTES} that a "
+                "value may have: lower chunk_size"
+            )
 
         def talk(server: Conversation) -> list[Refusal | None]:
             server.send([part for blob in blobs for part in set_command(blob.name, blob.parts)])
             return [_stored(server.simple()) for _ in blobs]
 
         refusals = self._call(sum(blob.size_bytes for blob in blobs), talk)
-        # Outside of the call: its connection is as sound as any.
-        if None not in refusals:
-            raise StoreFullError("it is at its maxmemory, and evicts nothing that would help")
+        # Outside of the call: its connection is as sound as any, and gets need not rest.
+        if (refused := refusals[0]) and None not in refusals:
+            raise StoreFullError(f"it {_explained(refused.code, f'answers: {refused.text}')}")
         return [refusal is None for refusal in refusals]
 
     def remove(self, names: Sequence[str]) -> None:
@@ -230,7 +242,7 @@ def _size(reply: int | Refusal | None) -> int | None:
 
 
 def _stored(reply: str | Refusal) -> Refusal | None:
-    if isinstance(reply, Refusal) and reply.code == "OOM":
+    if isinstance(reply, Refusal) and reply.code in _NO_WRITES:
         return reply
     _granted(reply)
     return None

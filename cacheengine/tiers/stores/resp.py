@@ -14,7 +14,7 @@ from cacheengine.tiers.stores.channels import Channel, Deadline, Part
 
 _LINE_BYTES: Final = 4096
 """Read ahead for a line of the protocol; no line may be longer."""
-_MAX_VALUE_BYTES: Final = 512 * 1024 * 1024
+MAX_VALUE_BYTES: Final = 512 * 1024 * 1024
 """The protocol's own limit for a value, unless a server's operator raises it."""
 _DRAIN_BYTES: Final = 256 * 1024
 
@@ -87,7 +87,7 @@ class Conversation:
         size_bytes = _number(reply)
         if size_bytes == -1:
             return None
-        if not 0 <= size_bytes <= _MAX_VALUE_BYTES:
+        if not 0 <= size_bytes <= MAX_VALUE_BYTES:
             raise ProtocolError(f"a value of {size_bytes} bytes")
         left_bytes = size_bytes
         for part in into:

@@ -295,6 +295,36 @@ class TestTls:
             open_store(f"rediss://h?tls_ca_file={tmp_path}/ca.pem")
 
 
+class TestNoWrites:
+    """A server that takes no writes, and whose values can be read all the same."""
+
+    @pytest.mark.parametrize(
+        ("command", "said"),
+        [
+            (("REPLICAOF", "127.0.0.1", "1"), "name its master"),
+            (("CONFIG", "SET", "min-replicas-to-write", "1"), "NOREPLICAS"),
+            (("ACL", "SETUSER", "default", "-set"), "allow ping, set"),
+        ],
+    )
+    def test_a_put_that_is_refused_keeps_nobody_from_reading(
+        self,
+        program: Program,
+        tmp_path: Path,
+        open_store: OpenStore,
+        command: tuple[str, ...],
+        said: str,
+    ) -> None:
+        with running(program, tmp_path / "s") as process:
+            store = open_store(process.url)
+            assert store.put_many([Blob("name", [b"content"])]) == [True]
+            process.do(*command)
+            for _ in range(3):
+                with pytest.raises(StoreFullError, match=said):
+                    store.put_many([Blob("one", [b"1"]), Blob("two", [b"2"])])
+                assert _get(store, "name", 10)[0] == 7
+            assert store.open_connections == 1
+
+
 class TestFull:
     """A server at its limit that evicts nothing."""
 
@@ -318,6 +348,16 @@ class TestFull:
         assert _get(store, "name 0", 1 << 20) == (1 << 20, content)
         store.remove([f"name {n}" for n in range(16)])
         assert store.put_many([Blob("another", [content])]) == [True]
+
+    def test_more_than_a_value_may_have_is_refused_before_it_is_sent(
+        self, full: RedisProcess, open_store: OpenStore
+    ) -> None:
+        """The server would end the connection, and the next calls would rest for it."""
+        store = open_store(full.url)
+        part = memoryview(bytes(1 << 20))
+        with pytest.raises(StoreFullError, match="chunk_size"):
+            store.put_many([Blob("large", [part] * 512 + [b"."])])
+        assert store.open_connections == 0
 
     def test_that_is_no_space_for_the_tier(self, full: RedisProcess, open_store: OpenStore) -> None:
         tier = RemoteTier(open_store(full.url), "f", 1 << 20, NaiveSerde())

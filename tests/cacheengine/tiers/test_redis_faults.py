@@ -302,7 +302,6 @@ class TestBadAnswers:
             b"-ERR something\r\n",
             b"-MOVED 3999 127.0.0.1:6381\r\n",
             b"-LOADING Redis is loading the dataset in memory\r\n",
-            b"-READONLY You can't write against a read only replica.\r\n",
             None,
         ],
     )
