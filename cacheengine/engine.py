@@ -355,9 +355,9 @@ class CacheEngine:
             # Puts still queued now are dropped as soon as a thread sees them.
             for io in self._io:
                 io.stop_writing()
+        self._close_remote()  # before its threads end: calls that wait for its server fail now
         ended = self._join(TierIo.join, _END_S)
         self._tier.close()
-        self._close_remote()
         if ended:
             self._pool.close()
         else:
@@ -386,7 +386,10 @@ class CacheEngine:
         if todo is not None:
             self._start(todo)
         for listener in listeners:
-            listener()
+            try:
+                listener()
+            except Exception:  # what called us may be an I/O thread with entries in its hands
+                logger.exception("a listener to the cache engine's events failed")
 
     def _start(self, todo: Todo) -> None:
         for io in self._io:

@@ -25,12 +25,13 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Use:
-    """What goes on with a chunk, beyond lying in the pool.
+    """What goes on with a chunk, beyond lying in the pool, ready.
 
     ``condemned`` chunks were cleared while in use: nobody finds them any more,
     and their slot comes back when the last user is done.
     """
 
+    state: State = State.READY
     holds: int = 0
     """Times held and not released."""
     putting: int = 0
@@ -51,13 +52,17 @@ _NOTHING: Final = Use()  # shared by all: never written to
 class Entry:
     """One chunk in the pool. One that nothing goes on with has no `Use`: there are millions."""
 
-    __slots__ = ("key", "slot", "state", "use")
+    __slots__ = ("key", "slot", "use")
 
     def __init__(self, key: bytes, slot: int, state: State) -> None:
         self.key = key
         self.slot = slot
-        self.state = state
-        self.use: Use | None = None
+        self.use: Use | None = Use(state)
+
+    @property
+    def state(self) -> State:
+        """Whether the bytes are whole, and if not, where they come from."""
+        return self.seen.state
 
     @property
     def seen(self) -> Use:
@@ -79,7 +84,7 @@ class Entry:
     @property
     def is_usable(self) -> bool:
         """Whether the bytes are whole and may be found."""
-        return self.state is State.READY and not self.condemned
+        return self.use is None or (self.use.state is State.READY and not self.use.condemned)
 
     @property
     def is_busy(self) -> bool:
@@ -139,10 +144,8 @@ class CpuIndex:
     def ready(self, key: bytes) -> Entry | None:
         """Return the entry of a key if its bytes may be used."""
         entry = self._entries.get(key)
-        # Spelled out: a lookup of a long prefix comes here for every chunk.
-        if entry is None or entry.state is not State.READY:
-            return None
-        return entry if entry.use is None or not entry.use.condemned else None
+        # `use` first: a lookup of a long prefix comes here for every chunk.
+        return entry if entry is not None and (entry.use is None or entry.is_usable) else None
 
     def ready_keys(self) -> list[bytes]:
         """Return the keys whose bytes may be used."""
@@ -171,10 +174,11 @@ class CpuIndex:
     def publish(self, entry: Entry, now_s: float) -> None:
         """Make an entry visible: its bytes are whole."""
         assert entry.state is not State.READY and not entry.condemned
-        entry.state = State.READY
+        entry.in_use.state = State.READY
         self._policy.add(entry.key)
         if entry.seen.pin_s > 0:
             self.pin(entry, now_s + entry.seen.pin_s)
+        self.tidy(entry)
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry that nobody uses, and free its slot."""
@@ -292,7 +296,7 @@ def count_held(entries: Iterable[Entry], now_s: float) -> int:
     return sum(
         not (entry.is_usable and entry.is_idle(now_s))
         for entry in entries
-        if entry.use is not None or entry.state is not State.READY
+        if entry.use is not None
     )
 
 

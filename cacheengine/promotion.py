@@ -1,9 +1,12 @@
 """What became of one call to promote chunks into the CPU pool."""
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+
+logger = logging.getLogger("vllm.warmroute")
 
 
 class Outcome(Enum):
@@ -108,7 +111,10 @@ class Promotion:
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # the engine's work, and others' waiting, must go on
+                logger.exception("a callback of a promotion failed")
 
     def __repr__(self) -> str:
         return f"<Promotion {self.counts}>"

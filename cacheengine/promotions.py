@@ -147,6 +147,13 @@ class Promotions:
         self._ledger.cpu.remove(entry)
         self._ledger.settle(entry.key, Outcome.MISSING)
 
+    def give_up(self, index: LowerIndex, entries: Sequence[Entry], now_s: float) -> None:
+        """End reads that were taken and never begun, which says nothing about the chunks."""
+        for entry in entries:
+            self._end_read(index, entry.key, GetOutcome.OK, now_s)
+            self._ledger.cpu.remove(entry)
+            self._ledger.settle(entry.key, Outcome.MISSING)
+
     def _end_read(self, index: LowerIndex, key: bytes, outcome: GetOutcome, now_s: float) -> None:
         could_be_found = key in index
         if index.end_read(key, outcome, now_s):
@@ -176,22 +183,30 @@ class Promotions:
         such tier, it has said no a moment ago, is being left alone, or is slow.
         """
         remote = self._remote
-        if remote is None or not remote.ask(key, now_s):
-            return False
-        self._ledger.todo.asks = True
-        return not remote.is_overdue(key, now_s)
+        return remote is not None and self._question(key, now_s) and not remote.is_late(now_s)
 
     def _ask(self, walk: _Walk, now_s: float) -> bool:
         """Ask for what a walk has come to, and for all that follows: one question."""
-        remote = self._remote
-        if remote is None or not remote.ask(walk.key, now_s):
+        if not self._question(walk.key, now_s):
             return False
         for key in walk.keys[walk.position + 1 :]:
             if self._ledger.cpu.get(key) is None and self.source(key, now_s) is None:
-                remote.ask(key, now_s)
-        self._ledger.todo.asks = True
+                self._question(key, now_s)
         self._walks.setdefault(walk.key, []).append(walk)
         return True
+
+    def _question(self, key: bytes, now_s: float) -> bool:
+        """Ask the remote tier for a chunk; return whether an answer will come."""
+        remote = self._remote
+        if remote is None:
+            return False
+        # Whoever is to take a question takes all there are: a job for each
+        # would pile up behind a slow one, as each step looks everything up again.
+        someone_will = remote.has_questions
+        will_be_answered = remote.ask(key, now_s)
+        if remote.has_questions and not someone_will:
+            self._ledger.todo.asks = True
+        return will_be_answered
 
     def take_questions(self, most: int) -> list[bytes]:
         """Return chunks that the remote tier is to be asked for; then `answered`."""

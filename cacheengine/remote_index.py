@@ -56,8 +56,8 @@ class RemoteIndex(LowerIndex):
         self._absent: OrderedDict[bytes, float] = OrderedDict()
         self._busy: dict[bytes, Activity] = {}
         self._condemned: set[bytes] = set()
-        # Since when; those not given out yet are also in _to_ask.
-        self._asked: dict[bytes, float] = {}
+        # Since when, the oldest first; those not given out yet are also in _to_ask.
+        self._asked: OrderedDict[bytes, float] = OrderedDict()
         self._to_ask: dict[bytes, None] = {}
         # Asked before a `clear`: the answer may be of before it, too.
         self._void: set[bytes] = set()
@@ -113,9 +113,15 @@ class RemoteIndex(LowerIndex):
         self._to_ask[key] = None
         return True
 
-    def is_overdue(self, key: bytes, now_s: float) -> bool:
-        """Whether a chunk was asked for so long ago that a request should not wait for it."""
-        return now_s - self._asked.get(key, now_s) >= _PATIENCE_S
+    @property
+    def has_questions(self) -> bool:
+        """Whether there is something for `take_questions`."""
+        return bool(self._to_ask)
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether an answer has been due for so long that no request should wait for any."""
+        # Any: it is one after the other that is asked, so later ones wait for the oldest.
+        return now_s - next(iter(self._asked.values()), now_s) >= _PATIENCE_S
 
     def is_asked(self, key: bytes) -> bool:
         """Whether an answer will come."""

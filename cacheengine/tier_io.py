@@ -106,7 +106,7 @@ class TierIo:
     # --- the end ---
 
     def stop_reading(self) -> None:
-        """Under the engine's lock: reads and questions not begun yet fail."""
+        """Under the engine's lock: reads not begun yet are given up, questions not asked."""
         self._is_reading = False
 
     def stop_writing(self) -> None:
@@ -147,16 +147,19 @@ class TierIo:
             entries = state.promotions.take(self.name, share)
             if not entries:
                 return False
-            is_wanted = self._is_reading
+            is_more = queued > len(entries)
+            if not self._is_reading:
+                state.promotions.give_up(self.index, entries, self._clock())
+                return is_more
             self._being_read += len(entries)
             self._read_meter.start(self._clock())
-        outcomes = self._read(entries) if is_wanted else [GetOutcome.FAILED] * len(entries)
+        outcomes = self._read(entries)
         with self._deciding() as state:
             now_s = self._clock()
             self._read_meter.stop(now_s, outcomes.count(GetOutcome.OK) * self._pool.slot_bytes)
             self._being_read -= len(entries)
             state.promotions.end(self.index, entries, outcomes, now_s)
-        return queued > len(entries)
+        return is_more
 
     def _share(self, chunks: int, threads: int) -> int:
         """How many of those queued or under way one thread takes: spread first, then batched."""

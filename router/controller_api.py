@@ -23,7 +23,7 @@ from router import controller_calls as calls
 from router.agent_client import AgentClient
 from router.controller_agents import Agents
 from router.controller_events import MAX_EVENTS, Event, Events, Move, new_event_id
-from router.controller_registry import Instance, Registered, Registry
+from router.controller_registry import Instance, Registered, Registry, host_port, is_loopback
 from router.errors import (
     ApiError,
     BadRequest,
@@ -81,6 +81,7 @@ class ControllerApi:
             web.get("/health", self.own_health),
             web.post("/query_worker_info", self.query_worker_info),
             web.get("/instances", self.instances),
+            web.post("/register", self.register),
             *(web.post(path, self.unsupported) for path in UNSUPPORTED),
         ]
 
@@ -134,6 +135,7 @@ class ControllerApi:
         target, target_tier = self._position(call.new_position, "new_position")
         if (source, source_tier) == (target, target_tier):
             raise BadRequest("both positions are the same", param="new_position")
+        _check_in_reach(source, target)
         source_info, target_info = await asyncio.gather(
             *(self._agents.ask(each, AgentClient.info) for each in (source, target))
         )
@@ -270,6 +272,13 @@ class ControllerApi:
         }
         return _json({"event_id": new_event_id("QueryWorkerInfo"), "worker_infos": [info]})
 
+    async def register(self, request: web.Request) -> web.Response:
+        """Say where that is done."""
+        raise NotFound(
+            "this is the controller's API; replicas register at its monitor port: write that "
+            "of controller.monitor_port in their controller_url"
+        )
+
     async def unsupported(self, request: web.Request) -> web.Response:
         """Say what to do instead."""
         raise NotSupported(f"{request.path} is not done here: {UNSUPPORTED[request.path]}")
@@ -302,6 +311,17 @@ class ControllerApi:
         return _json({"event_id": event.id, "num_tokens": num_tokens, **more})
 
 
+def _check_in_reach(source: Instance, target: Instance) -> None:
+    """Raise `Conflict` if the source's address means another machine to the target."""
+    if is_loopback(source.agent_url) and not is_loopback(target.agent_url):
+        raise Conflict(
+            f"{target.id}, at {target.agent_url}, cannot reach {source.id} at "
+            f"{source.agent_url}, its address on this machine alone: give it an agent_url that "
+            "other machines can use",
+            param="old_position",
+        )
+
+
 def _transfer_address(source: Instance, source_info: InstanceInfo, target: InstanceInfo) -> str:
     """Return where the target fetches the source's chunks; raise `Conflict` if it cannot."""
     if source_info.incarnation == target.incarnation:
@@ -321,11 +341,7 @@ def _transfer_address(source: Instance, source_info: InstanceInfo, target: Insta
             param="old_position",
         )
     host = urlsplit(source.agent_url).hostname or "127.0.0.1"
-    return (
-        f"[{host}]:{source_info.transfer_port}"
-        if ":" in host
-        else (f"{host}:{source_info.transfer_port}")
-    )
+    return host_port(host, source_info.transfer_port)
 
 
 def _progress(event: Event, move: Move, status: MoveStatus) -> dict[str, Any]:
@@ -361,7 +377,7 @@ def _shown(instance: Instance, now_s: float) -> dict[str, Any]:
 def _peer_url(host: str | None, registered: Registered | None) -> str | None:
     """Return where an instance gives chunks away, as ``host:port``."""
     port = None if registered is None else registered.registration.transfer_port
-    return None if port is None else f"{host}:{port}"
+    return None if port is None else host_port(host or "", port)
 
 
 def _json(value: object) -> web.Response:

@@ -5,6 +5,7 @@ salted. Unknown fields are refused, since a misspelled ``tokens`` would make a
 ``/clear`` of some chunks one of all.
 """
 
+import asyncio
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -22,6 +23,9 @@ LOCATIONS: Final[dict[str, TierName]] = {
 """LMCache's names of the tiers, fastest first."""
 
 LOCATION_OF: Final[dict[str, str]] = {tier: name for name, tier in LOCATIONS.items()}
+
+BODY_S: Final = 60.0
+"""So long may a request's body take: who sends none must not keep others out for ever."""
 
 Token = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Tokens = list[Token]
@@ -92,7 +96,11 @@ class WorkerInfoCall(_Call, frozen=True, kw_only=True):
 
 async def read_call(request: web.Request, kind: type[_T], limit_bytes: int) -> _T:
     """Return a request's body; raise `BadRequest` or `TooLarge`."""
-    body = await read_body(request, limit_bytes)
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await read_body(request, limit_bytes)
+    except TimeoutError:
+        raise BadRequest(f"the body did not come whole within {BODY_S:g} s") from None
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

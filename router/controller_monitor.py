@@ -12,7 +12,14 @@ from aiohttp import web
 
 from cacheengine.wire import Heartbeat, Registration
 from router.controller_calls import read_call
-from router.controller_registry import NameTaken, Registered, Registry, RegistryFull, is_same_url
+from router.controller_registry import (
+    NameTaken,
+    Registered,
+    Registry,
+    RegistryFull,
+    host_port,
+    is_same_url,
+)
 from router.errors import BadRequest, Conflict, NotFound, Overloaded
 
 log = logging.getLogger("warmroute.controller")
@@ -110,8 +117,7 @@ def _reachable(agent_url: str, remote: str | None) -> str:
         if remote is None:
             raise BadRequest("agent_url must name a host here", param="agent_url")
         host = remote.removeprefix("::ffff:")
-    shown = f"[{host}]" if ":" in host else host
-    return f"{parts.scheme}://{shown}:{port}{parts.path.rstrip('/')}"
+    return f"{parts.scheme}://{host_port(host, port)}{parts.path.rstrip('/')}"
 
 
 def _log_registered(now: Registration, before: Registered | None) -> None:

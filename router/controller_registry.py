@@ -174,6 +174,16 @@ def is_same_url(first: str, second: str) -> bool:
     return _server(first) == _server(second)
 
 
+def host_port(host: str, port: int) -> str:
+    """Return ``host:port``, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL means the machine that uses it, whichever that is."""
+    return _server(url)[1] == "loopback"
+
+
 def _server(url: str) -> tuple[str, str, int | None, str]:
     parts = urlsplit(url)
     host = parts.hostname or ""

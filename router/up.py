@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from router.config import RouterConfig, load_router_config, router_config
+from router.controller_registry import is_loopback
 from router.errors import ConfigError
 from router.processes import ProcessGroup, Progress
 from router.schema import build, read_yaml, setting
@@ -22,6 +24,7 @@ from router.schema import build, read_yaml, setting
 _AGENT_PORT_KEY: Final = "lmcache_worker_port"
 _TRANSFER_KEY: Final = "distributed_url"
 _NAME_KEY: Final = "lmcache_instance_id"
+_CONTROLLER_KEY: Final = "controller_url"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,8 @@ class Planned:
     agent_port: int | None
     transfer_port: int | None
     """Where it gives chunks to other replicas."""
+    controller_port: int | None
+    """Where it registers, if that is on this machine."""
 
 
 def load_any(path: Path) -> RouterConfig | FleetFile:
@@ -129,6 +134,7 @@ def _with_router(file: FleetFile, planned: list[Planned], path: Path, log_dir: P
     alone = {**file.router, "replicas": [{"url": "http://127.0.0.1"}]}
     router = router_config(alone, path=str(path), key="router", base=path.parent)
     _check_unique(file, planned, router, path)
+    _check_controller(planned, router, path)
     checked = router_config(settings, path=str(path), key="router", base=path.parent)
     if checked.port == 0:
         raise ConfigError(str(path), "router.port", "0 is no port to wait at", "name one")
@@ -195,6 +201,7 @@ def _replica_part(file: FleetFile, index: int, path: Path, log_dir: Path) -> Pla
         part=part,
         agent_port=_agent_port(engine, engine_path),
         transfer_port=_transfer_port(engine),
+        controller_port=_controller_port(engine),
     )
 
 
@@ -210,6 +217,17 @@ def _transfer_port(engine: Mapping[str, Any]) -> int | None:
     port = str(engine.get(_TRANSFER_KEY)).rpartition(":")[2]
     # 0 is any free one, which cannot be another's.
     return int(port) or None if port.isascii() and port.isdigit() else None
+
+
+def _controller_port(engine: Mapping[str, Any]) -> int | None:
+    """Return the port of ``controller_url`` if it is in use, and names this machine."""
+    if str(engine.get("enable_controller")).lower() != "true":
+        return None
+    url = f"http://{str(engine.get(_CONTROLLER_KEY)).rpartition('://')[2]}"
+    try:
+        return urlsplit(url).port if is_loopback(url) else None
+    except ValueError:
+        return None  # what is wrong with it the replica says
 
 
 def _router_entry(planned: Planned) -> dict[str, Any]:
@@ -242,6 +260,22 @@ def _check_unique(
                 )
             if value is not None:
                 users[value] = where
+
+
+def _check_controller(planned: Sequence[Planned], router: RouterConfig, path: Path) -> None:
+    """Raise `ConfigError` where a replica would register with another router's controller."""
+    if router.controller is None:
+        return
+    monitor_port = router.controller.monitor_port
+    for index, each in enumerate(planned):
+        if each.controller_port not in (None, monitor_port):
+            raise ConfigError(
+                str(path),
+                f"replicas[{index}].config: {_CONTROLLER_KEY}",
+                f"names port {each.controller_port}, where router.controller.monitor_port is "
+                f"{monitor_port}",
+                "make them the same",
+            )
 
 
 def commands_text(fleet: Fleet) -> str:

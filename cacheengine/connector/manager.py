@@ -59,6 +59,10 @@ class _Request:
 
     wanted: dict[bytes, CacheHitSource] = field(default_factory=dict)
     """Chunks below the pool that this step's lookups found, in their order."""
+    last_position: int = 0
+    """Where in the request the last of those is."""
+    looks_back: bool = False
+    """It is looked up from its end: all layers have a window."""
     promotions: dict[bytes, tuple[Promotion, CacheHitSource]] = field(default_factory=dict)
     """What was promoted for it, and where from. Each chunk once: a request
     does not wait again for one that did not come, or did not stay."""
@@ -122,33 +126,46 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
             case Presence.MISS:
                 return LookupResult.MISS
             case Presence.DISK:
-                return self._want(chunk, CacheHitSource.DISK, req_context)
+                return self._want(key, CacheHitSource.DISK, req_context)
             case Presence.REMOTE | Presence.UNKNOWN:
-                return self._want(chunk, CacheHitSource.EXTERNAL_UNSPECIFIED, req_context)
+                return self._want(key, CacheHitSource.EXTERNAL_UNSPECIFIED, req_context)
             case Presence.PENDING | Presence.CPU:
                 # CPU: it became ready since try_hold; the next step holds it.
                 return LookupResult.HIT_PENDING
 
-    def _want(self, chunk: bytes, source: CacheHitSource, req_context: ReqContext) -> LookupResult:
+    def _want(
+        self, key: OffloadKey, source: CacheHitSource, req_context: ReqContext
+    ) -> LookupResult:
         """Have a chunk promoted at the step's end, once for each request."""
+        chunk = get_offload_block_hash(key)
         request = self._request(req_context)
         if chunk in request.promotions:
             promotion, _ = request.promotions[chunk]
             return LookupResult.MISS if promotion.done else LookupResult.RETRY
         if not request.wanted:
             self._wanting.append(request)
-        request.wanted[chunk] = source
+        if chunk not in request.wanted:
+            position = req_context.get_offload_key_position(key) or 0
+            request.looks_back |= bool(request.wanted) and position < request.last_position
+            request.last_position = position
+            request.wanted[chunk] = source
         return LookupResult.RETRY
 
     def _promote_wanted(self) -> None:
         """Promote in one call what one request's lookups of this step found below the pool."""
-        for request in self._wanting:
-            if request.wanted:  # else it was aborted in this step
-                promotion = self._engine.promote(list(request.wanted), pin_s=_LOOKUP_PIN_S)
-                for chunk, source in request.wanted.items():
-                    request.promotions[chunk] = (promotion, source)
-                request.wanted.clear()
+        for request in self._wanting:  # one that was aborted in this step wants nothing
+            wanted = list(request.wanted)
+            # A promotion ends at the first gap; in a window what lies before one is of use.
+            for chunks in [[each] for each in wanted] if request.looks_back else [wanted]:
+                self._promote(chunks, request)
+            request.wanted.clear()
         self._wanting.clear()
+
+    def _promote(self, chunks: list[bytes], request: _Request) -> None:
+        if chunks:
+            promotion = self._engine.promote(chunks, pin_s=_LOOKUP_PIN_S)
+            for chunk in chunks:
+                request.promotions[chunk] = (promotion, request.wanted[chunk])
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return the tier where this request found a chunk it loads."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from cacheengine.engine import Presence
+from cacheengine.io_threads import IoThreads
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.wire import unpack_keys
 from tests.cacheengine.building import Bench, config, key, keys, payload, wait_until
@@ -191,6 +192,23 @@ def test_a_remote_that_hangs_keeps_no_request(
     assert bench.engine.lookup(key(1)) is Presence.UNKNOWN
     bench.clock.advance(1.1)
     assert bench.engine.lookup(key(1)) is Presence.MISS
+    assert bench.engine.lookup(key(2)) is Presence.MISS  # nor one that comes later
+
+
+def test_looking_again_asks_for_no_more_work(make_bench: MakeBench, remote: ScriptedRemote) -> None:
+    """The scheduler looks all chunks of a waiting request up in each of its steps."""
+    bench = make_bench(4, remote=remote)
+    asker = bench.engine._io[1]._asker
+    assert isinstance(asker, IoThreads)
+    remote.finds.clear()
+    bench.engine.lookup(key(0))
+    wait_until(lambda: len(remote.questions) == 1)
+    for _ in range(10):
+        for number in range(20):
+            assert bench.engine.lookup(key(number)) is Presence.UNKNOWN
+    assert asker._jobs.qsize() == 1
+    remote.finds.set()
+    wait_until(lambda: bench.engine.lookup(key(19)) is Presence.MISS)
 
 
 def test_a_read_that_fails_rests_the_remote(make_bench: MakeBench, remote: ScriptedRemote) -> None:
@@ -299,6 +317,26 @@ def test_closing_answers_what_waits(make_bench: MakeBench, remote: ScriptedRemot
     assert promotion.wait(0)
     assert promotion.missing == 1
     assert remote.questions == []
+
+
+def test_closing_ends_what_hangs_in_the_remote(
+    make_bench: MakeBench, remote: ScriptedRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing the tier makes its calls fail; until then they may write into the pool."""
+    monkeypatch.setattr("cacheengine.engine._END_S", 1.0)
+    bench = make_bench(4, remote=remote)
+    remote.gets.clear()
+    _put_by_others(remote, 1)
+    read = bench.engine.promote(keys(1), pin_s=1)
+    wait_until(lambda: remote.get_count == 1)
+    remote.finds.clear()
+    asked = bench.engine.promote(keys(2), pin_s=1)
+    wait_until(lambda: len(remote.questions) == 2)
+    bench.engine.close(drain_s=0.1)
+    assert read.done
+    assert asked.done
+    with pytest.raises(ValueError, match="released"):
+        bench.pool.view(0)
 
 
 def test_the_remote_tier_is_reported(make_bench: MakeBench, remote: ScriptedRemote) -> None:

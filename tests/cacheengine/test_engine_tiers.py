@@ -343,6 +343,42 @@ def test_after_close_nothing_hangs(make_bench: MakeBench, tier: ScriptedTier) ->
     assert bench.engine.stats().put_queue_bytes == 0
 
 
+def test_closing_takes_nothing_off_the_disk(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    """A read that was given up says nothing against the chunk."""
+    bench = _on_disk(make_bench, tier, *range(16), slots=16)
+    tier.gets.clear()
+    promotion = bench.engine.promote(keys(*range(15)), pin_s=10)
+    wait_until(lambda: tier.get_count > 0)
+    closing = threading.Thread(target=bench.engine.close)
+    closing.start()
+    wait_until(lambda: not bench.engine._io[0]._is_reading)
+    tier.gets.set()
+    closing.join(20)
+    assert promotion.done
+    assert promotion.missing > 0
+    late = bench.engine.promote(keys(15), pin_s=1)
+    assert (late.done, late.missing) == (True, 1)
+    assert set(tier.chunks) == set(keys(*range(16)))
+    assert bench.engine.stats().io_errors == 0
+
+
+def test_who_follows_the_engine_cannot_break_it(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    def broken() -> None:
+        raise RuntimeError("a bug of whoever follows")
+
+    tier.capacity_bytes = 2 * tier.item_bytes
+    bench = _on_disk(make_bench, tier, 1, 2, slots=8)
+    bench.engine.add_event_listener(broken)
+    called = threading.Event()
+    promotion = bench.engine.promote(keys(1, 2), pin_s=10)
+    promotion.add_done_callback(broken)
+    promotion.add_done_callback(called.set)
+    assert called.wait(20)
+    bench.store(keys(3, 4, 5, 6))
+    bench.finish_puts()
+    assert bench.engine.stats().puts == 4
+
+
 def test_measured_speed_is_reported(make_bench: MakeBench, tier: ScriptedTier) -> None:
     import time
 

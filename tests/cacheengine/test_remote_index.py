@@ -156,10 +156,14 @@ def test_clear_by_keys_leaves_the_others() -> None:
 
 def test_a_slow_answer_is_not_waited_for() -> None:
     index = _index()
+    assert not index.is_late(NOW_S)
     index.ask(key(1), NOW_S)
-    assert not index.is_overdue(key(1), NOW_S + 0.9)
-    assert index.is_overdue(key(1), NOW_S + 1.0)
-    assert not index.is_overdue(key(2), NOW_S + 1.0)
+    index.ask(key(2), NOW_S + 0.5)
+    assert not index.is_late(NOW_S + 0.9)
+    assert index.is_late(NOW_S + 1.0)
+    index.answered(index.take_questions(1), [False], NOW_S + 1.0)
+    assert not index.is_late(NOW_S + 1.4)
+    assert index.is_late(NOW_S + 1.5)
 
 
 def test_nothing_can_be_pinned() -> None:

@@ -1,13 +1,16 @@
 """LMCache's controller API against scripted agents, over HTTP."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from cacheengine import wire
 from router.controller_api import UNSUPPORTED
 from router.controller_events import MAX_EVENTS
+from router.controller_registry import Configured
 from tests.router.agent_server import serving
 from tests.router.control_agent import CHUNK_TOKENS, ControlAgent
 from tests.router.controlling import TOKENS, Controlled, controlled, with_agents
@@ -150,6 +153,18 @@ async def test_move_has_the_destination_fetch(
             ),
         )
     ]
+
+
+@pytest.mark.parametrize("far", ["http://10.1.2.3:8102", "http://[fd00::2]:8102"])
+async def test_a_source_that_only_this_machine_reaches_is_not_named_to_another(
+    control: Controlled, two: ControlAgent, urls: list[str], far: str
+) -> None:
+    """What listens at that address over there could be the destination itself."""
+    control.configured[1] = Configured(id="two", agent_url=far, incarnation=None)
+    status, answer = await control.post("/move", move())
+    assert status == 409
+    assert f"two, at {far}, cannot reach one at {urls[0]}" in answer["error"]["message"]
+    assert answer["error"]["param"] == "old_position"
 
 
 async def test_move_between_tiers_of_one_instance(
@@ -512,6 +527,27 @@ async def test_what_is_not_done_here_says_so(control: Controlled, path: str) -> 
     status, answer = await control.post(path, {"instance_id": "one"})
     assert status == 501
     assert answer["error"]["message"].startswith(f"{path} is not done here: ")
+
+
+async def test_an_agent_that_registers_at_the_wrong_port_is_told_the_right_one(
+    control: Controlled,
+) -> None:
+    status, answer = await control.post("/register", {})
+    assert status == 404
+    assert "controller.monitor_port" in answer["error"]["message"]
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(
+    control: Controlled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or 128 such clients would keep all others out."""
+    monkeypatch.setattr("router.controller_calls.BODY_S", 0.05)
+    url = urlsplit(control.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(b"POST /lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+    answer = await asyncio.wait_for(reader.readuntil(b"did not come whole within"), 10)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    writer.close()
 
 
 async def test_other_paths_and_methods(control: Controlled) -> None:

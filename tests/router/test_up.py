@@ -68,6 +68,32 @@ def test_the_router_is_started_with_its_controller(engines: Path) -> None:
     assert fleet.router_settings["controller"] == {"port": 9100}
 
 
+@pytest.mark.parametrize("at", ["localhost:9101", "http://127.0.0.1:9101", "[::1]:9101"])
+def test_a_replica_that_registers_elsewhere_on_this_machine_is_refused(
+    engines: Path, at: str
+) -> None:
+    """It would be in the hands of another fleet's controller, or of none."""
+    (engines / "two.yaml").write_text(f"enable_controller: true\ncontroller_url: '{at}'\n")
+    fleet = FLEET.replace("policy: session", "controller: {monitor_port: MONITOR}")
+    with pytest.raises(ConfigError) as caught:
+        load(engines, fleet.replace("MONITOR", "9102"))
+    assert "replicas[1].config: controller_url: names port 9101, where router.controller" in str(
+        caught.value
+    )
+    assert len(load(engines, fleet.replace("MONITOR", "9101")).replicas) == 2
+    assert len(load(engines, FLEET).replicas) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ["controller_url: localhost:9101", "enable_controller: true\ncontroller_url: far.away:9101"],
+)
+def test_a_controller_elsewhere_is_the_operators_own_affair(engines: Path, settings: str) -> None:
+    (engines / "two.yaml").write_text(settings + "\n")
+    fleet = FLEET.replace("policy: session", "controller: {monitor_port: 9102}")
+    assert len(load(engines, fleet).replicas) == 2
+
+
 def test_a_free_port_for_chunks_is_nobodys(engines: Path) -> None:
     (engines / "one.yaml").write_text("lmcache_instance_id: one\ndistributed_url: localhost:0\n")
     (engines / "two.yaml").write_text("distributed_url: localhost:0\n")

@@ -47,6 +47,10 @@ class Deadline:
             raise TimeoutError
         return left_s
 
+    def patience_s(self) -> float:
+        """Return the seconds that are left, 0 when none are."""
+        return max(0.0, self._at_s - time.monotonic())
+
 
 class Channel(ABC):
     """One connection; used by one thread at a time, but for `abort`."""

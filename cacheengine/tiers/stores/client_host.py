@@ -82,9 +82,11 @@ class Host:
         self._memory = mmap.mmap(setup.memory_fd, setup.memory_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._threads = ThreadPoolExecutor(setup.threads)
+        self._connected = threading.Event()
 
     def run(self) -> None:
         """Connect and serve until the replica closes the socket or is gone."""
+        threading.Thread(target=self._end_if_orphaned, daemon=True).start()
         try:
             self._client = self._connect()
         except ClientError as error:
@@ -93,6 +95,7 @@ class Host:
         except Exception as error:  # noqa: BLE001  (libraries raise what they like)
             self._send(Answer(READY_ID, error=_described(error)))
             return
+        self._connected.set()
         self._send(Answer(READY_ID))
         under_way: set[Future[None]] = set()
         with contextlib.suppress(EOFError, OSError):
@@ -106,6 +109,12 @@ class Host:
                 under_way.add(future)
                 future.add_done_callback(under_way.discard)
         self._leave(under_way)
+
+    def _end_if_orphaned(self) -> None:
+        """End the process with the replica while `run` may hang in a library that connects."""
+        while not self._connected.wait(_PARENT_CHECK_S):
+            if os.getppid() != self._setup.parent_pid:
+                os._exit(1)
 
     def _connect(self) -> StoreClient:
         adapter = importlib.import_module(self._setup.module)

@@ -169,7 +169,8 @@ class ClientProcess:
             threads=threads,
             parent_pid=os.getpid(),
         )
-        with theirs:
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(ours.close)
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "cacheengine.tiers.stores.client_host"),
@@ -182,6 +183,7 @@ class ClientProcess:
                 env={**library.environment, **os.environ, "PYTHONPATH": _import_path()},
                 start_new_session=True,  # a Ctrl-C is the replica's to deal with
             )
+            undo.pop_all()
         return Connection(ours.detach()), process
 
     def _receive(self) -> None:

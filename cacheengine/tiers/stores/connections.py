@@ -69,7 +69,7 @@ class ConnectionPool(Generic[C]):
     def _take_place(self, deadline: Deadline) -> None:
         with self._condition:
             while not self._free and not self._closed:
-                if not self._condition.wait(_left_s(deadline)):
+                if not self._condition.wait(deadline.patience_s()):
                     raise StoreError("all connections were in use until the deadline")
             if self._closed:
                 raise StoreError("closed")
@@ -132,10 +132,3 @@ class ConnectionPool(Generic[C]):
             self._condition.notify_all()
         for connection in idle:
             connection.close()
-
-
-def _left_s(deadline: Deadline) -> float:
-    try:
-        return deadline.left_s()
-    except TimeoutError:
-        return 0.0

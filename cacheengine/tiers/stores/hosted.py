@@ -183,7 +183,7 @@ class HostedStore(BlobStore):
         self._await_ready(process, deadline)
         with self._condition:
             while process is self._process and not self._free_lanes:
-                if not self._condition.wait(_left_s(deadline)):
+                if not self._condition.wait(deadline.patience_s()):
                     raise StoreError("all calls allowed at once were under way until the deadline")
             if process is not self._process:
                 raise StoreError("closed" if self._closed else "its client's process has died")
@@ -200,7 +200,7 @@ class HostedStore(BlobStore):
         """Wait for a process that is young; one that takes longer than a call may is no use now."""
         patience_s = self._timeout_s - process.age_s()
         try:
-            process.ready.result(max(0.0, min(_left_s(deadline), patience_s)))
+            process.ready.result(max(0.0, min(deadline.patience_s(), patience_s)))
         except TimeoutError:
             raise StoreError("not connected yet") from None
         self._backoff.succeeded()
@@ -214,19 +214,26 @@ class HostedStore(BlobStore):
                 if rest_s:
                     raise StoreError(f"{self._reason}; tried again in {rest_s:.1f} s")
                 self._start()
-            assert self._process is not None
+            if self._process is None:
+                raise StoreError(self._reason)
             return self._process
 
     def _start(self) -> None:
+        """Start the process; one that cannot be started is tried again by a later call."""
         with self._condition:  # `_ended` of this process must find it assigned
             began_s = self._backoff.now_s()
-            self._process = ClientProcess(
-                self._library,
-                memory_bytes=self._lane_bytes * _LANES,
-                threads=_LANES,
-                give_up_s=self._timeout_s + self._give_up_s,
-                on_end=lambda process, reason: self._ended(process, reason, began_s),
-            )
+            try:
+                self._process = ClientProcess(
+                    self._library,
+                    memory_bytes=self._lane_bytes * _LANES,
+                    threads=_LANES,
+                    give_up_s=self._timeout_s + self._give_up_s,
+                    on_end=lambda process, reason: self._ended(process, reason, began_s),
+                )
+            except OSError as error:  # for want of memory, descriptors or processes
+                self._reason = f"its client's process cannot be started: {error.strerror}"
+                self._backoff.failed(began_s)
+                return
             self._free_lanes = list(range(_LANES))
 
     def _ended(self, process: ClientProcess, reason: str, began_s: float) -> None:
@@ -268,10 +275,3 @@ class _Lane:
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _left_s(deadline: Deadline) -> float:
-    try:
-        return deadline.left_s()
-    except TimeoutError:
-        return 0.0

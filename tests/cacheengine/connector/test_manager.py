@@ -320,6 +320,20 @@ def test_a_chunk_of_another_replica_is_asked_for_then_loaded(make_bench: MakeBen
     assert told == {(Medium.CPU, Locality.LOCAL), (Medium.STORAGE, Locality.REMOTE)}
 
 
+def test_of_a_window_the_remote_gives_what_it_has(make_bench: MakeBench) -> None:
+    """Where all layers have a window, vLLM looks back from the end, and a gap is no end."""
+    remote = ScriptedRemote({chunk: payload(chunk) for chunk in (key(2), key(3))})
+    scheduler = Scheduler(make_bench(8, remote=remote))
+    for number in (1, 2, 3, 4, 5):
+        scheduler.context.set_offload_key_position(offload_keys(number)[0], 256 * number)
+    assert scheduler.lookup(5, 4, 3, 2, 1) == ["RETRY"] * 5
+    scheduler.end_step()
+    stats = scheduler.bench.engine.stats
+    wait_until(lambda: (stats().remote.asked, stats().promoted) == (5, 2))
+    assert scheduler.lookup(5, 4, 3, 2, 1) == ["MISS", "MISS", "HIT", "HIT", "MISS"]
+    scheduler.end_step()
+
+
 def test_a_remote_that_does_not_answer_is_a_miss(make_bench: MakeBench) -> None:
     remote = ScriptedRemote()
     remote.answers = False

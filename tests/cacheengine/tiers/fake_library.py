@@ -13,7 +13,10 @@ from cacheengine.tiers.stores.client_wire import ABSENT, FULL, STORED, UNREAD
 
 
 def fake_library(**settings: Any) -> HostedLibrary:
-    """Settings: ``refuses_while`` names a file; ``slow_s``; ``room`` in blobs."""
+    """Settings: ``refuses_while`` names a file; ``slow_s``; ``room`` in blobs.
+
+    And ``never_connects``: it hangs there.
+    """
     return HostedLibrary(
         module=__name__, settings=settings, environment={}, log_variable="FAKE_LIBRARY_LOG"
     )
@@ -31,6 +34,8 @@ class FakeClient(StoreClient):
         self._blobs: dict[str, bytes] = {}
 
     def connect(self, address: int, size_bytes: int) -> None:
+        if self._settings.get("never_connects"):
+            threading.Event().wait()
         file = self._settings.get("refuses_while")
         if file and Path(file).exists():
             raise ClientError("the file is there")

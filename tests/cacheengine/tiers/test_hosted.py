@@ -1,5 +1,6 @@
 """Stores whose library runs in a process of its own: what its faults cost the replica."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -162,6 +163,28 @@ def test_a_server_that_refuses_is_asked_again_after_rests(open_store: Open, tmp_
     connected(store)
 
 
+def test_a_process_that_cannot_be_started_is_tried_again_after_a_rest(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of memory or of descriptors, say: a miss, and nothing that is left open."""
+    store = connected(open_store())
+
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(subprocess, "Popen", fail)
+        os.kill(_pid(store), signal.SIGKILL)
+        wait_until(lambda: "cannot be started: Cannot allocate memory" in _failure(store))
+    connected(store)
+
+
+def _failure(store: HostedStore) -> str:
+    with pytest.raises(StoreError) as caught:
+        store.exists(["a"])
+    return str(caught.value)
+
+
 def test_errors_of_the_library_reach_the_caller_and_change_nothing(open_store: Open) -> None:
     store = connected(open_store())
     pid = _pid(store)
@@ -259,12 +282,14 @@ def test_close_does_not_wait_for_a_process_that_hangs(open_store: Open) -> None:
     assert not _is_running(pid)
 
 
-def test_the_process_does_not_outlive_a_replica_that_was_killed() -> None:
+@pytest.mark.parametrize("connects", [True, False])
+def test_the_process_does_not_outlive_a_replica_that_was_killed(connects: bool) -> None:
     code = (
         "import time\n"
         "from tests.cacheengine.tiers.test_hosted import HostedStore, _pid, fake_library\n"
-        "store = HostedStore(fake_library(), memory_bytes=65536, memory_setting='', timeout_s=9)\n"
-        "store.exists(['a'])\n"
+        f"library = fake_library(never_connects={not connects})\n"
+        "store = HostedStore(library, memory_bytes=65536, memory_setting='', timeout_s=9)\n"
+        f"{connects} and store.exists(['a'])\n"
         "print(_pid(store), flush=True)\n"
         "time.sleep(60)\n"
     )
