@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from cacheengine import wire
@@ -25,7 +25,7 @@ from cacheengine.keys import key64
 from cacheengine.ledger import CPU, Ledger
 from cacheengine.lower_index import LowerIndex
 from cacheengine.pool import Pool
-from cacheengine.promotion import Promotion, PromotionCounts
+from cacheengine.promotion import Promotion
 from cacheengine.remote_index import RemoteIndex
 from cacheengine.residency import Residency
 from cacheengine.stats import EngineStats
@@ -34,14 +34,7 @@ from cacheengine.tier_io import Clock, MakeThreads, TierIo
 from cacheengine.tiers.base import LocalTier, SharedTier, Tier
 from cacheengine.tiers.configured import make_remote, make_tier
 
-__all__ = [
-    "CacheEngine",
-    "KeyEventRecord",
-    "Presence",
-    "Promotion",
-    "PromotionCounts",
-    "StoreReservation",
-]
+__all__ = ["CacheEngine", "Presence", "Promotion", "StoreReservation"]
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -224,6 +217,12 @@ class CacheEngine:
         """Return how many leading chunks a tier holds, for the remote as far as is known."""
         with self._lock:
             return self._state.pins.held_in(keys, tier)
+
+    def is_putting(self, keys: Iterable[bytes], tier: str) -> bool:
+        """Whether one of these chunks is on its way into a lower tier."""
+        with self._lock:
+            puts = self._state.puts.get(tier)
+            return puts is not None and any(map(puts.has, keys))
 
     def pin(self, keys: Sequence[bytes], tier: str) -> int:
         """Keep leading chunks in a tier that holds them until `unpin` or `clear`.

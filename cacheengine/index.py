@@ -294,9 +294,7 @@ def count_held(entries: Iterable[Entry], now_s: float) -> int:
     Others may change them meanwhile: each counts as it was at some moment.
     """
     return sum(
-        not (entry.is_usable and entry.is_idle(now_s))
-        for entry in entries
-        if entry.use is not None
+        not (entry.is_usable and entry.is_idle(now_s)) for entry in entries if entry.use is not None
     )
 
 

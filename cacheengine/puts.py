@@ -136,9 +136,9 @@ class Puts:
         for key in keys:
             self._index.forget(key)
 
-    def has(self, entry: Entry) -> bool:
-        """Whether a put of this entry is queued or under way."""
-        return entry.key in self._by_key
+    def has(self, key: bytes) -> bool:
+        """Whether a put of this chunk is queued or under way."""
+        return key in self._by_key
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself."""

@@ -28,7 +28,9 @@ class Residency:
         # Together they must leave the pool room: what is being put is not evicted.
         used = sum(index.is_there for index in ledger.lower)
         share = max(1, max_queued_puts // max(1, used))
-        self.puts = {index.name: Puts(ledger, index, share) for index in ledger.lower}
+        self.puts: dict[str, Puts] = {
+            index.name: Puts(ledger, index, share) for index in ledger.lower
+        }
         remotes = [index for index in ledger.lower if isinstance(index, RemoteIndex)]
         self.promotions = Promotions(ledger, remotes[0] if remotes else None)
         self.pins = Pins(ledger)
@@ -248,5 +250,5 @@ class Residency:
             puts.check()
         self.promotions.check()
         for entry in self.cpu:
-            puts_queued = sum(puts.has(entry) for puts in self.puts.values())
+            puts_queued = sum(puts.has(entry.key) for puts in self.puts.values())
             assert entry.seen.putting == puts_queued

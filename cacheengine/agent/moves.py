@@ -204,11 +204,9 @@ class Moves:
             )
 
     async def _wait_for_puts(self, move: Move) -> None:
-        """Return when a lower tier holds the chunks, or nothing more is on its way there."""
+        """Return when none of the chunks is on its way to the lower tier any more."""
         pause_s = _SHORTEST_PAUSE_S
-        while self._engine.held_in(move.keys, move.new_tier) < len(move.keys):
-            if self._engine.stats().put_queue_bytes == 0:
-                return
+        while self._engine.is_putting(move.keys, move.new_tier):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

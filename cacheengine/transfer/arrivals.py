@@ -104,18 +104,16 @@ class Arrivals:
             self.received_chunks += len(arrived)
 
     def _wait_for_puts(self, keys: Sequence[bytes]) -> None:
-        """Return when the lower tier holds these chunks; lend no more if it does not get them."""
+        """Return when none of these is on its way down; lend no more if one was dropped."""
         pause_s = _SHORTEST_PAUSE_S
-        while self._engine.held_in(keys, self._tier) < len(keys):
+        while self._engine.is_putting(keys, self._tier):
             with self._lock:
                 if self._stopped:
                     return
-            # Nothing is on its way any more: puts were dropped. Asked seldom,
-            # because the count looks at the whole pool.
-            if pause_s == _LONGEST_PAUSE_S and self._engine.stats().put_queue_bytes == 0:
-                self.stop()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if self._engine.held_in(keys, self._tier) < len(keys):
+            self.stop()
 
     def stop(self) -> None:
         """Lend no more windows; those lent are still to be completed."""

@@ -113,7 +113,16 @@ class TransferServer:
                     logger.warning("a transfer connection could not be accepted: %s", error)
                     self._stopping.wait(_REST_S)
             else:
-                self._open_channel(Channel(connected, self._timeout_s), peer[0])
+                self._take(connected, peer[0])
+
+    def _take(self, connected: socket.socket, peer: str) -> None:
+        """Serve a connection, or close it: whatever happens, others are accepted after it."""
+        try:
+            self._open_channel(Channel(connected, self._timeout_s), peer)
+        except (OSError, RuntimeError) as error:  # RuntimeError: no more threads to be had
+            connected.close()
+            self._meter.add("send_failures")
+            logger.warning("a transfer connection of %s could not be served: %s", peer, error)
 
     def _open_channel(self, channel: Channel, peer: str) -> None:
         with self._lock:
@@ -126,9 +135,10 @@ class TransferServer:
                     name="kv-send",
                     daemon=True,
                 )
-                self._open[channel] = thread
-                # Under the lock, so that `stop` never joins one not started.
+                # Under the lock, so that `stop` never joins one not started, and
+                # that one which ends at once finds itself noted.
                 thread.start()
+                self._open[channel] = thread
         if not is_taken:
             self._meter.add("send_refused")
             channel.close()

@@ -17,6 +17,7 @@ from cacheengine.agent import Agent, AgentIdentity
 from cacheengine.agent import moves as moving
 from cacheengine.config import EngineConfig
 from cacheengine.keys import HashScheme, chunk_keys
+from cacheengine.tiers.base import PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
@@ -24,6 +25,7 @@ from cacheengine.transfer.server import TransferServer
 from cacheengine.transfer.stats import TransferMeter
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.scripted_tier import ScriptedTier
 
 TOKENS = list(range(256 * 20 + 100))
 PREFIX = chunk_keys(HashScheme("sha256", "seed").chain(TOKENS, 16), 16)
@@ -282,6 +284,25 @@ async def test_within_one_replica_down(fleet: Fleet) -> None:
     assert tiers == ["disk"] * 12 + ["cpu"] * 8
     same = await fleet.begin(400, old="cpu", tier="cpu", source=here)
     assert "from and to the cpu tier of the same replica" in same["error"]
+
+
+async def test_other_puts_do_not_keep_a_move_running(
+    make_fleet: MakeFleet, make_bench: MakeBench
+) -> None:
+    """As under steady traffic: something is always on its way down, but none of the prefix."""
+    tier = ScriptedTier()
+    bench = make_bench(32, tier=tier)
+    fleet: Fleet = await make_fleet(make_bench(8), bench)
+    tier.put_outcome = PutOutcome.FAILED
+    bench.store(PREFIX)
+    bench.finish_puts()
+    bench.clock.advance(100)
+    tier.put_outcome = PutOutcome.STORED
+    tier.puts.clear()
+    bench.store(keys(900))
+    ended = await fleet.move(old="cpu", tier="disk", source={"agent_url": fleet.second.url})
+    tier.puts.set()
+    assert (ended["state"], ended["arrived_chunks"]) == ("failed", 0)
 
 
 @pytest.mark.parametrize(

@@ -372,3 +372,23 @@ def test_stop_ends_what_is_being_sent(source: Bench, serve: Serve) -> None:
     assert peer.server.num_connections == 0
     channel.close()
     assert_idle(source)
+
+
+def test_a_connection_that_cannot_be_served_keeps_no_other_out(
+    source: Bench, other: Bench, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = serve(source)
+    start = threading.Thread.start
+
+    def no_more_threads(thread: threading.Thread) -> None:
+        if thread.name == "kv-send":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    fetched, _ = fetch(other, PREFIX, peer.address, connections=1)
+    assert fetched.held_chunks == 0
+    monkeypatch.undo()
+    fetched, _ = fetch(other, PREFIX, peer.address, connections=1)
+    assert fetched.held_chunks == len(PREFIX)
+    wait_until(lambda: peer.server.num_connections == 0)
