@@ -191,7 +191,7 @@ def test_another_layout_is_refused(source: Bench, serve: Serve, play: Play) -> N
     assert fetched.held_chunks == 0
     assert f"its chunks have layout {layout(model='another').fingerprint()}" in fetched.error
     assert "model, weights, dtype, chunk_size" in fetched.error
-    assert peer.meter.stats().send_refused == 2
+    wait_until(lambda: peer.meter.stats().send_refused == 2)
     assert peer.meter.stats().send_failures == 0
 
 
