@@ -51,7 +51,8 @@ class Tier(ABC):
     def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
         """Store chunks, each all or nothing: a reader sees it whole or not at all.
 
-        Replaces what a key had. The bytes must not change meanwhile.
+        Replaces what a key had, or keeps it where the server's objects never
+        change: a key stands for its bytes. They must not change meanwhile.
         """
 
     @abstractmethod

@@ -89,7 +89,7 @@ def test_processes_take_turns_and_are_told_of(
     engines = {"one": "bench.compare_plain", "two": "bench.compare_plain"}
     monkeypatch.setattr(compare_engines, "ENGINES", engines)
     pythons = dict.fromkeys(engines, sys.executable)
-    seconds, includes = compare_engines.measure(pythons, workload, rounds=2)
+    seconds, includes = compare_engines.measure(pythons, workload, turns=2, rounds=1)
     assert {name: len(each) for name, each in seconds["two"].items()} == dict.fromkeys(
         compare_engines.FIGURES, 2
     )
@@ -111,7 +111,7 @@ def test_an_engine_that_cannot_start_is_named(
 ) -> None:
     monkeypatch.setattr(compare_engines, "ENGINES", {"none": "bench.no_such_module"})
     with pytest.raises(BenchError, match="none has ended"):
-        compare_engines.measure({"none": sys.executable}, workload, rounds=1)
+        compare_engines.measure({"none": sys.executable}, workload, turns=1, rounds=1)
 
 
 @pytest.mark.slow
@@ -119,6 +119,6 @@ def test_ours_and_vllms_do_a_round(workload: Workload) -> None:
     """Real engines; every byte that comes back is checked."""
     pytest.importorskip("vllm")
     pythons = dict.fromkeys(["warmroute", "vllm tiering"], sys.executable)
-    seconds, includes = compare_engines.measure(pythons, workload, rounds=1)
+    seconds, includes = compare_engines.measure(pythons, workload, turns=1, rounds=1)
     assert set(seconds) == set(includes) == set(pythons)
     assert all(len(each) == 1 for steps in seconds.values() for each in steps.values())
