@@ -4,8 +4,10 @@
 
 Each engine keeps the same prompt: as many chunks, of the same size, in a CPU
 tier of the same size and a disk tier in a directory of its own on one file
-system. Rounds take turns, so that whatever else the machine does meets all of
-them. After every load the bytes are checked (outside the figures).
+system. The engines take turns, several times, so that whatever else the machine
+does meets all of them. The first round of a turn does not count: a virtual
+machine's free memory may be with its host, and the first to use it waits.
+After every load the bytes are checked (outside the figures).
 
 LMCache needs an environment of its own (it pins other versions):
 
@@ -131,25 +133,27 @@ def started(pythons: Mapping[str, str], workload: Workload) -> Iterator[list[Eng
 
 
 def measure(
-    pythons: Mapping[str, str], workload: Workload, rounds: int
+    pythons: Mapping[str, str], workload: Workload, *, turns: int, rounds: int
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, str]]]:
     """Return the seconds of every step by engine, and what they include.
 
-    A first round, in which memory is touched for the first time, does not count.
+    Each engine has ``turns`` turns of ``rounds`` rounds that count, and one
+    before them that does not.
     """
     seconds: dict[str, dict[str, list[float]]] = {
         name: {figure: [] for figure in FIGURES} for name in pythons
     }
     with started(pythons, workload) as engines:
         includes = {engine.name: engine.includes() for engine in engines}
-        for number in range(rounds + 1):
-            # Whoever comes after another meets its dirty pages: take turns in that too.
-            turn = number % len(engines)
-            for engine in engines[turn:] + engines[:turn]:
-                one_round = engine.run_round(number)
-                if number > 0:
-                    for figure in FIGURES:
-                        seconds[engine.name][figure].append(one_round[figure])
+        for turn in range(turns):
+            # Who comes after whom changes too.
+            first = turn % len(engines)
+            for engine in engines[first:] + engines[:first]:
+                for number in range(rounds + 1):
+                    one_round = engine.run_round(turn * (rounds + 1) + number)
+                    if number > 0:
+                        for figure in FIGURES:
+                            seconds[engine.name][figure].append(one_round[figure])
     return seconds, includes
 
 
@@ -204,7 +208,7 @@ def _cell(figure: Figure) -> str:
 def report(
     command: Sequence[str],
     workload: Workload,
-    rounds: int,
+    counted: int,
     results: Mapping[str, Mapping[str, Figure]],
     includes: Mapping[str, Mapping[str, str]],
 ) -> dict[str, object]:
@@ -214,7 +218,7 @@ def report(
         "command": shlex.join(["python", "-m", "bench.compare_engines", *command]),
         "machine": machine(),
         "workload": {k: v for k, v in asdict(workload).items() if k != "directory"},
-        "rounds": rounds,
+        "rounds": counted,
         "steps": FIGURES,
         "includes": includes,
         "results": {
@@ -240,7 +244,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="PYTHON",
         help="interpreter of LMCache's environment; without it LMCache is left out",
     )
-    parser.add_argument("--rounds", type=_at_least_one, default=11)
+    parser.add_argument("--turns", type=_at_least_one, default=5, help="of each engine")
+    parser.add_argument("--rounds", type=_at_least_one, default=4, help="of a turn")
     parser.add_argument("--chunks", type=_at_least_one, default=64, help="of the prompt")
     parser.add_argument("--chunk-mib", type=_at_least_one, default=4, help="bytes of a chunk")
     parser.add_argument(
@@ -266,7 +271,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         directory=arguments.directory.absolute(),
     )
     try:
-        seconds, includes = measure(pythons, workload, arguments.rounds)
+        seconds, includes = measure(
+            pythons, workload, turns=arguments.turns, rounds=arguments.rounds
+        )
     except (BenchError, OSError) as error:
         print(f"bench.compare_engines: {error}", file=sys.stderr)
         return 1
@@ -275,10 +282,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         command = [
             *(["--lmcache-python", "PYTHON"] if "lmcache" in pythons else []),
-            *("--rounds", str(arguments.rounds), "--chunks", str(arguments.chunks)),
-            *("--chunk-mib", str(arguments.chunk_mib)),
+            *("--turns", str(arguments.turns), "--rounds", str(arguments.rounds)),
+            *("--chunks", str(arguments.chunks), "--chunk-mib", str(arguments.chunk_mib)),
         ]
-        content = report(command, workload, arguments.rounds, results, includes)
+        counted = arguments.turns * arguments.rounds
+        content = report(command, workload, counted, results, includes)
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return 0
