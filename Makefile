@@ -14,7 +14,7 @@ SOURCES := router cacheengine bench tests tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo servers test check fix audit bench lock clean
+.PHONY: help venv demo servers test check lint fix audit bench lock clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -48,12 +48,14 @@ servers: $(STAMP) ## Install the servers that tests run, where that is permitted
 test: $(STAMP) servers ## Run all tests, those with real vLLM replicas included
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(STAMP) servers ## Lint, types, fast tests, dependency audit
+check: lint servers ## Lint, types, fast tests, dependency audit
+	$(BIN)/python -m pytest -q -m 'not vllm and not slow'
+	@$(MAKE) --no-print-directory audit
+
+lint: $(STAMP) ## Lint, types
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m 'not vllm and not slow'
-	@$(MAKE) --no-print-directory audit
 
 audit: $(STAMP) ## Dependencies: declared, consistent, without known weaknesses
 	$(BIN)/python -m tools.audit
