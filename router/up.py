@@ -104,6 +104,13 @@ class Planned:
 def load_any(path: Path) -> RouterConfig | FleetFile:
     """Check a router's or a fleet's file, whichever it is; raise `ConfigError`."""
     value = read_yaml(path)
+    if "replicas" not in value and value.keys() & {"chunk_size", "max_local_cpu_size"}:
+        raise ConfigError(
+            str(path),
+            "",
+            "this is a replica's file",
+            f"check it with: warmroute replica --config {path} --print-command -- --model MODEL",
+        )
     if "model" not in value and "router" not in value:
         return load_router_config(path)
     load_fleet_file(path)

@@ -72,6 +72,14 @@ def test_check_config_prints_what_would_be_used(router_yaml: Path) -> None:
     assert shown["controller"] == {"host": "127.0.0.1", "port": 9100, "monitor_port": 9001}
 
 
+def test_check_config_says_how_to_check_a_replicas_file(tmp_path: Path) -> None:
+    path = tmp_path / "instance.yaml"
+    path.write_text("chunk_size: 256\n")
+    code, output = invoke("check-config", str(path))
+    assert code == 2
+    assert f"warmroute replica --config {path} --print-command" in output
+
+
 @pytest.mark.parametrize("command", [["serve", "--config"], ["check-config"], ["up", "--config"]])
 def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path: Path, command: list[str]) -> None:
     path = tmp_path / "bad.yaml"
