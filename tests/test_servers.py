@@ -67,6 +67,29 @@ def test_what_cannot_be_installed_is_said_and_in_ci_an_error(
     assert any(each.startswith("root apt-get ") and " update " in each for each in commands)
 
 
+def test_an_installation_killed_midway_is_ended_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dpkg then refuses every other one, until it is told to go on with what is half done."""
+    half_done, installed = True, False
+
+    def run(command: Sequence[str], *, show: bool = False) -> bool:
+        nonlocal half_done, installed
+        if list(command[1:]) == ["dpkg", "--configure", "-a"]:
+            half_done = False
+        if half_done:
+            return False
+        installed |= "install" in command
+        return True
+
+    monkeypatch.setattr(servers, "_run", run)
+    monkeypatch.setattr(servers, "_as_root", lambda: ["root"])
+    monkeypatch.setattr(servers, "NEEDS", [servers.Need("b", lambda: installed, "X")])
+    monkeypatch.setenv("CI", "true")
+    assert servers.main() == 0
+    assert "not tested" not in capsys.readouterr().out
+
+
 def test_without_permission_nothing_is_tried(
     commands: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,6 +75,8 @@ def _install(packages: Sequence[str]) -> None:
     install = [*apt, "install", "-y", "-qq", "--no-install-recommends"]
     if _run([*install, *packages]):
         return
+    # An installation that was killed midway: until it is ended, apt-get refuses every other.
+    _run([*root, "dpkg", "--configure", "-a"], show=True)
     # The lists of packages may be old, or not there at all: as in a fresh container.
     _run([*apt, "update", "-qq"])
     for package in packages:
@@ -101,7 +103,8 @@ def _run(command: Sequence[str], *, show: bool = False) -> bool:
         print(f"servers: {command[0]}: {error}")
         return False
     if show and done.returncode:
-        print("servers:", (done.stderr.strip().splitlines() or ["no reason given"])[-1])
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        print(f"servers: {' '.join(command)}: {reason}")
     return done.returncode == 0
 
 
