@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from bench.command import positive, write_report
 from bench.compare_rounds import Workload
 from bench.ttft import BenchError, machine
 
@@ -228,13 +229,6 @@ def report(
     }
 
 
-def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.compare_engines", description="Compare cache engines on this machine."
@@ -244,10 +238,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="PYTHON",
         help="interpreter of LMCache's environment; without it LMCache is left out",
     )
-    parser.add_argument("--turns", type=_at_least_one, default=5, help="of each engine")
-    parser.add_argument("--rounds", type=_at_least_one, default=4, help="of a turn")
-    parser.add_argument("--chunks", type=_at_least_one, default=64, help="of the prompt")
-    parser.add_argument("--chunk-mib", type=_at_least_one, default=4, help="bytes of a chunk")
+    parser.add_argument("--turns", type=positive, default=5, help="of each engine")
+    parser.add_argument("--rounds", type=positive, default=4, help="of a turn")
+    parser.add_argument("--chunks", type=positive, default=64, help="of the prompt")
+    parser.add_argument("--chunk-mib", type=positive, default=4, help="bytes of a chunk")
     parser.add_argument(
         "--directory", type=Path, default=Path(), help="on the disk to measure (default: here)"
     )
@@ -287,8 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         counted = arguments.turns * arguments.rounds
         content = report(command, workload, counted, results, includes)
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_report(arguments.json, content)
     return 0
 
 

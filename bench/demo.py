@@ -6,7 +6,6 @@ times to first token, and ends everything it started.
 """
 
 import argparse
-import json
 import secrets
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import openai
 import yaml
 
 from bench import local
+from bench.command import write_report
 from bench.demo_report import ROWS, Sample, known_to_router, report, strays, table
 from bench.model import make_model
 from bench.text import real_text
@@ -332,8 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\nTime to first token, {samples[0].prompt_tokens} tokens, ", end="")
     print(f"median of {arguments.rounds}:\n\n{table(samples)}\n")
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report(arguments, samples), indent=2) + "\n")
+        write_report(arguments.json, report(arguments, samples))
     for stray in strays(samples):
         say(f"UNEXPECTED: {stray}")
     return 1 if strays(samples) else 0

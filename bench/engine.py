@@ -11,13 +11,13 @@ for the time, some GB of the disk.
 
 import argparse
 import importlib
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from bench.command import write_report
 from bench.engine_cases import MIB, Case, as_json, table
 from bench.engine_disk import gets, puts
 from bench.engine_index import index
@@ -118,9 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(table(cases))
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report(arguments, cases), indent=2) + "\n")
-        print(f"written to {arguments.json}")
+        write_report(arguments.json, report(arguments, cases))
     return 0
 
 

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from bench.command import positive, write_report
 from bench.ttft import BenchError, machine
 from cacheengine.eviction import POLICY_NAMES, make_policy
 from cacheengine.index import CpuIndex, State
@@ -217,13 +218,6 @@ def run(arguments: argparse.Namespace) -> tuple[list[Result], dict[str, float]]:
     return results, limits
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.eviction", description="Compare the eviction policies of the CPU pool."
@@ -231,14 +225,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests with hash_ids")
     parser.add_argument(
         "--slots",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[1000, 3000, 10000, 30000],
         metavar="N",
         help="pool sizes in chunks (default: %(default)s)",
     )
-    parser.add_argument("--requests", type=_positive, default=10000, help="to generate")
-    parser.add_argument("--rounds", type=_positive, default=3, help="repetitions, for the times")
+    parser.add_argument("--requests", type=positive, default=10000, help="to generate")
+    parser.add_argument("--rounds", type=positive, default=3, help="repetitions, for the times")
     parser.add_argument("--seed", type=int, default=1, help="of the generated workload")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     return parser.parse_args(argv)
@@ -254,11 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(table(results, limits))
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(
-            json.dumps(report(arguments, results, limits), indent=2) + "\n", encoding="utf-8"
-        )
-        print(f"written to {arguments.json}")
+        write_report(arguments.json, report(arguments, results, limits))
     return 0
 
 

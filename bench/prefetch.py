@@ -15,7 +15,6 @@ on a busy replica the steps that go by until vLLM looks again.
 
 import argparse
 import itertools
-import json
 import secrets
 import statistics
 import sys
@@ -27,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from bench.command import write_report
 from bench.demo import CONFIGS, WORK, Round, Stage, say, start, start_router
 from bench.local import CannotStart, variant
 from bench.text import real_text
@@ -222,8 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(table(samples))
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report(arguments, samples), indent=2) + "\n")
+        write_report(arguments.json, report(arguments, samples))
     return 0
 
 

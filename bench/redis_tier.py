@@ -11,7 +11,6 @@ redis-benchmark with as many connections and as deep a pipeline.
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import socket
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.bare_redis import BareRedis
+from bench.command import positive, write_report
 from bench.ttft import BenchError, machine
 from cacheengine.launch import free_ports
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
@@ -247,22 +247,15 @@ def _version() -> str:
     return output.strip()
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.redis_tier", description="Measure the remote tier over Redis."
     )
     option = parser.add_argument
-    option("--value-bytes", type=_positive, default=2 << 20, help="of a chunk")
-    option("--values", type=_positive, default=128, help="that each client moves in a round")
-    option("--threads", type=_positive, nargs="+", default=[1, 2, 4], metavar="N")
-    option("--rounds", type=_positive, default=9)
+    option("--value-bytes", type=positive, default=2 << 20, help="of a chunk")
+    option("--values", type=positive, default=128, help="that each client moves in a round")
+    option("--threads", type=positive, nargs="+", default=[1, 2, 4], metavar="N")
+    option("--rounds", type=positive, default=9)
     option("--json", type=Path, metavar="OUT", help="write every figure there")
     return parser.parse_args(argv)
 
@@ -277,10 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(table(results))
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(report(arguments, results), indent=2) + "\n"
-        arguments.json.write_text(text, encoding="utf-8")
-        print(f"written to {arguments.json}")
+        write_report(arguments.json, report(arguments, results))
     return 0
 
 

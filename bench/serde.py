@@ -14,7 +14,6 @@ decoded while one travels: below decode speed x cores.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -28,6 +27,7 @@ from typing import Final
 import numpy as np
 import zstandard
 
+from bench.command import write_report
 from bench.kv import KvShape, StoredChunks, as_bfloat16, as_float16, gaussian_kv, structured_kv
 from bench.local import CannotStart
 from bench.model import make_model
@@ -85,10 +85,6 @@ class Zstd(Serde):
     def __init__(self, level: int) -> None:
         self.name = f"(zstd {level})"
         self._level = level
-
-    def max_encoded_bytes(self, payload_bytes: int) -> int:
-        """Return about what zstd may add."""
-        return payload_bytes + payload_bytes // 128 + 512
 
     def encode(self, payload: memoryview) -> Sequence[bytes]:
         """Compress."""
@@ -311,11 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(table(results, effect))
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(
-            json.dumps(report(arguments, results, effect), indent=2) + "\n", encoding="utf-8"
-        )
-        print(f"written to {arguments.json}")
+        write_report(arguments.json, report(arguments, results, effect))
     return 0
 
 

@@ -113,12 +113,21 @@ class ReplicaTiers:
     def wait_running(self, requests: int) -> None:
         """Wait until vLLM computes at least so many requests at once."""
 
-        def running() -> bool:
-            lines = _get_text(f"{self.url}/metrics").splitlines()
-            counts = [line for line in lines if line.startswith("vllm:num_requests_running")]
-            return sum(float(line.rsplit(" ", 1)[1]) for line in counts) >= requests
+        wait_until(
+            f"{self.name}: {requests} requests running",
+            lambda: self._count("vllm:num_requests_running") >= requests,
+        )
 
-        wait_until(f"{self.name}: {requests} requests running", running)
+    def wait_idle(self) -> None:
+        """Wait until vLLM has no request."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        wait_until(f"{self.name}: no requests", lambda: not any(map(self._count, names)))
+
+    def _count(self, name: str) -> float:
+        """Return a figure of vLLM's metrics."""
+        lines = _get_text(f"{self.url}/metrics").splitlines()
+        found = [line for line in lines if line.startswith(name + "{")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
     def leave_on_disk(self, tokens: Sequence[int], *, drop_page_cache: bool = True) -> None:
         """Empty the CPU tier until the prompt's chunks are on disk alone.

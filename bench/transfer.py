@@ -11,7 +11,6 @@ rounds of all cases alternate, so that the machine's moods fall on each.
 
 import argparse
 import hashlib
-import json
 import multiprocessing
 import socket
 import statistics
@@ -24,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
+from bench.command import positive, write_report
 from bench.ttft import machine
 from cacheengine.chunk import ChunkLayout
 from cacheengine.config import EngineConfig
@@ -248,20 +248,13 @@ def report(arguments: argparse.Namespace, results: Sequence[Result]) -> dict[str
     }
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.transfer", description="Measure copying chunks between two engines."
     )
-    parser.add_argument("--chunks", type=_positive, default=64, help="chunks a round")
-    parser.add_argument("--mib", type=_positive, default=2, help="MiB of a chunk")
-    parser.add_argument("--rounds", type=_positive, default=21, help="repetitions")
+    parser.add_argument("--chunks", type=positive, default=64, help="chunks a round")
+    parser.add_argument("--mib", type=positive, default=2, help="MiB of a chunk")
+    parser.add_argument("--rounds", type=positive, default=21, help="repetitions")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     return parser.parse_args(argv)
 
@@ -272,11 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = measure(arguments.chunks, arguments.mib * _MIB, arguments.rounds)
     print(table(results))
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(
-            json.dumps(report(arguments, results), indent=2) + "\n", encoding="utf-8"
-        )
-        print(f"written to {arguments.json}")
+        write_report(arguments.json, report(arguments, results))
     return 0
 
 

@@ -174,13 +174,15 @@ class CacheEngine:
         with self._deciding() as state:
             return state.prepare_store(keys, self._clock())
 
-    def complete_store(self, keys: Collection[bytes], *, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Collection[bytes], *, success: bool = True, prefetched: bool = False
+    ) -> None:
         """Make reserved chunks visible and queue their puts, or give their slots back.
 
-        Raises KeyError, changing nothing, for a chunk that has no reservation.
+        ``prefetched``: for a request to come. KeyError, changing nothing: no reservation.
         """
         with self._deciding() as state:
-            state.complete_store(keys, self._clock(), success=success)
+            state.complete_store(keys, self._clock(), success=success, prefetched=prefetched)
 
     # --- promotion, pins ---
 

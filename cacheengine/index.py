@@ -43,7 +43,7 @@ class Use:
     """Pinned by an operator."""
     condemned: bool = False
     prefetched: bool = False
-    """Promoted, and not held since."""
+    """Promoted or copied here for a request, and not held since."""
 
 
 _NOTHING: Final = Use()  # shared by all: never written to

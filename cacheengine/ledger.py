@@ -100,6 +100,7 @@ class Ledger:
 
     def expire(self, entry: Entry) -> None:
         """Take off a pin whose deadline has passed."""
+        self._count_unused(entry)
         self.cpu.unpin(entry)
         self.stats.pins_expired += 1
 
@@ -128,6 +129,7 @@ class Ledger:
 
     def _count_unused(self, entry: Entry) -> None:
         if entry.seen.prefetched:
+            self.stats.prefetch_unused_chunks += 1
             self.stats.prefetch_unused_bytes += self.chunk_bytes
             entry.in_use.prefetched = False
 

@@ -44,7 +44,8 @@ _COUNTERS: Final = {
     "promoted": "Chunks promoted to the CPU pool.",
     "promoted_bytes": "Bytes promoted to the CPU pool.",
     "promote_drops": "Chunks not promoted, for want of room or because too much is pinned.",
-    "prefetch_unused_bytes": "Bytes promoted that were never used.",
+    "prefetch_unused_chunks": "Chunks promoted or copied here that nobody used while pinned.",
+    "prefetch_unused_bytes": "Bytes promoted or copied here that nobody used while pinned.",
     "pins_expired": "Pins that reached their deadline unused.",
     "events_dropped": "Events that vLLM's stream lost.",
 }

@@ -156,7 +156,9 @@ class Residency:
             return False
         return self.ledger.keep_in_cpu or not any(key in index for index in self.ledger.lower)
 
-    def complete_store(self, keys: Iterable[bytes], now_s: float, *, success: bool) -> None:
+    def complete_store(
+        self, keys: Iterable[bytes], now_s: float, *, success: bool, prefetched: bool = False
+    ) -> None:
         """Make reserved chunks visible and queue their puts, or give the slots back.
 
         Raises KeyError, changing nothing, for a chunk without a reservation.
@@ -165,6 +167,7 @@ class Residency:
         whole = [entry for entry in entries if success and not entry.condemned]
         # Backwards, so that the first of a prefix is the most recent.
         for entry in reversed(whole):
+            entry.in_use.prefetched = prefetched
             self.cpu.publish(entry, now_s)
             self.ledger.settle(entry.key, Outcome.RESIDENT)
         self.stats.stores += len(whole)

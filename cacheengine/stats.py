@@ -68,8 +68,11 @@ class EngineStats:
     """Bytes of those."""
     promote_drops: int = 0
     """Chunks below the pool that found no room in it, or too much of it pinned."""
+    prefetch_unused_chunks: int = 0
+    """Chunks promoted, or copied here with a pin, that were not held until their pin ended, by
+    time, clearing or eviction (of those without a pin: until they left the pool)."""
     prefetch_unused_bytes: int = 0
-    """Bytes promoted that left the pool without ever being held."""
+    """Bytes of those."""
     pins_expired: int = 0
     """Pins that reached their deadline unused."""
     events_dropped: int = 0

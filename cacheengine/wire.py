@@ -152,7 +152,8 @@ class MoveSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     agent_url: str
     transfer_address: str
     """``host:port`` of its `InstanceInfo.transfer_port`."""
-    tier: TierName = "cpu"
+    tier: TierName | None = "cpu"
+    """None, for copies only: each chunk from whichever tier has it."""
 
 
 class MoveRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -171,6 +172,8 @@ class MoveRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keys: list[str] | None = None
     copy: bool = False
     pin_s: float = 0.0
+    stall_s: float = 30.0
+    """Give up when no chunk has come for so long: requests that want those on the way wait."""
 
 
 class MoveReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf, nan
 from typing import Any, Final
 
 import orjson
@@ -24,6 +25,8 @@ PROMPTED: Final = frozenset(
 
 PROMPTLESS: Final = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 """Endpoints that any replica of the model answers equally well."""
+
+MAX_WAIT_HEADER: Final = "x-warmroute-max-wait-s"
 
 _SESSION_FIELDS: Final = ("prompt_cache_key", "session_id", "user")
 _LONGEST_SESSION: Final = 128
@@ -90,6 +93,23 @@ def json_object(body: bytes) -> dict[str, Any]:
             f"the body must be a JSON object, not {_json_type(value)}", code="invalid_json"
         )
     return value
+
+
+def max_wait_s(headers: Mapping[str, str]) -> float:
+    """Return how long the client lets its request be held (infinite unless it says).
+
+    Raises `BadRequest` when the header is no number of seconds.
+    """
+    said = headers.get(MAX_WAIT_HEADER)
+    if said is None:
+        return inf
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = nan
+    if not seconds >= 0:
+        raise BadRequest(f"the header {MAX_WAIT_HEADER} must be a number of seconds, like 2.5")
+    return seconds
 
 
 def request_id(headers: Mapping[str, str]) -> str:

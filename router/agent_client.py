@@ -105,8 +105,7 @@ class AgentClient:
     ) -> PrefetchReply:
         """Have chunks promoted to the cpu tier; return what became of them within ``wait_s``."""
         request = PrefetchRequest(keys=[key.hex() for key in keys], wait_s=wait_s, pin_s=pin_s)
-        body = await self._post("/prefetch", request, timeout_s=wait_s + _CONNECT_S)
-        return _decoded(msgspec.json.decode, body, PrefetchReply)
+        return await self._ask("/prefetch", request, PrefetchReply, wait_s + _CONNECT_S)
 
     async def health(self) -> None:
         """Return when the agent says that it is well."""
@@ -114,28 +113,23 @@ class AgentClient:
 
     async def lookup(self, request: LookupRequest) -> LookupReply:
         """Return how much of a prompt the replica's tiers hold."""
-        body = await self._post("/lookup", request, timeout_s=_ANSWER_S)
-        return _decoded(msgspec.json.decode, body, LookupReply)
+        return await self._ask("/lookup", request, LookupReply, _ANSWER_S)
 
     async def pin(self, request: PinRequest) -> PinReply:
         """Keep a prompt's chunks in a tier."""
-        body = await self._post("/pin", request, timeout_s=_ANSWER_S)
-        return _decoded(msgspec.json.decode, body, PinReply)
+        return await self._ask("/pin", request, PinReply, _ANSWER_S)
 
     async def unpin(self, request: PinRequest) -> PinReply:
         """End `pin`."""
-        body = await self._post("/unpin", request, timeout_s=_ANSWER_S)
-        return _decoded(msgspec.json.decode, body, PinReply)
+        return await self._ask("/unpin", request, PinReply, _ANSWER_S)
 
     async def clear(self, request: ClearRequest) -> ClearReply:
         """Drop chunks."""
-        body = await self._post("/clear", request, timeout_s=_CLEAR_S)
-        return _decoded(msgspec.json.decode, body, ClearReply)
+        return await self._ask("/clear", request, ClearReply, _CLEAR_S)
 
     async def move(self, request: MoveRequest) -> MoveReply:
         """Have the replica fetch chunks from another; `move_status` tells how it goes."""
-        body = await self._post("/move", request, timeout_s=_MOVE_S)
-        return _decoded(msgspec.json.decode, body, MoveReply)
+        return await self._ask("/move", request, MoveReply, _MOVE_S)
 
     async def move_status(self, event_id: str, *, wait_s: float = 0.0) -> MoveStatus:
         """Return how a move goes, at its end or after ``wait_s``.
@@ -150,10 +144,13 @@ class AgentClient:
         )
         return _decoded(msgspec.json.decode, body, MoveStatus)
 
-    async def _post(self, path: str, request: msgspec.Struct, *, timeout_s: float) -> bytes:
-        return await self._call(
-            "POST", path, body=msgspec.json.encode(request), timeout_s=timeout_s
-        )
+    async def _ask(
+        self, path: str, request: msgspec.Struct, kind: type[_T], timeout_s: float
+    ) -> _T:
+        """POST a request and return the answer, which is to be a ``kind``."""
+        body = msgspec.json.encode(request)
+        answer = await self._call("POST", path, body=body, timeout_s=timeout_s)
+        return _decoded(msgspec.json.decode, answer, kind)
 
     async def _call(
         self,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from router.errors import BadRequest
+from router.media import source_url
 from router.messages import Unsupported
 from router.templates import Message
 
@@ -93,13 +94,16 @@ def _convert(message: Message) -> list[Message]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     before: list[Message] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in content:
         match _kind(block):
             case "text":
-                texts.append(_field(block, "text"))
+                if text := _field(block, "text"):
+                    parts.append({"type": "text", "text": text})
+            case "image":
+                parts += _image(block)
             case "thinking":
                 thoughts.append(_field(block, "thinking"))
             case "redacted_thinking":
@@ -107,24 +111,24 @@ def _convert(message: Message) -> list[Message]:
             case "tool_use":
                 calls.append(_call(block))
             case "tool_result" if role == "user":
-                before.append(_result(block))
+                before += _result(block)
             case kind:
                 raise Unsupported(f"a block of type {kind!r}")
-    return before + _with_content(role, [text for text in texts if text], thoughts, calls)
+    return before + _with_content(role, parts, thoughts, calls)
 
 
 def _with_content(
-    role: str, texts: list[str], thoughts: list[str], calls: list[dict[str, Any]]
+    role: str, parts: list[dict[str, Any]], thoughts: list[str], calls: list[dict[str, Any]]
 ) -> list[Message]:
     made: Message = {"role": role}
     if thoughts:
         made["reasoning"] = "".join(thoughts)
     if calls:
         made["tool_calls"] = calls
-    if len(texts) == 1:
-        made["content"] = texts[0]
-    elif texts:
-        made["content"] = [{"type": "text", "text": text} for text in texts]
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        made["content"] = parts[0]["text"]
+    elif parts:
+        made["content"] = parts
     elif role == "user":
         return []
     return [made]
@@ -142,18 +146,32 @@ def _call(block: Message) -> dict[str, Any]:
     }
 
 
-def _result(block: Message) -> Message:
+def _image(block: Message) -> list[dict[str, Any]]:
+    """Return an image as a part of a chat message; none if it has no source."""
+    source = block.get("source")
+    if source is not None and not isinstance(source, dict):
+        raise Unsupported("an image block whose source is no object")
+    return [{"type": "image_url", "image_url": {"url": source_url(source)}}] if source else []
+
+
+def _result(block: Message) -> list[Message]:
+    """Return a tool's result; images in it come after it, in a message of their own."""
     content = block.get("content")
+    images: list[dict[str, Any]] = []
     if isinstance(content, list):
-        if any(_kind(one) != "text" for one in content):
-            raise Unsupported("a tool_result that is not all text")
-        content = "\n".join(_field(one, "text") for one in content)
+        if any(_kind(one) not in ("text", "image") for one in content):
+            raise Unsupported("a tool_result that is not all text and images")
+        images = [part for one in content if one["type"] == "image" for part in _image(one)]
+        content = "\n".join(_field(one, "text") for one in content if one["type"] == "text")
     elif content is not None and not isinstance(content, str):
         raise Unsupported("a tool_result whose content is no text")
     call_id = block.get("tool_use_id")
     if call_id is not None and not isinstance(call_id, str):
         raise Unsupported("a tool_result whose tool_use_id is no string")
-    return {"role": "tool", "tool_call_id": call_id or "", "content": content or ""}
+    made: list[Message] = [
+        {"role": "tool", "tool_call_id": call_id or "", "content": content or ""}
+    ]
+    return [*made, {"role": "user", "content": images}] if images else made
 
 
 def _tools(value: object) -> list[dict[str, Any]]:

@@ -11,10 +11,11 @@ from aiohttp import web
 from router.accept import PROMPTED, json_object, parse, read_body
 from router.config import RouterConfig
 from router.errors import BadRequest, NoReplica, UnknownModel
+from router.explanation import explanation
 from router.fleet import Fleet
 from router.health import fetch_models
 from router.metrics import CONTENT_TYPE, Metrics
-from router.proxy import Proxy, explanation
+from router.proxy import Proxy
 from router.replica import Replica, State
 
 
@@ -74,7 +75,7 @@ class Api:
         endpoint = _endpoint(request.query.get("endpoint"), json_object(body))
         asked = parse(endpoint, body, request.headers, self._config.sessions.header)
         prompt, decision = await self._proxy.decide(asked)
-        return _json(explanation(prompt, decision))
+        return _json(explanation(prompt, decision, self._fleet, model=asked.model))
 
     async def _merged_models(self, request: web.Request) -> list[dict[str, object]]:
         up = [each for each in self._fleet.replicas.values() if each.state is State.UP]

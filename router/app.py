@@ -11,6 +11,8 @@ import aiohttp
 from aiohttp import web
 
 from router.accept import PROMPTED, PROMPTLESS
+from router.admission import Gate
+from router.admitting import Admission
 from router.api import Api
 from router.bindings import Bindings
 from router.config import RouterConfig
@@ -21,7 +23,7 @@ from router.feeds import Feeds
 from router.fleet import Fleet
 from router.health import HealthMonitor, Listener, authorization
 from router.metrics import Metrics, ReplicaGauges
-from router.prefetch import Prefetcher
+from router.preparing import Preparer
 from router.prompt_source import PromptSource, ServedModel
 from router.proxy import Proxy, Sinks
 from router.records import Cause, RequestRecord, log_record
@@ -38,10 +40,12 @@ class Parts:
     """The router's parts while it runs, for tests and for who embeds it."""
 
     fleet: Fleet
+    admission: Admission
     feeds: Feeds
     health: HealthMonitor
     prompts: PromptSource
     metrics: Metrics
+    preparer: Preparer
     proxy: Proxy
     api: Api
     controller: Controller | None
@@ -72,10 +76,17 @@ def create_app(
             ticking = asyncio.create_task(_ticking(parts.fleet), name="tick")
             yield
             ticking.cancel()
+            await parts.preparer.stop()
             await parts.feeds.stop()
             await parts.health.stop()
 
+    async def stop_waiting(app: web.Application) -> None:
+        # Half of the time for those who still wait to be sent, half for their answers.
+        loop = asyncio.get_running_loop()
+        loop.call_later(config.timeouts.drain_s / 2, app[PARTS].admission.close)
+
     app.cleanup_ctx.append(run_parts)
+    app.on_shutdown.append(stop_waiting)
     _add_routes(app)
     return app
 
@@ -87,7 +98,11 @@ def _make_parts(
     observe: Callable[[RequestRecord], None] | None,
 ) -> Parts:
     fleet = Fleet(config)
-    metrics = Metrics(lambda: _gauges(fleet), lambda: _sizes(fleet))
+    admission = Admission(Gate(fleet))
+    preparer = Preparer(config, fleet, session)
+    metrics = Metrics(
+        lambda: _gauges(fleet), lambda: _sizes(fleet, admission, preparer), preparer.early.counts
+    )
     health = _make_health(config, fleet, prompts, session)
     readers = [metrics.observe, log_record, *([observe] if observe else [])]
 
@@ -102,18 +117,21 @@ def _make_parts(
     proxy = Proxy(
         config,
         fleet=fleet,
+        admission=admission,
         prompts=prompts,
-        prefetcher=Prefetcher(config.prefetch, fleet.replicas, session),
+        preparer=preparer,
         upstream=Upstream(session, config.timeouts),
         bindings=Bindings(),
         sinks=Sinks(record=record, trouble=trouble),
     )
     return Parts(
         fleet=fleet,
+        admission=admission,
         feeds=Feeds(fleet, session, time.monotonic),
         health=health,
         prompts=prompts,
         metrics=metrics,
+        preparer=preparer,
         proxy=proxy,
         api=Api(config, fleet=fleet, proxy=proxy, metrics=metrics, session=session),
         controller=None if config.controller is None else _controller(config, fleet, session),
@@ -137,7 +155,7 @@ def _make_health(
     replicas = {each.name: each for each in config.replicas}
 
     async def models(name: str, served: list[ServedModel]) -> None:
-        fleet.set_models(name, {each.id for each in served})
+        fleet.set_models(name, {each.id: each.adapter_path for each in served})
         replica = replicas[name]
         try:
             # Bounded, since a replica is called up only after this.
@@ -163,11 +181,18 @@ def _gauges(fleet: Fleet) -> Iterable[ReplicaGauges]:
             state=str(each.state),
             is_up=each.state is State.UP,
             in_flight=each.in_flight,
+            errors=each.errors.figures(),
+            rates={part.name.lower(): rate for part, rate in each.rates.learned().items()},
         )
 
 
-def _sizes(fleet: Fleet) -> dict[str, int]:
-    return {"index": len(fleet.index), "sessions": len(fleet.sessions)}
+def _sizes(fleet: Fleet, admission: Admission, preparer: Preparer) -> dict[str, int]:
+    return {
+        "index": len(fleet.index),
+        "sessions": len(fleet.sessions),
+        "waiting": len(admission),
+        "session_chains": len(preparer.early.chains),
+    }
 
 
 async def _ticking(fleet: Fleet) -> None:

@@ -4,22 +4,21 @@ Pure. Keys are shared between replicas that make them alike, so a fleet of one
 kind computes them once per prompt.
 """
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from cacheengine.keys import HashScheme
 from router.costs import Cost, Part, Work
+from router.matches import ChunkRun, Match
 from router.policy import CandidateCost
-from router.prefix_index import Match, PrefixIndex, keys64
+from router.prefix_index import PrefixIndex, keys64
 from router.replica import KeyShape, Replica, Tier
 
 TEXT_PIECE_CHARS: Final = 1024
 """Length of the pieces in a `PromptView.text_chain`."""
 
 _SLOW: Final = {Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
-_AFFINITY_TOKENS: Final = 256
 
 
 class PromptView(Protocol):
@@ -30,6 +29,13 @@ class PromptView(Protocol):
         """The tokens that the replica will see; None where they cannot be known."""
 
     @property
+    def affinity(self) -> bytes:
+        """What prompts that begin alike, and may share KV, have in common."""
+
+    def lora(self, adapters: Mapping[str, str]) -> tuple[str, str] | None:
+        """Return (name, path) of the adapter that a replica which has ``adapters`` will use."""
+
+    @property
     def text(self) -> str:
         """The prompt as text."""
 
@@ -37,7 +43,9 @@ class PromptView(Protocol):
     def token_count(self) -> int:
         """How many tokens it has, or an estimate."""
 
-    def chain(self, scheme: HashScheme, block_tokens: int) -> list[bytes]:
+    def chain(
+        self, scheme: HashScheme, block_tokens: int, *, lora: tuple[str, str] | None = None
+    ) -> list[bytes]:
         """Return the keys of its full blocks."""
 
     def text_chain(self) -> list[int]:
@@ -51,10 +59,50 @@ class PromptKeys:
     keys: Sequence[int] = field(default=(), repr=False)
     chain: Sequence[bytes] = field(default=(), repr=False)
     """The whole digests; empty in the text scheme."""
+    chunk_keys: Sequence[int] = field(default=(), repr=False)
+    """Those of ``keys`` that end a chunk."""
     block_tokens: int = 1
+    blocks_per_chunk: int = 1
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self.block_tokens * self.blocks_per_chunk
+
+    def chunks(self, runs: Iterable[ChunkRun]) -> tuple[bytes, ...]:
+        """Return the whole digests of the chunks in some runs."""
+        step = self.blocks_per_chunk
+        return tuple(
+            self.chain[(chunk + 1) * step - 1]
+            for run in runs
+            for chunk in range(run.start, run.stop)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Chunks of a prompt that another replica could give: those of ``runs``, without a gap."""
+
+    donor: Replica
+    runs: tuple[ChunkRun, ...]
+    """In the donor's tiers."""
+
+
+@dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
+class Way:
+    """One way to serve a prompt at a replica."""
+
+    work: Work
+    cost: Cost
+    gain_s: float = 0.0
+    """What using the chunks on its disk and remote saves over computing them."""
+    offer: Offer | None = None
+    """The chunks to be copied there first."""
+    copy_gain_s: float = 0.0
+    """What the copy saves over computing those chunks."""
+
+
+@dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
 class Assessment:
     """A replica, weighed for one prompt."""
 
@@ -62,106 +110,241 @@ class Assessment:
     candidate: CandidateCost
     keys: PromptKeys
     match: Match
-    work: Work
-    gain_s: float
-    """What using the chunks on disk and remote saves over computing them."""
+    way: Way
 
     def slow_keys(self) -> tuple[bytes, ...]:
         """Return the whole keys of the matched chunks that lie only on disk or remote."""
-        if not self.keys.chain or self.replica.shape is None:
+        if not self.keys.chain:
             return ()
-        step = self.replica.shape.blocks_per_chunk
-        return tuple(
-            self.keys.chain[(chunk + 1) * step - 1]
-            for run in self.match.runs
-            if run.tier in _SLOW
-            for chunk in range(run.start, run.stop)
-        )
+        return self.keys.chunks(run for run in self.match.runs if run.tier in _SLOW)
 
 
 class PromptKeyring:
-    """The keys of one prompt in each scheme asked for, each made once."""
+    """The keys of one prompt at each kind of replica, each made once."""
 
     def __init__(self, prompt: PromptView | None) -> None:
         self._prompt = prompt
-        self._made: dict[tuple[HashScheme, int] | None, PromptKeys] = {}
+        self.prompt_tokens = 0 if prompt is None else prompt.token_count
+        self._made: dict[tuple[KeyShape, tuple[str, str] | None] | None, PromptKeys] = {}
 
-    def of(self, shape: KeyShape | None) -> PromptKeys:
-        """Return the prompt's keys at a replica; by text where its tokens or scheme are unknown."""
-        if self._prompt is None:
+    def of(self, shape: KeyShape | None, adapters: Mapping[str, str]) -> PromptKeys:
+        """Return the keys at a replica; by text where the tokens or its shape are unknown."""
+        prompt = self._prompt
+        if prompt is None:
             return PromptKeys()
-        by_text = shape is None or self._prompt.token_ids is None
-        name = None if by_text or shape is None else (shape.scheme, shape.block_tokens)
+        by_text = shape is None or prompt.token_ids is None
+        name = None if by_text or shape is None else (shape, prompt.lora(adapters))
         if name not in self._made:
-            self._made[name] = _make_keys(self._prompt, name)
+            self._made[name] = _by_text(prompt) if name is None else _by_tokens(prompt, *name)
         return self._made[name]
 
     def affinity(self, session: str | None) -> bytes:
-        """Return what equal prompts have in common, whatever the scheme: their beginning."""
-        if self._prompt is None:
+        """Return what requests that should meet have in common, whatever the scheme.
+
+        A session's turns have its name, others the beginning of their prompt.
+        """
+        if session is not None or self._prompt is None:
             # A header's bytes need not be UTF-8; aiohttp gives the others as surrogates.
             return (session or "").encode(errors="surrogatepass")
-        if ids := self._prompt.token_ids:
-            return array("q", ids[:_AFFINITY_TOKENS]).tobytes()
-        return self._prompt.text[:TEXT_PIECE_CHARS].encode(errors="surrogatepass")
+        return self._prompt.affinity
 
 
-def assess(
-    replica: Replica, prompt_tokens: int, keys: PromptKeys, index: PrefixIndex, now_s: float
-) -> Assessment:
-    """Return what a prompt would cost at a replica, given what the index says of it."""
-    by_tokens = bool(keys.chain) and replica.shape is not None
-    blocks_per_chunk = replica.shape.blocks_per_chunk if by_tokens and replica.shape else 1
-    match = index.match(replica.slot, keys.keys, blocks_per_chunk)
-    matched = _capped(match.tokens(keys.block_tokens, blocks_per_chunk), prompt_tokens)
-    work, cost, gain_s = _cheaper(replica, prompt_tokens, matched, now_s)
-    candidate = CandidateCost(
-        replica_id=replica.id,
-        matched_tokens={tier.value: count for tier, count in matched.items()},
-        in_flight=replica.in_flight,
-        ttft_s=cost.ttft_s,
-        base_s=cost.base_s,
-        queue_s=cost.queue_s,
-        fetch_s=cost.fetch_s,
-        load_s=cost.load_s,
-        prefill_s=cost.prefill_s,
-    )
-    return Assessment(
-        replica=replica, candidate=candidate, keys=keys, match=match, work=work, gain_s=gain_s
-    )
+class Assessor:
+    """Weighs replicas for one prompt of ``prompt_tokens``.
+
+    ``donors`` are replicas that hold much of it, each with how many blocks, of which
+    others may get what they lack; ``busy_weight`` is the policy's.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        prompt_tokens: int,
+        *,
+        busy_weight: float,
+        donors: Sequence[tuple[Replica, int]] = (),
+        now_s: float,
+    ) -> None:
+        self._index = index
+        self._prompt_tokens = prompt_tokens
+        self._busy_weight = busy_weight
+        self._donors = donors
+        self._now_s = now_s
+
+    def assess(self, replica: Replica, keys: PromptKeys, gpu_blocks: int) -> Assessment:
+        """Return what the prompt would cost at a replica whose GPU has so many blocks of it."""
+        runs = self._index.runs(replica.slot, keys.chunk_keys, gpu_blocks // keys.blocks_per_chunk)
+        match = Match(gpu_blocks, runs)
+        matched = _capped(
+            match.tokens(keys.block_tokens, keys.blocks_per_chunk), self._prompt_tokens
+        )
+        way = self._best_way(replica, keys, match, matched)
+        cost = way.cost
+        candidate = CandidateCost(
+            replica_id=replica.id,
+            matched_tokens={tier.value: count for tier, count in matched.items()},
+            copied_tokens=way.work.matched_tokens - sum(matched.values()) if way.offer else 0,
+            copied_from=way.offer.donor.id if way.offer else None,
+            in_flight=replica.in_flight,
+            ttft_s=cost.ttft_s,
+            base_s=cost.base_s,
+            queue_s=cost.queue_s,
+            fetch_s=cost.fetched_s,
+            load_s=cost.load_s,
+            prefill_s=cost.prefill_s,
+        )
+        return Assessment(replica=replica, candidate=candidate, keys=keys, match=match, way=way)
+
+    def _best_way(
+        self, replica: Replica, keys: PromptKeys, match: Match, matched: dict[Tier, int]
+    ) -> Way:
+        own = self._own_way(replica, matched)
+        if not keys.chain or not replica.has_agent:
+            return own
+        ways = [own]
+        blocks = match.blocks(keys.blocks_per_chunk)
+        for donor, donor_blocks in self._donors:
+            deeper = donor_blocks > blocks and _may_fetch(replica, donor)
+            if deeper and (offer := self._offer(donor, keys, match)):
+                ways.append(self._way_with(offer, replica, keys, matched, own))
+        return min(ways, key=self._score_s) if len(ways) > 1 else own
+
+    def _score_s(self, way: Way) -> float:
+        return way.cost.ttft_s + self._busy_weight * way.cost.busy_s
+
+    def _own_way(self, replica: Replica, matched: dict[Tier, int]) -> Way:
+        """Return what it costs with the replica's slow tiers or without, whichever is less.
+
+        Without is believed only when the slow tier's speed is known: a guess that
+        never let it be used would never be put right.
+        """
+        deep = self._work(replica, matched)
+        deep_cost = replica.rates.cost(deep)
+        slow = [tier for tier in _SLOW if matched.get(tier)]
+        if not slow:
+            return Way(work=deep, cost=deep_cost)
+        # Tiers may alternate along a prefix. What of a faster tier lies behind a
+        # slow one would be lost too; that is rare enough not to be told apart here.
+        shallow = self._work(replica, _before(matched, slow))
+        shallow_cost = replica.rates.cost(shallow)
+        known = all(replica.rates.knows(_SLOW[tier]) for tier in slow)
+        if known and shallow_cost.ttft_s < deep_cost.ttft_s:
+            return Way(work=shallow, cost=shallow_cost)
+        gain_s = max(0.0, shallow_cost.busy_s - deep_cost.busy_s)
+        return Way(work=deep, cost=deep_cost, gain_s=gain_s)
+
+    def _offer(self, donor: Replica, keys: PromptKeys, match: Match) -> Offer | None:
+        """Return what a donor has of the prompt from the end of a match on, None if nothing."""
+        start = match.runs[-1].stop if match.runs else match.gpu_blocks // keys.blocks_per_chunk
+        runs = self._index.runs(donor.slot, keys.chunk_keys, start)
+        return Offer(donor=donor, runs=runs) if runs else None
+
+    def _way_with(
+        self,
+        offer: Offer,
+        replica: Replica,
+        keys: PromptKeys,
+        matched: dict[Tier, int],
+        own: Way,
+    ) -> Way:
+        """Return what it costs when the offer is copied first; the replica's own tiers all count.
+
+        What of it lies on the donor's disk or remote is read there first, which
+        is taken to be as fast as the replica's own.
+        """
+        reach = min(offer.runs[-1].stop * keys.chunk_tokens, self._prompt_tokens)
+        per_chunk = keys.chunk_tokens * replica.kv_bytes_per_token
+        slow = dict.fromkeys(_SLOW, 0.0)
+        copied = 0.0
+        for run in offer.runs:
+            nbytes = (run.stop - run.start) * per_chunk
+            copied += nbytes
+            if run.tier in slow:
+                slow[run.tier] += nbytes
+        base = self._work(replica, matched)
+        work = Work(
+            new_tokens=max(1, self._prompt_tokens - reach),
+            matched_tokens=reach,
+            load_bytes=(reach - matched.get(Tier.GPU, 0)) * replica.kv_bytes_per_token,
+            disk_bytes=base.disk_bytes + slow[Tier.DISK],
+            remote_bytes=base.remote_bytes + slow[Tier.REMOTE],
+            peer_bytes=copied,
+            queue_s=base.queue_s,
+            backlog_s=max(base.backlog_s, offer.donor.fetching_until_s - self._now_s)
+            if any(slow.values())
+            else base.backlog_s,
+            decoding=base.decoding,
+        )
+        cost = replica.rates.cost(work)
+        gain_s = replica.rates.cost(base).busy_s - cost.busy_s
+        return Way(work=work, cost=cost, gain_s=own.gain_s, offer=offer, copy_gain_s=gain_s)
+
+    def _work(self, replica: Replica, matched: dict[Tier, int]) -> Work:
+        total = sum(matched.values())
+        per_token = replica.kv_bytes_per_token
+        return Work(
+            # The last token is computed in any case: it gives the first answer.
+            new_tokens=max(1, self._prompt_tokens - total),
+            matched_tokens=total,
+            load_bytes=(total - matched.get(Tier.GPU, 0)) * per_token,
+            disk_bytes=matched.get(Tier.DISK, 0) * per_token,
+            remote_bytes=matched.get(Tier.REMOTE, 0) * per_token,
+            queue_s=replica.line.queue_s(self._now_s),
+            backlog_s=max(0.0, replica.fetching_until_s - self._now_s),
+            decoding=replica.decoding,
+        )
 
 
 def actual(work: Work, cached_tokens: int, kv_bytes_per_token: float) -> Work:
     """Return what a request asked in truth, now that its cached tokens are known.
 
-    Matched tokens that were not there are missing from the end: the slowest
-    tiers first.
+    Matched tokens that were not there are missing from the end: those to be
+    copied first, then those of the slowest tiers.
     """
     prompt_tokens = work.new_tokens + work.matched_tokens
     matched = min(cached_tokens, prompt_tokens - 1)
     lost_bytes = max(0, work.matched_tokens - matched) * kv_bytes_per_token
-    load_bytes = max(0.0, work.load_bytes - lost_bytes)
-    remote_bytes = max(0.0, work.remote_bytes - lost_bytes)
-    disk_bytes = max(0.0, work.disk_bytes - max(0.0, lost_bytes - work.remote_bytes))
+    left_to_lose = lost_bytes
+    left: list[float] = []
+    for nbytes in (work.peer_bytes, work.remote_bytes, work.disk_bytes):
+        left.append(max(0.0, nbytes - left_to_lose))
+        left_to_lose = max(0.0, left_to_lose - nbytes)
+    peer_bytes, remote_bytes, disk_bytes = left
     return Work(
         new_tokens=prompt_tokens - matched,
         matched_tokens=matched,
-        load_bytes=load_bytes,
+        load_bytes=max(0.0, work.load_bytes - lost_bytes),
         disk_bytes=disk_bytes,
         remote_bytes=remote_bytes,
+        peer_bytes=peer_bytes,
         queue_s=work.queue_s,
-        stretch=work.stretch,
+        backlog_s=work.backlog_s,
+        decoding=work.decoding,
     )
 
 
-def _make_keys(prompt: PromptView, name: tuple[HashScheme, int] | None) -> PromptKeys:
-    if name is None:
-        characters = max(1, len(prompt.text))
-        piece_tokens = max(1, round(prompt.token_count * TEXT_PIECE_CHARS / characters))
-        return PromptKeys(keys=prompt.text_chain(), block_tokens=piece_tokens)
-    scheme, block_tokens = name
-    chain = prompt.chain(scheme, block_tokens)
-    return PromptKeys(keys=keys64(chain), chain=chain, block_tokens=block_tokens)
+def _by_text(prompt: PromptView) -> PromptKeys:
+    characters = max(1, len(prompt.text))
+    piece_tokens = max(1, round(prompt.token_count * TEXT_PIECE_CHARS / characters))
+    keys = prompt.text_chain()
+    return PromptKeys(keys=keys, chunk_keys=keys, block_tokens=piece_tokens)
+
+
+def _by_tokens(prompt: PromptView, shape: KeyShape, lora: tuple[str, str] | None) -> PromptKeys:
+    chain = prompt.chain(shape.scheme, shape.block_tokens, lora=lora)
+    keys = keys64(chain)
+    return PromptKeys(
+        keys=keys,
+        chunk_keys=keys[shape.blocks_per_chunk - 1 :: shape.blocks_per_chunk],
+        chain=chain,
+        block_tokens=shape.block_tokens,
+        blocks_per_chunk=shape.blocks_per_chunk,
+    )
+
+
+def _may_fetch(replica: Replica, donor: Replica) -> bool:
+    """Whether a replica can use chunks of a donor."""
+    return donor is not replica and donor.layout == replica.layout and donor.shape == replica.shape
 
 
 def _capped(matched: dict[Tier, int], prompt_tokens: int) -> dict[Tier, int]:
@@ -174,45 +357,6 @@ def _capped(matched: dict[Tier, int], prompt_tokens: int) -> dict[Tier, int]:
     return capped
 
 
-def _cheaper(
-    replica: Replica, prompt_tokens: int, matched: dict[Tier, int], now_s: float
-) -> tuple[Work, Cost, float]:
-    """Return the work and cost with the slow tiers or without, and what the former saves.
-
-    Without is believed only when the slow tier's speed is known: a guess that
-    never let it be used would never be put right.
-    """
-    deep = _work(replica, prompt_tokens, matched, now_s)
-    deep_cost = replica.rates.cost(deep)
-    slow = [tier for tier in _SLOW if matched.get(tier)]
-    if not slow:
-        return deep, deep_cost, 0.0
-    # Tiers may alternate along a prefix. What of a faster tier lies behind a
-    # slow one would be lost too; that is rare enough not to be told apart here.
-    shallow = _work(replica, prompt_tokens, _before(matched, slow), now_s)
-    shallow_cost = replica.rates.cost(shallow)
-    gain_s = max(0.0, shallow_cost.busy_s - deep_cost.busy_s)
-    known = all(replica.rates.knows(_SLOW[tier]) for tier in slow)
-    if known and shallow_cost.ttft_s < deep_cost.ttft_s:
-        return shallow, shallow_cost, 0.0
-    return deep, deep_cost, gain_s
-
-
 def _before(matched: dict[Tier, int], slow: Sequence[Tier]) -> dict[Tier, int]:
     first = min(list(matched).index(tier) for tier in slow)
     return dict(list(matched.items())[:first])
-
-
-def _work(replica: Replica, prompt_tokens: int, matched: dict[Tier, int], now_s: float) -> Work:
-    total = sum(matched.values())
-    per_token = replica.kv_bytes_per_token
-    return Work(
-        # The last token is computed in any case: it gives the first answer.
-        new_tokens=max(1, prompt_tokens - total),
-        matched_tokens=total,
-        load_bytes=(total - matched.get(Tier.GPU, 0)) * per_token,
-        disk_bytes=matched.get(Tier.DISK, 0) * per_token,
-        remote_bytes=matched.get(Tier.REMOTE, 0) * per_token,
-        queue_s=replica.line.queue_s(now_s),
-        stretch=replica.rates.stretch(replica.decoding),
-    )

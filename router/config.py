@@ -54,6 +54,8 @@ class RatesConfig:
     cpu_load_bytes_per_s: float = setting(10e9, above=0)
     disk_bytes_per_s: float = setting(1e9, above=0)
     remote_bytes_per_s: float = setting(1e9, above=0)
+    peer_bytes_per_s: float = setting(1e9, above=0)
+    """From another replica's CPU RAM."""
     kv_bytes_per_token: float = setting(100e3, above=0)
     decode_slowdown: float = setting(0.02, at_least=0)
     """How much one running decode stretches a prefill beside it (0.02: by 2%)."""
@@ -61,13 +63,40 @@ class RatesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchConfig:
-    """Promoting disk and remote KV before the request is forwarded."""
+    """Promoting disk and remote KV, and copying other replicas', before a request is forwarded."""
 
     enabled: bool = True
     wait_cap_s: float = setting(0.5, at_least=0)
-    """The longest that a request is held back for its prefetch."""
+    """The longest that a request is held back for its prefetch or copy."""
     pin_s: float = setting(10.0, above=0)
-    """How long promoted KV is kept for a request that does not come."""
+    """How long promoted or copied KV is kept for a request that does not come."""
+    early: bool = True
+    """Begin when a session's next request is accepted, before its tokens are known."""
+    ahead: bool = False
+    """Begin before a session's next request is due, where its requests come regularly."""
+    session_keys_bytes: int = setting(32 * MIB, at_least=0)
+    """Memory for the keys of sessions' last prompts, which both of these need."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionConfig:
+    """Holding requests in the router until a replica can soon begin with them.
+
+    Only the policy ``ttft`` holds any: the others, which predict nothing, send
+    at once.
+    """
+
+    enabled: bool = True
+    max_waiting: int = setting(4096, at_least=0)
+    """Requests held at once; one more is refused with 429."""
+    max_wait_s: float = setting(60.0, above=0)
+    """The longest that one is held, unless its client waits less; then 429."""
+    dispatch_ahead_s: float = setting(0.5, at_least=0)
+    """How much predicted work may lie before a request when it is sent: enough that
+    a replica never idles, little so that a shorter request need not wait behind it."""
+    ageing: float = setting(0.5, above=0)
+    """Seconds of predicted work that a second of waiting makes up for in the order,
+    which is shortest first. Lower favours the short ones, higher the early ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +176,7 @@ class RouterConfig:
     log_level: LogLevel = "info"
     rates: RatesConfig = field(default_factory=RatesConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     sessions: SessionConfig = field(default_factory=SessionConfig)
     index: IndexConfig = field(default_factory=IndexConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -1,17 +1,40 @@
 """What a request costs at a replica, in seconds, and how the rates are learned.
 
-``ttft = base + max(queue, fetch) + load + prefill``. Every rate is kept as the
-logarithm of the seconds that a unit takes (so none can turn negative) with a
-variance that says how sure it is. An observed TTFT corrects each rate by the
-share that its part had in the prediction: a small Kalman filter with the error
-clipped, so that an outlier moves little.
+Every part of a time to first token is an amount of `Work` times the seconds
+that a unit of it takes there::
+
+    ttft    = base + max(queue, backlog + fetch) + load + prefill
+    fetch   = disk bytes x DISK + remote bytes x REMOTE + peer bytes x PEER
+    load    = bytes beyond the GPU x LOAD
+    prefill = new tokens x (PREFILL + context x ATTENTION + running decodes x DECODE)
+
+with the mean context of the new tokens, ``matched + new / 2``. The seconds are
+kept as a vector x of logarithms (so none can turn negative), with a covariance
+matrix P that says how sure each is, and which of them could stand for each other.
+With s the parts' shares of the predicted TTFT, an observed one corrects all parts
+at once, as an (extended) Kalman filter does::
+
+    e  = log(observed / predicted)
+    U  = s' P s                          how unsure the prediction was
+    N' = N (4 + e^2 / (U + N)) / 5       the noise, the greater the odder e is
+    x += P s e / (U + N')
+    P -= P s s' P / (U + N')
+
+N' makes it robust: an outlier counts as noise (Student's t with 4 degrees of
+freedom). The covariance is what tells a token's cost from its context's and its
+neighbours': with variances alone that took hundreds of requests, and long prompts
+were misjudged for as long.
+
+The queue's share teaches nobody. Who waits behind one slow prefill would teach
+the same error once more, and so would all others who wait: tried in a model of
+a replica, that drove the rates away without bound at 70% load.
 
 Pure: no clock, no I/O.
 """
 
 from dataclasses import dataclass
 from enum import IntEnum
-from math import exp, log
+from math import exp, log, sqrt
 from typing import Final
 
 from router.config import RatesConfig
@@ -23,26 +46,36 @@ _ATTENTION_TOKENS: Final = 32_768.0
 (that of an 8B model of 4096 wide); learned like the rest."""
 
 _NOISE: Final = 0.1
-"""Variance of one observation's logarithm: TTFTs scatter by about 30%."""
+"""N: variance of one observation's logarithm. TTFTs scatter by about 30%."""
+_TAIL: Final = 4.0
+"""Degrees of freedom of the noise; the fewer, the less an outlier moves."""
 _DRIFT: Final = 0.002
 """Variance that a rate gains with each observation that concerns it: replicas change."""
 _MEASURED: Final = 0.02
 """Variance of a rate that the engine itself measured."""
-_CLIP: Final = 1.0
-"""The largest error believed at once: a factor of e."""
+_SLIGHT: Final = 1e-3
+"""The decode slowdown that learning starts from where none is configured."""
 _FREEDOM: Final = log(1e4)
-"""How far a rate may be learned away from its start."""
+"""How far a rate may be learned away from its start, or from what was measured."""
 
 
 class Part(IntEnum):
-    """What has a rate of its own."""
+    """What has a rate of its own, and what a unit of it is."""
 
     BASE = 0
+    """A request."""
     PREFILL = 1
+    """A token to prefill."""
     ATTENTION = 2
-    LOAD = 3
-    DISK = 4
-    REMOTE = 5
+    """A token to prefill, times a token of its context."""
+    DECODE = 3
+    """A token to prefill, times a decode running beside it."""
+    LOAD = 4
+    """A byte, from CPU RAM to the GPU."""
+    DISK = 5
+    """A byte, to CPU RAM; likewise the next two."""
+    REMOTE = 6
+    PEER = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +90,19 @@ class Work:
     """Matched beyond the GPU."""
     disk_bytes: float = 0.0
     remote_bytes: float = 0.0
+    peer_bytes: float = 0.0
+    """To be copied from another replica."""
     queue_s: float = 0.0
     """Until the replica gets to it."""
-    stretch: float = 1.0
-    """How much longer a prefill takes beside the running decodes."""
+    backlog_s: float = 0.0
+    """Until it has fetched what it was told to fetch before."""
+    decoding: int = 0
+    """Decodes running there: their steps lengthen a prefill's."""
+
+    @property
+    def attended(self) -> float:
+        """New tokens times the mean context that each attends to."""
+        return self.new_tokens * (self.matched_tokens + self.new_tokens / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +111,8 @@ class Cost:
 
     base_s: float
     queue_s: float
+    backlog_s: float
+    """Before the fetch; 0 where there is nothing to fetch."""
     fetch_s: float
     load_s: float
     prefill_s: float
@@ -79,27 +123,33 @@ class Cost:
         return self.load_s + self.prefill_s
 
     @property
+    def fetched_s(self) -> float:
+        """Until all KV is in CPU RAM."""
+        return self.backlog_s + self.fetch_s
+
+    @property
     def ttft_s(self) -> float:
         """Predicted time to first token; the fetch overlaps the queue."""
-        return self.base_s + max(self.queue_s, self.fetch_s) + self.busy_s
+        return self.base_s + max(self.queue_s, self.fetched_s) + self.busy_s
 
 
 class Rates:
     """One replica's learned rates; starts from the configured ones."""
 
     def __init__(self, config: RatesConfig) -> None:
-        self.decode_slowdown = config.decode_slowdown
         per_token_s = 1 / config.prefill_tokens_per_s
-        self._start = (
+        self._start = [
             log(_BASE_S),
             log(per_token_s),
             log(per_token_s / _ATTENTION_TOKENS),
+            log(per_token_s * max(config.decode_slowdown, _SLIGHT)),
             -log(config.cpu_load_bytes_per_s),
             -log(config.disk_bytes_per_s),
             -log(config.remote_bytes_per_s),
-        )
+            -log(config.peer_bytes_per_s),
+        ]
         self._log = list(self._start)
-        self._variance = [1.0] * len(Part)
+        self._covariance = [[float(row == column) for column in Part] for row in Part]
         self._seconds = [exp(value) for value in self._log]
         self.observations = 0
 
@@ -107,25 +157,35 @@ class Rates:
         """Return a rate: units (tokens, bytes, ...) per second."""
         return 1 / self._seconds[part]
 
+    def seconds(self, part: Part) -> float:
+        """Return what a unit (token, byte, ...) takes."""
+        return self._seconds[part]
+
     def knows(self, part: Part) -> bool:
         """Whether a rate was learned or measured, and is more than its start."""
-        return self._variance[part] < 0.5
+        return self._covariance[part][part] < 0.5
 
-    def stretch(self, decoding: int) -> float:
-        """Return how much running decodes stretch a prefill beside them."""
-        return 1 + self.decode_slowdown * decoding
+    def learned(self) -> dict[Part, float]:
+        """Return units per second of the rates that are more than their start."""
+        return {part: self.per_second(part) for part in Part if self.knows(part)}
 
     def cost(self, work: Work) -> Cost:
         """Return the predicted cost of a request."""
         seconds = self._seconds
-        attended = work.new_tokens * (work.matched_tokens + work.new_tokens / 2)
+        fetch_s = (
+            seconds[Part.DISK] * work.disk_bytes
+            + seconds[Part.REMOTE] * work.remote_bytes
+            + seconds[Part.PEER] * work.peer_bytes
+        )
         return Cost(
             base_s=seconds[Part.BASE],
             queue_s=work.queue_s,
-            fetch_s=seconds[Part.DISK] * work.disk_bytes + seconds[Part.REMOTE] * work.remote_bytes,
+            backlog_s=work.backlog_s if fetch_s else 0.0,
+            fetch_s=fetch_s,
             load_s=seconds[Part.LOAD] * work.load_bytes,
-            prefill_s=work.stretch
-            * (seconds[Part.PREFILL] * work.new_tokens + seconds[Part.ATTENTION] * attended),
+            prefill_s=seconds[Part.PREFILL] * work.new_tokens
+            + seconds[Part.ATTENTION] * work.attended
+            + seconds[Part.DECODE] * work.new_tokens * work.decoding,
         )
 
     def observe(self, work: Work, ttft_s: float) -> None:
@@ -133,78 +193,78 @@ class Rates:
         if ttft_s <= 0:
             return
         cost = self.cost(work)
-        error = min(_CLIP, max(-_CLIP, log(ttft_s / cost.ttft_s)))
-        shares = self._shares(work, cost)
-        spread = sum(self._variance[part] * share**2 for part, share in shares.items()) + _NOISE
-        for part, share in shares.items():
-            gain = self._variance[part] * share / spread
-            kept = self._variance[part] * (1 - gain * share) + _DRIFT * share
-            self._set(part, self._log[part] + gain * error, min(1.0, kept))
+        self._learn(self._shares(work, cost), log(ttft_s / cost.ttft_s))
         self.observations += 1
+
+    def observe_rate(self, part: Part, per_second: float) -> None:
+        """Learn from one observation of a rate by itself (ignored unless positive)."""
+        if per_second > 0:
+            self._learn({part: 1.0}, -log(per_second) - self._log[part])
 
     def measured(self, part: Part, per_second: float) -> None:
         """Take over a rate that the engine measured (0.0: nothing was measured)."""
         if per_second > 0:
-            self._set(part, -log(per_second), _MEASURED)
+            self._start[part] = -log(per_second)
+            self._set(part, self._start[part])
+            for other in Part:
+                self._covariance[part][other] = self._covariance[other][part] = 0.0
+            self._covariance[part][part] = _MEASURED
+
+    def _learn(self, shares: dict[Part, float], error: float) -> None:
+        """Correct the parts by the logarithm of observed over predicted; see the module."""
+        covariance = self._covariance
+        with_shares = [
+            sum(row[part] * share for part, share in shares.items()) for row in covariance
+        ]
+        unsure = sum(with_shares[part] * share for part, share in shares.items())
+        surprise = error**2 / (unsure + _NOISE)
+        spread = unsure + _NOISE * (_TAIL + surprise) / (_TAIL + 1)
+        for part, moved in zip(Part, with_shares, strict=True):
+            if moved:
+                self._set(part, self._log[part] + moved * error / spread)
+                gain = moved / spread
+                row = covariance[part]
+                covariance[part] = [
+                    each - gain * other for each, other in zip(row, with_shares, strict=True)
+                ]
+        for part, share in shares.items():
+            self._drift(part, share)
+
+    def _drift(self, part: Part, share: float) -> None:
+        """Make a part less sure, but never less than at the start."""
+        row = self._covariance[part]
+        row[part] += _DRIFT * share
+        if row[part] > 1.0:
+            shrink = 1 / sqrt(row[part])
+            for other in Part:
+                row[other] *= shrink
+                self._covariance[other][part] = row[other]
+            row[part] = 1.0
 
     def _shares(self, work: Work, cost: Cost) -> dict[Part, float]:
         """Return each part's share of the predicted TTFT; the queue's is nobody's."""
         seconds, total_s = self._seconds, cost.ttft_s
-        attended = work.new_tokens * (work.matched_tokens + work.new_tokens / 2)
         amounts = {
             Part.BASE: 1.0,
-            Part.PREFILL: work.stretch * work.new_tokens,
-            Part.ATTENTION: work.stretch * attended,
+            Part.PREFILL: work.new_tokens,
+            Part.ATTENTION: work.attended,
+            Part.DECODE: work.new_tokens * work.decoding,
             Part.LOAD: work.load_bytes,
         }
-        if cost.fetch_s > cost.queue_s:
-            amounts |= {Part.DISK: work.disk_bytes, Part.REMOTE: work.remote_bytes}
+        if cost.fetched_s > cost.queue_s:
+            amounts |= {
+                Part.DISK: work.disk_bytes,
+                Part.REMOTE: work.remote_bytes,
+                Part.PEER: work.peer_bytes,
+            }
         return {part: seconds[part] * amount / total_s for part, amount in amounts.items()}
 
-    def _set(self, part: Part, value: float, variance: float) -> None:
+    def _set(self, part: Part, value: float) -> None:
         start = self._start[part]
         value = min(start + _FREEDOM, max(start - _FREEDOM, value))
-        self._log[part], self._variance[part] = value, variance
+        self._log[part] = value
         self._seconds[part] = exp(value)
 
     def __repr__(self) -> str:
         rates = " ".join(f"{part.name.lower()}={self.per_second(part):.4g}" for part in Part)
         return f"<Rates {rates} after {self.observations}>"
-
-
-class PrefillLine:
-    """When a replica will be done with the prefills it was given.
-
-    Prefills are taken one after another: an estimate, corrected as they end.
-    """
-
-    __slots__ = ("_free_at_s", "_shift_s", "_waiting")
-
-    def __init__(self) -> None:
-        self._free_at_s = 0.0
-        self._shift_s = 0.0
-        self._waiting = 0
-
-    def queue_s(self, now_s: float) -> float:
-        """Return how long a request that comes now would wait."""
-        return max(0.0, self._free_at_s - now_s)
-
-    def join(self, work_s: float, now_s: float) -> float:
-        """Add a prefill; return the token with which it must `leave`."""
-        self._waiting += 1
-        self._free_at_s = max(self._free_at_s, now_s) + work_s
-        return self._free_at_s + self._shift_s
-
-    def leave(self, token: float, now_s: float) -> None:
-        """Note that a prefill has ended, or is given up; sooner means sooner for those behind."""
-        self._waiting -= 1
-        if self._waiting == 0:
-            self._free_at_s = now_s
-            return
-        early_s = token - self._shift_s - now_s
-        if early_s > 0:
-            # Tokens given out before now speak of the old schedule: the shift
-            # keeps the same early seconds from being taken off twice.
-            moved_s = min(early_s, self.queue_s(now_s))
-            self._free_at_s -= moved_s
-            self._shift_s += moved_s

@@ -2,13 +2,14 @@
 
 import json
 import logging
+import re
 from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
 from router.memo import Memo, Piece
-from router.pieces import CUT_CHARS, Cutter, Part
+from router.pieces import CUT_CHARS, Cutter, Part, longest_first
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ class Encoder:
         # it, pieces can be tokenized one by one, and the ends added to all.
         self._bare = Tokenizer.from_str(json.dumps({**description, "post_processor": None}))
         self._ends = self._find_ends()
+        added = tokenizer.get_added_tokens_decoder().values()
+        special = longest_first(one.content for one in added if one.special)
+        self._special = re.compile(special or r"(?!)")
         # Some tokenizers prepend a space to the beginning of the text only: a
         # piece from elsewhere then needs something in front of it.
         self._first_differs = _has_value(description.get("pre_tokenizer"), "first")
@@ -49,6 +53,10 @@ class Encoder:
     def adds_ends(self) -> bool:
         """Whether special tokens are added to texts, where they are asked for."""
         return self._ends != ([], [])
+
+    def holds_special(self, text: str) -> bool:
+        """Whether a special token is written out in a text."""
+        return self._special.search(text) is not None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[Piece]:
         """Return the pieces whose ids, in a row, are the tokens of ``text``.

@@ -35,6 +35,7 @@ _ANTHROPIC_TYPES: Final[dict[int, str]] = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
 }
 
@@ -130,6 +131,21 @@ class TooLarge(ApiError):
     status = 413
     type = "invalid_request_error"
     default_code = "request_too_large"
+
+
+class RateLimited(ApiError):
+    """More is being asked than the replicas get done in time (429); the client may retry.
+
+    ``cause`` is one word for the metrics.
+    """
+
+    status = 429
+    type = "rate_limit_error"
+    default_code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, cause: str, retry_after_s: int) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.cause = cause
 
 
 class NotSupported(ApiError):

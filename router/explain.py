@@ -1,9 +1,15 @@
 """``warmroute explain``: asking a running router, and showing its answer as a table."""
 
 import json
+import textwrap
 import urllib.error
 import urllib.request
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
+
+_COLUMNS: Final = 100
+_INDENT: Final = 11
+_LEFT: Final = ("", "replica")
 
 
 class ExplainFailed(Exception):  # noqa: N818  (what happened, in words for a person)
@@ -58,40 +64,135 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 
 
 def table(answer: dict[str, Any]) -> str:
-    """Return the answer as lines for a terminal."""
+    """Return the answer as lines for a terminal: the pick, why, what each replica would cost."""
+    candidates = answer["candidates"]
+    lines = [*_pick_lines(answer), "", *_cost_lines(candidates, answer["replica"])]
+    if answer["left_out"]:
+        lines.append(f"and {answer['left_out']:,} more, not shown")
+    return "\n".join([*lines, "", *_rate_lines(candidates)])
+
+
+def _pick_lines(answer: dict[str, Any]) -> list[str]:
     exact = "" if answer["exact_tokens"] else " (estimated)"
-    lines = [
-        f"replica   {answer['replica']}  ({answer['reason']})",
-        f"prompt    {answer['prompt_tokens']} tokens{exact}",
-        "matched   "
-        + (", ".join(f"{n} {tier}" for tier, n in answer["matched_tokens"].items() if n) or "none"),
-        f"predicted {answer['predicted_ttft_s'] * 1000:.0f} ms to the first token",
-    ]
+    told = {
+        "replica": f"{answer['replica']}  ({answer['reason']})",
+        "why": answer["why"],
+        "prompt": f"{answer['prompt_tokens']:,} tokens{exact}",
+        "predicted": f"{_ms(answer['predicted_ttft_s'])} ms to the first token",
+    }
+    picked = next(each for each in answer["candidates"] if each["replica_id"] == answer["replica"])
+    told["so far"] = _trust(answer["replica"], picked["predictions"])
     if answer["prefetch_chunks"]:
-        lines.append(
-            f"prefetch  {answer['prefetch_chunks']} chunks, "
-            f"gains {answer['expected_gain_s'] * 1000:.0f} ms"
+        gain = _ms(answer["expected_gain_s"])
+        told["prefetch"] = f"{answer['prefetch_chunks']:,} chunks, gains {gain} ms"
+    if copy := answer["copy"]:
+        told["copy"] = (
+            f"{copy['chunks']:,} chunks ({_sized(copy['bytes'])}B) from {copy['source']}, "
+            f"gains {_ms(copy['expected_gain_s'])} ms"
         )
-    return "\n".join([*lines, *_candidate_lines(answer["candidates"])])
-
-
-def _candidate_lines(candidates: list[dict[str, Any]]) -> list[str]:
-    """Return a table with a row for each replica considered, times in ms."""
-    if not candidates:
-        return []
-    names = list(candidates[0])
-    rows = [[_cell(name, each.get(name)) for name in names] for each in candidates]
-    heads = [f"{name.removesuffix('_s')}_ms" if name.endswith("_s") else name for name in names]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return [""] + [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [heads, *rows]
+    return [
+        line
+        for name, text in told.items()
+        for line in textwrap.wrap(
+            text, _COLUMNS, initial_indent=name.ljust(_INDENT), subsequent_indent=" " * _INDENT
+        )
     ]
 
 
-def _cell(name: str, value: Any) -> str:
-    if isinstance(value, dict):
-        return ",".join(f"{key}:{each}" for key, each in value.items() if each) or "-"
-    if isinstance(value, int | float) and name.endswith("_s"):
-        return f"{value * 1000:.1f}"
-    return str(value)
+def _trust(replica: str, predictions: dict[str, Any] | None) -> str:
+    if predictions is None:
+        return f"no streamed answer of {replica} to compare its predictions with"
+    ratio, count = predictions["ratio"], predictions["answers"]
+    return (
+        f"predictions of {replica} were within {ratio['p50']:.0%} half of the time, "
+        f"{ratio['p90']:.0%} nine times in ten ({count:,} answers)"
+    )
+
+
+def _cost_lines(candidates: list[dict[str, Any]], picked: str) -> list[str]:
+    """Return a table with a row for each replica; what is nothing everywhere is left out."""
+    columns = {
+        "": ["*" if each["replica_id"] == picked else "" for each in candidates],
+        "replica": [each["replica_id"] for each in candidates],
+        "ttft": [_ms(each["ttft_s"]) for each in candidates],
+    }
+    for part in ("base", "queue", "fetch", "load", "prefill"):
+        columns[part] = [_ms(each[f"{part}_s"]) for each in candidates]
+    for tier in ("gpu", "cpu", "disk", "remote"):
+        columns[tier] = [f"{each['matched_tokens'].get(tier, 0):,}" for each in candidates]
+    columns["copied"] = [f"{each['copied_tokens']:,}" for each in candidates]
+    columns["busy"] = [str(each["in_flight"]) for each in candidates]
+    told = {name: cells for name, cells in columns.items() if set(cells) != {"0"}}
+    return [
+        "What each would take: ms (ttft = base + the longer of queue and fetch + load + prefill),",
+        "tokens of the prompt that it holds or gets, requests under way (busy)",
+        "",
+        *_aligned(told),
+    ]
+
+
+def _rate_lines(candidates: list[dict[str, Any]]) -> list[str]:
+    """Return a table with each replica's rates, and how good predictions from them were."""
+    columns = {
+        "replica": [each["replica_id"] for each in candidates],
+        "prefill/s": [
+            _rate(each, "prefill", "prefill_tokens_per_s", "{:,.0f}".format) for each in candidates
+        ],
+        "decode": [_slowdown(each) for each in candidates],
+    }
+    for name, part, key in (
+        ("load B/s", "load", "cpu_load_bytes_per_s"),
+        ("disk B/s", "disk", "disk_bytes_per_s"),
+        ("remote B/s", "remote", "remote_bytes_per_s"),
+        ("copy B/s", "peer", "peer_bytes_per_s"),
+    ):
+        columns[name] = [_rate(each, part, key, _sized) for each in candidates]
+    columns["p50 off"] = [_off(each["predictions"], "p50") for each in candidates]
+    columns["p90 off"] = [_off(each["predictions"], "p90") for each in candidates]
+    return [
+        "What was learned of each, from its answers: tokens/s, what one running decode adds to a",
+        "prefill, bytes/s, how far predictions were off. In brackets: not learned yet",
+        "",
+        *_aligned(columns),
+    ]
+
+
+def _rate(candidate: dict[str, Any], part: str, key: str, text: Callable[[float], str]) -> str:
+    rates = candidate["rates"]
+    return _learned(text(rates[key]), part, rates["learned"])
+
+
+def _sized(value: float) -> str:
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.1f} {name}"
+    return f"{value:.1f}"
+
+
+def _slowdown(candidate: dict[str, Any]) -> str:
+    rates = candidate["rates"]
+    return _learned(f"+{rates['decode_slowdown']:.1%}", "decode", rates["learned"])
+
+
+def _learned(text: str, part: str, learned: list[str]) -> str:
+    # A space, so that digits stand under digits.
+    return f"{text} " if part in learned else f"({text})"
+
+
+def _off(predictions: dict[str, Any] | None, quantile: str) -> str:
+    return "-" if predictions is None else f"{predictions['ratio'][quantile]:.0%}"
+
+
+def _aligned(columns: dict[str, list[str]]) -> list[str]:
+    """Return columns under their names, the replicas' to the left and numbers to the right."""
+    lines = [""] * (1 + len(next(iter(columns.values()))))
+    for name, cells in columns.items():
+        width = max(len(name), *map(len, cells))
+        for row, cell in enumerate([name, *cells]):
+            lines[row] += (cell.ljust(width) if name in _LEFT else cell.rjust(width)) + "  "
+    return [line.rstrip() for line in lines]
+
+
+def _ms(seconds: float) -> str:
+    ms = seconds * 1000
+    return f"{ms:,.0f}" if ms >= 10 or ms < 0.05 else f"{ms:.1f}"

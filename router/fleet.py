@@ -5,16 +5,15 @@ nobody sees it half changed. It does no I/O and reads no clock; the feeds, the
 health checks and the proxy tell it what happened and when.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
 from cacheengine.keys import HashScheme
 from cacheengine.wire import EventBatch, InstanceInfo, Snapshot, unpack_keys
-from router.assess import Assessment, PromptKeyring, PromptView, assess
+from router.assess import PromptKeyring, PromptView
 from router.config import RouterConfig
 from router.costs import Part
-from router.errors import NoReplica, UnknownModel
 from router.kv_events import (
     BlocksRemoved,
     BlocksStored,
@@ -25,9 +24,12 @@ from router.kv_events import (
     explains,
     find_shape,
 )
-from router.policy import CandidateCost, Decision, Plan, Question, Reason, pick
-from router.prefix_index import LOWER_TIERS, PrefixIndex
-from router.replica import KeyShape, Replica, Signal, State, Tier
+from router.matches import LOWER_TIERS
+from router.placement import Ask, decide
+from router.policy import Decision, Reason
+from router.prefix_index import PrefixIndex
+from router.replica import KeyShape, Replica, Signal, Tier
+from router.roster import Replicas, Roster
 from router.sessions import Sessions
 from router.ticket import Ticket
 
@@ -35,27 +37,10 @@ _EXPIRED_PER_PLACE: Final = 4
 """Claims ended by the way; more than the one that a request makes, so that they
 cannot pile up, and few, so that no request pays for many."""
 
+_TELLING_COPY_TOKENS: Final = 1024
+_REST_FROM_COPIES_S: Final = 5.0
+
 _MEASURED_TIERS: Final = {Tier.CPU: Part.LOAD, Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
-
-
-class Replicas(dict[str, Replica]):
-    """Replicas by id. One that was renamed is found by its former ids too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # The replicas themselves: another may have taken the name that followed.
-        self._former: dict[str, Replica] = {}
-
-    def __missing__(self, replica_id: str) -> Replica:
-        return self._former[replica_id]
-
-    def rename(self, old: str, new: str) -> None:
-        """Give a replica another id; it keeps its place in the order."""
-        renamed = [(new if key == old else key, each) for key, each in self.items()]
-        self.clear()
-        self.update(renamed)
-        self._former[old] = self[new]
-        self[new].id = new
 
 
 class Fleet:
@@ -66,6 +51,7 @@ class Fleet:
         self.replicas = Replicas()
         for slot, each in enumerate(config.replicas):
             self.replicas[each.name] = Replica.new(slot, each, config.rates)
+        self._roster = Roster(self.replicas)
         self.index = PrefixIndex(config.index.max_keys)
         self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s)
         self._turn = 0
@@ -74,7 +60,7 @@ class Fleet:
 
     def place(
         self,
-        prompt: PromptView | None,
+        prompt: PromptView | PromptKeyring | None,
         *,
         model: str | None,
         session: str | None,
@@ -84,32 +70,25 @@ class Fleet:
     ) -> Decision:
         """Say which replica a request should go to, and change nothing but what time has ended.
 
+        A prompt that may be placed more than once comes as its keyring: its keys
+        are then made once.
         ``bound_to`` is the only replica that can answer, ``exclude`` those
         that have failed to. Raises `UnknownModel`, or `NoReplica` when none of
         those that serve the model takes requests.
         """
         self.index.expire(now_s, _EXPIRED_PER_PLACE)
-        eligible = self._eligible(model, exclude, bound_to)
-        keyring = PromptKeyring(prompt)
-        tokens = 0 if prompt is None else prompt.token_count
-        assessed = [
-            assess(each, tokens, keyring.of(each.shape), self.index, now_s) for each in eligible
-        ]
-        candidates = tuple(each.candidate for each in assessed)
-        home = None if session is None else self.sessions.home(session, now_s)
-        question = Question(
-            affinity=keyring.affinity(session),
-            home=next((each.id for each in eligible if each.slot == home), None),
-            spill_margin_s=self.config.sessions.spill_margin_s,
+        ask = Ask(
+            keyring=prompt if isinstance(prompt, PromptKeyring) else PromptKeyring(prompt),
+            session=session,
+            home=None if session is None else self.sessions.home(session, now_s),
             turn=self._turn,
+            now_s=now_s,
         )
-        picked, reason = pick(self.config.policy, candidates, question)
+        eligible = self._roster.eligible(model, exclude, bound_to)
+        decision = decide(ask, eligible, self.index, self.config)
         if bound_to is not None:
-            reason = Reason.BOUND
-        elif exclude:
-            reason = Reason.RETRY
-        chosen = next(each for each in assessed if each.candidate is picked)
-        return _decision(chosen, reason, tokens, candidates, session)
+            return replace(decision, reason=Reason.BOUND)
+        return replace(decision, reason=Reason.RETRY) if exclude else decision
 
     def start(self, decision: Decision, now_s: float) -> Ticket:
         """Count a request as in flight, and its prompt as arriving on its replica's GPU."""
@@ -117,43 +96,31 @@ class Fleet:
         replica = self.replicas[decision.replica_id]
         claim = None
         if plan.claim_keys:
-            ttl_s = self._claim_ttl_s(replica)
+            ttl_s = self._claim_ttl_s(replica, by_tokens=bool(plan.chain))
             claim = self.index.believe(plan.slot, plan.claim_keys, now_s + ttl_s)
         if plan.session is not None:
             self.sessions.note(plan.session, plan.slot, now_s)
+        if decision.prefetch_keys or decision.copy is not None:
+            replica.fetch(replica.rates.cost(plan.work).fetch_s, now_s)
         self._turn += 1
         return Ticket(replica, self.index, claim, decision, now_s)
 
     def tick(self, now_s: float) -> None:
         """End what time has ended; to be called about once a second."""
         self.index.expire(now_s)
+        self.index.sweep()
 
-    def _eligible(
-        self, model: str | None, exclude: Collection[str], bound_to: str | None
-    ) -> list[Replica]:
-        serving = [each for each in self.replicas.values() if each.serves(model)]
-        if not serving:
-            raise UnknownModel(f"no replica serves the model '{model}'", param="model")
-        # By replica, not by id: one may have got its name since it was tried.
-        tried = [self.replicas[each] for each in exclude]
-        left = [each for each in serving if each not in tried]
-        if bound_to is not None:
-            bound = self.replicas[bound_to]
-            left = [each for each in left if each is bound]
-        for state in (State.UP, State.UNKNOWN):
-            if eligible := [each for each in left if each.state is state]:
-                return eligible
-        raise NoReplica(_why_none(serving, tried, bound_to))
-
-    def _claim_ttl_s(self, replica: Replica) -> float:
+    def _claim_ttl_s(self, replica: Replica, *, by_tokens: bool) -> float:
+        """Return how long a claim holds; one by text can never be confirmed by an event."""
         index = self.config.index
-        return index.speculative_ttl_s if replica.has_events else index.history_ttl_s
+        confirmed = replica.has_events and by_tokens
+        return index.speculative_ttl_s if confirmed else index.history_ttl_s
 
     # --- what health checks find
 
     def up(self, replica_id: str) -> None:
         """Note that a replica answers."""
-        self.replicas[replica_id].receive(Signal.ANSWERED)
+        self._receive(self.replicas[replica_id], Signal.ANSWERED)
 
     def down(self, replica_id: str) -> None:
         """Note that a replica does not answer.
@@ -162,21 +129,28 @@ class Fleet:
         the others their feeds know.
         """
         replica = self.replicas[replica_id]
-        replica.receive(Signal.FAILED)
+        self._receive(replica, Signal.FAILED)
         if not (replica.has_events or replica.has_agent):
             self.index.forget(replica.slot)
 
     def drain(self, replica_id: str) -> None:
         """Give a replica nothing new."""
-        self.replicas[replica_id].receive(Signal.DRAIN)
+        self._receive(self.replicas[replica_id], Signal.DRAIN)
 
     def resume(self, replica_id: str) -> None:
         """End `drain`."""
-        self.replicas[replica_id].receive(Signal.RESUME)
+        self._receive(self.replicas[replica_id], Signal.RESUME)
 
-    def set_models(self, replica_id: str, models: Collection[str]) -> None:
-        """Note which models a replica serves."""
-        self.replicas[replica_id].models = frozenset(models)
+    def set_models(self, replica_id: str, models: Mapping[str, str | None]) -> None:
+        """Note which models a replica serves, and of LoRA adapters the path; None for others."""
+        replica = self.replicas[replica_id]
+        replica.models = frozenset(models)
+        replica.adapters = {name: path for name, path in models.items() if path is not None}
+        self._roster.changed()
+
+    def _receive(self, replica: Replica, signal: Signal) -> None:
+        if replica.receive(signal):
+            self._roster.changed()
 
     # --- what agents tell
 
@@ -198,11 +172,13 @@ class Fleet:
             )
             replica.shape_checked, replica.shape_problem = False, None
         replica.kv_bytes_per_token = info.chunk_bytes / info.chunk_tokens
+        replica.transfer_port, replica.layout = info.transfer_port, info.layout
         for tier, part in _MEASURED_TIERS.items():
             if measured := info.tiers.get(tier.value):
                 replica.rates.measured(part, measured.read_bytes_per_s)
         if replica.config.instance_id is None and info.instance_id not in self.replicas:
             self.replicas.rename(replica.id, info.instance_id)
+        self._roster.changed()
         return restarted
 
     def apply_snapshot(self, replica_id: str, snapshot: Snapshot) -> None:
@@ -218,6 +194,21 @@ class Fleet:
         for event in batch.events:
             change = self.index.add if event.stored else self.index.remove
             change(slot, _lower_tier(event.tier), unpack_keys(event.keys))
+
+    # --- what copies tell
+
+    def observed_copy(self, replica_id: str, nbytes: int, seconds: float) -> None:
+        """Learn from how long a replica took to get so many bytes from another.
+
+        Of a small copy nothing: most of its time is not the bytes'.
+        """
+        replica = self.replicas[replica_id]
+        if nbytes >= _TELLING_COPY_TOKENS * replica.kv_bytes_per_token and seconds > 0:
+            replica.rates.observe_rate(Part.PEER, nbytes / seconds)
+
+    def copy_failed(self, source_id: str, now_s: float) -> None:
+        """Note that nothing could be had from a replica: for a while nothing is copied from it."""
+        self.replicas[source_id].no_copies_until_s = now_s + _REST_FROM_COPIES_S
 
     # --- what KV events tell
 
@@ -265,7 +256,10 @@ class Fleet:
             replica.shape_checked = True
             return
         found = find_shape(first, replica.config.hash_seed)
+        if found is None and first.cache_salt is not None:
+            return  # no proof: vLLM has put salts into keys in other ways too
         replica.shape_checked = True
+        self._roster.changed()
         if found is None:
             replica.shape = None
             replica.shape_problem = (
@@ -279,43 +273,6 @@ class Fleet:
         replica.shape_problem = None
 
 
-def _decision(
-    chosen: Assessment,
-    reason: Reason,
-    prompt_tokens: int,
-    candidates: tuple[CandidateCost, ...],
-    session: str | None,
-) -> Decision:
-    replica = chosen.replica
-    prefetched = chosen.gain_s > 0 and replica.has_agent
-    return Decision(
-        replica_id=replica.id,
-        url=replica.config.url,
-        reason=reason,
-        prompt_tokens=prompt_tokens,
-        matched_tokens=chosen.candidate.matched_tokens,
-        predicted_ttft_s=chosen.candidate.ttft_s,
-        prefetch_keys=chosen.slow_keys() if prefetched else (),
-        expected_gain_s=chosen.gain_s if prefetched else 0.0,
-        candidates=candidates,
-        plan=Plan(
-            slot=replica.slot,
-            work=chosen.work,
-            claim_keys=chosen.keys.keys,
-            session=session,
-        ),
-    )
-
-
 def _lower_tier(name: str) -> Tier:
     """Return the tier that an agent names; one that is not known is the slowest."""
     return Tier(name) if name in LOWER_TIERS else Tier.REMOTE
-
-
-def _why_none(serving: Sequence[Replica], tried: Sequence[Replica], bound_to: str | None) -> str:
-    states = ", ".join(
-        f"{each.id} {'was tried' if each in tried else each.state}" for each in serving
-    )
-    if bound_to is not None:
-        return f"only '{bound_to}' has what this request goes on from, and it is not up ({states})"
-    return f"no replica can take the request ({states})"

@@ -162,7 +162,7 @@ class HealthMonitor:
             timeout_s=self._timeouts.health_timeout_s,
         )
         if models:
-            await self._listener.models(name, _served(models))
+            await self._listener.models(name, served_models(models))
 
 
 async def fetch_models(
@@ -194,17 +194,25 @@ def _entries(answer: object) -> Iterable[dict[str, object]]:
             yield each
 
 
-def _served(entries: Sequence[Mapping[str, object]]) -> list[ServedModel]:
+def served_models(entries: Sequence[Mapping[str, object]]) -> list[ServedModel]:
     """Return the models listed.
 
     vLLM's entries name a model's root, and an adapter's base model as its
-    parent: the tokenizer is the base's.
+    parent (``show_available_models`` of 0.32): the tokenizer is the base's, the
+    root is the adapter's path, which is part of its keys.
     """
-    roots = {each["id"]: each.get("root") or each["id"] for each in entries}
-    return [
-        ServedModel(id=str(each["id"]), root=str(roots.get(each.get("parent"), roots[each["id"]])))
-        for each in entries
-    ]
+    roots = {str(each["id"]): str(each.get("root") or each["id"]) for each in entries}
+    served = []
+    for each in entries:
+        name, parent = str(each["id"]), each.get("parent")
+        served.append(
+            ServedModel(
+                id=name,
+                root=roots.get(str(parent), roots[name]),
+                adapter_path=None if parent is None else roots[name],
+            )
+        )
+    return served
 
 
 def authorization(config: ReplicaConfig) -> dict[str, str]:

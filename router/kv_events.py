@@ -9,11 +9,19 @@ arrays that begin with it before; both are read. Pure: the sockets are in
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
-from cacheengine.keys import ALGORITHMS, DEFAULT_SEED, KEY64_MASK, HashScheme, key64
+from cacheengine.keys import (
+    ALGORITHMS,
+    DEFAULT_SEED,
+    KEY64_MASK,
+    HashScheme,
+    key64,
+    prompt_extra_keys,
+)
 from router.replica import KeyShape, Tier
 
 _FULL_ATTENTION: Final = frozenset(
@@ -94,11 +102,16 @@ class GpuCleared:
 
 @dataclass(frozen=True, slots=True)
 class FirstBlocks:
-    """The beginning of a prompt with nothing but tokens in its keys: shows the hash scheme."""
+    """The beginning of a prompt with nothing but tokens, and a salt, in its keys.
+
+    It shows the hash scheme. An adapter's or a medium's blocks cannot: events do not tell
+    all that is in their keys (``to_event_extra_keys`` of vLLM 0.32).
+    """
 
     keys: Sequence[int]
     token_ids: Sequence[int]
     block_tokens: int
+    cache_salt: str | None = None
 
 
 KvEvent = BlocksStored | BlocksRemoved | GpuCleared | FirstBlocks
@@ -198,13 +211,18 @@ def _keys(event: _Stored | _Removed) -> list[int]:
 
 
 def _first_blocks(event: _Stored, keys: Sequence[int]) -> FirstBlocks | None:
-    plain = event.lora_id is None and event.lora_name is None and not any(event.extra_keys or ())
-    if event.parent_block_hash is not None or not keys or event.block_size <= 0 or not plain:
+    has_adapter = event.lora_id is not None or event.lora_name is not None
+    if event.parent_block_hash is not None or not keys or event.block_size <= 0 or has_adapter:
+        return None
+    first, *rest = event.extra_keys or (None,)
+    salt = first[0] if isinstance(first, list) and len(first) == 1 else None
+    # Beside a salt there are media, pairs, and embeddings, bytes.
+    if any(rest) or (first and not isinstance(salt, str)):
         return None
     token_ids = msgspec.msgpack.decode(event.token_ids, type=list[int])
     if len(token_ids) != len(keys) * event.block_size:
         return None
-    return FirstBlocks(keys, token_ids, event.block_size)
+    return FirstBlocks(keys, token_ids, event.block_size, salt)
 
 
 def _is_array(raw: msgspec.Raw) -> bool:
@@ -235,13 +253,15 @@ def find_shape(first: FirstBlocks, seed: str | None) -> KeyShape | None:
 
 def explains(shape: KeyShape, first: FirstBlocks) -> bool:
     """Return whether a shape gives the keys that a replica has published."""
-    scheme, size = shape.scheme, shape.block_tokens
+    size = shape.block_tokens
     if size != first.block_tokens:
         return False
+    _, salted = prompt_extra_keys(cache_salt=first.cache_salt)
+    chain = partial(shape.scheme.chain, block_tokens=size, first_extra_keys=salted)
     # One block tells; all are checked only where it agrees.
-    if key64(scheme.chain(first.token_ids[:size], size)[0]) != first.keys[0]:
+    if key64(chain(first.token_ids[:size])[0]) != first.keys[0]:
         return False
-    return [key64(key) for key in scheme.chain(first.token_ids, size)] == list(first.keys)
+    return [key64(key) for key in chain(first.token_ids)] == list(first.keys)
 
 
 class Arrival(Enum):

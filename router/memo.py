@@ -2,15 +2,17 @@
 
 One least-recently-used store, bounded in bytes, holds two kinds of things:
 pieces (text -> token ids) and steps (a piece after a certain sequence of
-pieces -> the keys of the blocks that end in it). Texts themselves are the
-dictionary's keys, so that nothing rests on a hash alone.
+pieces, hashed in a certain way -> the keys of the blocks that end in it). Texts
+themselves are the dictionary's keys, so that nothing rests on a hash alone.
+A salt or an adapter is a way of hashing: each tenant's steps are its own, and
+leave in their turn.
 """
 
 import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from cacheengine.keys import ExtraKeys, HashScheme
@@ -47,12 +49,12 @@ class Piece:
         return cls(-1 - token_id, array("I", (token_id,)))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """A piece in its place after other pieces."""
+    """A piece in its place after other pieces, and the keys of the blocks that end in it."""
 
     serial: int
-    keys: dict[Hashable, tuple[bytes, ...]] = field(default_factory=dict)
+    keys: tuple[bytes, ...]
 
 
 class Memo:
@@ -151,13 +153,12 @@ class Memo:
     def _known_keys(self, pieces: Sequence[Piece], context: Hashable) -> list[bytes]:
         keys: list[bytes] = []
         with self._lock:
-            before = 0
+            before = context
             for piece in pieces:
                 step = self._get((before, piece.serial))
-                known = step.keys.get(context) if isinstance(step, _Step) else None
-                if known is None or not isinstance(step, _Step):
+                if not isinstance(step, _Step):
                     break
-                keys += known
+                keys += step.keys
                 before = step.serial
             self.stats.blocks_reused += len(keys)
         return keys
@@ -172,17 +173,15 @@ class Memo:
     ) -> None:
         with self._lock:
             self.stats.blocks_hashed += hashed
-            before, tokens, stored = 0, 0, 0
+            before, tokens, stored = context, 0, 0
             for piece in pieces:
                 name = (before, piece.serial)
-                step = self._entries.get(name)
-                if not isinstance(step, _Step):
-                    step = _Step(self._serial())
                 tokens += len(piece.ids)
                 end = tokens // block_tokens
-                step.keys[context] = tuple(keys[stored:end])
-                kept = sum(len(some) for some in step.keys.values())
-                self._put(name, step, _KEY_BYTES * kept)
+                step = self._get(name)
+                if not isinstance(step, _Step):
+                    step = _Step(self._serial(), tuple(keys[stored:end]))
+                    self._put(name, step, _KEY_BYTES * len(step.keys))
                 before, stored = step.serial, end
 
     def _serial(self) -> int:

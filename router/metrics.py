@@ -1,13 +1,14 @@
 """Prometheus metrics: a reader of `RequestRecord`, and gauges read when scraped."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.prediction_errors import ErrorFigures, Quantiles
 from router.records import Outcome, RequestRecord
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -17,6 +18,8 @@ _TTFT_BUCKETS_S: Final = (
 )  # fmt: skip
 _OVERHEAD_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _NO_REPLICA: Final = "none"
+_BY_RESULT: Final = ("replica", "result")
+"""Results are those of `router.prefetch.Timing`: in-time, late, failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,10 @@ class ReplicaGauges:
     state: str
     is_up: bool
     in_flight: int
+    errors: ErrorFigures | None = None
+    """Of its predicted TTFTs; None before the first streamed answer."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Units per second, of those that were learned, by the name of their part."""
 
 
 class Metrics:
@@ -36,10 +43,15 @@ class Metrics:
         self,
         replicas: Callable[[], Iterable[ReplicaGauges]],
         sizes: Callable[[], dict[str, int]] = dict,
+        early: Callable[[], Mapping[tuple[str, str], int]] = dict,
     ) -> None:
-        """``sizes`` tells how many entries each bounded table holds, by its name."""
+        """``sizes`` tells how many entries each bounded table holds, by its name.
+
+        ``early`` counts the prefetches that no request waited for, by when
+        they began and whether they were of use.
+        """
         self._registry = CollectorRegistry()
-        self._registry.register(_FleetCollector(replicas, sizes))
+        self._registry.register(_FleetCollector(replicas, sizes, early))
         self._requests = self._counter(
             "requests", "Requests by how they ended", ["endpoint", "replica", "status", "outcome"]
         )
@@ -65,12 +77,6 @@ class Metrics:
             ["replica", "streamed"],
             _TTFT_BUCKETS_S,
         )
-        self._ttft_error = self._histogram(
-            "ttft_prediction_error_seconds",
-            "Absolute difference between predicted and observed time to first byte",
-            ["replica"],
-            _TTFT_BUCKETS_S,
-        )
         self._duration = self._histogram(
             "request_seconds", "From accepting a request to its end", ["replica"], _TTFT_BUCKETS_S
         )
@@ -80,9 +86,18 @@ class Metrics:
         self._place = self._histogram(
             "place_seconds", "Keys, match and costs", [], _OVERHEAD_BUCKETS_S
         )
+        self._admission_wait = self._histogram(
+            "admission_wait_seconds",
+            "How long requests were held until a replica could soon begin with them",
+            [],
+            _TTFT_BUCKETS_S,
+        )
+        self._rejected = self._counter(
+            "admission_rejected", "Requests answered with 429, by why", ["cause"]
+        )
         self._prefetch_wait = self._histogram(
             "prefetch_wait_seconds",
-            "How long requests were held back for their prefetch",
+            "How long requests were held back for their prefetch or copy",
             ["replica"],
             _OVERHEAD_BUCKETS_S,
         )
@@ -94,6 +109,15 @@ class Metrics:
         )
         self._prefetch_bytes = self._counter(
             "prefetch_bytes", "Bytes promoted before forwarding", ["replica"]
+        )
+        self._prefetches = self._counter(
+            "prefetches", "Prefetches that requests waited for, by how they ended", _BY_RESULT
+        )
+        self._copies = self._counter(
+            "copies", "Copies of other replicas' KV, by how they ended", _BY_RESULT
+        )
+        self._copy_bytes = self._counter(
+            "copy_bytes", "Bytes copied from other replicas before forwarding", ["replica"]
         )
 
     def observe(self, record: RequestRecord) -> None:
@@ -109,9 +133,18 @@ class Metrics:
             self._read.observe(record.read_s)
         if record.place_s is not None:
             self._place.observe(record.place_s)
+        if record.admission_wait_s is not None:
+            self._admission_wait.observe(record.admission_wait_s)
+        if record.rejected is not None:
+            self._rejected.labels(record.rejected).inc()
         if record.prefetch_wait_s is not None:
             self._prefetch_wait.labels(replica).observe(record.prefetch_wait_s)
             self._prefetch_bytes.labels(replica).inc(record.prefetch_bytes)
+        if record.prefetch_result is not None:
+            self._prefetches.labels(replica, record.prefetch_result).inc()
+        if record.copy_result is not None:
+            self._copies.labels(replica, record.copy_result).inc()
+            self._copy_bytes.labels(replica).inc(record.copy_bytes)
         for result, chunks in record.prefetch_chunks.items():
             self._prefetch_chunks.labels(replica, result).inc(chunks)
         self._response_bytes.labels(replica).inc(record.response_bytes)
@@ -136,9 +169,6 @@ class Metrics:
             return
         streamed = str(record.streamed).lower()
         self._ttft.labels(replica, streamed).observe(record.ttft_s)
-        if record.streamed and record.predicted_ttft_s is not None and not record.failed_tries:
-            error_s = abs(record.ttft_s - record.predicted_ttft_s)
-            self._ttft_error.labels(replica).observe(error_s)
 
     def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
         return Counter(f"warmroute_{name}", text, labels, registry=self._registry)
@@ -158,23 +188,79 @@ class _FleetCollector(Collector):
         self,
         replicas: Callable[[], Iterable[ReplicaGauges]],
         sizes: Callable[[], dict[str, int]],
+        early: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
         self._replicas = replicas
         self._sizes = sizes
+        self._early = early
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily(
             "warmroute_replica_up", "1 if requests may go there", labels=["replica", "state"]
         )
         in_flight = GaugeMetricFamily(
             "warmroute_in_flight", "Requests under way at a replica", labels=["replica"]
         )
+        learned = _LearnedGauges()
         for each in self._replicas():
             up.add_metric([each.replica_id, each.state], float(each.is_up))
             in_flight.add_metric([each.replica_id], each.in_flight)
+            learned.add(each)
         entries = GaugeMetricFamily(
             "warmroute_table_entries", "Entries in the router's bounded tables", labels=["table"]
         )
         for table, count in self._sizes().items():
             entries.add_metric([table], count)
-        return [up, in_flight, entries]
+        early = CounterMetricFamily(
+            "warmroute_early_prefetches",
+            "Prefetches begun before the request's tokens were known (early) or before it came "
+            "(ahead), by whether it then went to that replica in time",
+            labels=["when", "result"],
+        )
+        for labels, count in self._early().items():
+            early.add_metric(labels, count)
+        return [up, in_flight, *learned.families, entries, early]
+
+
+class _LearnedGauges:
+    """How well each replica's TTFTs are predicted, and from which rates."""
+
+    def __init__(self) -> None:
+        self._ratio = GaugeMetricFamily(
+            "warmroute_ttft_prediction_error_ratio",
+            "How far TTFTs were from the prediction, as a part of it (0.1: 10%), "
+            "over the replica's last 256 streamed answers",
+            labels=["replica", "quantile"],
+        )
+        self._seconds = GaugeMetricFamily(
+            "warmroute_ttft_prediction_error_seconds",
+            "How far TTFTs were from the prediction, in seconds, over the same answers",
+            labels=["replica", "quantile"],
+        )
+        self._bias = GaugeMetricFamily(
+            "warmroute_ttft_prediction_bias",
+            "Median of observed / predicted TTFT: above 1 they come later than predicted",
+            labels=["replica"],
+        )
+        self._rates = GaugeMetricFamily(
+            "warmroute_learned_rate",
+            "What a replica was seen to do per second: tokens (prefill), bytes (load, disk, "
+            "remote, peer), tokens x context tokens (attention), tokens x decodes (decode), "
+            "requests (base)",
+            labels=["replica", "part"],
+        )
+        self.families = (self._ratio, self._seconds, self._bias, self._rates)
+
+    def add(self, replica: ReplicaGauges) -> None:
+        """Add one replica's; nothing of what is not known yet."""
+        if replica.errors is not None:
+            _add_quantiles(self._ratio, replica.replica_id, replica.errors.ratio)
+            _add_quantiles(self._seconds, replica.replica_id, replica.errors.seconds)
+            self._bias.add_metric([replica.replica_id], replica.errors.bias)
+        for part, per_second in replica.rates.items():
+            self._rates.add_metric([replica.replica_id, part], per_second)
+
+
+def _add_quantiles(family: GaugeMetricFamily, replica_id: str, values: Quantiles) -> None:
+    for quantile, value in (("0.5", values.p50), ("0.9", values.p90), ("0.99", values.p99)):
+        family.add_metric([replica_id, quantile], value)

@@ -15,10 +15,15 @@ import xxhash
 from router.config import PolicyName
 from router.costs import Work
 
-_BUSY_WEIGHT: Final = 0.1
-"""How much a second of the replica's own time counts beside a second of waiting.
-Small, but it makes a burst of one prompt wait for the replica that computes it
-rather than have every replica compute the same."""
+_IDLE_WEIGHT: Final = 0.1
+_BUSY_WEIGHT: Final = 1.0
+"""How much a second of the replica's own time counts beside a second of waiting, in an idle
+fleet and in one that is busy everywhere. Small, but even the former makes a burst of one
+prompt wait for the replica that computes it rather than have every replica compute the same.
+In a busy fleet the second is taken from somebody else."""
+
+_MIX: Final = 0x9E3779B97F4A7C15
+_WORD: Final = (1 << 64) - 1
 
 _NEAR: Final = 0.1
 """Costs within this fraction of the best are equal: learned rates differ by noise."""
@@ -38,13 +43,16 @@ class Reason(StrEnum):
     RETRY = "retry"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
 class CandidateCost:
     """What a replica would take to answer: ``ttft = base + max(queue, fetch) + load + prefill``."""
 
     replica_id: str
     matched_tokens: Mapping[str, int]
     """By `Tier`; plain strings, since this is shown as JSON."""
+    copied_tokens: int = 0
+    """To be copied from another replica first; not in ``matched_tokens``."""
+    copied_from: str | None = None
     in_flight: int
     ttft_s: float
     base_s: float
@@ -58,21 +66,21 @@ class CandidateCost:
         """Matched tokens in all tiers."""
         return sum(self.matched_tokens.values())
 
-    @property
-    def score_s(self) -> float:
-        """What the pick minimizes."""
-        return self.ttft_s + _BUSY_WEIGHT * (self.load_s + self.prefill_s)
+    def score_s(self, busy_weight: float) -> float:
+        """Return what the pick minimizes."""
+        return self.ttft_s + busy_weight * (self.load_s + self.prefill_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What a policy knows beside the candidates."""
 
-    affinity: bytes
-    """The prompt's beginning, or what else equal requests have in common."""
+    affinity: int
+    """64-bit hash of what requests that should meet have in common."""
     home: str | None = None
     """Id of the session's home."""
     spill_margin_s: float = 0.0
+    busy_weight: float = _IDLE_WEIGHT
     turn: int = 0
     """How many requests were sent before."""
 
@@ -88,7 +96,21 @@ class Plan:
     slot: int
     work: Work
     claim_keys: Sequence[int] = ()
+    chain: Sequence[bytes] = field(default=(), repr=False)
+    """Whole digests of the prompt's blocks; empty where they are not known."""
     session: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCopy:
+    """KV that the picked replica should get from another before it is asked."""
+
+    source_id: str
+    keys: tuple[bytes, ...] = field(repr=False)
+    """Whole digests of the chunks that the source holds, in any tier, and the picked one lacks."""
+    nbytes: int
+    expected_gain_s: float
+    """What the copy saves over computing those chunks anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +127,31 @@ class Decision:
     """Whole digests of the matched chunks that lie only on disk or remote, in order."""
     expected_gain_s: float = 0.0
     """What the prefetch saves over computing those chunks anew: waiting longer is a loss."""
+    copy: KvCopy | None = None
     candidates: tuple[CandidateCost, ...] = ()
+    home: str | None = None
+    """Id of the session's home when this was decided, if it could take the request."""
     plan: Plan = field(repr=False, compare=False)
+
+
+def busy_weight(busy: int, replicas: int) -> float:
+    """Return how much a replica's time counts when so many of them have work."""
+    return _IDLE_WEIGHT + (_BUSY_WEIGHT - _IDLE_WEIGHT) * busy / replicas
+
+
+def salt_of(replica_id: str) -> int:
+    """Return the 64-bit hash of a replica that `rendezvous_score` takes."""
+    return xxhash.xxh3_64_intdigest(replica_id.encode())
+
+
+def rendezvous_score(affinity: int, salt: int) -> int:
+    """Return how high a replica (a 64-bit hash of its id) ranks for an affinity.
+
+    The highest wins, so every router that knows the replica picks it, and one
+    that leaves takes only its own requests with it (rendezvous hashing).
+    """
+    mixed = ((affinity ^ salt) * _MIX) & _WORD
+    return ((mixed ^ mixed >> 32) * _MIX) & _WORD
 
 
 def pick(policy: PolicyName, candidates: Sequence[CandidateCost], question: Question) -> Pick:
@@ -118,14 +163,15 @@ def pick(policy: PolicyName, candidates: Sequence[CandidateCost], question: Ques
 
 def cheapest(candidates: Sequence[CandidateCost], question: Question) -> Pick:
     """Pick the soonest first token; keep a session at home while that costs little."""
-    best = min(candidates, key=lambda each: each.score_s)
+    weight = question.busy_weight
+    best_s = min(each.score_s(weight) for each in candidates)
     spill = False
     if home := _home(candidates, question):
         soonest_s = min(each.ttft_s for each in candidates)
         if home.ttft_s <= soonest_s + question.spill_margin_s:
             return home, Reason.SESSION_HOME
         spill = True
-    near = [each for each in candidates if each.score_s <= best.score_s * (1 + _NEAR)]
+    near = [each for each in candidates if each.score_s(weight) <= best_s * (1 + _NEAR)]
     picked = _preferred(near, question)
     return picked, Reason.SESSION_SPILL if spill else _why(picked, candidates)
 
@@ -183,9 +229,7 @@ def _rendezvous(candidates: Sequence[CandidateCost], question: Question) -> Cand
         return candidates[0]
     return max(
         candidates,
-        key=lambda each: xxhash.xxh3_64_intdigest(
-            question.affinity + b"\0" + each.replica_id.encode()
-        ),
+        key=lambda each: rendezvous_score(question.affinity, salt_of(each.replica_id)),
     )
 
 

@@ -1,8 +1,9 @@
 """Telling the picked replica to bring disk and remote KV into its CPU RAM, and waiting a little."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import aiohttp
 
@@ -10,6 +11,17 @@ from router.agent_client import AgentClient, AgentError
 from router.config import PrefetchConfig
 from router.policy import Decision
 from router.replica import Replica
+
+
+class Timing(StrEnum):
+    """What a request had of the KV that was asked for ahead of it."""
+
+    IN_TIME = "in-time"
+    """All of it was there when the request was forwarded."""
+    LATE = "late"
+    """The request was forwarded before."""
+    FAILED = "failed"
+    """Some of it will not come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +38,22 @@ class PrefetchOutcome:
     error: str | None = None
     """Why nothing is known of the chunks (they count as pending), or None."""
 
+    @property
+    def timing(self) -> Timing:
+        """Whether it was done when the request was forwarded."""
+        if self.error is not None or self.missing:
+            return Timing.FAILED
+        return Timing.LATE if self.pending else Timing.IN_TIME
+
+    def __str__(self) -> str:
+        return (
+            f"asked={self.asked};promoted={self.promoted};"
+            f"pending={self.pending};missing={self.missing}"
+        )
+
 
 class Prefetcher:
-    """Runs the prefetch of a decision. A failed one is an outcome, never an error."""
+    """Has replicas promote chunks. A failed prefetch is an outcome, never an error."""
 
     def __init__(
         self,
@@ -47,15 +72,25 @@ class Prefetcher:
 
         The promotion goes on at the replica after that.
         """
-        asked = len(decision.prefetch_keys)
-        agent_url = self._replicas[decision.replica_id].config.agent_url
-        if not asked or agent_url is None or not self._config.enabled:
+        if not self._config.enabled:
+            return PrefetchOutcome(asked=0)
+        wait_s = min(decision.expected_gain_s, self._config.wait_cap_s)
+        return await self.promote(
+            decision.replica_id, decision.prefetch_keys, wait_s=wait_s, pin_s=self._config.pin_s
+        )
+
+    async def promote(
+        self, replica_id: str, keys: Sequence[bytes], *, wait_s: float, pin_s: float
+    ) -> PrefetchOutcome:
+        """Promote these chunks of a replica, given whole and in prefix order."""
+        asked = len(keys)
+        agent_url = self._replicas[replica_id].config.agent_url
+        if not asked or agent_url is None:
             return PrefetchOutcome(asked=0)
         began_s = self._clock()
-        wait_s = min(decision.expected_gain_s, self._config.wait_cap_s)
         try:
             reply = await AgentClient(self._session, agent_url).prefetch(
-                decision.prefetch_keys, wait_s=wait_s, pin_s=self._config.pin_s
+                keys, wait_s=wait_s, pin_s=pin_s
             )
         except AgentError as error:
             return PrefetchOutcome(

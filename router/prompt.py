@@ -1,6 +1,8 @@
 """The prompt of one request: its tokens or text, and the keys that it is matched by."""
 
-from collections.abc import Sequence
+import json
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import xxhash
@@ -14,9 +16,16 @@ TEXT_PIECE_CHARS: Final = 1024
 # How many characters a token has, where there is no tokenizer.
 _CHARS_PER_TOKEN: Final = 4
 
+_AFFINITY_TOKENS: Final = 256
+_AFFINITY_CHARS: Final = 1024
+
 
 class Prompt:
-    """The prompt of one request."""
+    """The prompt of one request.
+
+    ``model``, ``cache_salt`` and ``media_settings`` are part of every key, so that
+    equal texts of two tenants have no key in common.
+    """
 
     def __init__(
         self,
@@ -26,13 +35,23 @@ class Prompt:
         token_ids: list[int] | None = None,
         pieces: Sequence[Piece] = (),
         doubt: str | None = None,
-        cache_salt: str | None = None,
+        first_medium: str = "",
+        rest_chars: int = 0,
     ) -> None:
+        """``rest_chars`` of the text come after the tokens; ``first_medium`` tells media apart."""
         self.token_ids = token_ids
-        """The tokens, or None where they are not known."""
+        """The tokens, or None where they are not known; with media, those before the first."""
         self.doubt = doubt
         """Why `exact` is false, or None."""
-        self.cache_salt = cache_salt
+        self.model: str | None = None
+        """The name that the request gives."""
+        self.cache_salt: str | None = None
+        self.media_settings: str = ""
+        """How the request wants its media processed."""
+        self.part_types: frozenset[str] = frozenset()
+        """What can make a replica use an adapter (`lora`) without being asked to."""
+        self._first_medium = first_medium
+        self._rest_chars = rest_chars
         self._text = text
         self._memo = memo
         self._pieces = pieces
@@ -52,10 +71,31 @@ class Prompt:
 
     @property
     def token_count(self) -> int:
-        """The number of tokens; without a tokenizer, an estimate."""
+        """The number of tokens; without a tokenizer, or with media, an estimate."""
         if self.token_ids is None:
             return -(-len(self.text) // _CHARS_PER_TOKEN)
-        return len(self.token_ids)
+        return len(self.token_ids) - (-self._rest_chars // _CHARS_PER_TOKEN)
+
+    @property
+    def affinity(self) -> bytes:
+        """What prompts that begin alike, and may share KV, have in common."""
+        if self.token_ids and not self._first_medium:
+            beginning = array("q", self.token_ids[:_AFFINITY_TOKENS]).tobytes()
+        else:
+            beginning = self.text[:_AFFINITY_CHARS].encode(errors="surrogatepass")
+        return self._apart() + beginning + self._first_medium.encode()
+
+    def lora(self, adapters: Mapping[str, str]) -> tuple[str, str] | None:
+        """Return (name, path) of the adapter that a replica which has ``adapters`` will use.
+
+        ``adapters`` gives paths by name; they are the replica's own, and part of its
+        keys. As vLLM 0.32 decides (``_maybe_get_adapters``): the model that is asked
+        for, else the only one that has the name of a kind of content.
+        """
+        if self.model is not None and self.model in adapters:
+            return self.model, adapters[self.model]
+        active = self.part_types & adapters.keys()
+        return next(((name, adapters[name]) for name in active), None) if len(active) == 1 else None
 
     def chain(
         self,
@@ -66,7 +106,8 @@ class Prompt:
     ) -> list[bytes]:
         """Return the keys of the prompt's full blocks; none where tokens are not known.
 
-        What has been hashed for this or another prompt before is not hashed
+        With media, of the blocks wholly before the first one. ``lora`` is the
+        replica's: see `lora`. What has been hashed for this or another prompt before is not hashed
         again. The list is shared between calls: do not change it.
         """
         if self.token_ids is None:
@@ -89,9 +130,11 @@ class Prompt:
     def text_chain(self) -> list[int]:
         """Return a chain of 64-bit keys, one for each full `TEXT_PIECE_CHARS` of the text.
 
-        Each stands for all of the text up to its end, and the salt.
+        Each stands for all of the text up to its end, the model and the salt. The
+        model is the name in the request, an adapter's or not: two names of one model
+        share nothing here.
         """
-        previous = xxhash.xxh3_64_digest((self.cache_salt or "").encode())
+        previous = xxhash.xxh3_64_digest(self._apart())
         keys: list[int] = []
         text = self.text
         for end in range(TEXT_PIECE_CHARS, len(text) + 1, TEXT_PIECE_CHARS):
@@ -99,6 +142,9 @@ class Prompt:
             previous = xxhash.xxh3_64_digest(previous + piece)
             keys.append(int.from_bytes(previous, "big"))
         return keys
+
+    def _apart(self) -> bytes:
+        return json.dumps([self.model, self.cache_salt, self.media_settings]).encode()
 
     def __repr__(self) -> str:
         kind = "exact" if self.exact else f"not exact: {self.doubt}"

@@ -32,6 +32,8 @@ class ServedModel:
     """The name that requests use."""
     root: str
     """Where it comes from: a directory or a name; the base model's for an adapter."""
+    adapter_path: str | None = None
+    """Where a LoRA adapter itself comes from, as the replica wrote it; None for a model."""
 
 
 class PromptSource:

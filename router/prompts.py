@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from router import anthropic, responses
+from router.bodies import Body
 from router.errors import BadRequest
 from router.messages import (
     CHAT,
@@ -20,8 +21,6 @@ from router.messages import (
     check_messages,
 )
 from router.templates import ChatTemplate, Message
-
-Body = Mapping[str, Any]
 
 # Settings of the rendering itself, which a request cannot give as template variables.
 # fmt: off

@@ -1,7 +1,8 @@
-"""One request from end to end: read, place, prefetch, forward, learn.
+"""One request from end to end: read, admit, prefetch, forward, learn.
 
-The in-flight `Ticket` is taken in `Proxy._try` and given back there, in one
-``finally``, whether the answer was passed on, cut, refused or not waited for.
+The in-flight `Ticket` comes from `Admission` to `Proxy._try` and is given back
+there, in one ``finally``, whether the answer was passed on, cut, refused or not
+waited for.
 """
 
 import asyncio
@@ -9,17 +10,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 from aiohttp import web
 
-from router.accept import Asked, parse, read_body, request_id
+from router.accept import Asked, max_wait_s, parse, read_body, request_id
+from router.admission import Admitted
+from router.admitting import Admission
+from router.assess import PromptKeyring
 from router.bindings import Bindings
 from router.config import RouterConfig
-from router.errors import ApiError, NoReplica, UpstreamFailed, UpstreamTimeout
+from router.errors import ApiError, NoReplica, RateLimited, UpstreamFailed, UpstreamTimeout
 from router.fleet import Fleet
 from router.policy import Decision
-from router.prefetch import Prefetcher, PrefetchOutcome
+from router.preparing import Preparation, Preparer
 from router.prompt_source import PromptSource
 from router.records import Cause, Exchange, FailedTry, Outcome, RequestRecord
 from router.relay import relay
@@ -49,8 +52,9 @@ class Proxy:
         config: RouterConfig,
         *,
         fleet: Fleet,
+        admission: Admission,
         prompts: PromptSource,
-        prefetcher: Prefetcher,
+        preparer: Preparer,
         upstream: Upstream,
         bindings: Bindings,
         sinks: Sinks,
@@ -58,8 +62,9 @@ class Proxy:
     ) -> None:
         self._config = config
         self._fleet = fleet
+        self._admission = admission
         self._prompts = prompts
-        self._prefetcher = prefetcher
+        self._preparer = preparer
         self._upstream = upstream
         self._bindings = bindings
         self._sinks = sinks
@@ -77,6 +82,8 @@ class Proxy:
         except ApiError as error:
             exchange.outcome = Outcome.REFUSED
             exchange.status, exchange.error = error.status, error.message
+            if isinstance(error, RateLimited):
+                exchange.rejected = error.cause
             raise
         except (asyncio.CancelledError, ConnectionResetError):
             # aiohttp cancels the handler when the client's connection is lost;
@@ -89,30 +96,33 @@ class Proxy:
     async def decide(self, asked: Asked) -> tuple[Prompt | None, Decision]:
         """Return where a request would go, without sending it or changing any state."""
         prompt = await self._read(asked)
-        return prompt, self._place(asked, prompt, ())
+        return prompt, self._place(asked, PromptKeyring(prompt), (), self._clock())
 
     async def _serve(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         body = await read_body(request, self._config.max_body_bytes)
         asked = parse(request.path, body, request.headers, self._config.sessions.header)
         exchange.model, exchange.session = asked.model, asked.session
-        began_s = self._clock()
-        prompt = await self._read(asked)
-        exchange.read_s = self._clock() - began_s
-        return await self._try_replicas(request, asked, prompt, exchange)
+        with self._preparer.early.turn(asked.session if asked.has_prompt else None):
+            began_s = self._clock()
+            prompt = await self._read(asked)
+            exchange.read_s = self._clock() - began_s
+            return await self._try_replicas(request, asked, prompt, exchange)
 
     async def _read(self, asked: Asked) -> Prompt | None:
         if not asked.has_prompt:
             return None
         return await self._prompts.reader_for(asked.model).read(asked.endpoint, dict(asked.fields))
 
-    def _place(self, asked: Asked, prompt: Prompt | None, exclude: tuple[str, ...]) -> Decision:
+    def _place(
+        self, asked: Asked, keyring: PromptKeyring, exclude: tuple[str, ...], now_s: float
+    ) -> Decision:
         return self._fleet.place(
-            prompt,
+            keyring,
             model=asked.model,
             session=asked.session,
             bound_to=self._bindings.replica_of(asked.previous_response_id),
             exclude=exclude,
-            now_s=self._clock(),
+            now_s=now_s,
         )
 
     async def _try_replicas(
@@ -121,43 +131,61 @@ class Proxy:
         """Try the best replica, then the next best, until one begins to answer."""
         failed: TryFailed | None = None
         for _ in range(self._config.retries + 1):
-            excluded = tuple(each.replica_id for each in exchange.failed_tries)
-            began_s = self._clock()
             try:
-                decision = self._place(asked, prompt, excluded)
+                return await self._try(request, asked, prompt, exchange)
+            except TryFailed as failure:
+                failed = failure
             except NoReplica:
                 if failed is None:
                     raise
                 break
-            exchange.place_s = self._clock() - began_s
-            try:
-                return await self._try(request, asked, decision, exchange)
-            except TryFailed as failure:
-                failed = failure
-                exchange.failed_tries.append(
-                    FailedTry(
-                        replica_id=decision.replica_id, cause=failure.cause, detail=failure.detail
-                    )
-                )
-                self._sinks.trouble(decision.replica_id, failure.cause)
         assert failed is not None
         return self._give_up(failed, exchange)
 
+    async def _admit(
+        self, request: web.Request, asked: Asked, prompt: Prompt | None, exchange: Exchange
+    ) -> Admitted:
+        """Wait until the request may go; a retry does not wait again.
+
+        Nor does what only one replica can answer, or what no replica computes a prompt for.
+        """
+        excluded = tuple(each.replica_id for each in exchange.failed_tries)
+        bound_to = self._bindings.replica_of(asked.previous_response_id)
+        keyring = PromptKeyring(prompt)
+
+        def place(now_s: float) -> Decision:
+            began_s = self._clock()
+            decision = self._place(asked, keyring, excluded, now_s)
+            exchange.place_s = self._clock() - began_s
+            return decision
+
+        return await self._admission.admit(
+            place,
+            at_once=bool(excluded) or bound_to is not None or prompt is None,
+            max_wait_s=max_wait_s(request.headers),
+        )
+
     async def _try(
-        self, request: web.Request, asked: Asked, decision: Decision, exchange: Exchange
+        self, request: web.Request, asked: Asked, prompt: Prompt | None, exchange: Exchange
     ) -> web.StreamResponse:
         """Send the request to one replica and pass its answer on.
 
         Raises `TryFailed` while another replica may still be asked.
         """
-        _note_decision(exchange, decision)
         reader = UsageReader()
         ok = False
-        # In flight from here, not from after the prefetch: a burst of the same
-        # prompt that comes while this one waits must see it.
-        ticket = self._fleet.start(decision, self._clock())
+        admitted = await self._admit(request, asked, prompt, exchange)
+        # In flight from there, not from after the prefetch: a burst of the same
+        # prompt that comes while this one waits must see it. Nothing may be
+        # awaited before the ``try``: a client that leaves then would leave the ticket.
+        decision, ticket = admitted.decision, admitted.ticket
         try:
-            prefetched = await self._prefetch(decision, exchange)
+            _note_admitted(exchange, admitted)
+            self._preparer.early.chosen(decision)
+            prepared = await self._preparer.prepare(decision)
+            _note_prepared(exchange, prepared)
+            if prepared.waited_s > 0:
+                ticket.sent(self._clock())
             async with self._upstream.open(
                 request.method,
                 decision.url + request.path_qs,
@@ -169,13 +197,17 @@ class Proxy:
                 ok = answer.status < 400
                 if ok:
                     ticket.first_byte(answer.began_s, streamed=answer.streamed)
+                    self._admission.wake()
                 return await relay(
                     request,
                     answer,
-                    extra_headers=_decision_headers(decision, prefetched, exchange),
+                    extra_headers=_decision_headers(decision, prepared, exchange),
                     reader=reader,
                     exchange=exchange,
                 )
+        except TryFailed as failure:
+            self._note_failure(exchange, decision.replica_id, failure)
+            raise
         finally:
             usage = reader.read()
             exchange.cached_tokens = usage.cached_tokens
@@ -186,22 +218,9 @@ class Proxy:
                 cached_tokens=usage.cached_tokens,
                 output_tokens=usage.output_tokens,
             )
+            self._admission.wake()
             if ok and usage.response_id is not None:
                 self._bindings.bind(usage.response_id, decision.replica_id)
-
-    async def _prefetch(self, decision: Decision, exchange: Exchange) -> PrefetchOutcome | None:
-        if not decision.prefetch_keys or not self._config.prefetch.enabled:
-            return None
-        outcome = await self._prefetcher.run(decision)
-        exchange.prefetch = _prefetch_text(outcome)
-        exchange.prefetch_wait_s = outcome.waited_s
-        exchange.prefetch_chunks = {
-            "promoted": outcome.promoted,
-            "pending": outcome.pending,
-            "missing": outcome.missing,
-        }
-        exchange.prefetch_bytes = outcome.promoted_bytes
-        return outcome
 
     def _headers(
         self, request: web.Request, decision: Decision, exchange: Exchange
@@ -210,6 +229,12 @@ class Proxy:
         return forwarded_headers(
             request.headers, request_id=exchange.request_id, api_key=replica.config.api_key
         )
+
+    def _note_failure(self, exchange: Exchange, replica_id: str, failure: TryFailed) -> None:
+        exchange.failed_tries.append(
+            FailedTry(replica_id=replica_id, cause=failure.cause, detail=failure.detail)
+        )
+        self._sinks.trouble(replica_id, failure.cause)
 
     def _give_up(self, failure: TryFailed, exchange: Exchange) -> web.Response:
         """Answer with the last replica's own refusal if it had one, else with ours."""
@@ -232,7 +257,9 @@ class Proxy:
         raise UpstreamFailed(f"every replica tried broke off before its first byte ({tried})")
 
 
-def _note_decision(exchange: Exchange, decision: Decision) -> None:
+def _note_admitted(exchange: Exchange, admitted: Admitted) -> None:
+    decision = admitted.decision
+    exchange.admission_wait_s = (exchange.admission_wait_s or 0.0) + admitted.waited_s
     exchange.replica_id = decision.replica_id
     exchange.reason = str(decision.reason)
     exchange.prompt_tokens = decision.prompt_tokens
@@ -240,8 +267,25 @@ def _note_decision(exchange: Exchange, decision: Decision) -> None:
     exchange.predicted_ttft_s = decision.predicted_ttft_s
 
 
+def _note_prepared(exchange: Exchange, prepared: Preparation) -> None:
+    prefetch, copy = prepared.prefetch, prepared.copy
+    if prefetch is not None or copy is not None:
+        exchange.prefetch_wait_s = prepared.waited_s
+    if prefetch is not None:
+        exchange.prefetch, exchange.prefetch_result = str(prefetch), prefetch.timing
+        exchange.prefetch_chunks = {
+            "promoted": prefetch.promoted,
+            "pending": prefetch.pending,
+            "missing": prefetch.missing,
+        }
+        exchange.prefetch_bytes = prefetch.promoted_bytes
+    if copy is not None:
+        exchange.copy, exchange.copy_result = str(copy), copy.timing
+        exchange.copy_bytes = copy.moved_bytes
+
+
 def _decision_headers(
-    decision: Decision, prefetched: PrefetchOutcome | None, exchange: Exchange
+    decision: Decision, prepared: Preparation, exchange: Exchange
 ) -> dict[str, str]:
     headers = {
         "x-request-id": exchange.request_id,
@@ -249,33 +293,9 @@ def _decision_headers(
         "x-warmroute-reason": str(decision.reason),
         "x-warmroute-prompt-tokens": str(decision.prompt_tokens),
         "x-warmroute-predicted-ttft-ms": f"{decision.predicted_ttft_s * 1000:.1f}",
+        "x-warmroute-held-ms": f"{(exchange.admission_wait_s or 0.0) * 1000:.1f}",
         "x-warmroute-retries": str(len(exchange.failed_tries)),
     }
     for tier in Tier:
         headers[f"x-warmroute-matched-{tier}"] = str(decision.matched_tokens.get(tier, 0))
-    if prefetched is not None:
-        headers["x-warmroute-prefetch"] = _prefetch_text(prefetched)
-    return headers
-
-
-def _prefetch_text(outcome: PrefetchOutcome) -> str:
-    return (
-        f"asked={outcome.asked};promoted={outcome.promoted};"
-        f"pending={outcome.pending};missing={outcome.missing}"
-    )
-
-
-def explanation(prompt: Prompt | None, decision: Decision) -> dict[str, Any]:
-    """Return a decision as JSON values, for ``POST /explain``."""
-    return {
-        "replica": decision.replica_id,
-        "url": decision.url,
-        "reason": str(decision.reason),
-        "prompt_tokens": decision.prompt_tokens,
-        "exact_tokens": prompt is not None and prompt.exact,
-        "matched_tokens": {str(tier): n for tier, n in decision.matched_tokens.items()},
-        "predicted_ttft_s": decision.predicted_ttft_s,
-        "prefetch_chunks": len(decision.prefetch_keys),
-        "expected_gain_s": decision.expected_gain_s,
-        "candidates": list(decision.candidates),
-    }
+    return headers | prepared.headers()

@@ -80,9 +80,22 @@ class RequestRecord:
     """Reading the prompt: template, tokens."""
     place_s: float | None
     """Deciding: keys, match, costs."""
+    admission_wait_s: float | None
+    """Until a replica could soon begin; the predicted TTFT counts from its end."""
+    rejected: str | None
+    """Why the router did not let it wait any longer, or at all: "full", "deadline"."""
     prefetch: str | None
     """Chunks resident/promoted/pending/missing, as in the response header."""
+    prefetch_result: str | None
+    """Whether all was there when the request was forwarded: a `router.prefetch.Timing`."""
+    copy: str | None
+    """KV from another replica, as in the response header."""
+    copy_result: str | None
+    """As ``prefetch_result``."""
+    copy_bytes: int
+    """Of a copy that was over when the request was forwarded."""
     prefetch_wait_s: float | None
+    """For the prefetch, the copy, or both."""
     prefetch_chunks: Mapping[str, int]
     """Chunks asked for, by what had become of them when the wait was over."""
     prefetch_bytes: int
@@ -116,7 +129,13 @@ class Exchange:
     output_tokens: int | None = None
     read_s: float | None = None
     place_s: float | None = None
+    admission_wait_s: float | None = None
+    rejected: str | None = None
     prefetch: str | None = None
+    prefetch_result: str | None = None
+    copy: str | None = None
+    copy_result: str | None = None
+    copy_bytes: int = 0
     prefetch_wait_s: float | None = None
     prefetch_chunks: Mapping[str, int] = field(default_factory=dict)
     prefetch_bytes: int = 0
@@ -146,7 +165,13 @@ class Exchange:
             output_tokens=self.output_tokens,
             read_s=self.read_s,
             place_s=self.place_s,
+            admission_wait_s=self.admission_wait_s,
+            rejected=self.rejected,
             prefetch=self.prefetch,
+            prefetch_result=self.prefetch_result,
+            copy=self.copy,
+            copy_result=self.copy_result,
+            copy_bytes=self.copy_bytes,
             prefetch_wait_s=self.prefetch_wait_s,
             prefetch_chunks=dict(self.prefetch_chunks),
             prefetch_bytes=self.prefetch_bytes,
@@ -178,6 +203,8 @@ def _line(record: RequestRecord) -> str:
         "cached_tokens": record.cached_tokens,
         "output_tokens": record.output_tokens,
         "prefetch": record.prefetch,
+        "copy": record.copy,
+        "held_ms": _ms(record.admission_wait_s or None),
         "ttft_ms": _ms(record.ttft_s),
         "predicted_ms": _ms(record.predicted_ttft_s),
         "total_ms": _ms(record.total_s),

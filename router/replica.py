@@ -12,7 +12,9 @@ from typing import Final
 
 from cacheengine.keys import HashScheme
 from router.config import RatesConfig, ReplicaConfig
-from router.costs import PrefillLine, Rates
+from router.costs import Rates
+from router.prediction_errors import PredictionErrors
+from router.prefill_line import PrefillLine
 
 
 class Tier(StrEnum):
@@ -88,6 +90,8 @@ class Replica:
     state: State = State.UNKNOWN
     models: frozenset[str] | None = None
     """Names that requests may use; None until it told."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Where it has its LoRA adapters from, by the names that requests use."""
     shape: KeyShape | None = None
     """None: its keys are not known, what it was sent is remembered by text."""
     shape_checked: bool = False
@@ -96,9 +100,19 @@ class Replica:
     """Why its keys cannot be known, for a person; None while nothing speaks against it."""
     incarnation: str | None = None
     """The agent's; None without one, or before it answered."""
+    transfer_port: int | None = None
+    """Where other replicas fetch its chunks, if it has an agent that lets them."""
+    layout: str = ""
+    """Fingerprint of its chunks: only replicas with equal ones can exchange them."""
+    no_copies_until_s: float = 0.0
+    """A copy from it has failed: it is left alone until then."""
     has_events: bool = False
     """Whether its KV events are being followed right now."""
+    fetching_until_s: float = 0.0
+    """When the KV that it was told to fetch will be there, as predicted: more comes after that."""
     line: PrefillLine = field(default_factory=PrefillLine)
+    errors: PredictionErrors = field(default_factory=PredictionErrors)
+    """Of its TTFTs."""
     waiting: int = 0
     """Requests sent whose first token has not come."""
     decoding: int = 0
@@ -124,6 +138,14 @@ class Replica:
     def has_agent(self) -> bool:
         """Whether an agent has told about it (and can be told to prefetch)."""
         return self.incarnation is not None
+
+    def can_give(self, now_s: float) -> bool:
+        """Whether other replicas can copy chunks from it."""
+        return self.transfer_port is not None and self.no_copies_until_s <= now_s
+
+    def fetch(self, seconds: float, now_s: float) -> None:
+        """Note that it was told to fetch KV, or gives some from its disk."""
+        self.fetching_until_s = max(self.fetching_until_s, now_s) + seconds
 
     def receive(self, signal: Signal) -> bool:
         """Move to the next state; return whether that is another one."""

@@ -30,8 +30,15 @@ class Ticket:
         self._streamed = False
         self._finished = False
         replica.waiting += 1
-        busy_s = replica.rates.cost(decision.plan.work).busy_s
-        self._line_token = replica.line.join(busy_s, now_s)
+        self._busy_s = replica.rates.cost(decision.plan.work).busy_s
+        self._line_token = replica.line.join(self._busy_s, now_s)
+
+    def sent(self, now_s: float) -> None:
+        """Note that the replica is asked only now: others may have been in the meantime."""
+        if self._finished or self._ttft_s is not None:
+            return
+        self._replica.line.give_up(self._line_token, now_s)
+        self._line_token = self._replica.line.join(self._busy_s, now_s)
 
     def first_byte(self, now_s: float, *, streamed: bool = True) -> None:
         """Note that the answer has begun; later calls change nothing.
@@ -45,7 +52,7 @@ class Ticket:
         self._streamed = streamed
         self._replica.waiting -= 1
         self._replica.decoding += 1
-        self._replica.line.leave(self._line_token, now_s)
+        self._replica.line.leave(self._line_token, now_s, just_now=streamed)
 
     def finish(
         self,
@@ -65,11 +72,15 @@ class Ticket:
         self._finished = True
         if self._ttft_s is None:
             self._replica.waiting -= 1
-            self._replica.line.leave(self._line_token, now_s)
+            self._replica.line.give_up(self._line_token, now_s)
             self._withdraw()
             return
         self._replica.decoding -= 1
         if ok and self._streamed:
+            # Whatever made the prediction wrong is counted, a match that was not
+            # there and rates not learned yet too; the rates learn from what is
+            # known by now.
+            self._replica.errors.note(self._decision.predicted_ttft_s, self._ttft_s)
             self._replica.rates.observe(self._work(cached_tokens), self._ttft_s)
 
     def _work(self, cached_tokens: int | None) -> Work:

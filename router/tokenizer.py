@@ -33,6 +33,12 @@ _OWN_RENDERING: Final = frozenset(
     {"gpt_oss", "deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k3", "inkling"}
 )
 
+# Models whose processors put media at the prompt's start, wherever they stand in the
+# conversation (``PromptInsertion`` in vLLM), or change the text before them.
+_MEDIA_AT_START: Final = frozenset(
+    {"blip-2", "clip", "colmodernvbert", "molmo", "molmo2", "openvla", "paligemma", "siglip"}
+)
+
 # Files of models that are not (only) text, or that have a tokenizer of another kind.
 _OTHER_PROCESSING: Final = (
     "preprocessor_config.json",
@@ -55,6 +61,8 @@ class Loaded:
     """Why a replica's tokens may differ, or None."""
     chat_doubt: str | None
     """Why a replica's rendering of chats may differ, or None."""
+    media_doubt: str | None = None
+    """Why media may stand elsewhere than in their messages, or None."""
 
 
 def load_directory(path: Path) -> Loaded:
@@ -94,12 +102,18 @@ def load_directory(path: Path) -> Loaded:
         templates=_templates(path, config),
         doubt=how.doubt or beside,
         chat_doubt=_chat_doubt(model),
+        media_doubt=_media_doubt(model),
     )
 
 
 def _chat_doubt(model: Mapping[str, Any]) -> str | None:
     kind = model.get("model_type")
     return f"vLLM renders {kind} in a way of its own" if kind in _OWN_RENDERING else None
+
+
+def _media_doubt(model: Mapping[str, Any]) -> str | None:
+    kind = model.get("model_type")
+    return f"{kind} has its media before the text" if kind in _MEDIA_AT_START else None
 
 
 def _read_json(path: Path) -> Json:

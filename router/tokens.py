@@ -1,30 +1,34 @@
 """A request's prompt: its tokens as the replica will see them, and their keys.
 
 Tokens are exact or not given out as exact. Where the replica may see others
-(an image, a template that comes with the request, state that only the replica
-has), `Prompt.exact` is false; where nothing is known, there are no tokens and
-the text itself is what prompts are compared by.
+(a template that comes with the request, state that only the replica has),
+`Prompt.exact` is false; where nothing is known, there are no tokens and the
+text itself is what prompts are compared by. Of a prompt with images, audio or
+video only the tokens before the first of them are known (`router.media`).
 """
 
 import asyncio
-import json
 import logging
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 import jinja2
 
+from router import bodies, media
+from router.bodies import Body
 from router.encoder import Encoder
-from router.errors import BadRequest, ConfigError
-from router.memo import Memo, MemoStats
-from router.messages import Unsupported, conversation
+from router.errors import ConfigError
+from router.memo import Memo, MemoStats, Piece
+from router.messages import Unsupported
+from router.messages import conversation as converse
 from router.probes import CHAT_PROBES, TEXT_PROBES
 from router.prompt import TEXT_PIECE_CHARS, Prompt
-from router.prompts import Body, ChatInput, PromptInput, TextInput, Truncation, read_input
-from router.templates import ChatTemplate, TemplateRefused
+from router.prompts import ChatInput, PromptInput, TextInput, Truncation, read_input
+from router.templates import ChatTemplate, Message, TemplateRefused
 from router.tokenizer import Loaded, load_directory
 from router.trust import Comparison, Trust, compare
 
@@ -35,8 +39,16 @@ _log = logging.getLogger(__name__)
 # A prompt with more characters than this is worked on outside the event loop.
 _INLINE_CHARS: Final = 8 * 1024
 
-# What a token id counts for in that.
-_CHARS_PER_TOKEN: Final = 4
+# So many tokens right before a medium are not relied on: they could be other ones
+# together with what the model's processor puts there (Gemma 3 joins newlines).
+_UNSURE_TOKENS: Final = 8
+
+# With fewer before the first medium, such a prompt is better remembered by its text:
+# that reaches past the medium.
+_FEWEST_TOKENS: Final = 256
+
+# Where a replica may choose an adapter by the kinds of content.
+_CHATS: Final = frozenset({"/v1/chat/completions", "/v1/messages"})
 
 
 class PromptReader:
@@ -61,6 +73,7 @@ class PromptReader:
         self._templates: dict[str, ChatTemplate] = {}
         self._doubt: str | None = None
         self._chat_doubt: str | None = None
+        self._media_doubt: str | None = None
         self.text_trust = self.chat_trust = Trust.DOUBTFUL
         if loaded is not None:
             self._use(loaded, chat_template)
@@ -97,19 +110,27 @@ class PromptReader:
 
         Long prompts are worked on in a thread, so that the loop goes on.
         """
-        if _roughly(body) <= _INLINE_CHARS:
+        if bodies.rough_chars(body) <= _INLINE_CHARS:
             return self.read_now(endpoint, body)
         return await asyncio.to_thread(self.read_now, endpoint, body)
 
     def read_now(self, endpoint: str, body: Body) -> Prompt:
         """Return the prompt, in this thread."""
-        salt = _salt(body) if endpoint != "/tokenize" else None
+        salt = bodies.cache_salt(body) if endpoint != "/tokenize" else None
+        messages = body.get("messages")
         try:
             given = read_input(endpoint, body, self._template)
+            if isinstance(given, ChatInput):
+                messages = given.messages
             prompt = self._read(given, trust=self._trust(given))
         except Unsupported as reason:
-            prompt = Prompt(text=_stand_in(body), memo=self.memo, doubt=str(reason))
+            prompt = Prompt(text=bodies.stand_in(body), memo=self.memo, doubt=str(reason))
+        model = body.get("model")
+        prompt.model = model if isinstance(model, str) else None
         prompt.cache_salt = salt
+        prompt.media_settings = bodies.media_settings(body)
+        if endpoint in _CHATS:
+            prompt.part_types = media.part_types(messages)
         return prompt
 
     async def verify(
@@ -163,6 +184,7 @@ class PromptReader:
         self._templates = {name: _compiled(name, source) for name, source in sources.items()}
         self._doubt = loaded.doubt
         self._chat_doubt = loaded.chat_doubt
+        self._media_doubt = loaded.media_doubt
         self.text_trust = Trust.PROVEN if loaded.doubt is None else Trust.DOUBTFUL
         self.chat_trust = self.text_trust
         if loaded.chat_doubt is not None:
@@ -184,7 +206,13 @@ class PromptReader:
         if isinstance(given, TextInput) and isinstance(given.prompt, list):
             return self._of_ids(given, given.prompt)
         if isinstance(given, ChatInput) and self._encoder is not None:
-            text = self._rendered(given)
+            shown = media.show_as_text(given.messages)
+            given = replace(given, messages=shown.messages)
+            text, conversation = self._rendered(given)
+            if shown.modality_of:
+                return self._with_media(
+                    self._encoder, given, trust, text=text, conversation=conversation, shown=shown
+                )
         elif isinstance(given, TextInput) and isinstance(given.prompt, str):
             text = given.prompt
         else:
@@ -192,19 +220,25 @@ class PromptReader:
         if self._encoder is None:
             return Prompt(text=text, memo=self.memo, doubt="there is no tokenizer")
         if trust is Trust.REFUTED:
-            reason = self._chat_doubt or "a replica gave other tokens for the probes"
-            return Prompt(text=text, memo=self.memo, doubt=reason)
+            return Prompt(text=text, memo=self.memo, doubt=self._refuted())
         return self._tokenized(self._encoder, text, given, trust)
 
-    def _rendered(self, given: ChatInput) -> str:
+    def _refuted(self) -> str:
+        return self._chat_doubt or "a replica gave other tokens for the probes"
+
+    def _rendered(
+        self, given: ChatInput, conversation: Sequence[Message] | None = None
+    ) -> tuple[str, Sequence[Message]]:
+        """Return the prompt's text, and the conversation that the template got."""
         template = self._template(given.tools is not None)
         if template is None:
             raise Unsupported("the model has no chat template")
-        messages = conversation(given.messages, template.content_format, given.dialect)
+        if conversation is None:
+            conversation = converse(given.messages, template.content_format, given.dialect)
         variables = {**self._special_tokens, **given.variables}
         try:
-            return template.render(
-                messages,
+            text = template.render(
+                conversation,
                 tools=given.tools,
                 documents=variables.pop("documents", None),
                 add_generation_prompt=variables.pop("add_generation_prompt", False),
@@ -213,6 +247,48 @@ class PromptReader:
             )
         except TemplateRefused as error:
             raise Unsupported(str(error)) from error
+        return text, conversation
+
+    def _with_media(
+        self,
+        encoder: Encoder,
+        given: ChatInput,
+        trust: Trust,
+        *,
+        text: str,
+        conversation: Sequence[Message],
+        shown: media.Shown,
+    ) -> Prompt:
+        """Return a prompt whose tokens end before its first medium."""
+        doubt = self._no_start(encoder, given, trust, shown)
+        start = ""
+        if doubt is None:
+            doubt = "what stands from the first medium on has no keys that could be known"
+            real, _ = self._rendered(given, media.put_back(conversation, shown))
+            start = media.start_before_media(text, real)
+        pieces, ids = _without_end(_encoded(encoder, start, given), _UNSURE_TOKENS)
+        return Prompt(
+            text=text,
+            memo=self.memo,
+            token_ids=ids if len(ids) >= _FEWEST_TOKENS else None,
+            pieces=pieces,
+            doubt=doubt,
+            first_medium=next(iter(shown.modality_of)),
+            rest_chars=len(text) - len(start),
+        )
+
+    def _no_start(
+        self, encoder: Encoder, given: ChatInput, trust: Trust, shown: media.Shown
+    ) -> str | None:
+        """Return why not even the tokens before the first medium are known, None if they are."""
+        if trust is Trust.REFUTED:
+            return self._refuted()
+        if given.truncation is not None:
+            return "how much is kept of a prompt with media is not known"
+        texts = list(media.texts_of([shown.until_first, given.tools, given.variables]))
+        if media.may_hold_placeholder(texts) or any(map(encoder.holds_special, texts)):
+            return "the model's processor may take a text for the place of a medium"
+        return self._media_doubt
 
     def _of_ids(self, given: TextInput, prompt: list[int]) -> Prompt:
         ids, cut = self._truncated(prompt, given.truncation)
@@ -222,10 +298,7 @@ class PromptReader:
         )
 
     def _tokenized(self, encoder: Encoder, text: str, given: PromptInput, trust: Trust) -> Prompt:
-        try:
-            pieces = encoder.encode(text, add_special_tokens=given.add_special_tokens)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise Unsupported(f"the text is not Unicode ({error})") from error
+        pieces = _encoded(encoder, text, given)
         every = array("I")
         for piece in pieces:
             every.extend(piece.ids)
@@ -274,36 +347,22 @@ def _compiled(name: str, source: str) -> ChatTemplate:
         ) from error
 
 
-def _salt(body: Body) -> str | None:
-    salt = body.get("cache_salt")
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise BadRequest("'cache_salt' must be a string that is not empty", param="cache_salt")
-    return salt
+def _encoded(encoder: Encoder, text: str, given: TextInput | ChatInput) -> list[Piece]:
+    try:
+        return encoder.encode(text, add_special_tokens=given.add_special_tokens)
+    except (UnicodeEncodeError, TypeError) as error:
+        raise Unsupported(f"the text is not Unicode ({error})") from error
 
 
-def _roughly(body: Body) -> int:
-    """Return about how many characters of prompt a body has."""
-    size = 0
-    for key in ("messages", "input", "prompt", "system", "tools"):
-        waiting = [body.get(key)]
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, str):
-                size += len(value)
-            elif isinstance(value, dict):
-                waiting.extend(value.values())
-            elif isinstance(value, list):
-                if value and isinstance(value[0], int):
-                    size += _CHARS_PER_TOKEN * len(value)
-                else:
-                    waiting.extend(value)
-    return size
-
-
-def _stand_in(body: Body) -> str:
-    """Return a text that begins alike for requests whose prompts begin alike."""
-    lines: list[Any] = [body.get(key) for key in ("tools", "instructions", "system")]
-    for key in ("messages", "input", "prompt"):
-        value = body.get(key)
-        lines += value if isinstance(value, list) else [value]
-    return "\n".join(json.dumps(line, ensure_ascii=False) for line in lines if line is not None)
+def _without_end(pieces: Sequence[Piece], tokens: int) -> tuple[list[Piece], list[int]]:
+    """Return pieces, and their tokens but the last ones; pieces that hold of those are left out."""
+    every = [token for piece in pieces for token in piece.ids]
+    ids = every[: max(0, len(every) - tokens)]
+    whole: list[Piece] = []
+    count = 0
+    for piece in pieces:
+        count += len(piece.ids)
+        if count > len(ids):
+            break
+        whole.append(piece)
+    return whole, ids

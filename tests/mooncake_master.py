@@ -1,7 +1,6 @@
 """A real mooncake_master for tests, on ports of its own, ended with its test."""
 
 import importlib.util
-import signal
 import socket
 import subprocess
 import sys
@@ -10,67 +9,36 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cacheengine.launch import free_ports
-from tests.cacheengine.building import wait_until
+from tests.processes import ServerProcess
 from tests.servers import missing
 
 
-class MooncakeMaster:
+class MooncakeMaster(ServerProcess):
     """A master that keeps everything in memory; what is stored lies in its clients."""
 
     def __init__(self, directory: Path, *options: str) -> None:
+        super().__init__(directory / "mooncake_master.log")
         self._directory = directory
         self._options = options
-        self._process: subprocess.Popen[bytes] | None = None
         self.port, self._metrics_port = free_ports(2)
-        self.log = directory / "mooncake_master.log"
 
     @property
     def url(self) -> str:
         """Its ``remote_url``."""
         return f"mooncakestore://127.0.0.1:{self.port}/"
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it was started, and not killed since."""
-        return self._process is not None
-
     def start(self) -> None:
         """Start it, anew and empty; return when it accepts connections."""
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(_program(), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"),
-                    *(f"--metrics_port={self._metrics_port}", "--metrics_host=127.0.0.1"),
-                    *self._options,
-                ],
-                cwd=self._directory,
-                stdout=log,
-                stderr=log,
-            )
-        wait_until(self._accepts)
+        command = [
+            *(_program(), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"),
+            *(f"--metrics_port={self._metrics_port}", "--metrics_host=127.0.0.1"),
+            *self._options,
+        ]
+        self.run(command, self._accepts, directory=self._directory)
 
     def _accepts(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, self.log.read_text()[-2000:]
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def kill(self) -> None:
-        """End it as a crash does. Idempotent."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let it keep its connections and do nothing."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._process.send_signal(signal.SIGCONT)
 
 
 @contextmanager

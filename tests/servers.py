@@ -7,7 +7,6 @@ environment it fails it. `tools.servers` installs what is missing.
 import importlib.util
 import os
 import shutil
-import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ import pytest
 from cacheengine.launch import free_ports
 from cacheengine.tiers.stores.channels import Deadline, PlainChannel
 from cacheengine.tiers.stores.resp import Conversation, command
-from tests.cacheengine.building import wait_until
+from tests.processes import ServerProcess
 
 
 @dataclass(frozen=True)
@@ -65,18 +64,17 @@ PATIENT = "timeout_s=60&connect_timeout_s=60"
 """Options of a URL for tests that wait for no deadline, on machines that are busy."""
 
 
-class RedisProcess:
+class RedisProcess(ServerProcess):
     """One server that keeps everything in memory, in a directory of its own."""
 
     def __init__(self, program: Program, directory: Path, *options: str, tls: bool = False) -> None:
+        super().__init__(directory / "log")
         self._program = program
         self._directory = directory
         self._options = options
-        self._process: subprocess.Popen[bytes] | None = None
         self._port_option = "--tls-port" if tls else "--port"
         (self.port,) = free_ports(1)
         self.socket_path = str(directory / "s")
-        self.log = directory / "log"
 
     @property
     def url(self) -> str:
@@ -88,18 +86,10 @@ class RedisProcess:
         common = ["--bind", "127.0.0.1", "--save", "", "--dir", str(self._directory)]
         common += ["--unixsocket", self.socket_path]
         ports = ["--port", "0", self._port_option, str(self.port)]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [self._program.name, *common, *ports, *self._options],
-                executable=self._program.path,
-                stdout=log,
-                stderr=log,
-            )
-        wait_until(self._answers)
+        command = [self._program.name, *common, *ports, *self._options]
+        self.run(command, self._answers, executable=self._program.path)
 
     def _answers(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, self.log.read_text()[-2000:]
         try:
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(self.socket_path)
@@ -117,25 +107,6 @@ class RedisProcess:
             talk = Conversation(PlainChannel(connected), deadline, drain_bytes_s=1e6)
             talk.send([command(*words)])
             assert connected.recv(1) != b"-", words
-
-    def kill(self) -> None:
-        """End it as a crash does. Idempotent."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let it keep its connections and do nothing."""
-        process = self._process
-        assert process is not None
-        process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            # Unheard if it was killed meanwhile.
-            process.send_signal(signal.SIGCONT)
 
 
 @contextmanager

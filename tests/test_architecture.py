@@ -19,8 +19,10 @@ ROUTER_LAYERS = (
     ("up", "serve", "explain", "processes"),
     ("app",),
     ("api", "proxy", "health", "controller", "metrics"),
+    ("admitting",),
+    ("admission",),
     ("policy", "upstream", "prefetch", "feeds", "fleet"),
-    ("prefix_index", "sessions", "tokens"),
+    ("prefix_index", "holders", "matches", "sessions", "tokens"),
     ("replica", "config", "errors"),
 )
 
@@ -36,9 +38,20 @@ ENGINE_LAYERS = (
 
 PURE = (
     "router.policy",
+    "router.placement",
+    "router.assess",
+    "router.roster",
+    "router.waiting_line",
+    "router.admission",
     "router.costs",
+    "router.prediction_errors",
+    "router.prefill_line",
     "router.prefix_index",
+    "router.holders",
+    "router.matches",
     "router.sessions",
+    "router.session_chains",
+    "router.rhythm",
     "router.fleet",
     "router.controller_registry",
     "cacheengine.index",

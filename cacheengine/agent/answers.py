@@ -71,10 +71,10 @@ def number(request: web.Request, name: str, kind: type[_T], *, default: _T) -> _
     return value
 
 
-def seconds(name: str, value: float, *, most: float = 3600.0) -> float:
+def seconds(name: str, value: float, *, least: float = 0.0, most: float = 3600.0) -> float:
     """Return a number of seconds; raise `BadCallError` if it is out of range."""
-    if not 0 <= value <= most:
-        raise BadCallError(f"'{name}' is {value}; give seconds from 0 to {most:g}")
+    if not least <= value <= most:
+        raise BadCallError(f"'{name}' is {value}; give seconds from {least:g} to {most:g}")
     return value
 
 

@@ -18,10 +18,12 @@ class Move:
     source: PeerAgent
     address: tuple[str, int] | None
     """Where the source's chunks are fetched; None if the source is this replica."""
-    old_tier: wire.TierName
+    old_tier: wire.TierName | None
+    """None in a copy that takes what any tier holds."""
     new_tier: wire.TierName
     copy: bool
     pin_s: float
+    stall_s: float
     fetch: Fetch | None = None
     """While it runs and after: its counts are live."""
     held_chunks: int = 0

@@ -66,6 +66,8 @@ class Moves:
         cannot be asked, `TooMuchError` when too many moves are running.
         """
         self._check_tier(request.tier, "this replica", self._engine.tier_info())
+        if request.source.tier is None and not request.copy:
+            raise BadCallError("name the 'tier' of the source that is to lose the chunks, or copy")
         self._check_room()
         source = PeerAgent(self._session, request.source.agent_url)
         info = await source.info()
@@ -82,6 +84,7 @@ class Moves:
             new_tier=request.tier,
             copy=request.copy,
             pin_s=request.pin_s,
+            stall_s=request.stall_s,
         )
         self._remember(move)
         task = asyncio.create_task(self._run(move))
@@ -119,7 +122,8 @@ class Moves:
         self, request: wire.MoveRequest, info: wire.InstanceInfo
     ) -> tuple[str, int] | None:
         """Return where the source's chunks are fetched; None if they are here already."""
-        self._check_tier(request.source.tier, f"the source, {info.instance_id},", info.tiers)
+        if request.source.tier is not None:
+            self._check_tier(request.source.tier, f"the source, {info.instance_id},", info.tiers)
         if info.incarnation == self._engine.incarnation:
             if request.source.tier == request.tier:
                 raise BadCallError(f"from and to the {request.tier} tier of the same replica")
@@ -180,6 +184,7 @@ class Moves:
                 self._meter,
                 tier=move.new_tier,
                 pin_s=move.pin_s,
+                timeout_s=move.stall_s,
             )
             loop = asyncio.get_running_loop()
             fetched = await loop.run_in_executor(self._threads, move.fetch.run)
@@ -213,7 +218,7 @@ class Moves:
     async def _drop_at_source(self, move: Move) -> None:
         """Have the source drop exactly what is here now."""
         keys = move.keys[: move.held_chunks]
-        if not keys:
+        if not keys or move.old_tier is None:
             return
         try:
             if move.address is None:

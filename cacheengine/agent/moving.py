@@ -1,5 +1,7 @@
 """What the agent is asked about moves into its replica."""
 
+from typing import Final
+
 from aiohttp import web
 
 from cacheengine import wire
@@ -8,6 +10,8 @@ from cacheengine.agent.identity import AgentIdentity
 from cacheengine.agent.moves import Moves
 from cacheengine.agent.prompts import Prompts
 from cacheengine.agent.waiting import MAX_WAIT_S, wait_for_event
+
+_LEAST_STALL_S: Final = 0.1
 
 
 class Moving:
@@ -26,6 +30,7 @@ class Moving:
         """Begin a move into this replica."""
         call = await decode(request, wire.MoveRequest)
         seconds("pin_s", call.pin_s)
+        seconds("stall_s", call.stall_s, least=_LEAST_STALL_S)
         move = await self._moves.begin(call, self._prompts.some_keys_of(call))
         num_tokens = len(move.keys) * self._identity.chunk_tokens
         return as_json(wire.MoveReply(event_id=move.event_id, num_tokens=num_tokens))

@@ -40,8 +40,8 @@ class PeerAgent:
         body = await call(self._session, "GET", f"{self._base_url}/info")
         return self._decoded(body, wire.InstanceInfo)
 
-    async def lookup(self, keys: list[bytes], tier: wire.TierName) -> wire.LookupReply:
-        """Return how much of a prefix its tier holds."""
+    async def lookup(self, keys: list[bytes], tier: wire.TierName | None) -> wire.LookupReply:
+        """Return how much of a prefix its tier holds, or all of its tiers together."""
         request = wire.LookupRequest(keys=[key.hex() for key in keys], tier=tier)
         body = await call(self._session, "POST", f"{self._base_url}/lookup", request)
         return self._decoded(body, wire.LookupReply)

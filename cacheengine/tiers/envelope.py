@@ -23,7 +23,6 @@ _FIELDS: Final = struct.Struct("<8sHHIQQ")
 """Magic, version, serde code, header bytes, payload bytes, encoded bytes."""
 _CHECKSUM_BYTES: Final = 16
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM_BYTES
-_PIECE_BYTES: Final = 512 * 1024
 
 
 class Envelope:
@@ -60,7 +59,5 @@ class Envelope:
         checksum = xxhash.xxh3_128(fields)
         checksum.update(self._prefix.encode() + len(key).to_bytes(2, "little") + key)
         for part in encoded:
-            # In pieces: xxhash does not release the interpreter lock.
-            for start in range(0, len(part), _PIECE_BYTES):
-                checksum.update(part[start : start + _PIECE_BYTES])
+            checksum.update(part)
         return fields + checksum.digest()

@@ -33,14 +33,22 @@ class Arrivals:
     ``tier`` "cpu" what has arrived is held until `close`, so that the end of
     a long prefix does not evict its beginning. For a lower tier the engine
     writes it there as it does with all that is stored; windows then follow
-    each other only as fast as that goes. Thread-safe.
+    each other only as fast as that goes. ``prefetched``: a request is to use
+    them, and it counts if none does. Thread-safe.
     """
 
     def __init__(
-        self, engine: CacheEngine, keys: Sequence[bytes], *, tier: str, window_chunks: int
+        self,
+        engine: CacheEngine,
+        keys: Sequence[bytes],
+        *,
+        tier: str,
+        window_chunks: int,
+        prefetched: bool = False,
     ) -> None:
         self._engine = engine
         self._tier = tier
+        self._prefetched = prefetched
         self._window_chunks = window_chunks
         # Guards all below: the connections of one transfer share it.
         self._lock = threading.Lock()
@@ -92,7 +100,7 @@ class Arrivals:
         if lost:
             self._engine.complete_store(lost, success=False)
         if arrived:
-            self._engine.complete_store(arrived)
+            self._engine.complete_store(arrived, prefetched=self._prefetched)
         if self._tier == "cpu":
             # One that was evicted or cleared in between is simply not held.
             held = [key for key in arrived if self._engine.try_hold(key) is not None]

@@ -77,7 +77,11 @@ class Fetch:
         self._gets_ahead = _GETS_AHEAD if tier == "cpu" else 1
         held_before = len(engine.match(keys)) if tier == "cpu" else engine.held_in(keys, tier)
         self._arrivals = Arrivals(
-            engine, self._keys[held_before:], tier=tier, window_chunks=self._window_chunks()
+            engine,
+            self._keys[held_before:],
+            tier=tier,
+            window_chunks=self._window_chunks(),
+            prefetched=tier == "cpu" and pin_s > 0,
         )
         # Guards the three below: connections are opened while `cancel` shuts
         # those there are, and each notes how it ended.

@@ -26,9 +26,6 @@ class HalvingSerde(Serde):
     name = "halving"
     is_exact = False
 
-    def max_encoded_bytes(self, payload_bytes: int) -> int:
-        return payload_bytes
-
     def encode(self, payload: memoryview) -> Sequence[bytes]:
         return [bytes(payload[1::2])]
 

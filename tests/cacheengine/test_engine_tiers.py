@@ -159,6 +159,27 @@ def test_a_pin_ends_with_its_use(make_bench: MakeBench, tier: ScriptedTier) -> N
     assert bench.engine.stats().prefetch_unused_bytes == 0
 
 
+def test_what_was_promoted_in_vain_is_counted_once(
+    make_bench: MakeBench, tier: ScriptedTier
+) -> None:
+    """When its pin ends, be it used later or evicted; what lay in the pool cost nothing."""
+    bench = _on_disk(make_bench, tier, 1, 2, 3, slots=6)
+    bench.store(keys(4))
+    bench.promote(keys(1, 2, 3, 4), pin_s=10)
+    bench.engine.hold(keys(1))
+    bench.engine.release(keys(1))
+    bench.engine.clear(["cpu"], keys(2))
+    assert bench.engine.stats().prefetch_unused_chunks == 1
+    bench.clock.advance(10.1)
+    assert bench.engine.expire_pins() == 2
+    bench.engine.hold(keys(3))
+    bench.engine.release(keys(3))
+    bench.store(keys(5, 6, 7, 8, 9, 10))
+    stats = bench.engine.stats()
+    assert stats.prefetch_unused_chunks == 2
+    assert stats.prefetch_unused_bytes == 2 * bench.pool.slot_bytes
+
+
 @pytest.mark.parametrize("outcome", [GetOutcome.DAMAGED, GetOutcome.FAILED, GetOutcome.MISSING])
 def test_a_read_that_fails_is_a_miss_from_then_on(
     make_bench: MakeBench, tier: ScriptedTier, outcome: GetOutcome

@@ -1,7 +1,7 @@
 """Moves between two replicas in one process: real engines, agents, sockets and disks."""
 
 import asyncio
-import dataclasses
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,65 +13,26 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from cacheengine import wire
-from cacheengine.agent import Agent, AgentIdentity
 from cacheengine.agent import moves as moving
-from cacheengine.config import EngineConfig
+from cacheengine.engine import Presence
 from cacheengine.keys import HashScheme, chunk_keys
 from cacheengine.tiers.base import PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
-from cacheengine.transfer.server import TransferServer
 from cacheengine.transfer.stats import TransferMeter
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier
+from tests.cacheengine.whole_replica import WholeReplica, identity
 
 TOKENS = list(range(256 * 20 + 100))
 PREFIX = chunk_keys(HashScheme("sha256", "seed").chain(TOKENS, 16), 16)
 NUM_TOKENS = 256 * 20
 
 
-def identity(name: str) -> AgentIdentity:
-    return AgentIdentity(
-        instance_id=name,
-        model="m",
-        hash_algorithm="sha256",
-        hash_seed="seed",
-        block_tokens=16,
-        chunk_tokens=256,
-        chunk_bytes=CHUNK_BYTES,
-    )
-
-
-class Replica:
-    """An engine with its agent and its transfer server, as `WarmrouteSpec` puts them together."""
-
-    def __init__(self, name: str, bench: Bench) -> None:
-        self.bench = bench
-        self.meter = TransferMeter()
-        self.server = TransferServer(bench.engine, ("127.0.0.1", 0), self.meter)
-        self.server.start()
-        assert self.server.address is not None
-        named = dataclasses.replace(identity(name), transfer_port=self.server.address[1])
-        port = EngineConfig(lmcache_worker_port=0)
-        self.agent = Agent(bench.engine, named, port, self.meter)
-        self.agent.start()
-        assert self.agent.address is not None
-        self.url = "http://{}:{}".format(*self.agent.address)
-        self.address = "{}:{}".format(*self.server.address)
-
-    def stop(self) -> None:
-        self.agent.stop()
-        self.server.stop()
-        self.bench.engine.expire_pins()
-        assert self.held() == 0
-        self.bench.engine.check()
-
-    def held(self) -> int:
-        self.bench.clock.advance(3600)
-        self.bench.finish_puts()
-        return self.bench.engine.stats().cpu_held_bytes
+class Replica(WholeReplica):
+    """One that says how much of the prefix it holds."""
 
     def holds(self, tier: str = "cpu") -> int:
         return self.bench.engine.held_in(PREFIX, tier)
@@ -186,6 +147,53 @@ async def test_only_what_the_sources_tier_holds_is_moved(fleet: Fleet) -> None:
     ended = await fleet.status(begun["event_id"])
     assert (ended["state"], ended["asked_chunks"], ended["arrived_chunks"]) == ("done", 8, 8)
     assert fleet.second.holds() == 8
+
+
+async def test_a_copy_takes_what_the_sources_tiers_hold_together(fleet: Fleet) -> None:
+    fleet.first.bench.engine.clear(["cpu"], PREFIX[4:8])
+    fleet.first.bench.engine.clear(["disk"], PREFIX[:2])
+    fleet.first.bench.engine.clear(["disk"], PREFIX[12:])
+    ended = await fleet.move(copy=True, old=None)
+    assert (ended["state"], ended["asked_chunks"], ended["arrived_chunks"]) == ("done", 20, 20)
+    assert fleet.second.bench.has_right_bytes(PREFIX)
+    refused = await fleet.begin(400, old=None)
+    assert "name the 'tier' of the source that is to lose the chunks" in refused["error"]
+
+
+async def test_a_part_of_a_prefix_is_copied_behind_what_the_destination_holds(
+    fleet: Fleet,
+) -> None:
+    """The source need not hold the beginning."""
+    fleet.first.bench.engine.clear(keys=PREFIX[:8])
+    fleet.second.bench.store(PREFIX[:10])
+    ended = await fleet.move(
+        copy=True, old=None, tokens=None, keys=[key.hex() for key in PREFIX[10:]]
+    )
+    assert (ended["state"], ended["arrived_chunks"]) == ("done", 10)
+    assert fleet.second.bench.has_right_bytes(PREFIX)
+
+
+async def test_copies_that_nobody_used_are_counted(fleet: Fleet) -> None:
+    await fleet.move(copy=True, pin_s=10)
+    engine = fleet.second.bench.engine
+    engine.hold(PREFIX[:5])
+    engine.release(PREFIX[:5])
+    assert engine.stats().prefetch_unused_chunks == 0
+    fleet.second.bench.clock.advance(10.1)
+    assert engine.expire_pins() == 15
+    stats = engine.stats()
+    assert stats.prefetch_unused_chunks == 15
+    assert stats.prefetch_unused_bytes == 15 * CHUNK_BYTES
+    async with fleet.session.get(f"{fleet.second.url}/metrics") as response:
+        metrics = await response.text()
+    assert "warmroute_engine_prefetch_unused_chunks_total 15.0" in metrics
+
+
+async def test_an_operators_copy_is_not_in_vain(fleet: Fleet) -> None:
+    """Without a pin it waits for no request."""
+    await fleet.move(copy=True)
+    fleet.second.bench.engine.clear()
+    assert fleet.second.bench.engine.stats().prefetch_unused_chunks == 0
 
 
 async def test_nothing_to_move_is_done_at_once(fleet: Fleet) -> None:
@@ -313,6 +321,7 @@ async def test_other_puts_do_not_keep_a_move_running(
         ({"keys": ["aa"]}, 400, "give either 'tokens' or 'keys'"),
         ({"tokens": None, "keys": ["aa"]}, 400, "digests of 32 bytes"),
         ({"pin_s": -1}, 400, "give seconds from 0"),
+        ({"stall_s": 0}, 400, "'stall_s' is 0.0; give seconds from 0.1 to 3600"),
         ({"source": {"transfer_address": "nowhere"}}, 400, "'transfer_address': 'nowhere'"),
         ({"source": {"agent_url": "http://127.0.0.1:1"}}, 502, "http://127.0.0.1:1/info: "),
         ({"source": {"agent_url": "nonsense"}}, 502, "nonsense/info"),
@@ -357,9 +366,11 @@ async def test_moves_are_bounded_and_end_with_the_agent(
     started = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def hangs(channel: Channel, key: bytes, view: memoryview) -> None:
+    gate = threading.Event()
+
+    def hangs(*args: Any) -> None:
         loop.call_soon_threadsafe(started.set)
-        channel.receive(1)  # nothing comes until the other side closes
+        gate.wait()
 
     monkeypatch.setattr(protocol, "send_chunk", hangs)
     begun = [await fleet.begin() for _ in range(moving.MAX_RUNNING)]
@@ -371,7 +382,22 @@ async def test_moves_are_bounded_and_end_with_the_agent(
     assert (status["state"], status["arrived_chunks"]) == ("running", 0)
     async with asyncio.timeout(20):
         await asyncio.to_thread(fleet.second.agent.stop)
+    gate.set()
     assert fleet.first.holds() == 20
+
+
+async def test_a_source_that_hangs_is_given_up(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was on the way is a miss again: nobody must wait for it."""
+    gate = threading.Event()
+    monkeypatch.setattr(protocol, "send_chunk", lambda *args: gate.wait())
+    async with asyncio.timeout(15):
+        ended = await fleet.move(copy=True, stall_s=0.2)
+    gate.set()
+    assert (ended["state"], ended["moved_bytes"]) == ("failed", 0)
+    assert "within 0.2 s" in ended["error"]
+    assert fleet.second.bench.engine.lookup(PREFIX[0]) is Presence.MISS
 
 
 async def test_the_latest_moves_are_remembered(fleet: Fleet) -> None:

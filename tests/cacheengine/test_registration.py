@@ -18,7 +18,7 @@ from cacheengine.agent.registration import Registrar
 from cacheengine.config import EngineConfig
 from tests.cacheengine.building import wait_until
 from tests.cacheengine.conftest import MakeBench
-from tests.cacheengine.test_moves import identity
+from tests.cacheengine.whole_replica import identity
 
 REGISTRATION = wire.Registration(
     instance_id="one",

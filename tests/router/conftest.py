@@ -14,6 +14,7 @@ from blockbuster import blockbuster_ctx
 from router.app import PARTS, Parts, create_app
 from router.config import ReplicaConfig, RouterConfig, TimeoutsConfig
 from router.records import RequestRecord
+from tests.cacheengine.conftest import make_bench  # noqa: F401  (a fixture)
 from tests.router.scripted import Scripted, scripted
 
 

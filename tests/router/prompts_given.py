@@ -1,11 +1,11 @@
 """A prompt of given tokens or text, for tests of placing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
-from cacheengine.keys import HashScheme
+from cacheengine.keys import HashScheme, prompt_extra_keys
 
 
 @dataclass
@@ -19,8 +19,19 @@ class GivenPrompt:
     def token_count(self) -> int:
         return len(self.text) // 4 if self.token_ids is None else len(self.token_ids)
 
-    def chain(self, scheme: HashScheme, block_tokens: int) -> list[bytes]:
-        return scheme.chain(self.token_ids or [], block_tokens)
+    @property
+    def affinity(self) -> bytes:
+        return str((self.token_ids or self.text)[:256]).encode()
+
+    def lora(self, adapters: Mapping[str, str]) -> tuple[str, str] | None:
+        return None
+
+    def chain(
+        self, scheme: HashScheme, block_tokens: int, *, lora: tuple[str, str] | None = None
+    ) -> list[bytes]:
+        every, first = prompt_extra_keys(lora=lora)
+        ids = self.token_ids or []
+        return scheme.chain(ids, block_tokens, extra_keys=every, first_extra_keys=first)
 
     def text_chain(self) -> list[int]:
         return [

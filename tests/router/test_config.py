@@ -99,6 +99,7 @@ def test_a_secret_is_not_printed(tmp_path: Path) -> None:
         ),
         (ONE + "timeouts: {connect_s: 0}", "timeouts.connect_s: 0.0 is out of range; it must be"),
         (ONE + "timeouts: {connect_s: .inf}", "timeouts.connect_s: inf is not a finite number"),
+        (ONE + "admission: {ageing: 0}", "admission.ageing: 0.0 is out of range; it must be above"),
         (ONE + "timeouts: 5", "timeouts: expected settings, got 5; write 'key: value' lines"),
         (
             ONE + "prefetch: {enabled: 'yes'}",

@@ -241,6 +241,22 @@ def test_a_ticket_releases_once_on_every_path() -> None:
     assert replica.line.queue_s(2.0) == 0.0
 
 
+def test_who_is_sent_later_stands_behind_those_sent_before() -> None:
+    """One waits for its prefetch; another comes, overtakes it and is done."""
+    fleet = make_fleet(1)
+    line = fleet.replicas["r0"].line
+    held = fleet.start(place(fleet, tokens(3000)), 0.0)
+    other = fleet.start(place(fleet, tokens(1000, start=50_000)), 0.0)
+    other.first_byte(1.0)
+    assert line.queue_s(1.0) == 0.0
+    held.sent(1.0)
+    assert line.queue_s(1.0) == pytest.approx(3.0, rel=0.1)
+    held.first_byte(4.0)
+    assert line.queue_s(4.0) == 0.0
+    held.sent(5.0)
+    assert line.queue_s(5.0) == 0.0
+
+
 def test_only_streamed_answers_teach() -> None:
     fleet, prompt = make_fleet(1), tokens(6400)
     rates = fleet.replicas["r0"].rates
@@ -310,8 +326,8 @@ def test_a_bound_request_goes_nowhere_else() -> None:
 
 def test_models_decide_who_may_answer() -> None:
     fleet = make_fleet(2)
-    fleet.set_models("r0", ["small"])
-    fleet.set_models("r1", ["large"])
+    fleet.set_models("r0", {"small": None})
+    fleet.set_models("r1", {"large": None})
     assert place(fleet, tokens(64), model="large").replica_id == "r1"
     with pytest.raises(UnknownModel, match="'huge'"):
         place(fleet, tokens(64), model="huge")

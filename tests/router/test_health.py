@@ -184,6 +184,6 @@ async def test_the_models_root_is_what_vllm_says(session: aiohttp.ClientSession)
     assert heard.served == [
         [
             ServedModel(id="served", root="/models/base"),
-            ServedModel(id="adapter", root="/models/base"),
+            ServedModel(id="adapter", root="/models/base", adapter_path="/adapters/a"),
         ]
     ]

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cacheengine.keys import HashScheme, key64
+from cacheengine.keys import HashScheme, key64, prompt_extra_keys
 from router.kv_events import (
     Arrival,
     BadEvents,
@@ -15,6 +15,7 @@ from router.kv_events import (
     GpuCleared,
     KvEventReader,
     MessageOrder,
+    explains,
     find_shape,
     tier_of,
 )
@@ -137,7 +138,12 @@ def test_a_model_of_sliding_windows_alone_is_followed() -> None:
     [
         {"parent_block_hash": 9},
         {"lora_name": "adapter"},
-        {"extra_keys": [["salt"]]},
+        {"lora_id": 1, "extra_keys": [["adapter"]]},
+        {"lora_name": "adapter", "extra_keys": [["adapter", "salt"]]},
+        {"extra_keys": [[["image", 3]]]},
+        {"extra_keys": [[["image", 3], "salt"]]},
+        {"extra_keys": [[b"embeddings"]]},
+        {"extra_keys": [["salt", b"embeddings"]]},
         {"token_ids": []},
         {"block_size": 0},
     ],
@@ -146,6 +152,30 @@ def test_only_plain_beginnings_show_the_scheme(more: dict[str, object]) -> None:
     event = stored([1], range(16)) | more
     batch = KvEventReader().read(0, payload(0.0, event))
     assert [type(each) for each in batch.events] == [BlocksStored]
+
+
+def test_a_medium_further_on_hides_the_scheme() -> None:
+    event = stored([1, 2], range(32)) | {"extra_keys": [None, [["image", -4]]]}
+    batch = KvEventReader().read(0, payload(0.0, event))
+    assert [type(each) for each in batch.events] == [BlocksStored]
+
+
+@pytest.mark.parametrize("salt", [None, "pepper"])
+def test_a_salted_beginning_shows_the_scheme_too(salt: str | None) -> None:
+    """Where every tenant has a salt, no other beginnings come."""
+    token_ids = list(range(64))
+    _, first_extra = prompt_extra_keys(cache_salt=salt)
+    keys = HashScheme("xxhash", "0").chain(token_ids, 16, first_extra_keys=first_extra)
+    extra = [[salt] if salt else None, None, None, None]
+    event = stored([key64(key) for key in keys], token_ids) | {"extra_keys": extra}
+    first = KvEventReader().read(0, payload(0.0, event)).events[0]
+    assert isinstance(first, FirstBlocks)
+    assert first.cache_salt == salt
+    shape = find_shape(first, None)
+    assert shape is not None
+    assert shape.scheme == HashScheme("xxhash", "0")
+    other = FirstBlocks(first.keys, first.token_ids, 16, "other")
+    assert not explains(shape, other)
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])

@@ -125,3 +125,20 @@ def test_the_bound_is_kept(max_bytes: int) -> None:
         memo.chain(pieces, ids_of(pieces), SCHEME, 4)
         memo.check()
         assert memo.used_bytes <= max_bytes
+
+
+def test_each_salt_has_steps_of_its_own_which_leave_in_their_turn() -> None:
+    """A system prompt that all tenants share must not gather the keys of all of them."""
+    memo = Memo(200_000)
+    pieces = memo.runs(range(3200))
+    for tenant in range(100):
+        every, first = prompt_extra_keys(cache_salt=f"tenant {tenant}")
+        for _ in range(2):
+            reused = memo.stats.blocks_reused
+            keys = memo.chain(
+                pieces, ids_of(pieces), SCHEME, 16, extra_keys=every, first_extra_keys=first
+            )
+            assert len(keys) == 200
+        assert memo.stats.blocks_reused - reused == 200
+        memo.check()
+    assert memo.stats.evictions

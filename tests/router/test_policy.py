@@ -1,10 +1,15 @@
 """Which candidate each policy picks, and the reason it gives."""
 
 import pytest
+import xxhash
 
 from router.policy import POLICIES, CandidateCost, Question, Reason, pick
 
-QUESTION = Question(affinity=b"prompt")
+QUESTION = Question(affinity=1)
+
+
+def hashed(number: int) -> int:
+    return xxhash.xxh3_64_intdigest(b"%d" % number)
 
 
 def candidate(
@@ -50,21 +55,21 @@ def test_equal_times_go_where_less_work_is_done() -> None:
 
 @pytest.mark.parametrize("slower_s", [0.0, 0.2])
 def test_a_session_stays_at_home_within_the_margin(slower_s: float) -> None:
-    question = Question(affinity=b"", home="home", spill_margin_s=0.25)
+    question = Question(affinity=0, home="home", spill_margin_s=0.25)
     home = candidate("home", prefill_s=1.0 + slower_s)
     picked = pick("ttft", [candidate("other"), home], question)
     assert picked == (home, Reason.SESSION_HOME)
 
 
 def test_a_session_spills_beyond_the_margin() -> None:
-    question = Question(affinity=b"", home="home", spill_margin_s=0.25)
+    question = Question(affinity=0, home="home", spill_margin_s=0.25)
     other = candidate("other")
     picked = pick("ttft", [other, candidate("home", queue_s=0.5)], question)
     assert picked == (other, Reason.SESSION_SPILL)
 
 
 def test_a_home_that_cannot_be_picked_is_no_home() -> None:
-    question = Question(affinity=b"", home="gone", spill_margin_s=0.25)
+    question = Question(affinity=0, home="gone", spill_margin_s=0.25)
     _, reason = pick("ttft", [candidate("a"), candidate("b")], question)
     assert reason is Reason.NO_INFORMATION
 
@@ -72,10 +77,10 @@ def test_a_home_that_cannot_be_picked_is_no_home() -> None:
 def test_equal_prompts_meet_and_different_ones_spread() -> None:
     candidates = [candidate(name) for name in "abcd"]
     picks = {
-        number: pick("ttft", candidates, Question(affinity=b"%d" % number))[0].replica_id
+        number: pick("ttft", candidates, Question(affinity=hashed(number)))[0].replica_id
         for number in range(200)
     }
-    again = pick("ttft", candidates[::-1], Question(affinity=b"7"))[0].replica_id
+    again = pick("ttft", candidates[::-1], Question(affinity=hashed(7)))[0].replica_id
     assert again == picks[7]
     assert all(30 < list(picks.values()).count(name) < 70 for name in "abcd")
 
@@ -83,7 +88,7 @@ def test_equal_prompts_meet_and_different_ones_spread() -> None:
 def test_a_replica_that_leaves_moves_only_its_own_prompts() -> None:
     four, three = ([candidate(name) for name in names] for names in ("abcd", "abc"))
     for number in range(100):
-        question = Question(affinity=b"%d" % number)
+        question = Question(affinity=hashed(number))
         before = pick("ttft", four, question)[0].replica_id
         after = pick("ttft", three, question)[0].replica_id
         assert before in ("d", after)
@@ -108,7 +113,7 @@ def test_longest_prefix_ignores_load() -> None:
 
 
 def test_session_policy_never_spills() -> None:
-    question = Question(affinity=b"s", home="home")
+    question = Question(affinity=3, home="home")
     home = candidate("home", queue_s=99.0)
     assert pick("session", [candidate("a"), home], question) == (home, Reason.SESSION_HOME)
     fresh = [pick("session", [candidate("a"), candidate("b")], QUESTION)[0] for _ in range(3)]
@@ -118,7 +123,7 @@ def test_session_policy_never_spills() -> None:
 def test_least_loaded_takes_turns_among_equals() -> None:
     candidates = [candidate("a"), candidate("busy", in_flight=3), candidate("b")]
     picked = [
-        pick("least-loaded", candidates, Question(affinity=b"", turn=turn))[0].replica_id
+        pick("least-loaded", candidates, Question(affinity=0, turn=turn))[0].replica_id
         for turn in range(4)
     ]
     assert picked == ["a", "b", "a", "b"]
@@ -127,7 +132,7 @@ def test_least_loaded_takes_turns_among_equals() -> None:
 def test_round_robin_goes_round() -> None:
     candidates = [candidate(name) for name in "abc"]
     picked = [
-        pick("round-robin", candidates, Question(affinity=b"", turn=turn))[0].replica_id
+        pick("round-robin", candidates, Question(affinity=0, turn=turn))[0].replica_id
         for turn in range(4)
     ]
     assert picked == ["a", "b", "c", "a"]

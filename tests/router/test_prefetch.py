@@ -1,5 +1,7 @@
 """Prefetch before forward: what is asked, how long is waited, and that failing is harmless."""
 
+from typing import Any
+
 import aiohttp
 import pytest
 from aiohttp import web
@@ -73,6 +75,19 @@ async def test_nothing_is_asked_for_where_there_is_nothing_to_gain() -> None:
         assert await run(url, decision(), off) == PrefetchOutcome(asked=0)
     assert await run(None, decision()) == PrefetchOutcome(asked=0)
     assert agent.prefetches == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "timing"),
+    [
+        ({"promoted": 3}, "in-time"),
+        ({"promoted": 2, "pending": 1}, "late"),
+        ({"promoted": 1, "missing": 2}, "failed"),
+        ({"pending": 3, "error": "no answer"}, "failed"),
+    ],
+)
+def test_in_time_late_or_failed(counts: dict[str, Any], timing: str) -> None:
+    assert PrefetchOutcome(asked=3, **counts).timing == timing
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -136,6 +136,11 @@ async def test_what_lies_on_disk_is_promoted_first(
     assert 0 < asked.wait_s <= PrefetchConfig().wait_cap_s
     record = await router.record()
     assert record.prefetch_wait_s is not None
+    assert record.prefetch_result == "late"
+    async with client.get(f"{router.url}/metrics") as response:
+        assert 'warmroute_prefetches_total{replica="one",result="late"} 1.0' in (
+            await response.text()
+        )
     assert router.in_flight() == 0
 
 
@@ -180,6 +185,7 @@ async def test_a_failed_prefetch_does_not_fail_the_request(
     async with client.post(f"{router.url}/v1/completions", json=ASK) as response:
         assert response.status == 200
         assert "promoted=0" in response.headers["x-warmroute-prefetch"]
+    assert (await router.record()).prefetch_result == "failed"
 
 
 async def test_it_can_be_turned_off(

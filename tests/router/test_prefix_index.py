@@ -3,12 +3,15 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cacheengine.keys import HashScheme, key64
-from router.prefix_index import LOWER_TIERS, ChunkRun, Claim, Match, PrefixIndex, keys64
+from router.holders import Depth, slots
+from router.matches import LOWER_TIERS, ChunkRun, Match
+from router.prefix_index import Claim, PrefixIndex, keys64
 from router.replica import Tier
 
 CHAIN = list(range(100, 124))
@@ -36,12 +39,29 @@ def naive_match(
     return blocks, tiers
 
 
+def check_depths(index: PrefixIndex, keys: Sequence[int], step: int, among: int) -> None:
+    """See that for each replica the depth is what its own match says, deepest first."""
+    depths = index.depths(keys, step, among)
+    assert [each.blocks for each in depths] == sorted(
+        (each.blocks for each in depths), reverse=True
+    )
+    found = [
+        (slot, each.gpu_blocks, each.blocks) for each in depths for slot in slots(each.replicas)
+    ]
+    matches = {slot: index.match(slot, keys, step) for slot in slots(among)}
+    assert sorted(found) == [
+        (slot, match.gpu_blocks, sum(match.tokens(1, step).values()))
+        for slot, match in matches.items()
+        if match != Match()
+    ]
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Random operations on the index and on counters per replica and tier."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(max_keys=10_000)
+        self.index = PrefixIndex(max_keys=10_000, swept_at_once=3)
         self.held: dict[tuple[int, Tier], Counter[int]] = {}
         self.claims: list[tuple[Claim, int, set[int], float]] = []
         self.now_s = 0.0
@@ -121,6 +141,14 @@ class IndexMachine(RuleBasedStateMachine):
             one.stop == other.start for one, other in zip(found.runs, found.runs[1:], strict=False)
         )
 
+    @rule(step=STEPS, length=st.integers(0, len(CHAIN)), among=st.integers(0, 7))
+    def depths(self, step: int, length: int, among: int) -> None:
+        check_depths(self.index, CHAIN[:length], step, among)
+
+    @rule()
+    def sweep(self) -> None:
+        self.index.sweep()
+
     @invariant()
     def holds_together(self) -> None:
         self.index.check()
@@ -137,7 +165,7 @@ class BoundedMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(max_keys=20)
+        self.index = PrefixIndex(max_keys=20, swept_at_once=3)
         self.now_s = 0.0
 
     @rule(replica=REPLICAS, tier=TIERS, keys=st.lists(st.integers(0, 60), max_size=40))
@@ -157,6 +185,24 @@ class BoundedMachine(RuleBasedStateMachine):
     @invariant()
     def stays_bounded(self) -> None:
         self.index.check()
+
+
+@given(
+    held=st.lists(st.tuples(st.integers(0, 24), st.integers(0, 24), st.integers(0, 23))),
+    step=STEPS,
+    among=st.integers(0, 2**64 - 1),
+)
+def test_one_walk_tells_what_each_replicas_match_does(
+    held: list[tuple[int, int, int]], step: int, among: int
+) -> None:
+    """Replicas hold different lengths, on the GPU with a hole."""
+    index = PrefixIndex(10_000)
+    for replica, (on_gpu, on_disk, hole) in enumerate(held):
+        index.add(replica, Tier.GPU, [key for key in CHAIN[:on_gpu] if key != CHAIN[hole]])
+        index.add(replica, Tier.DISK, CHAIN[:on_disk])
+    index.check()
+    check_depths(index, CHAIN, step, among)
+    check_depths(index, CHAIN, step, 2 ** len(held) - 1)
 
 
 TestBounded = BoundedMachine.TestCase
@@ -258,3 +304,59 @@ def test_keys64_are_the_low_64_bits_of_digests_of_any_scheme() -> None:
         chain = HashScheme(algorithm).chain(range(64), 16)
         assert keys64(chain) == [key64(key) for key in chain]
     assert keys64([]) == []
+
+
+def test_replicas_that_match_equally_deep_are_one_group() -> None:
+    index = PrefixIndex(1000)
+    keys = list(range(8))
+    for replica in (0, 5, 900):
+        index.add(replica, Tier.GPU, keys[:6])
+    index.add(5, Tier.DISK, [keys[3], keys[7]])
+    index.add(7, Tier.DISK, [keys[3], keys[7]])
+    everyone = (1 << 1000) - 1
+    assert index.depths(keys, 4, everyone) == [
+        Depth(1 << 5, 6, 8),
+        Depth(1 << 7, 0, 8),
+        Depth(1 << 0 | 1 << 900, 6, 6),
+    ]
+    assert index.depths(keys, 4, 1 << 900) == [Depth(1 << 900, 6, 6)]
+    assert index.depths([9, *keys], 4, everyone) == []
+
+
+@pytest.mark.parametrize("replicas", [3, 60])
+def test_replicas_that_end_at_different_depths_are_told_apart(replicas: int) -> None:
+    index = PrefixIndex(10_000)
+    for replica in range(replicas):
+        index.add(replica, Tier.GPU, CHAIN[: replica * 7 % 24])
+        index.add(replica, Tier.CPU, CHAIN[: replica * 5 % 23])
+    check_depths(index, CHAIN, 1, 2**replicas - 1)
+    check_depths(index, CHAIN, 4, 2**replicas - 1)
+
+
+def test_what_is_forgotten_counts_no_more_before_it_is_swept() -> None:
+    index = PrefixIndex(1000, swept_at_once=10)
+    keys = list(range(25))
+    index.add(0, Tier.GPU, keys)
+    index.add(1, Tier.GPU, keys[:5])
+    index.forget(0)
+    assert index.depths(keys, 1, 0b11) == [Depth(0b10, 5, 5)]
+    index.add(0, Tier.GPU, keys[:3])
+    for _ in range(3):
+        assert index.depths(keys, 1, 0b11) == [Depth(0b10, 5, 5), Depth(0b01, 3, 3)]
+        index.sweep()
+        index.check()
+    assert len(index) == 8
+
+
+def test_no_holding_is_evicted_whole_while_others_are_as_large() -> None:
+    index = PrefixIndex(16_000)
+    for replica in range(160):
+        index.add(replica, Tier.GPU, range(100))
+    index.add(0, Tier.GPU, [100])
+    assert min(index.held(replica)[Tier.GPU] for replica in range(160)) >= 90
+    assert index.evicted == 63
+
+
+def test_slots_are_those_of_the_bits_few_or_many() -> None:
+    for replicas in ([], [0], [999], [3, 64, 999], list(range(1000)), list(range(0, 1000, 7))):
+        assert slots(sum(1 << replica for replica in replicas)) == replicas

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from router.metrics import Metrics, ReplicaGauges
+from router.prediction_errors import PredictionErrors
 from router.records import Cause, Exchange, FailedTry, Outcome, RequestRecord, log_record
 
 
@@ -100,3 +101,35 @@ def test_every_end_is_counted() -> None:
         'status="none"} 1.0',
     ):
         assert line in lines
+
+
+def test_prediction_errors_and_learned_rates_are_gauges() -> None:
+    errors = PredictionErrors()
+    for observed_s in (1.0, 1.1, 2.0):
+        errors.note(1.0, observed_s)
+    known = ReplicaGauges(
+        replica_id="one",
+        state="up",
+        is_up=True,
+        in_flight=0,
+        errors=errors.figures(),
+        rates={"prefill": 8000.0},
+    )
+    new = ReplicaGauges(replica_id="two", state="up", is_up=True, in_flight=0)
+    lines = Metrics(lambda: [known, new]).render().decode().splitlines()
+    found = {
+        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if "#" not in line
+    }
+    told = {name: value for name, value in found.items() if "prediction" in name or "rate" in name}
+    assert told == {
+        'warmroute_ttft_prediction_error_ratio{quantile="0.5",replica="one"}': pytest.approx(0.1),
+        'warmroute_ttft_prediction_error_ratio{quantile="0.9",replica="one"}': pytest.approx(1.0),
+        'warmroute_ttft_prediction_error_ratio{quantile="0.99",replica="one"}': pytest.approx(1.0),
+        'warmroute_ttft_prediction_error_seconds{quantile="0.5",replica="one"}': pytest.approx(0.1),
+        'warmroute_ttft_prediction_error_seconds{quantile="0.9",replica="one"}': pytest.approx(1.0),
+        'warmroute_ttft_prediction_error_seconds{quantile="0.99",replica="one"}': pytest.approx(
+            1.0
+        ),
+        'warmroute_ttft_prediction_bias{replica="one"}': pytest.approx(1.1),
+        'warmroute_learned_rate{part="prefill",replica="one"}': 8000.0,
+    }

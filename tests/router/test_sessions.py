@@ -39,6 +39,37 @@ def test_an_expired_session_begins_anew() -> None:
     assert sessions.home("a", 6.0) == 1
 
 
+def test_the_least_recently_used_go_first_when_there_is_no_room() -> None:
+    sessions = Sessions(3, ttl_s=100.0)
+    for session in ("a", "b", "c", "a", "d"):
+        sessions.note(session, 1, 0.0)
+    assert [sessions.home(each, 1.0) for each in "abcd"] == [1, None, 1, 1]
+    assert sessions.evicted == 1
+
+
+def test_however_many_expire_at_once_none_has_a_home_any_more() -> None:
+    """They leave the table by and by, and before any that has a home."""
+    sessions = Sessions(10_000, ttl_s=5.0)
+    for number in range(9_000):
+        sessions.note(f"old {number}", 0, 0.0)
+    for number in range(3_000):
+        sessions.note(f"new {number}", 1, 5.0)
+        assert sessions.home(f"old {number}", 5.0) is None
+        assert sessions.home(f"new {number}", 5.0) == 1
+    sessions.check()
+    assert len(sessions) == 3_000
+    assert sessions.evicted == 0
+
+
+def test_homes_of_late_sessions_at_high_slots_are_kept_whole() -> None:
+    sessions = Sessions(10, ttl_s=10.0)
+    now_s = 40 * 365 * 86400.0
+    for replica in (0, 1, 999, 2**31 - 1):
+        sessions.note(f"{replica}", replica, now_s)
+        assert sessions.home(f"{replica}", now_s + 9.99) == replica
+        assert sessions.home(f"{replica}", now_s + 10.0) is None
+
+
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 2), st.integers(0, 3)), max_size=60))
 def test_the_table_stays_whole_and_bounded(turns: list[tuple[int, int, int]]) -> None:
     sessions = Sessions(4, ttl_s=6.0)

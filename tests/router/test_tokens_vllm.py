@@ -72,12 +72,7 @@ class Oracle:
             whole.pop("max_tokens")
         if endpoint == "/v1/responses":
             whole["max_output_tokens"] = whole.pop("max_tokens")
-        request = {"model": str(model), "path": RENDERED[endpoint], "body": whole, "args": args}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
+        answer = self.ask(model, RENDERED[endpoint], whole, args)
         if answer["status"] != 200:
             # An empty prompt has no tokens to answer with; everything else is refused.
             return [] if "No token_ids rendered" in json.dumps(answer) else None
@@ -86,6 +81,18 @@ class Oracle:
             found = found[0]
         tokens: list[int] = found["tokens"] if endpoint == "/tokenize" else found["token_ids"]
         return tokens
+
+    def ask(
+        self, model: Path, path: str, body: dict[str, Any], args: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """Return the application's answer: ``status`` and ``body``."""
+        request = {"model": str(model), "path": path, "body": body, "args": args}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -34,10 +34,6 @@ class Serde(ABC):
     its place and read into its place without a call of `encode` or `decode`."""
 
     @abstractmethod
-    def max_encoded_bytes(self, payload_bytes: int) -> int:
-        """Return the most that the parts of a payload of this size can have together."""
-
-    @abstractmethod
     def encode(self, payload: memoryview) -> Sequence[Part]:
         """Return the encoded bytes, in parts that follow each other.
 

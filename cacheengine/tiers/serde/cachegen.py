@@ -63,10 +63,6 @@ class CacheGenSerde(Serde):
         """Return the bound of an element's error, as a share of its group's largest magnitude."""
         return 0.5 / self._steps + self._format.rounding + _PRODUCT_ERROR
 
-    def max_encoded_bytes(self, payload_bytes: int) -> int:
-        """Return one byte more than the payload has."""
-        return payload_bytes + 1
-
     def encode(self, payload: memoryview) -> Sequence[Part]:
         """Return a header and the coded streams, or one byte and the payload."""
         whole_bytes = _whole_bytes(len(payload), self._format)

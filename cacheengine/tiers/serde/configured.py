@@ -1,6 +1,5 @@
 """Which serde the configuration names."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -19,9 +18,7 @@ def make_serde(name: str, dtype: str) -> Serde:
     """
     make = _SERDES.get(name)
     if make is None:
-        near = difflib.get_close_matches(name.lower(), _SERDES, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise ValueError(f'"{name}" is none of {", ".join(_SERDES)}{hint}')
+        raise ValueError(f'"{name}" is none of {", ".join(_SERDES)}')
     return make(dtype)
 
 

@@ -30,10 +30,6 @@ class LosslessSerde(Serde):
             raise ValueError(f"elements of {element_bytes} bytes; they must have 1, 2 or 4")
         self._element_bytes = element_bytes
 
-    def max_encoded_bytes(self, payload_bytes: int) -> int:
-        """Return one byte more than the payload has."""
-        return payload_bytes + 1
-
     def encode(self, payload: memoryview) -> Sequence[Part]:
         """Return a header and the coded planes, or one byte and the payload."""
         whole_bytes = len(payload) - len(payload) % self._element_bytes

@@ -13,10 +13,6 @@ class NaiveSerde(Serde):
     is_exact = True
     is_identity = True
 
-    def max_encoded_bytes(self, payload_bytes: int) -> int:
-        """Return the payload's own size."""
-        return payload_bytes
-
     def encode(self, payload: memoryview) -> Sequence[Part]:
         """Return the payload itself."""
         return (payload,)

@@ -12,35 +12,19 @@ from cacheengine.tiers.chunk_file import SEAL_BYTES, ChunkFile
 from cacheengine.tiers.directories import DirectoryInUse
 from cacheengine.tiers.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
-
-FINGERPRINT = "0123456789abcdef" * 2
+from tests.cacheengine.tiers.disk_chunks import FINGERPRINT, get, open_disk, put
 
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    disk = _open(tmp_path)
+    disk = open_disk(tmp_path)
     disk.scan()
     yield disk
     disk.close()
 
 
-def _open(root: Path, fingerprint: str = FINGERPRINT) -> DiskTier:
-    return DiskTier([root], fingerprint, CHUNK_BYTES, 1 << 30, lock_wait_s=0.0)
-
-
-def _put(tier: DiskTier, chunk: bytes) -> PutOutcome:
-    return tier.put(chunk, memoryview(payload(chunk)))
-
-
-def _get(tier: DiskTier, chunk: bytes) -> GetOutcome:
-    buffer = bytearray(CHUNK_BYTES)
-    outcome = tier.get(chunk, memoryview(buffer))
-    assert outcome is not GetOutcome.OK or buffer == payload(chunk)
-    return outcome
-
-
 def test_a_file_per_chunk_where_it_says(tier: DiskTier, tmp_path: Path) -> None:
-    assert _put(tier, key(1)) is PutOutcome.STORED
+    assert put(tier, key(1)) is PutOutcome.STORED
     name = key(1).hex()
     file = tmp_path / FINGERPRINT / name[:2] / f"{name}.kv"
     assert file.stat().st_size == tier.item_bytes == CHUNK_BYTES + SEAL_BYTES
@@ -52,28 +36,28 @@ def test_a_file_per_chunk_where_it_says(tier: DiskTier, tmp_path: Path) -> None:
     [0, 5000, *range(CHUNK_BYTES - 1, CHUNK_BYTES + 110, 5), -1],
 )
 def test_a_flipped_bit_anywhere_is_damage(tier: DiskTier, position: int) -> None:
-    _put(tier, key(1))
+    put(tier, key(1))
     file = tier.path(key(1))
     content = bytearray(file.read_bytes())
     content[position] ^= 0x10
     file.write_bytes(content)
-    assert _get(tier, key(1)) is GetOutcome.DAMAGED
+    assert get(tier, key(1)) is GetOutcome.DAMAGED
     assert not file.exists()
-    assert _get(tier, key(1)) is GetOutcome.MISSING
+    assert get(tier, key(1)) is GetOutcome.MISSING
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, CHUNK_BYTES + SEAL_BYTES - 1, 999_999])
 def test_a_file_of_another_length_is_damage(tier: DiskTier, size: int) -> None:
-    _put(tier, key(1))
+    put(tier, key(1))
     os.truncate(tier.path(key(1)), size)
-    assert _get(tier, key(1)) is GetOutcome.DAMAGED
+    assert get(tier, key(1)) is GetOutcome.DAMAGED
     assert not tier.path(key(1)).exists()
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_damage(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _put(tier, key(1))
+    put(tier, key(1))
     real = os.preadv
 
     def truncate_then_read(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -81,45 +65,45 @@ def test_a_file_that_shrinks_while_it_is_read_is_damage(
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", truncate_then_read)
-    assert _get(tier, key(1)) is GetOutcome.DAMAGED
+    assert get(tier, key(1)) is GetOutcome.DAMAGED
 
 
 def test_a_chunk_under_another_key_is_damage(tier: DiskTier) -> None:
     """A file that someone renamed is whole, and still not what is asked for."""
-    _put(tier, key(1))
+    put(tier, key(1))
     tier.path(key(2)).parent.mkdir(exist_ok=True)
     tier.path(key(1)).rename(tier.path(key(2)))
-    assert _get(tier, key(2)) is GetOutcome.DAMAGED
+    assert get(tier, key(2)) is GetOutcome.DAMAGED
 
 
 def test_a_chunk_of_another_layout_is_damage(tier: DiskTier, tmp_path: Path) -> None:
-    other = _open(tmp_path, "e" * 32)
-    _put(other, key(1))
+    other = open_disk(tmp_path, fingerprint="e" * 32)
+    put(other, key(1))
     tier.path(key(1)).parent.mkdir(exist_ok=True)
     other.path(key(1)).rename(tier.path(key(1)))
-    assert _get(tier, key(1)) is GetOutcome.DAMAGED
+    assert get(tier, key(1)) is GetOutcome.DAMAGED
     other.close()
 
 
 def test_layouts_do_not_see_each_other(tier: DiskTier, tmp_path: Path) -> None:
-    _put(tier, key(1))
-    other = _open(tmp_path, "e" * 32)
+    put(tier, key(1))
+    other = open_disk(tmp_path, fingerprint="e" * 32)
     assert other.scan() == []
     assert _get_missing(other)
     other.close()
 
 
 def _get_missing(tier: DiskTier) -> bool:
-    return _get(tier, key(1)) is GetOutcome.MISSING
+    return get(tier, key(1)) is GetOutcome.MISSING
 
 
 def test_scan_is_in_order_of_use(tier: DiskTier, tmp_path: Path) -> None:
     for age_s, chunk in enumerate(keys(3, 1, 2)):
-        _put(tier, chunk)
+        put(tier, chunk)
         os.utime(tier.path(chunk), (1000 - age_s, 1000 - age_s))
-    assert _get(tier, key(2)) is GetOutcome.OK  # a use: now the most recent
+    assert get(tier, key(2)) is GetOutcome.OK  # a use: now the most recent
     tier.close()
-    again = _open(tmp_path)
+    again = open_disk(tmp_path)
     assert again.scan() == keys(1, 3, 2)
     again.close()
 
@@ -129,7 +113,7 @@ def test_scan_removes_what_is_not_whole_and_leaves_what_is_not_ours(
 ) -> None:
     """A process killed between writing and renaming leaves a temporary file."""
     for chunk in keys(1, 2):
-        _put(tier, chunk)
+        put(tier, chunk)
     whole = tier.path(key(1))
     leftover = whole.with_name(whole.name + ".tmp")
     leftover.write_bytes(whole.read_bytes()[:5000])
@@ -138,7 +122,7 @@ def test_scan_removes_what_is_not_whole_and_leaves_what_is_not_ours(
     for file in foreign:
         file.write_text("not a chunk")
     tier.close()
-    again = _open(tmp_path)
+    again = open_disk(tmp_path)
     assert again.scan() == keys(1)
     assert not leftover.exists()
     assert not tier.path(key(2)).exists()
@@ -158,10 +142,10 @@ def test_a_write_that_dies_before_its_rename_is_never_seen(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
         with pytest.raises(Killed):
-            _put(tier, key(1))
-    assert _get(tier, key(1)) is GetOutcome.MISSING
+            put(tier, key(1))
+    assert get(tier, key(1)) is GetOutcome.MISSING
     tier.close()
-    again = _open(tmp_path)
+    again = open_disk(tmp_path)
     assert again.scan() == []
     assert list(again.directories[0].rglob("*.tmp")) == []
     again.close()
@@ -187,9 +171,9 @@ def test_a_write_that_fails_leaves_nothing(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", _fail_with(number))
-        assert _put(tier, key(1)) is outcome
+        assert put(tier, key(1)) is outcome
     assert [file for file in tier.directories[0].rglob("*") if ".kv" in file.name] == []
-    assert _put(tier, key(1)) is PutOutcome.STORED
+    assert put(tier, key(1)) is PutOutcome.STORED
 
 
 def test_a_disk_that_is_really_full() -> None:
@@ -217,47 +201,47 @@ def test_short_writes_and_reads_are_continued(
 
     monkeypatch.setattr(os, "pwritev", short_write)
     monkeypatch.setattr(os, "preadv", short_read)
-    assert _put(tier, key(1)) is PutOutcome.STORED
-    assert _get(tier, key(1)) is GetOutcome.OK
+    assert put(tier, key(1)) is PutOutcome.STORED
+    assert get(tier, key(1)) is GetOutcome.OK
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_read_error_is_no_proof_of_damage(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    _put(tier, key(1))
+    put(tier, key(1))
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", _fail_with(number))
-        assert _get(tier, key(1)) is GetOutcome.FAILED
-    assert _get(tier, key(1)) is GetOutcome.OK
+        assert get(tier, key(1)) is GetOutcome.FAILED
+    assert get(tier, key(1)) is GetOutcome.OK
 
 
 def test_no_descriptor_left_is_no_proof_of_damage(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _put(tier, key(1))
+    put(tier, key(1))
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", _fail_with(errno.EMFILE))
-        assert _get(tier, key(1)) is GetOutcome.FAILED
-        assert _put(tier, key(2)) is PutOutcome.FAILED
-    assert _get(tier, key(1)) is GetOutcome.OK
+        assert get(tier, key(1)) is GetOutcome.FAILED
+        assert put(tier, key(2)) is PutOutcome.FAILED
+    assert get(tier, key(1)) is GetOutcome.OK
 
 
 def test_a_directory_removed_under_us_is_made_again(tier: DiskTier) -> None:
     import shutil
 
-    _put(tier, key(1))
+    put(tier, key(1))
     shutil.rmtree(tier.directories[0])
-    assert _get(tier, key(1)) is GetOutcome.MISSING
+    assert get(tier, key(1)) is GetOutcome.MISSING
     tier.delete(keys(1))
-    assert _put(tier, key(1)) is PutOutcome.STORED
-    assert _get(tier, key(1)) is GetOutcome.OK
+    assert put(tier, key(1)) is PutOutcome.STORED
+    assert get(tier, key(1)) is GetOutcome.OK
 
 
 def test_a_directory_replaced_by_a_file_fails_puts_only(tier: DiskTier) -> None:
     tier.directories[0].joinpath(key(1).hex()[:2]).write_text("in the way")
-    assert _put(tier, key(1)) is PutOutcome.FAILED
-    assert _get(tier, key(1)) is GetOutcome.FAILED
+    assert put(tier, key(1)) is PutOutcome.FAILED
+    assert get(tier, key(1)) is GetOutcome.FAILED
 
 
 def _open_descriptors() -> int:
@@ -267,33 +251,33 @@ def _open_descriptors() -> int:
 def test_descriptors_do_not_leak(tier: DiskTier) -> None:
     before = _open_descriptors()
     for chunk in keys(*range(20)):
-        _put(tier, chunk)
-        _get(tier, chunk)
+        put(tier, chunk)
+        get(tier, chunk)
         os.truncate(tier.path(chunk), 10)
-        _get(tier, chunk)
-        _get(tier, chunk)
+        get(tier, chunk)
+        get(tier, chunk)
     assert _open_descriptors() == before
 
 
 def test_two_owners_are_refused_until_the_first_is_gone(tier: DiskTier, tmp_path: Path) -> None:
     with pytest.raises(DirectoryInUse, match="a directory of its own"):
-        _open(tmp_path)
+        open_disk(tmp_path)
     tier.close()
-    _open(tmp_path).close()
+    open_disk(tmp_path).close()
 
 
 def test_other_models_get_what_this_one_leaves_of_the_limit(tier: DiskTier, tmp_path: Path) -> None:
     """Else every change of model would leave a full disk behind."""
     for age_s, chunk in enumerate(keys(1, 2, 3)):
-        _put(tier, chunk)
+        put(tier, chunk)
         os.utime(tier.path(chunk), (1000 - age_s, 1000 - age_s))
     tier.close()
-    other = DiskTier([tmp_path], "e" * 32, CHUNK_BYTES, 2 * tier.item_bytes, lock_wait_s=0.0)
+    other = open_disk(tmp_path, fingerprint="e" * 32, chunks=2)
     assert other.scan() == []
     assert [tier.path(chunk).exists() for chunk in keys(1, 2, 3)] == [True, True, False]
-    _put(other, key(4))
+    put(other, key(4))
     other.close()
-    again = DiskTier([tmp_path], "e" * 32, CHUNK_BYTES, 2 * tier.item_bytes, lock_wait_s=0.0)
+    again = open_disk(tmp_path, fingerprint="e" * 32, chunks=2)
     assert again.scan() == keys(4)
     assert [tier.path(chunk).exists() for chunk in keys(1, 2, 3)] == [True, False, False]
     again.close()
@@ -302,11 +286,11 @@ def test_other_models_get_what_this_one_leaves_of_the_limit(tier: DiskTier, tmp_
 def test_what_another_process_owns_or_did_not_make_is_left_alone(
     tier: DiskTier, tmp_path: Path
 ) -> None:
-    _put(tier, key(1))
+    put(tier, key(1))
     foreign = tmp_path / ("a" * 32) / "ab" / "x.kv"
     foreign.parent.mkdir(parents=True)
     foreign.write_text("no lock file beside it: not ours")
-    other = DiskTier([tmp_path], "e" * 32, CHUNK_BYTES, 0, lock_wait_s=0.0)
+    other = open_disk(tmp_path, fingerprint="e" * 32, chunks=0)
     other.scan()
     other.close()
     assert tier.path(key(1)).exists()

@@ -13,8 +13,8 @@ from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.directories import DirectoryInUse
 from cacheengine.tiers.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
+from tests.cacheengine.tiers.disk_chunks import bytes_under, open_disk, put
 
-FINGERPRINT = "0123456789abcdef" * 2
 MANY = keys(*range(40))
 
 
@@ -23,21 +23,12 @@ def roots(tmp_path: Path) -> list[Path]:
     return [tmp_path / "a", tmp_path / "b"]
 
 
-def _open(roots: list[Path], capacity_chunks: int = 1000) -> DiskTier:
-    file_bytes = CHUNK_BYTES + 4096
-    return DiskTier(roots, FINGERPRINT, CHUNK_BYTES, capacity_chunks * file_bytes, lock_wait_s=0.0)
-
-
 @pytest.fixture
 def tier(roots: list[Path]) -> Iterator[DiskTier]:
-    disk = _open(roots)
+    disk = open_disk(*roots)
     disk.scan()
     yield disk
     disk.close()
-
-
-def _put(tier: DiskTier, chunk: bytes) -> PutOutcome:
-    return tier.put(chunk, memoryview(payload(chunk)))
 
 
 def _put_all(tier: DiskTier, chunks: list[bytes]) -> set[PutOutcome]:
@@ -56,10 +47,6 @@ def _get_all(tier: DiskTier, chunks: list[bytes]) -> list[GetOutcome]:
 
 def _files(root: Path) -> list[Path]:
     return list(root.rglob("*.kv"))
-
-
-def _bytes_under(*roots: Path) -> int:
-    return sum(file.stat().st_size for root in roots for file in root.rglob("*") if file.is_file())
 
 
 def _fail_under(root: Path, number: int, real: Callable[..., int]) -> Callable[..., int]:
@@ -90,7 +77,7 @@ def test_the_order_of_use_is_kept_over_all_paths(tier: DiskTier, roots: list[Pat
     for age_s, chunk in enumerate(MANY):
         os.utime(tier.path(chunk), (1000 - age_s, 1000 - age_s))
     tier.close()
-    again = _open(roots)
+    again = open_disk(*roots)
     assert again.scan() == MANY[::-1]
     again.close()
 
@@ -99,18 +86,18 @@ def test_paths_may_come_and_go_and_change_places(tier: DiskTier, roots: list[Pat
     _put_all(tier, MANY)
     in_first = {file.stem for file in _files(roots[0])}
     tier.close()
-    turned = _open([roots[1], roots[0]])
+    turned = open_disk(roots[1], roots[0])
     assert set(turned.scan()) == set(MANY)
     assert [turned.path(chunk).exists() for chunk in MANY] == [True] * len(MANY)
     turned.close()
-    more = _open([*roots, roots[0].parent / "c"])
+    more = open_disk(*roots, roots[0].parent / "c")
     assert set(more.scan()) == set(MANY)
     assert _get_all(more, MANY) == [GetOutcome.OK] * len(MANY)
     assert _put_all(more, MANY) == {PutOutcome.STORED}
     # Now some have moved to the path that came, and are nowhere else.
     assert sum(len(_files(root)) for root in more.directories) == len(MANY)
     more.close()
-    one = _open([roots[0]])
+    one = open_disk(roots[0])
     assert {chunk.hex() for chunk in one.scan()} <= in_first
     one.close()
 
@@ -119,7 +106,7 @@ def test_the_same_path_twice_is_one(roots: list[Path]) -> None:
     roots[0].mkdir()
     link = roots[0].parent / "link"
     link.symlink_to(roots[0])
-    tier = _open([roots[0], link, roots[0]])
+    tier = open_disk(roots[0], link, roots[0])
     assert len(tier.directories) == 1
     tier.close()
 
@@ -129,8 +116,8 @@ def test_every_path_is_locked_and_freed_when_one_is_taken(
 ) -> None:
     other = roots[0].parent / "c"
     with pytest.raises(DirectoryInUse):
-        _open([other, roots[1]])
-    _open([other]).close()
+        open_disk(other, roots[1])
+    open_disk(other).close()
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EIO])
@@ -159,9 +146,9 @@ def test_a_path_that_is_full_leaves_the_rest_to_the_other(
         assert _put_all(tier, MANY) == {PutOutcome.STORED}
         assert _files(roots[0]) == []
         patch.setattr(os, "open", _fail_under(roots[0].parent, errno.ENOSPC, os.open))
-        assert _put(tier, key(100)) is PutOutcome.NO_SPACE
+        assert put(tier, key(100)) is PutOutcome.NO_SPACE
     assert _get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
-    assert tier.used_bytes == _bytes_under(*roots)
+    assert tier.used_bytes == bytes_under(*roots)
 
 
 def test_a_path_that_is_removed_is_made_again_and_ours_again(
@@ -175,14 +162,14 @@ def test_a_path_that_is_removed_is_made_again_and_ours_again(
     assert len(_files(roots[0])) == lost
     assert _get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
     with pytest.raises(DirectoryInUse):
-        _open([roots[0]])
+        open_disk(roots[0])
 
 
 def test_a_path_removed_and_taken_by_another_is_left_to_it(
     tier: DiskTier, roots: list[Path]
 ) -> None:
     shutil.rmtree(roots[0])
-    thief = _open([roots[0]])
+    thief = open_disk(roots[0])
     assert _put_all(tier, MANY) == {PutOutcome.STORED}
     assert thief.scan() == []
     thief.close()
@@ -205,7 +192,7 @@ def ordinary_user() -> Iterator[Path]:
 
 def test_permission_that_is_really_lost(ordinary_user: Path) -> None:
     roots = [ordinary_user / "a", ordinary_user / "b"]
-    tier = _open(roots)
+    tier = open_disk(*roots)
     _put_all(tier, MANY)
     roots[0].chmod(0)
     try:
@@ -219,7 +206,7 @@ def test_permission_that_is_really_lost(ordinary_user: Path) -> None:
         roots[0].chmod(0o755)
     # What could not be removed is, little by little, now that it can be.
     for number in range(200, 240):
-        assert _put(tier, key(number)) is PutOutcome.STORED
+        assert put(tier, key(number)) is PutOutcome.STORED
     assert {bytes.fromhex(file.stem) for root in roots for file in _files(root)} == {
         *new,
         *keys(*range(200, 240)),
@@ -237,22 +224,22 @@ def test_a_chunk_in_two_places_is_kept_once(tier: DiskTier, roots: list[Path]) -
     shutil.copy(stale, copy)
     os.utime(stale, (1, 1))
     tier.close()
-    again = _open(roots)
+    again = open_disk(*roots)
     assert sorted(again.scan()) == sorted(MANY)
     assert copy.exists()
     assert not stale.exists()
-    assert again.used_bytes == _bytes_under(*roots) == len(MANY) * again.item_bytes
+    assert again.used_bytes == bytes_under(*roots) == len(MANY) * again.item_bytes
     again.close()
 
 
 def test_a_chunk_stored_again_elsewhere_is_not_left_behind(
     tier: DiskTier, roots: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _put(tier, key(1))
+    put(tier, key(1))
     with monkeypatch.context() as patch:
         home = tier.path(key(1))
         (root,) = (root for root in roots if home.is_relative_to(root))
         patch.setattr(os, "open", _fail_under(root, errno.EIO, os.open))
-        assert _put(tier, key(1)) is PutOutcome.STORED
+        assert put(tier, key(1)) is PutOutcome.STORED
     assert not home.exists()
     assert sum(len(_files(root)) for root in roots) == 1

@@ -11,14 +11,14 @@ import pytest
 
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.disk import DiskTier
-from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
+from tests.cacheengine.building import key, keys
+from tests.cacheengine.tiers.disk_chunks import ITEM_BYTES, bytes_under, get, open_disk, put
 
-ITEM_BYTES = CHUNK_BYTES + 4096
 OURS, THEIRS = "a" * 32, "b" * 32
 
 
 def _open(root: Path, fingerprint: str = OURS, *, chunks: int = 4) -> DiskTier:
-    return DiskTier([root], fingerprint, CHUNK_BYTES, chunks * ITEM_BYTES, lock_wait_s=0.0)
+    return open_disk(root, fingerprint=fingerprint, chunks=chunks)
 
 
 @pytest.fixture
@@ -27,21 +27,6 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
     disk.scan()
     yield disk
     disk.close()
-
-
-def _put(tier: DiskTier, chunk: bytes) -> PutOutcome:
-    return tier.put(chunk, memoryview(payload(chunk)))
-
-
-def _get(tier: DiskTier, chunk: bytes) -> GetOutcome:
-    buffer = bytearray(CHUNK_BYTES)
-    outcome = tier.get(chunk, memoryview(buffer))
-    assert outcome is not GetOutcome.OK or buffer == payload(chunk)
-    return outcome
-
-
-def _bytes_under(root: Path) -> int:
-    return sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
 
 
 class Refusal:
@@ -71,37 +56,37 @@ def test_a_file_that_cannot_be_removed_is_counted_and_tried_again(
     tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for chunk in keys(1, 2, 3, 4):
-        assert _put(tier, chunk) is PutOutcome.STORED
+        assert put(tier, chunk) is PutOutcome.STORED
     refusal = Refusal(monkeypatch, tier.path(key(1)))
     tier.delete(keys(1))  # as the engine does before a put into a full tier
     assert tier.used_bytes == 4 * ITEM_BYTES
-    assert _put(tier, key(5)) is PutOutcome.NO_SPACE
-    assert _bytes_under(tmp_path) == tier.capacity_bytes
+    assert put(tier, key(5)) is PutOutcome.NO_SPACE
+    assert bytes_under(tmp_path) == tier.capacity_bytes
     refusal.end()
-    assert _put(tier, key(5)) is PutOutcome.STORED
+    assert put(tier, key(5)) is PutOutcome.STORED
     assert not tier.path(key(1)).exists()
-    assert tier.used_bytes == _bytes_under(tmp_path) == tier.capacity_bytes
+    assert tier.used_bytes == bytes_under(tmp_path) == tier.capacity_bytes
 
 
 def test_a_chunk_put_again_over_a_file_that_resisted_stays(
     tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Removing it later, as what should have gone, would remove the new one."""
-    _put(tier, key(1))
+    put(tier, key(1))
     refusal = Refusal(monkeypatch, tier.path(key(1)))
     tier.delete(keys(1))
-    assert _put(tier, key(1)) is PutOutcome.STORED
+    assert put(tier, key(1)) is PutOutcome.STORED
     refusal.end()
-    _put(tier, key(2))
-    assert _get(tier, key(1)) is GetOutcome.OK
-    assert tier.used_bytes == _bytes_under(tmp_path) == 2 * ITEM_BYTES
+    put(tier, key(2))
+    assert get(tier, key(1)) is GetOutcome.OK
+    assert tier.used_bytes == bytes_under(tmp_path) == 2 * ITEM_BYTES
 
 
 def test_a_file_is_not_removed_while_it_is_put_again(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread's put tries the files that resisted again, this one must not be among them."""
-    _put(tier, key(1))
+    put(tier, key(1))
     refusal = Refusal(monkeypatch, tier.path(key(1)))
     tier.delete(keys(1))
     real = os.pwritev
@@ -111,14 +96,14 @@ def test_a_file_is_not_removed_while_it_is_put_again(
         if not nested:
             nested.append(PutOutcome.FAILED)
             refusal.end()
-            nested[0] = _put(tier, key(2))
+            nested[0] = put(tier, key(2))
             assert tier.path(key(1)).exists()
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", write)
-    assert _put(tier, key(1)) is PutOutcome.STORED
+    assert put(tier, key(1)) is PutOutcome.STORED
     assert nested == [PutOutcome.STORED]
-    assert _get(tier, key(1)) is GetOutcome.OK
+    assert get(tier, key(1)) is GetOutcome.OK
 
 
 def test_a_name_that_was_never_there_is_not_waited_for(
@@ -126,57 +111,57 @@ def test_a_name_that_was_never_there_is_not_waited_for(
 ) -> None:
     """A read-only file system refuses to remove what it does not have, too."""
     for chunk in keys(1, 2, 3):
-        _put(tier, chunk)
+        put(tier, chunk)
     Refusal(monkeypatch, tier.path(key(9)), number=errno.EROFS)
     tier.delete(keys(9))
-    assert _put(tier, key(4)) is PutOutcome.STORED
+    assert put(tier, key(4)) is PutOutcome.STORED
     assert tier.used_bytes == 4 * ITEM_BYTES
 
 
 def test_what_was_removed_makes_room_without_a_new_file(tier: DiskTier, tmp_path: Path) -> None:
     for chunk in keys(1, 2, 3, 4):
-        _put(tier, chunk)
+        put(tier, chunk)
     inodes = {tier.path(chunk).stat().st_ino for chunk in keys(1, 2, 3, 4)}
     tier.delete(keys(1, 2))
     for chunk in keys(1, 2):
-        assert _get(tier, chunk) is GetOutcome.MISSING
+        assert get(tier, chunk) is GetOutcome.MISSING
     for chunk in keys(5, 6):
-        assert _put(tier, chunk) is PutOutcome.STORED
+        assert put(tier, chunk) is PutOutcome.STORED
     assert {tier.path(chunk).stat().st_ino for chunk in keys(3, 4, 5, 6)} == inodes
-    assert [_get(tier, chunk) for chunk in keys(3, 4, 5, 6)] == [GetOutcome.OK] * 4
-    assert _bytes_under(tmp_path) == tier.used_bytes == 4 * ITEM_BYTES
+    assert [get(tier, chunk) for chunk in keys(3, 4, 5, 6)] == [GetOutcome.OK] * 4
+    assert bytes_under(tmp_path) == tier.used_bytes == 4 * ITEM_BYTES
 
 
 def test_spare_files_are_few_and_gone_at_the_end(tmp_path: Path) -> None:
     tier = _open(tmp_path, chunks=100)
     tier.scan()
     for number in range(60):
-        _put(tier, key(number))
+        put(tier, key(number))
     tier.delete(keys(*range(60)))
-    assert _bytes_under(tmp_path) == tier.used_bytes <= 16 * ITEM_BYTES
+    assert bytes_under(tmp_path) == tier.used_bytes <= 16 * ITEM_BYTES
     tier.close()
-    assert _bytes_under(tmp_path) == 0
+    assert bytes_under(tmp_path) == 0
 
 
 def test_spare_files_of_a_process_that_was_killed_are_removed(
     tier: DiskTier, tmp_path: Path
 ) -> None:
     for chunk in keys(1, 2):
-        _put(tier, chunk)
+        put(tier, chunk)
     tier.delete(keys(1))
     assert len(list(tmp_path.rglob("*.tmp"))) == 1
     for path in tier._paths:
         path.close()  # as the kernel does
     again = _open(tmp_path)
     assert again.scan() == keys(2)
-    assert _bytes_under(tmp_path) == again.used_bytes == ITEM_BYTES
+    assert bytes_under(tmp_path) == again.used_bytes == ITEM_BYTES
     again.close()
 
 
 def test_a_spare_whose_write_fails_is_removed(
     tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _put(tier, key(1))
+    put(tier, key(1))
     tier.delete(keys(1))
 
     def fail(*args: object) -> int:
@@ -184,21 +169,21 @@ def test_a_spare_whose_write_fails_is_removed(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", fail)
-        assert _put(tier, key(2)) is PutOutcome.FAILED
-    assert _bytes_under(tmp_path) == tier.used_bytes == 0
+        assert put(tier, key(2)) is PutOutcome.FAILED
+    assert bytes_under(tmp_path) == tier.used_bytes == 0
 
 
 def test_other_models_make_room_as_this_one_grows(tmp_path: Path) -> None:
     theirs = _open(tmp_path, THEIRS)
     for age_s, chunk in enumerate(keys(1, 2, 3, 4)):
-        _put(theirs, chunk)
+        put(theirs, chunk)
         os.utime(theirs.path(chunk), (1000 - age_s, 1000 - age_s))
     theirs.close()
     ours = _open(tmp_path)
     assert ours.scan() == []
     for stored, chunk in enumerate(keys(11, 12, 13, 14), start=1):
-        assert _put(ours, chunk) is PutOutcome.STORED
-        assert _bytes_under(tmp_path) == ours.capacity_bytes
+        assert put(ours, chunk) is PutOutcome.STORED
+        assert bytes_under(tmp_path) == ours.capacity_bytes
         left = [theirs.path(each).exists() for each in keys(1, 2, 3, 4)]
         assert left == [True] * (4 - stored) + [False] * stored  # the oldest goes first
     ours.close()
@@ -207,13 +192,13 @@ def test_other_models_make_room_as_this_one_grows(tmp_path: Path) -> None:
 def test_what_another_process_took_since_is_not_ours_to_count(tmp_path: Path) -> None:
     theirs = _open(tmp_path, THEIRS)
     for chunk in keys(1, 2, 3, 4):
-        _put(theirs, chunk)
+        put(theirs, chunk)
     theirs.close()
     ours = _open(tmp_path)
     ours.scan()
     theirs = _open(tmp_path, THEIRS)
     for chunk in keys(11, 12, 13, 14):
-        assert _put(ours, chunk) is PutOutcome.STORED
+        assert put(ours, chunk) is PutOutcome.STORED
     assert all(theirs.path(chunk).exists() for chunk in keys(1, 2, 3, 4))
     theirs.close()
     ours.close()
@@ -224,14 +209,14 @@ def test_puts_wait_for_other_models_files_that_cannot_be_removed(
 ) -> None:
     theirs = _open(tmp_path, THEIRS)
     for chunk in keys(1, 2):
-        _put(theirs, chunk)
+        put(theirs, chunk)
     theirs.close()
     ours = _open(tmp_path)
     ours.scan()
     Refusal(monkeypatch, *(theirs.path(chunk) for chunk in keys(1, 2)))
-    outcomes = [_put(ours, chunk) for chunk in keys(11, 12, 13)]
+    outcomes = [put(ours, chunk) for chunk in keys(11, 12, 13)]
     assert outcomes == [PutOutcome.STORED, PutOutcome.STORED, PutOutcome.NO_SPACE]
-    assert _bytes_under(tmp_path) == ours.capacity_bytes
+    assert bytes_under(tmp_path) == ours.capacity_bytes
     ours.close()
 
 
@@ -265,10 +250,10 @@ def test_never_a_byte_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             while len(held) >= capacity:
                 tier.delete([held.pop(0)])
             chunk = key(next(numbers))
-            if _put(tier, chunk) is PutOutcome.STORED:
+            if put(tier, chunk) is PutOutcome.STORED:
                 held.append(chunk)
-        assert _bytes_under(tmp_path) <= tier.used_bytes <= tier.capacity_bytes
-        assert all(_get(tier, chunk) is GetOutcome.OK for chunk in held)
+        assert bytes_under(tmp_path) <= tier.used_bytes <= tier.capacity_bytes
+        assert all(get(tier, chunk) is GetOutcome.OK for chunk in held)
     assert len(held) > 1
     tier.close()
 

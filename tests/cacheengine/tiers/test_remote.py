@@ -27,9 +27,6 @@ class RunLength(Serde):
     code = 200
     is_exact = True
 
-    def max_encoded_bytes(self, payload_bytes: int) -> int:
-        return payload_bytes + 1
-
     def encode(self, payload: memoryview) -> Sequence[Part]:
         if payload.tobytes().count(payload[0]) == len(payload):
             return [b"R", struct.pack("<BQ", payload[0], len(payload))]

@@ -155,7 +155,12 @@ def test_a_serde_that_there_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("lossles", "did you mean lossless?"), ("zip", "use one of naive")]
+    ("name", "hint"),
+    [
+        ("lossles", "did you mean lossless?"),
+        ("CacheGen", "did you mean cachegen?"),
+        ("zip", "use one of naive, lossless, cachegen"),
+    ],
 )
 def test_a_serde_that_there_is_not(name: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:

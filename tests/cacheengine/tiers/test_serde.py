@@ -94,7 +94,7 @@ payloads = st.one_of(
 def test_an_exact_serde_gives_the_bytes_back(name: str, dtype: str, payload: bytes) -> None:
     serde = make_serde(name, dtype)
     encoded = joined(serde, memoryview(payload))
-    assert len(encoded) <= serde.max_encoded_bytes(len(payload)) <= len(payload) + 16
+    assert len(encoded) <= len(payload) + 1
     assert decoded(serde, encoded, len(payload)) == payload
 
 
@@ -303,14 +303,9 @@ def test_every_name_has_its_serde_and_its_code() -> None:
     assert [each.is_identity for each in made] == [True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("written", "hint"), [("lossles", '"lossless"'), ("CacheGen", '"cachegen"'), ("zzz", None)]
-)
-def test_an_unknown_name_is_told_the_names_and_the_nearest(written: str, hint: str | None) -> None:
-    with pytest.raises(ValueError, match="naive, lossless, cachegen") as caught:
-        make_serde(written, "bfloat16")
-    assert ("did you mean" in str(caught.value)) == (hint is not None)
-    assert hint is None or hint in str(caught.value)
+def test_an_unknown_name_is_told_the_names() -> None:
+    with pytest.raises(ValueError, match='"zzz" is none of naive, lossless, cachegen'):
+        make_serde("zzz", "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8", "auto"])

@@ -1,0 +1,75 @@
+"""What is known of one request of a replay: its client's view, then the fleet's."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TIERS = ("gpu", "cpu", "disk")
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """One request. All times are in model seconds."""
+
+    number: int
+    """Of the workload: the same for every contender."""
+    session: str | None
+    turn: int
+    prompt_tokens: int
+    due_s: float
+    """Since the replay's start, when it was to be sent."""
+    sent_s: float = 0.0
+    ttft_s: float | None = None
+    """From sending it to the first bytes of the answer's stream; None: there were none."""
+    total_s: float | None = None
+    error: str | None = None
+    answer_id: str | None = None
+    """The ``id`` that the replica gave its answer."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """The router's ``x-warmroute-*``, without that prefix."""
+    predicted_ttft_s: float | None = None
+    instance_id: str | None = None
+    """The replica that served it."""
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    """By tier, as the replica says; empty where it says nothing."""
+    arrived_s: float | None = None
+    """The three by the fleet's clock, which is not the replay's."""
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was answered whole."""
+        return self.error is None and self.ttft_s is not None
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were not found in any tier."""
+        return self.prompt_tokens - sum(self.cached_tokens.values())
+
+    @property
+    def replica_ttft_s(self) -> float | None:
+        """From the request's arrival at its replica to its first token."""
+        if self.arrived_s is None or self.first_token_s is None:
+            return None
+        return self.first_token_s - self.arrived_s
+
+
+def add_truth(records: Iterable[Record], told: Iterable[Mapping[str, Any]]) -> None:
+    """Add what the fleet's log of finished requests says, matched by the answers' ids."""
+    by_id = {_bare(str(each["request_id"])): each for each in told}
+    for record in records:
+        each = by_id.get(_bare(record.answer_id or ""))
+        if each is None:
+            continue
+        record.instance_id = each["instance_id"]
+        record.cached_tokens = {tier: int(each["cached_tokens"].get(tier, 0)) for tier in TIERS}
+        record.prompt_tokens = int(each["prompt_tokens"])
+        record.arrived_s = each["arrived_s"]
+        record.first_token_s = each["first_token_s"]
+        record.finished_s = each["finished_s"]
+
+
+def _bare(request_id: str) -> str:
+    """Return an id without what vLLM puts before it."""
+    return request_id.removeprefix("cmpl-")

@@ -1,0 +1,89 @@
+"""A workload is sessions of turns; a prompt is spans of numbered texts.
+
+Nothing here holds text: `bench.workloads.texts` makes it. Times are in model
+seconds, as everywhere in the replay.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The first ``tokens`` tokens of the text with this number; equal numbers, equal text."""
+
+    number: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a session says next. Its prompt is all that was said and answered before, and this."""
+
+    spans: tuple[Span, ...]
+    output_tokens: int
+    pause_s: float = 0.0
+    """From the answer before to this turn; of the first turn nothing."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that this turn adds to the prompt."""
+        return sum(span.tokens for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Turns that follow each other, each after the answer to the one before."""
+
+    start_s: float
+    turns: tuple[Turn, ...]
+    name: str | None = None
+    """Sent as the session's id; None where the workload knows of no sessions."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all its prompts together: what a fleet without a cache would prefill."""
+        total = history = 0
+        for turn in self.turns:
+            history += turn.tokens
+            total += history
+            history += turn.output_tokens
+        return total
+
+    @property
+    def pauses_s(self) -> float:
+        """All its pauses together."""
+        return sum(turn.pause_s for turn in self.turns[1:])
+
+
+def prompt_tokens(sessions: Iterable[Session]) -> int:
+    """Return the tokens of all prompts."""
+    return sum(session.prompt_tokens for session in sessions)
+
+
+def requests(sessions: Iterable[Session]) -> int:
+    """Return how many requests the sessions make."""
+    return sum(len(session.turns) for session in sessions)
+
+
+def with_starts(sessions: Sequence[Session], starts_s: Sequence[float]) -> list[Session]:
+    """Return the sessions starting at other times, in order of their starts."""
+    moved = [
+        replace(each, start_s=start_s) for each, start_s in zip(sessions, starts_s, strict=True)
+    ]
+    return sorted(moved, key=lambda each: each.start_s)
+
+
+def spread(
+    sessions: Sequence[Session], shares: Sequence[float], *, tokens_per_s: float
+) -> list[Session]:
+    """Start sessions so that all prompts together come at a rate of ``tokens_per_s``.
+
+    ``shares`` places each start in the time that leaves (0: at once, 1: last).
+    The pauses are the users' own and stay; a session that begins last still
+    needs them, so starts end by the mean length of a session before the end.
+    """
+    whole_s = prompt_tokens(sessions) / tokens_per_s
+    mean_pauses_s = sum(each.pauses_s for each in sessions) / len(sessions)
+    within_s = max(whole_s - mean_pauses_s, whole_s / 4)
+    return with_starts(sessions, [share * within_s for share in shares])

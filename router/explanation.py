@@ -1,0 +1,210 @@
+"""What a decision rests on, for ``POST /explain``: as JSON values, and in one sentence."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from types import MappingProxyType
+from typing import Any, Final
+
+from router.config import RouterConfig
+from router.costs import Part, Rates
+from router.fleet import Fleet
+from router.policy import CandidateCost, Decision, Reason
+from router.replica import Replica, State
+from router.tokens import Prompt
+
+SHOWN: Final = 16
+"""Candidates that are shown, the soonest; beside the pick and the session's home."""
+
+_NO_LATER_S: Final = 0.0005
+"""Differences that are not worth a word."""
+
+_WHERE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "gpu": "in its GPU",
+        "cpu": "in its CPU RAM",
+        "disk": "on its disk",
+        "remote": "in the remote store",
+    }
+)
+
+_FIXED: Final[Mapping[Reason, str]] = MappingProxyType(
+    {
+        Reason.ONLY_REPLICA: "is the only replica that can take it",
+        Reason.BOUND: "gave the response that this request goes on from",
+        Reason.RETRY: "is the best of those that were not tried yet",
+        Reason.ROUND_ROBIN: "has its turn",
+    }
+)
+
+_OTHER_POLICIES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "longest-prefix": "holds the longest match, or as much as others and has the least to do",
+        "session": "is where the session's name or the prompt's beginning belongs",
+        "least-loaded": "has the fewest requests under way",
+        "round-robin": "has its turn",
+    }
+)
+
+
+def explanation(
+    prompt: Prompt | None, decision: Decision, fleet: Fleet, *, model: str | None
+) -> dict[str, Any]:
+    """Return a decision as JSON values; candidates soonest first, `SHOWN` of them at most.
+
+    ``left_out`` counts the other replicas that could take the request.
+    """
+    shown = _shown(decision)
+    names = {each.replica_id for each in shown}
+    able = [each.id for each in fleet.replicas.values() if _is_able(each, model)]
+    return {
+        "replica": decision.replica_id,
+        "url": decision.url,
+        "reason": str(decision.reason),
+        "why": why(decision, fleet.config),
+        "prompt_tokens": decision.prompt_tokens,
+        "exact_tokens": prompt is not None and prompt.exact,
+        "matched_tokens": {str(tier): n for tier, n in decision.matched_tokens.items()},
+        "predicted_ttft_s": decision.predicted_ttft_s,
+        "home": decision.home,
+        "prefetch_chunks": len(decision.prefetch_keys),
+        "expected_gain_s": decision.expected_gain_s,
+        "copy": _copy(decision),
+        "candidates": [_candidate(each, fleet.replicas[each.replica_id]) for each in shown],
+        "left_out": sum(1 for each in able if each not in names),
+    }
+
+
+def why(decision: Decision, config: RouterConfig) -> str:
+    """Return one sentence for a person that says why the pick was made."""
+    picked = _find(decision, decision.replica_id)
+    holds = _holds(picked, decision.prompt_tokens)
+    if decision.reason in _FIXED:
+        return f"{picked.replica_id} {_FIXED[decision.reason]}: {holds}."
+    if config.policy != "ttft":
+        about = f"(policy {config.policy}, which looks at no times)"
+        return f"{picked.replica_id} {_OTHER_POLICIES[config.policy]} {about}: {holds}."
+    others = [each for each in decision.candidates if each is not picked]
+    soonest = min(others, key=lambda each: each.ttft_s)
+    margin = f"the margin of {seconds_text(config.sessions.spill_margin_s)}"
+    match decision.reason:
+        case Reason.SESSION_HOME:
+            head, contrast = "is the session's home", _against_home(picked, soonest, margin)
+        case Reason.SESSION_SPILL if decision.home is not None:
+            head = _head(picked, soonest)
+            contrast = _against_spill(picked, _find(decision, decision.home), margin)
+        case _:
+            head, contrast = _head(picked, soonest), _against_others(picked, soonest)
+    return f"{picked.replica_id} {head}: {holds}; {contrast}."
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time as people write it: 12.3 s, 0.25 s, 31 ms."""
+    if seconds >= 1:
+        return f"{seconds:,.1f} s"
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.0f} ms"
+
+
+def _head(picked: CandidateCost, soonest: CandidateCost) -> str:
+    late_s = picked.ttft_s - soonest.ttft_s
+    return "answers soonest" if late_s < _NO_LATER_S else "answers nearly as soon as any"
+
+
+def _holds(picked: CandidateCost, prompt_tokens: int) -> str:
+    found = {
+        _WHERE.get(tier, tier): count for tier, count in picked.matched_tokens.items() if count
+    }
+    if picked.copied_tokens:
+        found[f"to be copied from {picked.copied_from}"] = picked.copied_tokens
+    if not found:
+        return f"it holds none of the {prompt_tokens:,} tokens"
+    (where, count), *others = found.items()
+    told = [f"{count:,} of {prompt_tokens:,} tokens are {where}"]
+    return ", ".join(told + [f"{count:,} {where}" for where, count in others])
+
+
+def _against_home(home: CandidateCost, soonest: CandidateCost, margin: str) -> str:
+    sooner_s = home.ttft_s - soonest.ttft_s
+    if sooner_s < _NO_LATER_S:
+        return "nobody would answer sooner"
+    return (
+        f"{soonest.replica_id} would answer {seconds_text(sooner_s)} sooner, no more than {margin}"
+    )
+
+
+def _against_spill(picked: CandidateCost, home: CandidateCost, margin: str) -> str:
+    late_s = home.ttft_s - picked.ttft_s
+    return (
+        f"the session's home {home.replica_id} would take {seconds_text(late_s)} longer, "
+        f"more than {margin}"
+    )
+
+
+def _against_others(picked: CandidateCost, other: CandidateCost) -> str:
+    """Contrast a pick with the soonest of the others."""
+    late_s = other.ttft_s - picked.ttft_s
+    name = other.replica_id
+    if late_s >= _NO_LATER_S:
+        return f"{name}, the next, would take {seconds_text(late_s)} longer"
+    own_busy_s, busy_s = (each.load_s + each.prefill_s for each in (picked, other))
+    if busy_s - own_busy_s >= _NO_LATER_S:
+        sooner = "be as soon" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} sooner"
+        return (
+            f"{name} would {sooner}, but be kept busy for {seconds_text(busy_s)} "
+            f"rather than {seconds_text(own_busy_s)}"
+        )
+    if picked.matched > other.matched:
+        return f"{name} would be as soon, within what predictions are good for, but holds less"
+    if picked.in_flight < other.in_flight:
+        return f"{name} would be as soon, within what predictions are good for, but has more to do"
+    return f"{name} would be as soon: among equals, equal beginnings meet at one replica"
+
+
+def _find(decision: Decision, replica_id: str) -> CandidateCost:
+    return next(each for each in decision.candidates if each.replica_id == replica_id)
+
+
+def _shown(decision: Decision) -> list[CandidateCost]:
+    ranked = sorted(decision.candidates, key=lambda each: each.ttft_s)
+    kept = (decision.replica_id, decision.home)
+    return ranked[:SHOWN] + [each for each in ranked[SHOWN:] if each.replica_id in kept]
+
+
+def _is_able(replica: Replica, model: str | None) -> bool:
+    return replica.state is State.UP and replica.serves(model)
+
+
+def _copy(decision: Decision) -> dict[str, Any] | None:
+    copy = decision.copy
+    if copy is None:
+        return None
+    return {
+        "source": copy.source_id,
+        "chunks": len(copy.keys),
+        "bytes": copy.nbytes,
+        "expected_gain_s": copy.expected_gain_s,
+    }
+
+
+def _candidate(cost: CandidateCost, replica: Replica) -> dict[str, Any]:
+    errors = replica.errors.figures()
+    return {
+        **{each.name: getattr(cost, each.name) for each in fields(cost)},
+        "rates": _rates(replica.rates),
+        "predictions": None if errors is None else asdict(errors),
+    }
+
+
+def _rates(rates: Rates) -> dict[str, Any]:
+    """Return a replica's rates, by the names of the ``rates`` in the configuration."""
+    return {
+        "answers": rates.observations,
+        "base_s": rates.seconds(Part.BASE),
+        "prefill_tokens_per_s": rates.per_second(Part.PREFILL),
+        "attention_doubles_at_tokens": rates.seconds(Part.PREFILL) / rates.seconds(Part.ATTENTION),
+        "decode_slowdown": rates.seconds(Part.DECODE) / rates.seconds(Part.PREFILL),
+        "cpu_load_bytes_per_s": rates.per_second(Part.LOAD),
+        "disk_bytes_per_s": rates.per_second(Part.DISK),
+        "remote_bytes_per_s": rates.per_second(Part.REMOTE),
+        "peer_bytes_per_s": rates.per_second(Part.PEER),
+        "learned": [part.name.lower() for part in rates.learned()],
+    }

@@ -1,0 +1,226 @@
+"""Where a request should go: who is weighed for it, by how deep each one matches, and the pick.
+
+Pure: what it is told in, a `Decision` out. In a fleet of more than
+`MAX_WEIGHED` replicas only the most promising are weighed in full.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import chain, islice
+from typing import Final
+
+import xxhash
+
+from router.assess import Assessment, Assessor, PromptKeyring, PromptKeys
+from router.config import RouterConfig
+from router.costs import Part
+from router.holders import Depth, slots
+from router.policy import (
+    CandidateCost,
+    Decision,
+    KvCopy,
+    Plan,
+    Question,
+    Reason,
+    busy_weight,
+    pick,
+)
+from router.prefix_index import PrefixIndex
+from router.replica import Replica
+from router.roster import Eligible, Kind
+
+MAX_WEIGHED: Final = 16
+"""Replicas whose cost is worked out in full, beside the session's home."""
+
+_MAX_DONORS: Final = 2
+"""Replicas that KV might be copied from: the deepest of a prompt are rarely more."""
+
+_MAX_HOLDERS: Final = 64
+"""Replicas that match deep, of which the best are weighed; the deepest come first."""
+
+_NO_MATCH: Final = Depth(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request to be placed."""
+
+    keyring: PromptKeyring
+    session: str | None
+    home: int | None
+    """Slot of the session's home."""
+    turn: int
+    """How many requests were sent before."""
+    now_s: float
+
+
+def decide(ask: Ask, eligible: Eligible, index: PrefixIndex, config: RouterConfig) -> Decision:
+    """Return where a request should go; ``eligible`` must not be empty."""
+    keyring, now_s = ask.keyring, ask.now_s
+    field = _Field.of(eligible, keyring, index)
+    affinity = xxhash.xxh3_64_intdigest(keyring.affinity(ask.session))
+    free_at_s = [line.free_at_s for line in eligible.lines]
+    weight = busy_weight(sum(map(now_s.__lt__, free_at_s)), len(eligible))
+    home = None if ask.home is None else eligible.by_slot.get(ask.home)
+    weighed = eligible.replicas
+    if config.policy == "ttft" and len(eligible) > MAX_WEIGHED:
+        weighed = _shortlist(field, free_at_s, affinity, home, ask)
+    assessor = Assessor(
+        index,
+        keyring.prompt_tokens,
+        busy_weight=weight,
+        donors=field.donors(now_s),
+        now_s=now_s,
+    )
+    assessed = [
+        assessor.assess(each, keyring.of(each.shape, each.adapters), field.depth(each).gpu_blocks)
+        for each in weighed
+    ]
+    question = Question(
+        affinity=affinity,
+        home=None if home is None else home.id,
+        spill_margin_s=config.sessions.spill_margin_s,
+        busy_weight=weight,
+        turn=ask.turn,
+    )
+    candidates = tuple(each.candidate for each in assessed)
+    picked, reason = pick(config.policy, candidates, question)
+    chosen = next(each for each in assessed if each.candidate is picked)
+    return _decision(chosen, reason, candidates, question.home, ask)
+
+
+class _Field:
+    """The eligible replicas, with how deep each of them matches the prompt."""
+
+    def __init__(
+        self, eligible: Eligible, found: Sequence[tuple[Kind, PromptKeys, Sequence[Depth]]]
+    ) -> None:
+        self.eligible = eligible
+        self.found = found
+        """For each kind its keys, and the replicas that match, deepest first."""
+        self._by_slot: dict[int, Depth] = {}
+        # Those of many are asked for by few: not worth an entry each.
+        self._crowds: list[Depth] = []
+        for _, _, depths in found:
+            for depth in depths:
+                if depth.replicas.bit_count() > MAX_WEIGHED:
+                    self._crowds.append(depth)
+                else:
+                    self._by_slot.update(dict.fromkeys(slots(depth.replicas), depth))
+
+    @classmethod
+    def of(cls, eligible: Eligible, keyring: PromptKeyring, index: PrefixIndex) -> "_Field":
+        found = []
+        for kind in eligible.kinds:
+            keys = keyring.of(kind.shape, kind.adapters)
+            depths = index.depths(keys.keys, keys.blocks_per_chunk, kind.replicas)
+            found.append((kind, keys, depths))
+        return cls(eligible, found)
+
+    def depth(self, replica: Replica) -> Depth:
+        """Return how deep one replica matches."""
+        slot = replica.slot
+        if (depth := self._by_slot.get(slot)) is not None:
+            return depth
+        return next((each for each in self._crowds if each.replicas >> slot & 1), _NO_MATCH)
+
+    def holders(self) -> list[Replica]:
+        """Return replicas that match deeper than a crowd does, at most `_MAX_HOLDERS`."""
+        return [self.eligible.by_slot[slot] for slot in islice(self._by_slot, _MAX_HOLDERS)]
+
+    def donors(self, now_s: float) -> list[tuple[Replica, int]]:
+        """Return those that hold most of the prompt and can give of it, with how many blocks."""
+        donors: list[tuple[Replica, int]] = []
+        for _, _, depths in self.found:
+            holders = (
+                (self.eligible.by_slot[slot], depth.blocks)
+                for depth in depths
+                for slot in slots(depth.replicas)
+            )
+            able = (each for each in holders if each[0].can_give(now_s))
+            donors += islice(able, _MAX_DONORS)
+        return donors
+
+    def bound_s(self, replica: Replica, prompt_tokens: int, now_s: float) -> float:
+        """Return what the prompt costs at the least, if nothing is copied."""
+        block_tokens = 1 if replica.shape is None else replica.shape.block_tokens
+        missing = prompt_tokens - self.depth(replica).blocks * block_tokens
+        return replica.line.queue_s(now_s) + replica.rates.seconds(Part.PREFILL) * missing
+
+
+def _shortlist(
+    field: _Field, free_at_s: Sequence[float], affinity: int, home: Replica | None, ask: Ask
+) -> list[Replica]:
+    """Return the replicas worth weighing: of the holders, of the others, and the home.
+
+    Of the holders those that it would cost least; of all, the soonest free.
+    Idle ones are taken in turn from where the affinity falls among their
+    hashes, so that equal prompts meet among those weighed, too.
+    """
+    eligible, tokens, now_s = field.eligible, ask.keyring.prompt_tokens, ask.now_s
+    half = MAX_WEIGHED // 2
+    holders = field.holders()
+    if len(holders) > half:
+        holders = nsmallest(half, holders, key=lambda each: field.bound_s(each, tokens, now_s))
+    soonest = _idle(eligible, free_at_s, affinity, now_s)
+    if len(soonest) < half:
+        order = nsmallest(half, range(len(eligible)), key=free_at_s.__getitem__)
+        soonest += [eligible.replicas[at] for at in order]
+    chosen = [*holders, *soonest[:half], *([] if home is None else [home])]
+    return list({each.slot: each for each in chosen}.values())
+
+
+def _idle(
+    eligible: Eligible, free_at_s: Sequence[float], affinity: int, now_s: float
+) -> list[Replica]:
+    """Return some idle replicas, those first whose hashes follow the affinity."""
+    ring = eligible.ring
+    start = bisect_left(ring, (affinity, 0))
+    around = chain(islice(ring, start, None), islice(ring, start))
+    idle = (at for _, at in around if free_at_s[at] <= now_s)
+    return [eligible.replicas[at] for at in islice(idle, MAX_WEIGHED // 2)]
+
+
+def _decision(
+    chosen: Assessment,
+    reason: Reason,
+    candidates: tuple[CandidateCost, ...],
+    home: str | None,
+    ask: Ask,
+) -> Decision:
+    replica, way = chosen.replica, chosen.way
+    prefetched = way.gain_s > 0 and replica.has_agent
+    return Decision(
+        replica_id=replica.id,
+        url=replica.config.url,
+        reason=reason,
+        prompt_tokens=ask.keyring.prompt_tokens,
+        matched_tokens=chosen.candidate.matched_tokens,
+        predicted_ttft_s=chosen.candidate.ttft_s,
+        prefetch_keys=chosen.slow_keys() if prefetched else (),
+        expected_gain_s=way.gain_s if prefetched else 0.0,
+        copy=_copy(chosen),
+        candidates=candidates,
+        home=home,
+        plan=Plan(
+            slot=replica.slot,
+            work=way.work,
+            claim_keys=chosen.keys.keys,
+            chain=chosen.keys.chain,
+            session=ask.session,
+        ),
+    )
+
+
+def _copy(chosen: Assessment) -> KvCopy | None:
+    offer = chosen.way.offer
+    if offer is None:
+        return None
+    return KvCopy(
+        source_id=offer.donor.id,
+        keys=chosen.keys.chunks(offer.runs),
+        nbytes=round(chosen.way.work.peer_bytes),
+        expected_gain_s=chosen.way.copy_gain_s,
+    )

@@ -1,0 +1,53 @@
+"""An engine with its agent and its transfer server, as `WarmrouteSpec` puts them together."""
+
+import dataclasses
+
+from cacheengine.agent import Agent, AgentIdentity
+from cacheengine.config import EngineConfig
+from cacheengine.transfer.server import TransferServer
+from cacheengine.transfer.stats import TransferMeter
+from tests.cacheengine.building import CHUNK_BYTES, Bench
+
+
+def identity(name: str) -> AgentIdentity:
+    return AgentIdentity(
+        instance_id=name,
+        model="m",
+        hash_algorithm="sha256",
+        hash_seed="seed",
+        block_tokens=16,
+        chunk_tokens=256,
+        chunk_bytes=CHUNK_BYTES,
+    )
+
+
+class WholeReplica:
+    """All of a replica but the model, in this process; runs from now to `stop`."""
+
+    def __init__(self, name: str, bench: Bench) -> None:
+        self.bench = bench
+        self.meter = TransferMeter()
+        self.server = TransferServer(bench.engine, ("127.0.0.1", 0), self.meter)
+        self.server.start()
+        assert self.server.address is not None
+        named = dataclasses.replace(identity(name), transfer_port=self.server.address[1])
+        port = EngineConfig(lmcache_worker_port=0)
+        self.agent = Agent(bench.engine, named, port, self.meter)
+        self.agent.start()
+        assert self.agent.address is not None
+        self.url = "http://{}:{}".format(*self.agent.address)
+        self.address = "{}:{}".format(*self.server.address)
+
+    def stop(self) -> None:
+        """End the servers; nothing may be held or pinned by them then."""
+        self.agent.stop()
+        self.server.stop()
+        self.bench.engine.expire_pins()
+        assert self.held() == 0
+        self.bench.engine.check()
+
+    def held(self) -> int:
+        """Return how many bytes are in use an hour later."""
+        self.bench.clock.advance(3600)
+        self.bench.finish_puts()
+        return self.bench.engine.stats().cpu_held_bytes

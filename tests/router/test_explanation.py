@@ -1,0 +1,208 @@
+"""What is told of a decision: the sentence, the figures, the table for a terminal."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from click.testing import CliRunner
+
+from router.cli import main
+from router.config import PolicyName
+from router.costs import Part, Work
+from router.explain import table
+from router.explanation import SHOWN, explanation, seconds_text, why
+from router.fleet import Fleet
+from router.policy import Reason
+from router.replica import Tier
+from tests.router.conftest import Fleet as Running
+from tests.router.prompts_given import GivenPrompt, tokens
+from tests.router.scripted import chat_events, stream
+from tests.router.test_fleet import blocks, chunks, make_fleet, place, snapshot, stored
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def told(fleet: Fleet, prompt: GivenPrompt, **more: Any) -> dict[str, Any]:
+    """Return the answer of ``POST /explain``."""
+    answer = explanation(None, place(fleet, prompt, **more), fleet, model=None)
+    read: dict[str, Any] = orjson.loads(orjson.dumps(answer, default=str))
+    return read
+
+
+def sentence(fleet: Fleet, prompt: GivenPrompt, **more: Any) -> str:
+    return why(place(fleet, prompt, **more), fleet.config)
+
+
+def test_the_soonest_says_what_it_holds_and_who_is_next() -> None:
+    fleet, prompt = make_fleet(), tokens(9600)
+    stored(fleet, "r0", Tier.GPU, blocks(prompt)[:200])
+    snapshot(fleet, "r0", cpu=chunks(prompt)[:60], disk=chunks(prompt)[:70])
+    assert sentence(fleet, prompt) == (
+        "r0 answers soonest: 3,200 of 9,600 tokens are in its GPU, 640 in its CPU RAM, "
+        "640 on its disk; r1, the next, would take 4.8 s longer."
+    )
+
+
+def test_a_session_at_home_is_told_what_that_costs() -> None:
+    fleet, prompt = make_fleet(), tokens(640)
+    fleet.start(place(fleet, tokens(64), session="s"), 0.0).finish(0.0, ok=True)
+    decision = place(fleet, prompt, session="s")
+    assert decision.home == decision.replica_id
+    other = "r1" if decision.replica_id == "r0" else "r0"
+    assert why(decision, fleet.config) == (
+        f"{decision.replica_id} is the session's home: it holds none of the 640 tokens; "
+        "nobody would answer sooner."
+    )
+    fleet.replicas[decision.replica_id].line.join(0.2, 0.0)
+    assert sentence(fleet, prompt, session="s") == (
+        f"{decision.replica_id} is the session's home: it holds none of the 640 tokens; "
+        f"{other} would answer 0.20 s sooner, no more than the margin of 0.25 s."
+    )
+    fleet.replicas[decision.replica_id].line.join(1.0, 0.0)
+    assert sentence(fleet, prompt, session="s") == (
+        f"{other} answers soonest: it holds none of the 640 tokens; the session's home "
+        f"{decision.replica_id} would take 1.2 s longer, more than the margin of 0.25 s."
+    )
+
+
+def test_equals_are_told_apart() -> None:
+    fleet, prompt = make_fleet(), tokens(640)
+    decision = place(fleet, prompt)
+    other = "r1" if decision.replica_id == "r0" else "r0"
+    assert decision.reason is Reason.NO_INFORMATION
+    assert why(decision, fleet.config) == (
+        f"{decision.replica_id} answers soonest: it holds none of the 640 tokens; {other} "
+        "would be as soon: among equals, equal beginnings meet at one replica."
+    )
+
+
+def test_who_spares_the_fleet_work_may_be_a_little_later() -> None:
+    """r1 waits until r0 would have computed it all, less a bit, and then has nothing to do."""
+    fleet, prompt = make_fleet(), tokens(6400)
+    stored(fleet, "r1", Tier.GPU, blocks(prompt))
+    alone_s = place(fleet, tokens(6400, start=99_999)).predicted_ttft_s
+    fleet.replicas["r1"].line.join(alone_s + 0.2, 0.0)
+    decision = place(fleet, prompt)
+    assert decision.replica_id == "r1"
+    assert "r1 answers nearly as soon as any" in why(decision, fleet.config)
+    assert "r0 would be 0.21 s sooner, but be kept busy for 7" in why(decision, fleet.config)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("longest-prefix", "holds the longest match"),
+        ("session", "is where the session's name or the prompt's beginning belongs"),
+        ("least-loaded", "has the fewest requests under way"),
+    ],
+)
+def test_policies_that_look_at_no_times_say_so(policy: PolicyName, said: str) -> None:
+    fleet, prompt = make_fleet(policy=policy), tokens(640)
+    text = sentence(fleet, prompt)
+    assert said in text
+    assert f"(policy {policy}, which looks at no times)" in text
+
+
+def test_every_reason_has_a_sentence() -> None:
+    fleet, prompt = make_fleet(), tokens(640)
+    decision = place(fleet, prompt)
+    for reason in Reason:
+        text = why(replace(decision, reason=reason), fleet.config)
+        assert text.startswith(f"{decision.replica_id} "), reason
+        assert text.endswith(".")
+
+
+def test_the_only_one_needs_no_contrast() -> None:
+    assert sentence(make_fleet(1), tokens(640)) == (
+        "r0 is the only replica that can take it: it holds none of the 640 tokens."
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0004, "0 ms"), (0.031, "31 ms"), (0.25, "0.25 s"), (1.24, "1.2 s"), (1234.0, "1,234.0 s")],
+)
+def test_times_are_written_as_people_do(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+def test_rates_and_errors_of_each_are_told() -> None:
+    fleet, prompt = make_fleet(), tokens(640)
+    known = fleet.replicas["r1"]
+    for _ in range(20):
+        known.rates.observe(Work(new_tokens=1000), 0.5)
+        known.errors.note(1.0, 1.1)
+    new, old = sorted(told(fleet, prompt)["candidates"], key=lambda each: str(each["replica_id"]))
+    assert old["rates"]["prefill_tokens_per_s"] == pytest.approx(
+        known.rates.per_second(Part.PREFILL)
+    )
+    assert "prefill" in old["rates"]["learned"]
+    assert old["predictions"]["answers"] == 20
+    assert old["predictions"]["ratio"]["p90"] == pytest.approx(0.1)
+    assert (new["rates"]["learned"], new["predictions"]) == ([], None)
+    assert new["rates"]["decode_slowdown"] == pytest.approx(fleet.config.rates.decode_slowdown)
+    assert new["rates"]["peer_bytes_per_s"] == pytest.approx(fleet.config.rates.peer_bytes_per_s)
+
+
+@pytest.mark.parametrize("policy", ["ttft", "round-robin"])
+def test_of_many_replicas_the_soonest_are_shown_and_the_pick(policy: PolicyName) -> None:
+    fleet, prompt = make_fleet(100, policy=policy), tokens(640)
+    for number, each in enumerate(fleet.replicas.values()):
+        each.line.join(100.0 - number, 0.0)
+    answer = told(fleet, prompt)
+    shown = [each["replica_id"] for each in answer["candidates"]]
+    weighed = len(place(fleet, prompt).candidates)
+    assert min(SHOWN, weighed) <= len(shown) <= SHOWN + 1
+    assert shown[:2] == ["r99", "r98"]
+    assert answer["replica"] in shown
+    assert answer["left_out"] == 100 - len(shown)
+    assert f"and {100 - len(shown)} more, not shown" in table(answer)
+
+
+def test_the_table_fits_a_terminal() -> None:
+    """Of 8 replicas with every tier in use, large figures and names of some length."""
+    fleet, prompt = make_fleet(8), tokens(128_000)
+    ids, keys = blocks(prompt), chunks(prompt)
+    for number, each in enumerate(list(fleet.replicas.values())):
+        stored(fleet, each.id, Tier.GPU, ids[: 64 * number])
+        snapshot(fleet, each.id, cpu=keys[:300], disk=keys[:800], remote=keys[:1200])
+        each.line.join(100.0 * number, 0.0)
+        each.errors.note(1.0, 1.5)
+        fleet.replicas.rename(each.id, f"replica{number}")
+    answer = told(fleet, prompt)
+    lines = table(answer).splitlines()
+    assert max(map(len, lines)) <= 100
+    row = next(line for line in lines if line.startswith("*")).split()
+    assert row[1] == answer["replica"]
+    heads = next(line for line in lines if "ttft" in line and "replica" in line).split()
+    assert heads == ["replica", "ttft", "base", "queue", "fetch", "load", "prefill", "gpu", "cpu",
+                     "disk", "remote"]  # fmt: skip
+
+
+async def test_a_running_router_tells_how_good_its_predictions_were(
+    fleet: Running, client: aiohttp.ClientSession
+) -> None:
+    """Only streamed answers count: their first byte is the first token."""
+    for upstream in (fleet.one, fleet.two):
+        upstream.will(stream(*chat_events("a", "b")))
+    router = await fleet.router(policy="ttft")
+    for count in range(1, 4):
+        body = {**ASK, "stream": True, "user": "someone"}
+        async with client.post(f"{router.url}/v1/chat/completions", json=body) as response:
+            name = response.headers["x-warmroute-replica"]
+            await response.read()
+        await router.record(count)
+    run = CliRunner().invoke
+    args = ["explain", "--router", router.url, "--session", "someone", "hello"]
+    result = await asyncio.to_thread(run, main, args)
+    assert result.exit_code == 0, result.output
+    assert f"replica    {name}  (" in result.output
+    assert f"predictions of {name} were within" in result.output
+    assert "(3 answers)" in result.output
+    async with client.get(f"{router.url}/metrics") as response:
+        text = await response.text()
+    assert f'warmroute_ttft_prediction_error_ratio{{quantile="0.9",replica="{name}"}}' in text
+    assert f'warmroute_learned_rate{{part="base",replica="{name}"}}' in text

@@ -1,0 +1,97 @@
+"""vLLM's own keys, events and model list for requests with salts, adapters and media.
+
+A process of its own. Prints one JSON object: for each case its block hashes and
+its KV event's message, both in hex; the entries of ``/v1/models``; the adapters used.
+"""
+
+import asyncio
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry, OpenAIServingModels
+from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
+
+BLOCK = 16
+
+
+def adapter(name: str, path: str, number: int = 1) -> LoRARequest:
+    """Return an adapter as it comes to the engine: over a wire."""
+    sent = msgspec.msgpack.encode(LoRARequest(name, number, path, base_model_name="base"))
+    return msgspec.msgpack.decode(sent, type=LoRARequest)
+
+
+def feature(offset: int, length: int) -> MultiModalFeatureSpec:
+    """Return an image of so many tokens."""
+    return MultiModalFeatureSpec(
+        data=None,
+        modality="image",
+        identifier="image hash",
+        mm_position=PlaceholderRange(offset=offset, length=length),
+    )
+
+
+def answer(case: dict[str, Any], hasher: Any) -> dict[str, Any]:
+    """Return what vLLM makes of one case."""
+    request = Request(
+        request_id="r",
+        prompt_token_ids=case["tokens"],
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        lora_request=adapter(*case["lora"]) if case["lora"] else None,
+        cache_salt=case["salt"],
+        mm_features=[feature(*case["medium"])] if case["medium"] else None,
+        block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, hasher),
+    )
+    count = len(request.block_hashes)
+    pool = BlockPool(count + 2, True, BLOCK, enable_kv_cache_events=True)
+    pool.cache_full_blocks(request, pool.get_new_blocks(count), 0, count, BLOCK, 0)
+    batch = KVEventBatch(ts=1.0, events=pool.take_events())
+    return {
+        "keys": [one.hex() for one in request.block_hashes],
+        "event": msgspec.msgpack.encode(batch).hex(),
+    }
+
+
+def used(models: Any, body: dict[str, Any]) -> list[str] | None:
+    """Return name and path of the adapter that a chat request gets."""
+    serving = object.__new__(BaseServing)
+    serving.models = models
+    request = SimpleNamespace(model=body.get("model"), messages=body["messages"])
+    found = serving._maybe_get_adapters(request, supports_default_mm_loras=True)
+    return [found.lora_name, found.lora_path] if found else None
+
+
+def main() -> None:
+    """Answer the question on standard input."""
+    question = json.load(sys.stdin)
+    hasher = get_hash_fn_by_name(question["algorithm"])
+    kv_cache_utils.init_none_hash(hasher)
+    base = [SimpleNamespace(name="base", model_path="/models/base")]
+    models = object.__new__(OpenAIServingModels)
+    models.base_model_paths = base
+    models.registry = OpenAIModelRegistry(SimpleNamespace(max_model_len=4096), base)
+    models.lora_requests = {
+        name: adapter(name, path, number)
+        for number, (name, path) in enumerate(question["adapters"].items(), 1)
+    }
+    entries = asyncio.run(models.show_available_models()).model_dump()["data"]
+    answers = {
+        "cases": [answer(case, hasher) for case in question["cases"]],
+        "models": entries,
+        "used": [used(models, body) for body in question["bodies"]],
+    }
+    sys.stdout.write(json.dumps(answers) + "\n")
+
+
+main()
