@@ -114,6 +114,8 @@ class _Running:
     sent_s: float
     predicted_s: float
     cached_tokens: int = 0
+    there_s: dict[int, float] = field(default_factory=dict)
+    """When blocks fetched for it are in CPU RAM; pinned there until it is computed."""
 
 
 @dataclass(eq=False)
@@ -266,9 +268,11 @@ class FleetModel:
         if decision.copy is not None:
             source = self._replicas[self.fleet.replicas[decision.copy.source_id].slot]
             self._fetch_from_peer(replica, source, map(_number, decision.copy.keys))
-        replica.waiting.append(
-            _Running(prompt, admitted.ticket, arrived_s, self.now_s, decision.predicted_ttft_s)
+        running = _Running(
+            prompt, admitted.ticket, arrived_s, self.now_s, decision.predicted_ttft_s
         )
+        replica.waiting.append(running)
+        self._find(replica, running)
         self._begin(replica)
 
     # --- the replicas' side
@@ -283,7 +287,7 @@ class FleetModel:
         replica.look_at_s = inf if replica.look_at_s <= self.now_s else replica.look_at_s
         ready_s = inf
         for running in replica.waiting:
-            on_gpu, its_ready_s, end = self._find(replica, running.prompt.blocks)
+            on_gpu, its_ready_s, end = self._find(replica, running)
             if its_ready_s <= self.now_s:
                 replica.waiting.remove(running)
                 self._compute(replica, running, on_gpu, end)
@@ -305,17 +309,20 @@ class FleetModel:
             tier.use(prompt.blocks[:end])
         self._at(self.now_s + busy_s, partial(self._first_token, replica))
 
-    def _find(self, replica: _ModelReplica, blocks: Sequence[int]) -> tuple[int, float, int]:
+    def _find(self, replica: _ModelReplica, running: _Running) -> tuple[int, float, int]:
         """Return how many blocks are on the GPU, when those behind are there, and their end."""
+        blocks = running.prompt.blocks
         gpu, cpu, disk = (replica.tiers[tier] for tier in (Tier.GPU, Tier.CPU, Tier.DISK))
         end = on_gpu = next((at for at, key in enumerate(blocks) if key not in gpu), len(blocks))
         ready_s = self.now_s
         for key in blocks[on_gpu:]:
-            if key not in cpu and key not in replica.coming:
-                if key not in disk:
-                    break
-                self._fetch_from_disk(replica, (key,))
-            ready_s = max(ready_s, replica.coming.get(key, ready_s))
+            if key not in running.there_s and key not in cpu:
+                if key not in replica.coming:
+                    if key not in disk:
+                        break
+                    self._fetch_from_disk(replica, (key,))
+                running.there_s[key] = replica.coming[key]
+            ready_s = max(ready_s, running.there_s.get(key, ready_s))
             end += 1
         return on_gpu, ready_s, end
 

@@ -1,6 +1,6 @@
 """Plots of a replay, as PNG: TTFT distributions, hits by tier, load over time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +10,7 @@ mpl.use("Agg")  # before pyplot: there is no screen
 
 import matplotlib.pyplot as plt
 
+from bench.replay_bound import REPLICA
 from bench.replay_record import TIERS, Record
 
 _DPI: Final = 120
@@ -41,11 +42,11 @@ def write_plots(directory: Path, title: str, runs: Runs) -> list[Path]:
 def ttft_distribution(runs: Runs) -> Any:
     """Return a figure: share of requests answered within a time, a line for each contender."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for name, records in runs.items():
+    for (name, records), look in zip(runs.items(), _looks(), strict=False):
         times = sorted(each.ttft_s for each in records if each.ttft_s is not None)
         if times:
             shares = [(index + 1) / len(times) for index in range(len(times))]
-            axes.step(times, shares, where="post", label=name, linewidth=1.2)
+            axes.step(times, shares, where="post", label=name, **look)
     axes.set(xlabel="time to first token (model seconds)", ylabel="share of requests")
     axes.set_xscale("log")
     axes.set_ylim(0, 1)
@@ -73,13 +74,18 @@ def hits_by_tier(runs: Runs) -> Any:
 def load_over_time(runs: Runs) -> Any:
     """Return a figure: prompt tokens that wait for their first token, mean and worst replica."""
     figure, axes = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
-    for name, records in runs.items():
+    for (name, records), look in zip(runs.items(), _looks(), strict=False):
+        if name == REPLICA:
+            continue
         times, means, worst = waiting_tokens(records)
-        axes[0].plot(times, means, label=name, linewidth=1.0)
-        axes[1].plot(times, worst, label=name, linewidth=1.0)
+        axes[0].plot(times, means, label=name, **look)
+        axes[1].plot(times, worst, label=name, **look)
     axes[0].set(ylabel="waiting tokens, mean of replicas")
     axes[1].set(ylabel="waiting tokens, worst replica", xlabel="model seconds")
     for each in axes:
+        # A contender that collapses would hide all the others.
+        each.set_yscale("symlog", linthresh=1_000)
+        each.set_ylim(bottom=0)
         each.grid(alpha=0.3)
     _legend(axes[0])
     return figure
@@ -108,6 +114,13 @@ def waiting_tokens(
     times = [index * step_s for index in range(_STEPS + 1)]
     columns = list(zip(*waiting.values(), strict=True))
     return times, [sum(each) / len(each) for each in columns], [max(each) for each in columns]
+
+
+def _looks() -> Iterator[dict[str, Any]]:
+    """Yield a look for each line, all different for the first forty."""
+    for style in ("-", "--", ":", "-."):
+        for colour in range(10):
+            yield {"color": f"C{colour}", "linestyle": style, "linewidth": 1.2}
 
 
 def _hit_share(records: Sequence[Record], tier: str) -> float:

@@ -1,0 +1,159 @@
+"""Who is weighed in a large fleet, whom KV is copied from, and where new sessions go."""
+
+import random
+from typing import Any
+
+import pytest
+
+from cacheengine.wire import InstanceInfo, TierInfo
+from router import placement
+from router.config import RatesConfig, ReplicaConfig, RouterConfig
+from router.costs import Part
+from router.fleet import Fleet
+from router.policy import Decision
+from router.replica import Tier
+from tests.router.prompts_given import GivenPrompt, tokens
+from tests.router.test_fleet import BLOCK, CHUNK, blocks, chunks, info, snapshot, stored
+
+
+def make_fleet(count: int, **changes: Any) -> Fleet:
+    """Return a fleet of replicas that can exchange chunks, 1,000 tokens and 1 MB a second each."""
+    fleet = Fleet(
+        RouterConfig(
+            replicas=tuple(
+                ReplicaConfig(url=f"http://h:{8000 + at}", instance_id=f"r{at}", agent_url="x")
+                for at in range(count)
+            ),
+            rates=RatesConfig(
+                prefill_tokens_per_s=1000.0,
+                kv_bytes_per_token=1000.0,
+                disk_bytes_per_s=1e8,
+                peer_bytes_per_s=1e8,
+            ),
+        )
+    )
+    for name in list(fleet.replicas):
+        fleet.up(name)
+        fleet.apply_info(name, peer_info(name, **changes))
+        fleet.following_kv(name)
+    return fleet
+
+
+def peer_info(name: str, **changes: Any) -> InstanceInfo:
+    tiers = {"disk": TierInfo(capacity_bytes=1, used_bytes=0)}
+    return info(name, **({"transfer_port": 1, "layout": "l", "tiers": tiers} | changes))
+
+
+def place(fleet: Fleet, prompt: GivenPrompt, session: str | None = None) -> Decision:
+    return fleet.place(prompt, model=None, session=session, now_s=0.0)
+
+
+def make_busy(fleet: Fleet, name: str, seconds: float) -> None:
+    fleet.replicas[name].line.join(seconds, 0.0)
+
+
+def test_a_replica_that_waits_for_a_busy_holder_gets_its_kv_instead() -> None:
+    fleet, prompt = make_fleet(2), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt)[:80], disk=chunks(prompt))
+    make_busy(fleet, "r0", 10.0)
+    decision = place(fleet, prompt)
+    assert decision.replica_id == "r1"
+    assert decision.copy is not None
+    assert decision.copy.source_id == "r0"
+    assert decision.copy.keys == tuple(chunks(prompt))
+    assert decision.copy.nbytes == 6400 * 1000
+    assert decision.copy.expected_gain_s == pytest.approx(6.4, rel=0.2)
+    assert decision.matched_tokens == {}
+    picked = next(each for each in decision.candidates if each.replica_id == "r1")
+    assert (picked.copied_from, picked.copied_tokens) == ("r0", 6400)
+
+
+def test_only_what_is_lacking_is_copied() -> None:
+    """On the GPU are 9 blocks: the copy begins with the chunk that holds their end."""
+    fleet, prompt = make_fleet(2), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    stored(fleet, "r1", Tier.GPU, blocks(prompt)[:9])
+    make_busy(fleet, "r0", 10.0)
+    copy = place(fleet, prompt).copy
+    assert copy is not None
+    assert copy.keys == tuple(chunks(prompt)[9 * BLOCK // CHUNK :])
+
+
+def test_nothing_is_copied_where_waiting_or_computing_is_sooner() -> None:
+    fleet, prompt = make_fleet(2), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    assert place(fleet, prompt).copy is None
+    for each in fleet.replicas.values():
+        each.rates.measured(Part.PEER, 1e5)
+    make_busy(fleet, "r0", 20.0)
+    decision = place(fleet, prompt)
+    assert (decision.replica_id, decision.copy) == ("r1", None)
+
+
+@pytest.mark.parametrize("changes", [{"layout": "other"}, {"transfer_port": None}])
+def test_only_replicas_that_can_exchange_chunks_do(changes: dict[str, Any]) -> None:
+    fleet, prompt = make_fleet(2), tokens(6400)
+    fleet.apply_info("r0", peer_info("r0", incarnation="two", **changes))
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    make_busy(fleet, "r0", 10.0)
+    assert place(fleet, prompt).copy is None
+
+
+def test_a_source_that_failed_is_left_alone_for_a_while() -> None:
+    fleet, prompt = make_fleet(2), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    make_busy(fleet, "r0", 10.0)
+    fleet.copy_failed("r0", 0.0)
+    assert place(fleet, prompt).copy is None
+
+
+def test_what_is_on_its_way_delays_the_next_fetch() -> None:
+    fleet, prompt = make_fleet(1), tokens(6400)
+    snapshot(fleet, "r0", disk=chunks(prompt))
+    before = place(fleet, prompt)
+    fleet.start(before, 0.0)
+    other = tokens(6400, start=10**6)
+    snapshot(fleet, "r0", disk=[*chunks(prompt), *chunks(other)])
+    fetch_s = {each.fetch_s for each in (before.candidates[0], place(fleet, other).candidates[0])}
+    assert max(fetch_s) == pytest.approx(2 * min(fetch_s))
+
+
+def test_two_routers_agree_on_a_new_sessions_home() -> None:
+    one, other = make_fleet(40), make_fleet(40)
+    homes = {
+        name: place(one, tokens(640), session=name).replica_id
+        for name in (f"session-{number}" for number in range(40))
+    }
+    assert homes == {name: place(other, tokens(640), session=name).replica_id for name in homes}
+    assert len(set(homes.values())) > 20
+
+
+def test_a_large_fleet_picks_as_well_as_if_all_were_weighed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chooser = random.Random(7)
+    fleet = make_fleet(60)
+    prompts = [tokens(3200, start=at * 10**6) for at in range(20)]
+    for name in fleet.replicas:
+        known = [prompt for prompt in prompts if chooser.random() < 0.2]
+        snapshot(fleet, name, disk=[key for prompt in known for key in chunks(prompt)])
+        make_busy(fleet, name, chooser.choice([0.0, 0.5, 2.0]) * chooser.random())
+
+    def best_s(decision: Decision) -> float:
+        picked = next(e for e in decision.candidates if e.replica_id == decision.replica_id)
+        return picked.score_s(0.5)
+
+    few = [place(fleet, prompt) for prompt in prompts]
+    assert all(len(each.candidates) <= placement.MAX_WEIGHED for each in few)
+    monkeypatch.setattr(placement, "MAX_WEIGHED", 1000)
+    for prompt, decision in zip(prompts, few, strict=True):
+        assert best_s(decision) <= best_s(place(fleet, prompt)) * 1.1 + 0.01
+
+
+def test_the_home_is_weighed_in_a_large_fleet_whatever_it_costs() -> None:
+    fleet = make_fleet(60)
+    fleet.sessions.note("s", 7, 0.0)
+    make_busy(fleet, "r7", 50.0)
+    decision = place(fleet, tokens(640), session="s")
+    assert "r7" in {each.replica_id for each in decision.candidates}
+    assert decision.reason == "session-spill"
