@@ -17,7 +17,7 @@ from itertools import count
 from math import inf
 
 from cacheengine.keys import HashScheme
-from router.admission import Admitted, Gate
+from router.admission import Admitted, Gate, Promised
 from router.assess import PromptKeyring
 from router.config import (
     AdmissionConfig,
@@ -229,8 +229,14 @@ class FleetModel:
     def _arrive(self, prompt: ModelPrompt) -> None:
         keyring = PromptKeyring(prompt)
 
-        def place(now_s: float) -> Decision:
-            return self.fleet.place(keyring, model=None, session=prompt.session, now_s=now_s)
+        def place(now_s: float, promised_s: Promised) -> Decision:
+            return self.fleet.place(
+                keyring,
+                model=None,
+                session=prompt.session,
+                promised_s=promised_s,
+                now_s=now_s,
+            )
 
         ended = self._gate.arrive(place, self.now_s)
         if isinstance(ended, Admitted):

@@ -186,11 +186,22 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     fleet.add_argument(
         "--speed", type=_above_zero, default=4.0, help="model seconds in one (default: %(default)s)"
     )
-    fleet.add_argument("--cpu", choices=CPU_TOKENS, default="scarce", help="RAM of a replica")
-    fleet.add_argument("--disk", choices=DISK_TOKENS_PER_S, default="fast")
+    fleet.add_argument(
+        "--cpu",
+        choices=CPU_TOKENS,
+        default="scarce",
+        help="RAM of a replica (default: %(default)s)",
+    )
+    fleet.add_argument(
+        "--disk", choices=DISK_TOKENS_PER_S, default="fast", help="its speed (default: %(default)s)"
+    )
     who = parser.add_argument_group("contenders")
     who.add_argument(
-        "--contender", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}"
+        "--contender",
+        nargs="+",
+        choices=names,
+        metavar="NAME",
+        help=f"of {', '.join(names)} (default: all)",
     )
     who.add_argument(
         "--peers-python", type=Path, help="interpreter that has the peers (default: installed)"

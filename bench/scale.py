@@ -55,13 +55,33 @@ class Row:
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench.scale",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--replicas", type=positive, nargs="+", default=[8, 64, 256, 1000])
-    parser.add_argument("--sessions", type=positive, default=1_000_000)
-    parser.add_argument("--index-keys", type=positive, default=4_000_000)
-    parser.add_argument("--decisions", type=positive, default=1000)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/scale.json"))
+    parser.add_argument(
+        "--replicas",
+        type=positive,
+        nargs="+",
+        default=[8, 64, 256, 1000],
+        metavar="N",
+        help="sizes of fleets (default: 8 64 256 1000)",
+    )
+    for name, default, text in (
+        ("--sessions", 1_000_000, "sessions in the table"),
+        ("--index-keys", 4_000_000, "keys in the prefix index"),
+        ("--decisions", 1_000, "decisions timed"),
+    ):
+        parser.add_argument(
+            name, type=positive, default=default, metavar="N", help=f"{text} (default: {default:,})"
+        )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="JSON",
+        default=Path("bench/results/scale.json"),
+        help="write every figure there (default: %(default)s)",
+    )
     options = parser.parse_args()
     rows = []
     for replicas in options.replicas:

@@ -10,9 +10,9 @@ from enum import Enum, auto
 from typing import Final
 
 from cacheengine.eviction import EvictionPolicy
+from cacheengine.wire import MAX_PINNED_SHARE
 
 _KEPT_SHARE: Final = 0.5
-_PINNED_SHARE: Final = 0.75
 
 
 class State(Enum):
@@ -124,7 +124,7 @@ class CpuIndex:
         self._pinned: dict[bytes, Entry] = {}  # those that will be when ready included
         self._kept: set[bytes] = set()
         self._max_kept = int(_KEPT_SHARE * num_slots)
-        self._max_pinned = max(1, int(_PINNED_SHARE * num_slots))
+        self._max_pinned = max(1, int(MAX_PINNED_SHARE * num_slots))
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -23,6 +23,10 @@ MoveState = Literal["running", "done", "failed"]
 """How a move stands."""
 
 
+MAX_PINNED_SHARE: Final = 0.75
+"""Of a CPU pool: so much can be pinned at once, for what is being promoted or loaded."""
+
+
 class TierInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One tier's size and its measured speed (0.0 while nothing was measured)."""
 

@@ -8,8 +8,9 @@ asyncio, a model with a plain event loop) calls `Gate.arrive` for each request,
 and `Gate.pump` whenever a replica's line has shortened and by `Gate.next_pump_s`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from math import ceil, inf
 from typing import Final
 
@@ -21,11 +22,14 @@ from router.replica import Replica, State
 from router.ticket import Ticket
 from router.waiting_line import Entry, WaitingLine
 
-Place = Callable[[float], Decision]
-"""Places one request as of a time; raises what `Fleet.place` raises."""
+Promised = Mapping[int, float]
+"""Seconds of work by slot, of those who wait and go first."""
+
+Place = Callable[[float, Promised], Decision]
+"""Places one request as of a time, behind what is promised; raises what `Fleet.place` raises."""
 
 _LOOKS_PER_PUMP: Final = 8
-"""Placings of either kind (see `_Scan`) in one pump: nothing else runs meanwhile."""
+"""Placings of either kind in one pump: nothing else runs meanwhile."""
 _CLOSE_S: Final = 1e-6
 """A queue that is longer than it may be by less than this is not: sums of times are not exact."""
 _RECHECK_S: Final = 0.25
@@ -40,10 +44,14 @@ class Held:
     place: Place
     wanted: str
     """Id of the replica that it would have gone to."""
+    slot: int
+    """Of that replica."""
     may_queue_s: float
     """With how much work before it there it would have gone."""
     worth_s: float
     """How long waiting for it is better than any other replica, be that idle."""
+    roster: int
+    """`Fleet.roster_version` then: who has come since was not weighed."""
 
 
 Waiting = Entry[Held]
@@ -84,8 +92,13 @@ class Gate:
         It waits for ``max_wait_s`` or the configured time, whichever is less.
         Raises `RateLimited` when the line is full, and what ``place`` raises.
         """
-        decision = place(now_s)
+        decision = place(now_s, {})
         cost = self._cost(decision)
+        if not at_once and self._holds:
+            before = self._line.ahead_of(cost.busy_s, now_s)
+            if any(each.item.slot == decision.plan.slot for each in before):
+                decision = place(now_s, _promised(before))
+                cost = self._cost(decision)
         held = self._held(place, decision, cost)
         if at_once or not self._holds or self._may_go(held, cost.busy_s, now_s):
             return self._admit(decision, now_s)
@@ -108,9 +121,13 @@ class Gate:
         ]
         scan = _Scan(self._fleet, self._config.dispatch_ahead_s, now_s)
         for waiting in self._line.candidates():
-            if scan.wants_look(waiting.item) and (end := self._look(waiting, scan)) is not None:
-                self._line.remove(waiting)
-                ended.append((waiting, end))
+            if not scan.is_ready(waiting.item) or not self._try(waiting, scan, ended):
+                scan.pass_by(waiting)
+        scan.looks = 0
+        for waiting in scan.hopeful():
+            scan.promise(waiting, -waiting.service_s)
+            if not self._try(waiting, scan, ended):
+                scan.promise(waiting, waiting.service_s)
         self._ready_s = scan.next_ready_s(self._line.candidates())
         return ended
 
@@ -124,10 +141,21 @@ class Gate:
         """Forget a request that waits no longer; nothing if its waiting has ended."""
         self._line.remove(waiting)
 
+    def _try(self, waiting: Waiting, scan: "_Scan", ended: list[tuple[Waiting, End]]) -> bool:
+        """Look at one who waits; return whether the waiting has ended."""
+        if scan.looks == _LOOKS_PER_PUMP:
+            return False
+        scan.looks += 1
+        if (end := self._look(waiting, scan)) is None:
+            return False
+        self._line.remove(waiting)
+        ended.append((waiting, end))
+        return True
+
     def _look(self, waiting: Waiting, scan: "_Scan") -> End | None:
         """Place a request anew: let it go, or note what it waits for and return None."""
         try:
-            decision = waiting.item.place(scan.now_s)
+            decision = waiting.item.place(scan.now_s, scan.promised_s)
         except Exception as error:  # noqa: BLE001  (its client gets it; those behind go on)
             return error
         cost = self._cost(decision)
@@ -153,8 +181,10 @@ class Gate:
         return Held(
             place=place,
             wanted=decision.replica_id,
+            slot=decision.plan.slot,
             may_queue_s=may_queue_s,
             worth_s=min(idle_s.values(), default=inf) - own_s,
+            roster=self._fleet.roster_version,
         )
 
     def _may_go(self, held: Held, service_s: float, now_s: float) -> bool:
@@ -177,7 +207,7 @@ class Gate:
             f"{len(self)} requests wait for a replica and no more may "
             "(admission.max_waiting in the router's configuration); send it again later",
             cause="full",
-            retry_after_s=self._retry_after_s(service_s, now_s, now_s),
+            retry_after_s=self._retry_after_s(service_s, now_s),
         )
 
     def _too_late(self, waiting: Waiting, now_s: float) -> RateLimited:
@@ -187,12 +217,12 @@ class Gate:
             "(admission.max_wait_s in the router's configuration, or the client's own limit); "
             "send it again later",
             cause="deadline",
-            retry_after_s=self._retry_after_s(waiting.service_s, waiting.arrived_s, now_s),
+            retry_after_s=self._retry_after_s(waiting.service_s, now_s),
         )
 
-    def _retry_after_s(self, service_s: float, arrived_s: float, now_s: float) -> int:
-        """Return the predicted seconds until a request of this service would have its turn."""
-        before = self._line.ahead_of(service_s, arrived_s)
+    def _retry_after_s(self, service_s: float, now_s: float) -> int:
+        """Return the predicted seconds until a newcomer of this service would have its turn."""
+        before = self._line.ahead_of(service_s, now_s)
         up = [each for each in self._fleet.replicas.values() if each.state is State.UP]
         work_s = sum(each.service_s for each in before)
         work_s += sum(each.line.queue_s(now_s) for each in up)
@@ -216,21 +246,39 @@ class _Scan:
             if each.state is State.UP
         }
         self._free = sum(_fits(queue_s, ahead_s) for queue_s in self._queues_s.values())
-        self._ready_looks = self._hopeful_looks = 0
+        self.looks = 0
+        self.promised_s: dict[int, float] = {}
+        """The work of those who were passed by, by the slot that each still waits for."""
+        self._hopes: list[tuple[float, int, Waiting]] = []
 
     def is_ready(self, held: Held) -> bool:
         """Whether a request may go to the replica it wants (yes also if that is not up)."""
         return _fits(self._queues_s.get(held.wanted, 0.0), held.may_queue_s)
 
-    def wants_look(self, held: Held) -> bool:
-        """Whether to place a request anew; counts it if so."""
-        if self.is_ready(held):
-            self._ready_looks += 1
-            return self._ready_looks <= _LOOKS_PER_PUMP
-        if not self._free or self._queues_s[held.wanted] < held.worth_s:
-            return False
-        self._hopeful_looks += 1
-        return self._hopeful_looks <= _LOOKS_PER_PUMP
+    def pass_by(self, waiting: Waiting) -> None:
+        """Count one who goes on waiting as work before those behind."""
+        held = waiting.item
+        gain_s = self._before_s(held) - held.worth_s
+        if held.roster != self._fleet.roster_version:
+            gain_s = inf
+        if self._free and gain_s >= 0:
+            self._hopes.append((-gain_s, len(self._hopes), waiting))
+        self.promise(waiting, waiting.service_s)
+
+    def promise(self, waiting: Waiting, service_s: float) -> None:
+        """Add work before those behind, at the replica that one waits for."""
+        slot = waiting.item.slot
+        self.promised_s[slot] = self.promised_s.get(slot, 0.0) + service_s
+
+    def hopeful(self) -> Sequence[Waiting]:
+        """Return those who would gain most if a free replica were now the better one."""
+        if not self._free:
+            return ()
+        return [waiting for *_, waiting in nsmallest(_LOOKS_PER_PUMP, self._hopes)]
+
+    def _before_s(self, held: Held) -> float:
+        """Return the work that would be before a request where it waits."""
+        return self._queues_s.get(held.wanted, 0.0) + self.promised_s.get(held.slot, 0.0)
 
     def note_start(self, held: Held) -> None:
         """Note that a replica was given a request."""
@@ -250,6 +298,14 @@ class _Scan:
             busy_s = (queue_s - self._ahead_s for queue_s in queues_s.values())
             after_s += [each for each in busy_s if each > _CLOSE_S]
         return self.now_s + max(0.0, min(after_s, default=inf))
+
+
+def _promised(waiting: Iterable[Waiting]) -> Promised:
+    promised_s: dict[int, float] = {}
+    for each in waiting:
+        slot = each.item.slot
+        promised_s[slot] = promised_s.get(slot, 0.0) + each.service_s
+    return promised_s
 
 
 def _fits(queue_s: float, limit_s: float) -> bool:

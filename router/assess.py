@@ -5,7 +5,7 @@ kind computes them once per prompt.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from cacheengine.keys import HashScheme
@@ -113,10 +113,16 @@ class Assessment:
     way: Way
 
     def slow_keys(self) -> tuple[bytes, ...]:
-        """Return the whole keys of the matched chunks that lie only on disk or remote."""
+        """Return the whole keys of the chunks to be used that lie only on disk or remote."""
         if not self.keys.chain:
             return ()
-        return self.keys.chunks(run for run in self.match.runs if run.tier in _SLOW)
+        runs = (run for run in self.match.runs if run.tier in _SLOW)
+        return self.keys.chunks(runs)[: -(-self.slow_tokens // self.keys.chunk_tokens)]
+
+    @property
+    def slow_tokens(self) -> int:
+        """Matched tokens that are to be fetched from disk or remote."""
+        return sum(self.candidate.matched_tokens.get(tier.value, 0) for tier in _SLOW)
 
 
 class PromptKeyring:
@@ -153,7 +159,8 @@ class Assessor:
     """Weighs replicas for one prompt of ``prompt_tokens``.
 
     ``donors`` are replicas that hold much of it, each with how many blocks, of which
-    others may get what they lack; ``busy_weight`` is the policy's.
+    others may get what they lack; ``busy_weight`` is the policy's; ``promised_s`` is
+    the work that replicas (by slot) will get before it, beside what they have.
     """
 
     def __init__(
@@ -163,21 +170,22 @@ class Assessor:
         *,
         busy_weight: float,
         donors: Sequence[tuple[Replica, int]] = (),
+        promised_s: Mapping[int, float],
         now_s: float,
     ) -> None:
         self._index = index
         self._prompt_tokens = prompt_tokens
         self._busy_weight = busy_weight
         self._donors = donors
+        self._promised_s = promised_s
         self._now_s = now_s
 
     def assess(self, replica: Replica, keys: PromptKeys, gpu_blocks: int) -> Assessment:
         """Return what the prompt would cost at a replica whose GPU has so many blocks of it."""
         runs = self._index.runs(replica.slot, keys.chunk_keys, gpu_blocks // keys.blocks_per_chunk)
         match = Match(gpu_blocks, runs)
-        matched = _capped(
-            match.tokens(keys.block_tokens, keys.blocks_per_chunk), self._prompt_tokens
-        )
+        held = match.tokens(keys.block_tokens, keys.blocks_per_chunk)
+        matched = _usable(held, self._prompt_tokens, replica.max_staged_tokens)
         way = self._best_way(replica, keys, match, matched)
         cost = way.cost
         candidate = CandidateCost(
@@ -199,13 +207,13 @@ class Assessor:
         self, replica: Replica, keys: PromptKeys, match: Match, matched: dict[Tier, int]
     ) -> Way:
         own = self._own_way(replica, matched)
-        if not keys.chain or not replica.has_agent:
+        if not keys.chain or not replica.has_agent or replica.no_copies_until_s > self._now_s:
             return own
         ways = [own]
         blocks = match.blocks(keys.blocks_per_chunk)
         for donor, donor_blocks in self._donors:
             deeper = donor_blocks > blocks and _may_fetch(replica, donor)
-            if deeper and (offer := self._offer(donor, keys, match)):
+            if deeper and (offer := self._offer(donor, replica, keys, match)):
                 ways.append(self._way_with(offer, replica, keys, matched, own))
         return min(ways, key=self._score_s) if len(ways) > 1 else own
 
@@ -233,11 +241,20 @@ class Assessor:
         gain_s = max(0.0, shallow_cost.busy_s - deep_cost.busy_s)
         return Way(work=deep, cost=deep_cost, gain_s=gain_s)
 
-    def _offer(self, donor: Replica, keys: PromptKeys, match: Match) -> Offer | None:
-        """Return what a donor has of the prompt from the end of a match on, None if nothing."""
-        start = match.runs[-1].stop if match.runs else match.gpu_blocks // keys.blocks_per_chunk
+    def _offer(
+        self, donor: Replica, replica: Replica, keys: PromptKeys, match: Match
+    ) -> Offer | None:
+        """Return what a replica could use of a donor's from the end of a match on."""
+        on_gpu = match.gpu_blocks // keys.blocks_per_chunk
+        start = match.runs[-1].stop if match.runs else on_gpu
         runs = self._index.runs(donor.slot, keys.chunk_keys, start)
-        return Offer(donor=donor, runs=runs) if runs else None
+        end = on_gpu + replica.max_staged_tokens / keys.chunk_tokens
+        usable = [run for run in runs if run.start + 1 <= end]
+        if not usable:
+            return None
+        last = usable[-1]
+        usable[-1] = replace(last, stop=int(min(last.stop, end)))
+        return Offer(donor=donor, runs=tuple(usable))
 
     def _way_with(
         self,
@@ -289,7 +306,7 @@ class Assessor:
             load_bytes=(total - matched.get(Tier.GPU, 0)) * per_token,
             disk_bytes=matched.get(Tier.DISK, 0) * per_token,
             remote_bytes=matched.get(Tier.REMOTE, 0) * per_token,
-            queue_s=replica.line.queue_s(self._now_s),
+            queue_s=replica.line.queue_s(self._now_s) + self._promised_s.get(replica.slot, 0.0),
             backlog_s=max(0.0, replica.fetching_until_s - self._now_s),
             decoding=replica.decoding,
         )
@@ -347,14 +364,19 @@ def _may_fetch(replica: Replica, donor: Replica) -> bool:
     return donor is not replica and donor.layout == replica.layout and donor.shape == replica.shape
 
 
-def _capped(matched: dict[Tier, int], prompt_tokens: int) -> dict[Tier, int]:
-    """Cut off what exceeds the prompt: token counts of texts are estimates."""
-    left = prompt_tokens
-    capped: dict[Tier, int] = {}
-    for tier, count in matched.items():
-        capped[tier] = min(count, left)
-        left -= capped[tier]
-    return capped
+def _usable(held: dict[Tier, int], prompt_tokens: int, max_staged_tokens: float) -> dict[Tier, int]:
+    """Cut off what exceeds the prompt (token counts of texts are estimates), or the CPU RAM.
+
+    All that is not on the GPU is brought there through CPU RAM, at once.
+    """
+    left: float = prompt_tokens
+    usable: dict[Tier, int] = {}
+    staged_left = max_staged_tokens
+    for tier, count in held.items():
+        usable[tier] = int(min(count, left if tier is Tier.GPU else min(left, staged_left)))
+        left -= usable[tier]
+        staged_left -= 0 if tier is Tier.GPU else usable[tier]
+    return usable
 
 
 def _before(matched: dict[Tier, int], slow: Sequence[Tier]) -> dict[Tier, int]:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from cacheengine.wire import MoveRequest, MoveSource
-from router.agent_client import AgentClient, AgentError
+from router.agent_client import AgentClient, AgentError, AgentRefused
 from router.config import PrefetchConfig
 from router.controller_registry import host_port
 from router.policy import Decision, KvCopy
@@ -28,6 +28,8 @@ MAX_UNDER_WAY: Final = 256
 """Copies that are followed at once; one more is not begun."""
 _STALL_S: Final = 5.0
 """A source that hangs is given up after so long: the request may wait for what is on the way."""
+_SOURCE_FAILED: Final = 502
+"""What the destination's agent answers when the source is gone or refuses."""
 _FOLLOW_S: Final = 25.0
 """How long a copy is followed that the request did not wait for; within an agent's longest wait."""
 
@@ -38,8 +40,8 @@ class CopyListener(Protocol):
     def observed_copy(self, replica_id: str, nbytes: int, seconds: float) -> None:
         """Hear how long a replica took to get so many bytes from another."""
 
-    def copy_failed(self, source_id: str, now_s: float) -> None:
-        """Hear that nothing could be had from a replica."""
+    def copy_failed(self, replica_id: str, now_s: float) -> None:
+        """Hear at which replica a copy failed of which nothing came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +120,12 @@ class Copier:
     async def _copy(self, destination_id: str, wanted: KvCopy, not_yet: CopyOutcome) -> CopyOutcome:
         """Return how a copy ended, having told the listener; raises nothing."""
         began_s = self._clock()
+        failed_id = wanted.source_id
         try:
             outcome = await self._follow(destination_id, wanted, not_yet)
         except AgentError as error:
+            if not (isinstance(error, AgentRefused) and error.status == _SOURCE_FAILED):
+                failed_id = destination_id
             outcome = replace(not_yet, error=str(error))
         except Exception as error:  # the request must be forwarded whatever happened here
             log.exception("a copy of KV to %s failed", destination_id)
@@ -130,7 +135,7 @@ class Copier:
             self._listener.observed_copy(destination_id, outcome.moved_bytes, now_s - began_s)
         elif outcome.error is not None and not outcome.moved_bytes:
             log.info("copying KV from %s failed: %s", wanted.source_id, outcome.error)
-            self._listener.copy_failed(wanted.source_id, now_s)
+            self._listener.copy_failed(failed_id, now_s)
         return outcome
 
     async def _follow(

@@ -163,6 +163,7 @@ def _rate(candidate: dict[str, Any], part: str, key: str, text: Callable[[float]
 
 
 def _sized(value: float) -> str:
+    value = float(f"{value:.4g}")  # 999,999,999.9 is 1.0 G
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= unit:
             return f"{value / unit:.1f} {name}"

@@ -27,6 +27,9 @@ from router.replica import Replica
 log = logging.getLogger("warmroute.feeds")
 
 _POLL_S: Final = 20.0
+_POLL_GAP_S: Final = 0.05
+"""From news of an agent to the next question: the first is told at once, and what follows it
+comes together. Asking for every change costs both ends more than all else that they do."""
 _INFO_EVERY_S: Final = 30.0
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 2.0
@@ -141,6 +144,8 @@ class ReplicaFeed:
             if self._clock() - told_s >= _INFO_EVERY_S:
                 self._take_info(await client.info())
                 told_s = self._clock()
+            if batch.events:
+                await asyncio.sleep(_POLL_GAP_S)
 
     def _take_info(self, info: InstanceInfo) -> None:
         restarted = self._fleet.apply_info(self._replica.id, info)

@@ -7,10 +7,11 @@ health checks and the proxy tell it what happened and when.
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 from cacheengine.keys import HashScheme
-from cacheengine.wire import EventBatch, InstanceInfo, Snapshot, unpack_keys
+from cacheengine.wire import MAX_PINNED_SHARE, EventBatch, InstanceInfo, Snapshot, unpack_keys
 from router.assess import PromptKeyring, PromptView
 from router.config import RouterConfig
 from router.costs import Part
@@ -36,6 +37,8 @@ from router.ticket import Ticket
 _EXPIRED_PER_PLACE: Final = 4
 """Claims ended by the way; more than the one that a request makes, so that they
 cannot pile up, and few, so that no request pays for many."""
+
+_NOTHING_PROMISED: Final[Mapping[int, float]] = MappingProxyType({})
 
 _TELLING_COPY_TOKENS: Final = 1024
 _REST_FROM_COPIES_S: Final = 5.0
@@ -66,6 +69,7 @@ class Fleet:
         session: str | None,
         bound_to: str | None = None,
         exclude: Collection[str] = (),
+        promised_s: Mapping[int, float] = _NOTHING_PROMISED,
         now_s: float,
     ) -> Decision:
         """Say which replica a request should go to, and change nothing but what time has ended.
@@ -73,7 +77,8 @@ class Fleet:
         A prompt that may be placed more than once comes as its keyring: its keys
         are then made once.
         ``bound_to`` is the only replica that can answer, ``exclude`` those
-        that have failed to. Raises `UnknownModel`, or `NoReplica` when none of
+        that have failed to, ``promised_s`` the work (by slot) of requests that wait
+        in the router and go before this one. Raises `UnknownModel`, or `NoReplica` when none of
         those that serve the model takes requests.
         """
         self.index.expire(now_s, _EXPIRED_PER_PLACE)
@@ -82,6 +87,7 @@ class Fleet:
             session=session,
             home=None if session is None else self.sessions.home(session, now_s),
             turn=self._turn,
+            promised_s=promised_s,
             now_s=now_s,
         )
         eligible = self._roster.eligible(model, exclude, bound_to)
@@ -89,6 +95,11 @@ class Fleet:
         if bound_to is not None:
             return replace(decision, reason=Reason.BOUND)
         return replace(decision, reason=Reason.RETRY) if exclude else decision
+
+    @property
+    def roster_version(self) -> int:
+        """Another whenever it may have changed who can answer."""
+        return self._roster.version
 
     def start(self, decision: Decision, now_s: float) -> Ticket:
         """Count a request as in flight, and its prompt as arriving on its replica's GPU."""
@@ -171,14 +182,19 @@ class Fleet:
                 blocks_per_chunk=info.chunk_tokens // info.block_tokens,
             )
             replica.shape_checked, replica.shape_problem = False, None
+            replica.fetching_until_s = replica.no_copies_until_s = 0.0
+            self._roster.changed()
         replica.kv_bytes_per_token = info.chunk_bytes / info.chunk_tokens
         replica.transfer_port, replica.layout = info.transfer_port, info.layout
+        if (cpu := info.tiers.get(Tier.CPU.value)) and cpu.capacity_bytes:
+            pinned_bytes = MAX_PINNED_SHARE * cpu.capacity_bytes
+            replica.max_staged_tokens = pinned_bytes / replica.kv_bytes_per_token
         for tier, part in _MEASURED_TIERS.items():
             if measured := info.tiers.get(tier.value):
                 replica.rates.measured(part, measured.read_bytes_per_s)
         if replica.config.instance_id is None and info.instance_id not in self.replicas:
             self.replicas.rename(replica.id, info.instance_id)
-        self._roster.changed()
+            self._roster.changed()
         return restarted
 
     def apply_snapshot(self, replica_id: str, snapshot: Snapshot) -> None:
@@ -206,9 +222,9 @@ class Fleet:
         if nbytes >= _TELLING_COPY_TOKENS * replica.kv_bytes_per_token and seconds > 0:
             replica.rates.observe_rate(Part.PEER, nbytes / seconds)
 
-    def copy_failed(self, source_id: str, now_s: float) -> None:
-        """Note that nothing could be had from a replica: for a while nothing is copied from it."""
-        self.replicas[source_id].no_copies_until_s = now_s + _REST_FROM_COPIES_S
+    def copy_failed(self, replica_id: str, now_s: float) -> None:
+        """Note which replica a copy failed at: for a while nothing is copied from or to it."""
+        self.replicas[replica_id].no_copies_until_s = now_s + _REST_FROM_COPIES_S
 
     # --- what KV events tell
 

@@ -82,6 +82,7 @@ class KvSubscriber:
             )
             try:
                 socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+                socket.setsockopt(zmq.RCVTIMEO, int(self._quiet_s * 1000))
                 socket.subscribe(self._endpoints.topic)
                 _connect(socket, self._endpoints.events)
                 await _monitored(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -97,12 +98,14 @@ class KvSubscriber:
         await self._catch_up()
         self._sink.following()
         while True:
-            if not await socket.poll(self._quiet_s * 1000):
+            # Not poll() first: that costs as much again for every message.
+            try:
+                frames = await socket.recv_multipart()
+            except zmq.Again:
                 # The last message before a silence has none behind it that
                 # would show that it is missing.
                 await self._catch_up()
                 continue
-            frames = await socket.recv_multipart()
             if len(frames) == 3:
                 await self._take(self._reader.read(_number(frames[1]), frames[2]))
                 await asyncio.sleep(0)

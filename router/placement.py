@@ -5,7 +5,7 @@ Pure: what it is told in, a `Decision` out. In a fleet of more than
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain, islice
@@ -13,8 +13,8 @@ from typing import Final
 
 import xxhash
 
-from router.assess import Assessment, Assessor, PromptKeyring, PromptKeys
-from router.config import RouterConfig
+from router.assess import Assessment, Assessor, PromptKeyring
+from router.config import PolicyName, RouterConfig
 from router.costs import Part
 from router.holders import Depth, slots
 from router.policy import (
@@ -29,10 +29,11 @@ from router.policy import (
 )
 from router.prefix_index import PrefixIndex
 from router.replica import Replica
-from router.roster import Eligible, Kind
+from router.roster import Eligible
 
 MAX_WEIGHED: Final = 16
-"""Replicas whose cost is worked out in full, beside the session's home."""
+"""Replicas whose cost is worked out in full, beside the session's home or the pick of a policy
+that asks for no costs."""
 
 _MAX_DONORS: Final = 2
 """Replicas that KV might be copied from: the deepest of a prompt are rarely more."""
@@ -53,31 +54,19 @@ class Ask:
     """Slot of the session's home."""
     turn: int
     """How many requests were sent before."""
+    promised_s: Mapping[int, float]
+    """Work that replicas (by slot) will be given before this, beside what they have."""
     now_s: float
 
 
 def decide(ask: Ask, eligible: Eligible, index: PrefixIndex, config: RouterConfig) -> Decision:
     """Return where a request should go; ``eligible`` must not be empty."""
     keyring, now_s = ask.keyring, ask.now_s
-    field = _Field.of(eligible, keyring, index)
+    field = _Field(eligible, keyring, index)
     affinity = xxhash.xxh3_64_intdigest(keyring.affinity(ask.session))
     free_at_s = [line.free_at_s for line in eligible.lines]
     weight = busy_weight(sum(map(now_s.__lt__, free_at_s)), len(eligible))
     home = None if ask.home is None else eligible.by_slot.get(ask.home)
-    weighed = eligible.replicas
-    if config.policy == "ttft" and len(eligible) > MAX_WEIGHED:
-        weighed = _shortlist(field, free_at_s, affinity, home, ask)
-    assessor = Assessor(
-        index,
-        keyring.prompt_tokens,
-        busy_weight=weight,
-        donors=field.donors(now_s),
-        now_s=now_s,
-    )
-    assessed = [
-        assessor.assess(each, keyring.of(each.shape, each.adapters), field.depth(each).gpu_blocks)
-        for each in weighed
-    ]
     question = Question(
         affinity=affinity,
         home=None if home is None else home.id,
@@ -85,39 +74,54 @@ def decide(ask: Ask, eligible: Eligible, index: PrefixIndex, config: RouterConfi
         busy_weight=weight,
         turn=ask.turn,
     )
+    weighed, foreseen = eligible.replicas, None
+    if len(eligible) > MAX_WEIGHED:
+        if config.policy != "ttft":
+            foreseen = _foreseen(field, config.policy, question)
+        also = home if foreseen is None else foreseen[0]
+        weighed = _shortlist(field, free_at_s, affinity, also, ask)
+    assessor = Assessor(
+        index,
+        keyring.prompt_tokens,
+        busy_weight=weight,
+        donors=field.donors(now_s) if config.prefetch.enabled else (),
+        promised_s=ask.promised_s,
+        now_s=now_s,
+    )
+    assessed = [
+        assessor.assess(each, keyring.of(each.shape, each.adapters), field.depth(each).gpu_blocks)
+        for each in weighed
+    ]
     candidates = tuple(each.candidate for each in assessed)
-    picked, reason = pick(config.policy, candidates, question)
-    chosen = next(each for each in assessed if each.candidate is picked)
+    if foreseen is None:
+        picked, reason = pick(config.policy, candidates, question)
+        chosen = next(each for each in assessed if each.candidate is picked)
+    else:
+        replica, reason = foreseen
+        chosen = next(each for each in assessed if each.replica is replica)
     return _decision(chosen, reason, candidates, question.home, ask)
 
 
 class _Field:
-    """The eligible replicas, with how deep each of them matches the prompt."""
+    """The eligible replicas and donors, with how deep each of them matches the prompt."""
 
-    def __init__(
-        self, eligible: Eligible, found: Sequence[tuple[Kind, PromptKeys, Sequence[Depth]]]
-    ) -> None:
+    def __init__(self, eligible: Eligible, keyring: PromptKeyring, index: PrefixIndex) -> None:
         self.eligible = eligible
-        self.found = found
-        """For each kind its keys, and the replicas that match, deepest first."""
+        self._keyring = keyring
+        self._depths: list[Sequence[Depth]] = []
+        """For each kind the replicas that match, deepest first."""
         self._by_slot: dict[int, Depth] = {}
         # Those of many are asked for by few: not worth an entry each.
         self._crowds: list[Depth] = []
-        for _, _, depths in found:
+        for kind in eligible.kinds:
+            keys = keyring.of(kind.shape, kind.adapters)
+            depths = index.depths(keys.keys, keys.blocks_per_chunk, kind.replicas)
+            self._depths.append(depths)
             for depth in depths:
                 if depth.replicas.bit_count() > MAX_WEIGHED:
                     self._crowds.append(depth)
                 else:
                     self._by_slot.update(dict.fromkeys(slots(depth.replicas), depth))
-
-    @classmethod
-    def of(cls, eligible: Eligible, keyring: PromptKeyring, index: PrefixIndex) -> "_Field":
-        found = []
-        for kind in eligible.kinds:
-            keys = keyring.of(kind.shape, kind.adapters)
-            depths = index.depths(keys.keys, keys.blocks_per_chunk, kind.replicas)
-            found.append((kind, keys, depths))
-        return cls(eligible, found)
 
     def depth(self, replica: Replica) -> Depth:
         """Return how deep one replica matches."""
@@ -126,16 +130,32 @@ class _Field:
             return depth
         return next((each for each in self._crowds if each.replicas >> slot & 1), _NO_MATCH)
 
+    def matched_tokens(self, replica: Replica) -> int:
+        """Return how much of the prompt one replica holds, in any tier."""
+        keys = self._keyring.of(replica.shape, replica.adapters)
+        return min(self.depth(replica).blocks * keys.block_tokens, self._keyring.prompt_tokens)
+
     def holders(self) -> list[Replica]:
-        """Return replicas that match deeper than a crowd does, at most `_MAX_HOLDERS`."""
-        return [self.eligible.by_slot[slot] for slot in islice(self._by_slot, _MAX_HOLDERS)]
+        """Return replicas that match, at most `_MAX_HOLDERS`; of each crowd the soonest free.
+
+        Of a crowd of most replicas those are found among all, without a search.
+        """
+        able = self.eligible.by_slot
+        few = list(islice(filter(able.__contains__, self._by_slot), _MAX_HOLDERS))
+        crowds = [
+            list(filter(able.__contains__, slots(crowd.replicas)))
+            for crowd in self._crowds
+            if 2 * crowd.replicas.bit_count() <= len(self.eligible)
+        ]
+        few += [min(each, key=lambda slot: able[slot].line.free_at_s) for each in crowds if each]
+        return [able[slot] for slot in few]
 
     def donors(self, now_s: float) -> list[tuple[Replica, int]]:
         """Return those that hold most of the prompt and can give of it, with how many blocks."""
         donors: list[tuple[Replica, int]] = []
-        for _, _, depths in self.found:
+        for depths in self._depths:
             holders = (
-                (self.eligible.by_slot[slot], depth.blocks)
+                (self.eligible.donors[slot], depth.blocks)
                 for depth in depths
                 for slot in slots(depth.replicas)
             )
@@ -143,33 +163,54 @@ class _Field:
             donors += islice(able, _MAX_DONORS)
         return donors
 
-    def bound_s(self, replica: Replica, prompt_tokens: int, now_s: float) -> float:
+    def bound_s(self, replica: Replica, now_s: float) -> float:
         """Return what the prompt costs at the least, if nothing is copied."""
-        block_tokens = 1 if replica.shape is None else replica.shape.block_tokens
-        missing = prompt_tokens - self.depth(replica).blocks * block_tokens
+        missing = self._keyring.prompt_tokens - self.matched_tokens(replica)
         return replica.line.queue_s(now_s) + replica.rates.seconds(Part.PREFILL) * missing
 
 
 def _shortlist(
-    field: _Field, free_at_s: Sequence[float], affinity: int, home: Replica | None, ask: Ask
+    field: _Field, free_at_s: Sequence[float], affinity: int, also: Replica | None, ask: Ask
 ) -> list[Replica]:
-    """Return the replicas worth weighing: of the holders, of the others, and the home.
+    """Return the replicas worth weighing: of the holders, of the others, and one more.
 
     Of the holders those that it would cost least; of all, the soonest free.
     Idle ones are taken in turn from where the affinity falls among their
     hashes, so that equal prompts meet among those weighed, too.
     """
-    eligible, tokens, now_s = field.eligible, ask.keyring.prompt_tokens, ask.now_s
+    eligible, now_s = field.eligible, ask.now_s
     half = MAX_WEIGHED // 2
     holders = field.holders()
     if len(holders) > half:
-        holders = nsmallest(half, holders, key=lambda each: field.bound_s(each, tokens, now_s))
+        holders = nsmallest(half, holders, key=lambda each: field.bound_s(each, now_s))
     soonest = _idle(eligible, free_at_s, affinity, now_s)
     if len(soonest) < half:
         order = nsmallest(half, range(len(eligible)), key=free_at_s.__getitem__)
         soonest += [eligible.replicas[at] for at in order]
-    chosen = [*holders, *soonest[:half], *([] if home is None else [home])]
+    chosen = [*holders, *soonest[:half], *([] if also is None else [also])]
     return list({each.slot: each for each in chosen}.values())
+
+
+def _foreseen(field: _Field, policy: PolicyName, question: Question) -> tuple[Replica, Reason]:
+    """Return what a policy picks that asks for no costs, and why."""
+    replicas = field.eligible.replicas
+    candidates = [
+        CandidateCost(
+            replica_id=each.id,
+            matched_tokens={"any": field.matched_tokens(each)},
+            in_flight=each.in_flight,
+            ttft_s=0.0,
+            base_s=0.0,
+            queue_s=0.0,
+            fetch_s=0.0,
+            load_s=0.0,
+            prefill_s=0.0,
+        )
+        for each in replicas
+    ]
+    picked, reason = pick(policy, candidates, question)
+    at = next(at for at, each in enumerate(candidates) if each is picked)
+    return replicas[at], reason
 
 
 def _idle(

@@ -14,7 +14,7 @@ from math import ceil
 from aiohttp import web
 
 from router.accept import Asked, max_wait_s, parse, read_body, request_id
-from router.admission import Admitted
+from router.admission import Admitted, Promised
 from router.admitting import Admission
 from router.assess import PromptKeyring
 from router.bindings import Bindings
@@ -96,7 +96,7 @@ class Proxy:
     async def decide(self, asked: Asked) -> tuple[Prompt | None, Decision]:
         """Return where a request would go, without sending it or changing any state."""
         prompt = await self._read(asked)
-        return prompt, self._place(asked, PromptKeyring(prompt), (), self._clock())
+        return prompt, self._place(asked, PromptKeyring(prompt), (), {}, self._clock())
 
     async def _serve(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         body = await read_body(request, self._config.max_body_bytes)
@@ -114,7 +114,12 @@ class Proxy:
         return await self._prompts.reader_for(asked.model).read(asked.endpoint, dict(asked.fields))
 
     def _place(
-        self, asked: Asked, keyring: PromptKeyring, exclude: tuple[str, ...], now_s: float
+        self,
+        asked: Asked,
+        keyring: PromptKeyring,
+        exclude: tuple[str, ...],
+        promised_s: Promised,
+        now_s: float,
     ) -> Decision:
         return self._fleet.place(
             keyring,
@@ -122,6 +127,7 @@ class Proxy:
             session=asked.session,
             bound_to=self._bindings.replica_of(asked.previous_response_id),
             exclude=exclude,
+            promised_s=promised_s,
             now_s=now_s,
         )
 
@@ -153,9 +159,9 @@ class Proxy:
         bound_to = self._bindings.replica_of(asked.previous_response_id)
         keyring = PromptKeyring(prompt)
 
-        def place(now_s: float) -> Decision:
+        def place(now_s: float, promised_s: Promised) -> Decision:
             began_s = self._clock()
-            decision = self._place(asked, keyring, excluded, now_s)
+            decision = self._place(asked, keyring, excluded, promised_s, now_s)
             exchange.place_s = self._clock() - began_s
             return decision
 

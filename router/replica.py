@@ -7,6 +7,7 @@ health checks and the requests.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from types import MappingProxyType
 from typing import Final
 
@@ -104,8 +105,10 @@ class Replica:
     """Where other replicas fetch its chunks, if it has an agent that lets them."""
     layout: str = ""
     """Fingerprint of its chunks: only replicas with equal ones can exchange them."""
+    max_staged_tokens: float = inf
+    """How much of one prompt it can bring through its CPU RAM to the GPU."""
     no_copies_until_s: float = 0.0
-    """A copy from it has failed: it is left alone until then."""
+    """A copy from or to it has failed: it is left alone until then."""
     has_events: bool = False
     """Whether its KV events are being followed right now."""
     fetching_until_s: float = 0.0
@@ -144,7 +147,7 @@ class Replica:
         return self.transfer_port is not None and self.no_copies_until_s <= now_s
 
     def fetch(self, seconds: float, now_s: float) -> None:
-        """Note that it was told to fetch KV, or gives some from its disk."""
+        """Note that it was told to fetch KV."""
         self.fetching_until_s = max(self.fetching_until_s, now_s) + seconds
 
     def receive(self, signal: Signal) -> bool:

@@ -49,9 +49,12 @@ class Eligible:
 
     replicas: Sequence[Replica]
     by_slot: Mapping[int, Replica]
+    donors: Mapping[int, Replica]
+    """By slot those that may give their KV: these, and the draining ones."""
     kinds: Sequence[Kind]
+    """Of the donors."""
     lines: Sequence[PrefillLine]
-    """Each one's, in the same order."""
+    """Those of the ``replicas``, in the same order."""
     ring: Sequence[tuple[int, int]]
     """A hash of each one's id, and its place in the order, sorted."""
 
@@ -62,12 +65,14 @@ class Eligible:
         return iter(self.replicas)
 
     @classmethod
-    def of(cls, replicas: Sequence[Replica]) -> "Eligible":
+    def of(cls, replicas: Sequence[Replica], draining: Sequence[Replica]) -> "Eligible":
         """Return a view of these replicas as they are now."""
+        donors = [*replicas, *draining]
         return cls(
             replicas=replicas,
             by_slot={each.slot: each for each in replicas},
-            kinds=_kinds(replicas),
+            donors={each.slot: each for each in donors},
+            kinds=_kinds(donors),
             lines=[each.line for each in replicas],
             ring=sorted((salt_of(each.id), at) for at, each in enumerate(replicas)),
         )
@@ -82,28 +87,29 @@ class Roster:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._views: dict[str | None, Eligible] = {}
+        self.version = 0
+        """Another after each change."""
 
     def changed(self) -> None:
         """Forget who may answer: it is found anew when next asked for."""
         self._views.clear()
+        self.version += 1
 
     def eligible(
         self, model: str | None, exclude: Collection[str], bound_to: str | None
     ) -> Eligible:
         """Return who may answer; raise `UnknownModel` or `NoReplica` when nobody may."""
         if exclude or bound_to is not None:
-            return Eligible.of(self._find(model, exclude, bound_to))
+            return self._find(model, exclude, bound_to)
         view = self._views.get(model)
         if view is None:
-            view = Eligible.of(self._find(model, (), None))
+            view = self._find(model, (), None)
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             self._views[model] = view
         return view
 
-    def _find(
-        self, model: str | None, exclude: Collection[str], bound_to: str | None
-    ) -> Sequence[Replica]:
+    def _find(self, model: str | None, exclude: Collection[str], bound_to: str | None) -> Eligible:
         serving = [each for each in self._replicas.values() if each.serves(model)]
         if not serving:
             raise UnknownModel(f"no replica serves the model '{model}'", param="model")
@@ -115,7 +121,8 @@ class Roster:
             left = [each for each in left if each is bound]
         for state in (State.UP, State.UNKNOWN):
             if eligible := [each for each in left if each.state is state]:
-                return eligible
+                draining = [each for each in left if each.state is State.DRAINING]
+                return Eligible.of(eligible, draining)
         raise NoReplica(_why_none(serving, tried, bound_to))
 
 

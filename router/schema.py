@@ -7,6 +7,7 @@ as a `ConfigError` that says where, what, and how to mend it.
 
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -20,7 +21,14 @@ from router.errors import ConfigError
 
 T = TypeVar("T")
 
-_UNITS = {"_per_s": "per second", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
+_UNITS = {
+    "bytes_per_s": "bytes per second",
+    "tokens_per_s": "tokens per second",
+    "_s": "seconds",
+    "_bytes": "bytes",
+    "_tokens": "tokens",
+}
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +171,10 @@ def _scalar(hint: Any, value: object, each: Field[Any], path: str, where: str) -
         value = float(value)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         raise ConfigError(
-            path, where, f"expected {_wanted(hint, each.name)}, got {_describe(value)}", _mend(hint)
+            path,
+            where,
+            f"expected {_wanted(hint, each.name)}, got {_describe(value)}",
+            _mend(hint, value),
         )
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(path, where, f"{value} is not a finite number", "give a number")
@@ -193,7 +204,9 @@ def _wanted(hint: Any, name: str) -> str:
     return f"{words[hint]} of {unit}" if unit and hint in (int, float) else words[hint]
 
 
-def _mend(hint: Any) -> str:
+def _mend(hint: Any, value: object) -> str:
+    if hint is float and isinstance(value, str) and _EXPONENT.fullmatch(value):
+        return f"write {float(value):.15g}, since YAML takes '{value}' as text"
     fixes = {
         int: "write digits only, without a unit or quotes",
         float: "write a number only, without a unit or quotes",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cacheengine.keys import key64
 from cacheengine.wire import Snapshot, pack_keys
-from router.admission import Admitted, Gate, Waiting
+from router.admission import Admitted, Gate, Promised, Waiting
 from router.config import AdmissionConfig, PolicyName, RatesConfig, ReplicaConfig, RouterConfig
 from router.costs import Part
 from router.errors import NoReplica, RateLimited
@@ -73,8 +73,10 @@ class Driver:
             start = 10**9 * (1 + len(self.admitted) + len(self.waiting))
             prompt = tokens(round(prompt * 1000), start=start)
 
-        def place(now_s: float) -> Decision:
-            return self.fleet.place(prompt, model=None, session=session, now_s=now_s)
+        def place(now_s: float, promised_s: Promised) -> Decision:
+            return self.fleet.place(
+                prompt, model=None, session=session, promised_s=promised_s, now_s=now_s
+            )
 
         end = self.gate.arrive(place, now_s, at_once=at_once, max_wait_s=max_wait_s)
         if isinstance(end, Admitted):
@@ -269,12 +271,36 @@ def test_they_go_elsewhere_when_their_replica_is_gone() -> None:
     assert driver.waiting["c"].item.wanted != wanted
 
 
+def test_a_replica_that_is_up_again_gets_those_who_wait_for_another() -> None:
+    driver = Driver(make_fleet(2))
+    driver.fleet.down("r1")
+    driver.ask("a", 10.0)
+    for name in "bc":
+        assert not driver.ask(name, 2.0)
+    assert driver.pump(0.25) == ""
+    driver.fleet.up("r1")
+    assert driver.pump(0.5) == "b"
+    assert driver.admitted["b"].decision.replica_id == "r1"
+
+
+def test_whoever_sends_a_request_again_is_told_of_those_who_are_before_it_then() -> None:
+    """A request that has waited loses its place with its deadline."""
+    driver = Driver(make_fleet(max_wait_s=10.0))
+    driver.ask("a", 20.0)
+    driver.ask("long", 6.0)
+    driver.ask("short", 3.0, 9.0)
+    driver.pump(10.0)
+    late = driver.refused["long"]
+    assert isinstance(late, RateLimited)
+    assert late.retry_after_s == 20, "16.1 are left of a, and 3.1 are those of short"
+
+
 def test_a_defect_fails_one_request_only() -> None:
     driver = Driver(make_fleet())
     driver.ask("a", 1.0)
     failures: list[Exception] = []
 
-    def place(now_s: float) -> Decision:
+    def place(now_s: float, promised_s: Promised) -> Decision:
         if failures:
             raise failures[0]
         return driver.fleet.place(text(400), model=None, session=None, now_s=now_s)
@@ -347,7 +373,7 @@ def test_nobody_is_lost_and_no_replica_idles_while_one_waits(
     asks: Sequence[tuple[float, float, float]], replicas: int
 ) -> None:
     """A plain event loop drives the gate; real prefills take other times than predicted."""
-    driver = Driver(make_fleet(replicas))
+    driver = Driver(make_fleet(replicas, max_wait_s=1000.0))
     coming = []
     at_s = 0.0
     for number, (seconds, gap_s, truth) in enumerate(asks):

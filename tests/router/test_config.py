@@ -97,6 +97,11 @@ def test_a_secret_is_not_printed(tmp_path: Path) -> None:
             ONE + "timeouts: {connect_s: 5s}",
             "timeouts.connect_s: expected a number of seconds, got the text '5s'; write a number",
         ),
+        (
+            ONE + "rates: {disk_bytes_per_s: 10e9}",
+            "rates.disk_bytes_per_s: expected a number of bytes per second, got the text '10e9';"
+            " write 10000000000, since YAML takes '10e9' as text",
+        ),
         (ONE + "timeouts: {connect_s: 0}", "timeouts.connect_s: 0.0 is out of range; it must be"),
         (ONE + "timeouts: {connect_s: .inf}", "timeouts.connect_s: inf is not a finite number"),
         (ONE + "admission: {ageing: 0}", "admission.ageing: 0.0 is out of range; it must be above"),

@@ -33,8 +33,8 @@ class Told:
     def observed_copy(self, replica_id: str, nbytes: int, seconds: float) -> None:
         self.observed.append((replica_id, nbytes, seconds))
 
-    def copy_failed(self, source_id: str, now_s: float) -> None:
-        self.failed.append(source_id)
+    def copy_failed(self, replica_id: str, now_s: float) -> None:
+        self.failed.append(replica_id)
 
 
 @pytest.fixture
@@ -185,10 +185,11 @@ async def test_a_source_that_hangs_is_left_alone(
     gate.set()
 
 
-async def test_a_destination_that_is_gone(real: RealFleet, copier: Copier) -> None:
+async def test_a_destination_that_is_gone(real: RealFleet, copier: Copier, told: Told) -> None:
     await asyncio.to_thread(real.replicas[1].stop)
     outcome = await run(copier, decision())
     assert outcome.timing is Timing.FAILED and outcome.error
+    assert told.failed == ["two"], "its source may give to others"
 
 
 async def test_replicas_that_exchange_nothing(real: RealFleet, copier: Copier) -> None:

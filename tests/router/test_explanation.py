@@ -129,6 +129,13 @@ def test_times_are_written_as_people_do(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
 
 
+def test_rates_are_written_with_the_unit_that_they_reach() -> None:
+    """A rate is kept as a logarithm, so that 1e9 comes back a little less."""
+    lines = table(told(make_fleet(), tokens(640))).splitlines()
+    assert "(1.0 G)" in lines[-1]
+    assert "1000.0 M" not in lines[-1]
+
+
 def test_rates_and_errors_of_each_are_told() -> None:
     fleet, prompt = make_fleet(), tokens(640)
     known = fleet.replicas["r1"]

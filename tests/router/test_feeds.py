@@ -76,6 +76,21 @@ async def test_changes_follow_the_snapshot() -> None:
         assert agent.calls.count("/snapshot") == 1
 
 
+async def test_changes_soon_after_others_are_asked_for_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.feeds._POLL_GAP_S", 0.5)
+    agent = AgentServer()
+    async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
+        await agent.change("cpu", True, CHUNKS[:1])
+        await until(lambda: matched(fleet) == {Tier.CPU: 64})
+        for chunk in CHUNKS[1:]:
+            await agent.change("cpu", True, [chunk])
+            await asyncio.sleep(0.01)
+        await until(lambda: matched(fleet) == {Tier.CPU: 256})
+        assert agent.calls.count("/events") <= 3  # the first news, the others, what comes next
+
+
 async def test_a_history_that_is_gone_is_replaced_by_a_snapshot() -> None:
     agent = AgentServer()
     async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:

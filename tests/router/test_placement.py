@@ -7,7 +7,7 @@ import pytest
 
 from cacheengine.wire import InstanceInfo, TierInfo
 from router import placement
-from router.config import RatesConfig, ReplicaConfig, RouterConfig
+from router.config import PolicyName, PrefetchConfig, RatesConfig, ReplicaConfig, RouterConfig
 from router.costs import Part
 from router.fleet import Fleet
 from router.policy import Decision
@@ -16,10 +16,14 @@ from tests.router.prompts_given import GivenPrompt, tokens
 from tests.router.test_fleet import BLOCK, CHUNK, blocks, chunks, info, snapshot, stored
 
 
-def make_fleet(count: int, **changes: Any) -> Fleet:
+def make_fleet(
+    count: int, *, policy: PolicyName = "ttft", prefetch: bool = True, **changes: Any
+) -> Fleet:
     """Return a fleet of replicas that can exchange chunks, 1,000 tokens and 1 MB a second each."""
     fleet = Fleet(
         RouterConfig(
+            policy=policy,
+            prefetch=PrefetchConfig(enabled=prefetch),
             replicas=tuple(
                 ReplicaConfig(url=f"http://h:{8000 + at}", instance_id=f"r{at}", agent_url="x")
                 for at in range(count)
@@ -107,6 +111,33 @@ def test_a_source_that_failed_is_left_alone_for_a_while() -> None:
     assert place(fleet, prompt).copy is None
 
 
+def test_a_destination_that_failed_is_left_alone_for_a_while() -> None:
+    fleet, prompt = make_fleet(2), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    make_busy(fleet, "r0", 10.0)
+    fleet.copy_failed("r1", 0.0)
+    assert place(fleet, prompt).copy is None
+
+
+def test_nothing_is_copied_where_that_is_switched_off() -> None:
+    fleet, prompt = make_fleet(2, prefetch=False), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    make_busy(fleet, "r0", 20.0)
+    decision = place(fleet, prompt)
+    assert (decision.replica_id, decision.copy) == ("r1", None)
+    assert decision.predicted_ttft_s > 6.4, "it is computed anew, and that is predicted"
+
+
+def test_a_draining_replica_gives_its_kv_to_others() -> None:
+    fleet, prompt = make_fleet(3), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    fleet.drain("r0")
+    decision = place(fleet, prompt)
+    assert decision.replica_id != "r0"
+    assert decision.copy is not None and decision.copy.source_id == "r0"
+    assert "r0" not in {each.replica_id for each in decision.candidates}
+
+
 def test_what_is_on_its_way_delays_the_next_fetch() -> None:
     fleet, prompt = make_fleet(1), tokens(6400)
     snapshot(fleet, "r0", disk=chunks(prompt))
@@ -116,6 +147,18 @@ def test_what_is_on_its_way_delays_the_next_fetch() -> None:
     snapshot(fleet, "r0", disk=[*chunks(prompt), *chunks(other)])
     fetch_s = {each.fetch_s for each in (before.candidates[0], place(fleet, other).candidates[0])}
     assert max(fetch_s) == pytest.approx(2 * min(fetch_s))
+
+
+def test_a_replica_that_started_anew_fetches_nothing() -> None:
+    fleet, prompt = make_fleet(1), tokens(6400)
+    snapshot(fleet, "r0", disk=chunks(prompt))
+    for _ in range(10):
+        fleet.replicas["r0"].fetch(60.0, 0.0)
+    fleet.copy_failed("r0", 0.0)
+    fleet.apply_info("r0", peer_info("r0", incarnation="two"))
+    snapshot(fleet, "r0", disk=chunks(prompt))
+    assert place(fleet, prompt).candidates[0].fetch_s < 1.0
+    assert fleet.replicas["r0"].can_give(0.0)
 
 
 def test_two_routers_agree_on_a_new_sessions_home() -> None:
@@ -157,3 +200,33 @@ def test_the_home_is_weighed_in_a_large_fleet_whatever_it_costs() -> None:
     decision = place(fleet, tokens(640), session="s")
     assert "r7" in {each.replica_id for each in decision.candidates}
     assert decision.reason == "session-spill"
+
+
+def test_what_many_hold_is_found_in_a_large_fleet() -> None:
+    """A crowd that holds the prompt has a little to do; all others are idle and hold nothing."""
+    fleet, prompt = make_fleet(60, transfer_port=None), tokens(6400)
+    crowd = {f"r{at}" for at in range(20)}
+    for name in sorted(crowd):
+        stored(fleet, name, Tier.GPU, blocks(prompt))
+        make_busy(fleet, name, 0.2 if name == "r13" else 0.5)
+    decision = place(fleet, prompt)
+    assert decision.replica_id == "r13"
+    assert len(decision.candidates) <= placement.MAX_WEIGHED
+
+
+@pytest.mark.parametrize("policy", ["longest-prefix", "session", "least-loaded", "round-robin"])
+def test_other_policies_weigh_few_and_pick_the_same(
+    policy: PolicyName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, prompt = make_fleet(60, policy=policy), tokens(6400)
+    for at in range(60):
+        snapshot(fleet, f"r{at}", disk=chunks(prompt)[: at * 3 % 50])
+    fleet.sessions.note("s", 31, 0.0)
+    few = [place(fleet, prompt, session) for session in (None, "s", "t")]
+    assert all(len(each.candidates) <= placement.MAX_WEIGHED + 1 for each in few)
+    monkeypatch.setattr(placement, "MAX_WEIGHED", 1000)
+    every = [place(fleet, prompt, session) for session in (None, "s", "t")]
+    assert [(each.replica_id, each.reason, each.home) for each in few] == [
+        (each.replica_id, each.reason, each.home) for each in every
+    ]
+    assert [each.plan for each in few] == [each.plan for each in every]

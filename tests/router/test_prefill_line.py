@@ -52,6 +52,16 @@ def test_who_was_overtaken_no_longer_counts() -> None:
     assert line.queue_s(25.0) == pytest.approx(5.0), "it told nothing new"
 
 
+def test_who_is_overtaken_before_its_time_is_still_to_be_computed() -> None:
+    """It waits for KV from disk, or was not sent yet: the replica let another go first."""
+    line = PrefillLine()
+    slow, quick = line.join(10.0, 0.0), line.join(0.5, 0.0)
+    line.leave(quick, 1.0)
+    assert line.queue_s(1.0) == pytest.approx(10.0)
+    line.leave(slow, 11.0)
+    assert line.queue_s(11.0) == 0.0
+
+
 def test_an_end_that_was_not_seen_when_it_came_is_no_news() -> None:
     """Answers that are not streamed begin with their last token."""
     line = PrefillLine()
@@ -60,7 +70,7 @@ def test_an_end_that_was_not_seen_when_it_came_is_no_news() -> None:
     assert line.queue_s(8.0) == pytest.approx(3.0), "the other is far on, not at its start"
     early, _ = line.join(5.0, 8.0), line.join(1.0, 8.0)
     line.leave(early, 9.0, just_now=False)
-    assert line.queue_s(9.0) == pytest.approx(1.0)
+    assert line.queue_s(9.0) == pytest.approx(8.0), "the long one is not due: it may wait for KV"
 
 
 @pytest.mark.parametrize(("given_up", "left_s"), [(0, 6.0), (1, 7.0), (2, 9.0)])
