@@ -18,7 +18,6 @@ from math import inf
 
 from cacheengine.keys import HashScheme
 from router.admission import Admitted, Gate, Promised
-from router.assess import PromptKeyring
 from router.config import (
     AdmissionConfig,
     IndexConfig,
@@ -29,6 +28,7 @@ from router.config import (
     SessionConfig,
 )
 from router.fleet import Fleet
+from router.keyring import PromptKeyring
 from router.policy import Decision
 from router.replica import KeyShape, Tier
 from router.ticket import Ticket
@@ -52,7 +52,7 @@ class Machine:
 
 @dataclass(eq=False, slots=True)
 class ModelPrompt:
-    """A prompt of numbered blocks: equal numbers, equal text up to there (`assess.PromptView`)."""
+    """A prompt of numbered blocks: equal numbers, equal text up to there (`keyring.PromptView`)."""
 
     blocks: Sequence[int]
     token_count: int

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from bench.command import positive, write_report
 from bench.fleet_model import FleetModel, Machine, ModelPrompt
-from router.assess import PromptKeyring
 from router.fleet import Fleet
+from router.keyring import PromptKeyring
 from router.placement import MAX_WEIGHED
 from router.replica import KeyShape, Tier
 

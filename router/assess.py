@@ -1,82 +1,20 @@
-"""What one prompt would cost at one replica: its keys, their match, the seconds.
+"""What one prompt would cost at one replica: the match of its keys, the ways, the seconds. Pure."""
 
-Pure. Keys are shared between replicas that make them alike, so a fleet of one
-kind computes them once per prompt.
-"""
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
-
-from cacheengine.keys import HashScheme
 from router.costs import Cost, Part, Work
+from router.keyring import PromptKeys
 from router.matches import ChunkRun, Match
 from router.policy import CandidateCost
-from router.prefix_index import PrefixIndex, keys64
-from router.replica import KeyShape, Replica, Tier
+from router.prefix_index import PrefixIndex
+from router.replica import Replica, Tier
 
-TEXT_PIECE_CHARS: Final = 1024
-"""Length of the pieces in a `PromptView.text_chain`."""
+_LEAST_COPY_GAIN_S: Final = 0.05
+"""A copy that saves less is not worth asking two agents for."""
 
 _SLOW: Final = {Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
-
-
-class PromptView(Protocol):
-    """What of a prompt placing needs (`router.tokens.Prompt`)."""
-
-    @property
-    def token_ids(self) -> Sequence[int] | None:
-        """The tokens that the replica will see; None where they cannot be known."""
-
-    @property
-    def affinity(self) -> bytes:
-        """What prompts that begin alike, and may share KV, have in common."""
-
-    def lora(self, adapters: Mapping[str, str]) -> tuple[str, str] | None:
-        """Return (name, path) of the adapter that a replica which has ``adapters`` will use."""
-
-    @property
-    def text(self) -> str:
-        """The prompt as text."""
-
-    @property
-    def token_count(self) -> int:
-        """How many tokens it has, or an estimate."""
-
-    def chain(
-        self, scheme: HashScheme, block_tokens: int, *, lora: tuple[str, str] | None = None
-    ) -> list[bytes]:
-        """Return the keys of its full blocks."""
-
-    def text_chain(self) -> list[int]:
-        """Return 64-bit keys of its text, in pieces of `TEXT_PIECE_CHARS`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptKeys:
-    """A prompt's keys in one scheme."""
-
-    keys: Sequence[int] = field(default=(), repr=False)
-    chain: Sequence[bytes] = field(default=(), repr=False)
-    """The whole digests; empty in the text scheme."""
-    chunk_keys: Sequence[int] = field(default=(), repr=False)
-    """Those of ``keys`` that end a chunk."""
-    block_tokens: int = 1
-    blocks_per_chunk: int = 1
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens of a chunk."""
-        return self.block_tokens * self.blocks_per_chunk
-
-    def chunks(self, runs: Iterable[ChunkRun]) -> tuple[bytes, ...]:
-        """Return the whole digests of the chunks in some runs."""
-        step = self.blocks_per_chunk
-        return tuple(
-            self.chain[(chunk + 1) * step - 1]
-            for run in runs
-            for chunk in range(run.start, run.stop)
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +36,7 @@ class Way:
     """What using the chunks on its disk and remote saves over computing them."""
     offer: Offer | None = None
     """The chunks to be copied there first."""
+    copied_tokens: int = 0
     copy_gain_s: float = 0.0
     """What the copy saves over computing those chunks."""
 
@@ -123,36 +62,6 @@ class Assessment:
     def slow_tokens(self) -> int:
         """Matched tokens that are to be fetched from disk or remote."""
         return sum(self.candidate.matched_tokens.get(tier.value, 0) for tier in _SLOW)
-
-
-class PromptKeyring:
-    """The keys of one prompt at each kind of replica, each made once."""
-
-    def __init__(self, prompt: PromptView | None) -> None:
-        self._prompt = prompt
-        self.prompt_tokens = 0 if prompt is None else prompt.token_count
-        self._made: dict[tuple[KeyShape, tuple[str, str] | None] | None, PromptKeys] = {}
-
-    def of(self, shape: KeyShape | None, adapters: Mapping[str, str]) -> PromptKeys:
-        """Return the keys at a replica; by text where the tokens or its shape are unknown."""
-        prompt = self._prompt
-        if prompt is None:
-            return PromptKeys()
-        by_text = shape is None or prompt.token_ids is None
-        name = None if by_text or shape is None else (shape, prompt.lora(adapters))
-        if name not in self._made:
-            self._made[name] = _by_text(prompt) if name is None else _by_tokens(prompt, *name)
-        return self._made[name]
-
-    def affinity(self, session: str | None) -> bytes:
-        """Return what requests that should meet have in common, whatever the scheme.
-
-        A session's turns have its name, others the beginning of their prompt.
-        """
-        if session is not None or self._prompt is None:
-            # A header's bytes need not be UTF-8; aiohttp gives the others as surrogates.
-            return (session or "").encode(errors="surrogatepass")
-        return self._prompt.affinity
 
 
 class Assessor:
@@ -191,7 +100,7 @@ class Assessor:
         candidate = CandidateCost(
             replica_id=replica.id,
             matched_tokens={tier.value: count for tier, count in matched.items()},
-            copied_tokens=way.work.matched_tokens - sum(matched.values()) if way.offer else 0,
+            copied_tokens=way.copied_tokens,
             copied_from=way.offer.donor.id if way.offer else None,
             in_flight=replica.in_flight,
             ttft_s=cost.ttft_s,
@@ -203,10 +112,17 @@ class Assessor:
         )
         return Assessment(replica=replica, candidate=candidate, keys=keys, match=match, way=way)
 
+    def _new_tokens(self, keys: PromptKeys, matched_tokens: int) -> int:
+        """Return what is left to compute: the last token at least, and with it its whole block."""
+        least = 1
+        if keys.chain:
+            least += max(0, self._prompt_tokens - 1) % keys.block_tokens
+        return max(least, self._prompt_tokens - matched_tokens)
+
     def _best_way(
         self, replica: Replica, keys: PromptKeys, match: Match, matched: dict[Tier, int]
     ) -> Way:
-        own = self._own_way(replica, matched)
+        own = self._own_way(replica, keys, matched)
         if not keys.chain or not replica.has_agent or replica.no_copies_until_s > self._now_s:
             return own
         ways = [own]
@@ -214,26 +130,28 @@ class Assessor:
         for donor, donor_blocks in self._donors:
             deeper = donor_blocks > blocks and _may_fetch(replica, donor)
             if deeper and (offer := self._offer(donor, replica, keys, match)):
-                ways.append(self._way_with(offer, replica, keys, matched, own))
+                way = self._way_with(offer, replica, keys, matched, own)
+                if way.copy_gain_s >= _LEAST_COPY_GAIN_S:
+                    ways.append(way)
         return min(ways, key=self._score_s) if len(ways) > 1 else own
 
     def _score_s(self, way: Way) -> float:
         return way.cost.ttft_s + self._busy_weight * way.cost.busy_s
 
-    def _own_way(self, replica: Replica, matched: dict[Tier, int]) -> Way:
+    def _own_way(self, replica: Replica, keys: PromptKeys, matched: dict[Tier, int]) -> Way:
         """Return what it costs with the replica's slow tiers or without, whichever is less.
 
         Without is believed only when the slow tier's speed is known: a guess that
         never let it be used would never be put right.
         """
-        deep = self._work(replica, matched)
+        deep = self._work(replica, keys, matched)
         deep_cost = replica.rates.cost(deep)
         slow = [tier for tier in _SLOW if matched.get(tier)]
         if not slow:
             return Way(work=deep, cost=deep_cost)
         # Tiers may alternate along a prefix. What of a faster tier lies behind a
         # slow one would be lost too; that is rare enough not to be told apart here.
-        shallow = self._work(replica, _before(matched, slow))
+        shallow = self._work(replica, keys, _before(matched, slow))
         shallow_cost = replica.rates.cost(shallow)
         known = all(replica.rates.knows(_SLOW[tier]) for tier in slow)
         if known and shallow_cost.ttft_s < deep_cost.ttft_s:
@@ -278,10 +196,11 @@ class Assessor:
             copied += nbytes
             if run.tier in slow:
                 slow[run.tier] += nbytes
-        base = self._work(replica, matched)
+        base = self._work(replica, keys, matched)
+        new_tokens = self._new_tokens(keys, reach)
         work = Work(
-            new_tokens=max(1, self._prompt_tokens - reach),
-            matched_tokens=reach,
+            new_tokens=new_tokens,
+            matched_tokens=max(0, self._prompt_tokens - new_tokens),
             load_bytes=(reach - matched.get(Tier.GPU, 0)) * replica.kv_bytes_per_token,
             disk_bytes=base.disk_bytes + slow[Tier.DISK],
             remote_bytes=base.remote_bytes + slow[Tier.REMOTE],
@@ -294,15 +213,22 @@ class Assessor:
         )
         cost = replica.rates.cost(work)
         gain_s = replica.rates.cost(base).busy_s - cost.busy_s
-        return Way(work=work, cost=cost, gain_s=own.gain_s, offer=offer, copy_gain_s=gain_s)
+        return Way(
+            work=work,
+            cost=cost,
+            gain_s=own.gain_s,
+            offer=offer,
+            copied_tokens=reach - sum(matched.values()),
+            copy_gain_s=gain_s,
+        )
 
-    def _work(self, replica: Replica, matched: dict[Tier, int]) -> Work:
+    def _work(self, replica: Replica, keys: PromptKeys, matched: dict[Tier, int]) -> Work:
         total = sum(matched.values())
         per_token = replica.kv_bytes_per_token
+        new_tokens = self._new_tokens(keys, total)
         return Work(
-            # The last token is computed in any case: it gives the first answer.
-            new_tokens=max(1, self._prompt_tokens - total),
-            matched_tokens=total,
+            new_tokens=new_tokens,
+            matched_tokens=max(0, self._prompt_tokens - new_tokens),
             load_bytes=(total - matched.get(Tier.GPU, 0)) * per_token,
             disk_bytes=matched.get(Tier.DISK, 0) * per_token,
             remote_bytes=matched.get(Tier.REMOTE, 0) * per_token,
@@ -337,25 +263,6 @@ def actual(work: Work, cached_tokens: int, kv_bytes_per_token: float) -> Work:
         queue_s=work.queue_s,
         backlog_s=work.backlog_s,
         decoding=work.decoding,
-    )
-
-
-def _by_text(prompt: PromptView) -> PromptKeys:
-    characters = max(1, len(prompt.text))
-    piece_tokens = max(1, round(prompt.token_count * TEXT_PIECE_CHARS / characters))
-    keys = prompt.text_chain()
-    return PromptKeys(keys=keys, chunk_keys=keys, block_tokens=piece_tokens)
-
-
-def _by_tokens(prompt: PromptView, shape: KeyShape, lora: tuple[str, str] | None) -> PromptKeys:
-    chain = prompt.chain(shape.scheme, shape.block_tokens, lora=lora)
-    keys = keys64(chain)
-    return PromptKeys(
-        keys=keys,
-        chunk_keys=keys[shape.blocks_per_chunk - 1 :: shape.blocks_per_chunk],
-        chain=chain,
-        block_tokens=shape.block_tokens,
-        blocks_per_chunk=shape.blocks_per_chunk,
     )
 
 

@@ -66,7 +66,7 @@ class PrefetchConfig:
     """Promoting disk and remote KV, and copying other replicas', before a request is forwarded."""
 
     enabled: bool = True
-    wait_cap_s: float = setting(0.5, at_least=0)
+    wait_cap_s: float = setting(2.0, at_least=0)
     """The longest that a request is held back for its prefetch or copy."""
     pin_s: float = setting(10.0, above=0)
     """How long promoted or copied KV is kept for a request that does not come."""

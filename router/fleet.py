@@ -12,9 +12,9 @@ from typing import Final
 
 from cacheengine.keys import HashScheme
 from cacheengine.wire import MAX_PINNED_SHARE, EventBatch, InstanceInfo, Snapshot, unpack_keys
-from router.assess import PromptKeyring, PromptView
 from router.config import RouterConfig
 from router.costs import Part
+from router.keyring import PromptKeyring, PromptView
 from router.kv_events import (
     BlocksRemoved,
     BlocksStored,

@@ -13,10 +13,11 @@ from typing import Final
 
 import xxhash
 
-from router.assess import Assessment, Assessor, PromptKeyring
+from router.assess import Assessment, Assessor
 from router.config import PolicyName, RouterConfig
 from router.costs import Part
 from router.holders import Depth, slots
+from router.keyring import PromptKeyring
 from router.policy import (
     CandidateCost,
     Decision,

@@ -15,18 +15,20 @@ import xxhash
 from router.config import PolicyName
 from router.costs import Work
 
-_IDLE_WEIGHT: Final = 0.1
+_IDLE_WEIGHT: Final = 0.02
 _BUSY_WEIGHT: Final = 1.0
 """How much a second of the replica's own time counts beside a second of waiting, in an idle
-fleet and in one that is busy everywhere. Small, but even the former makes a burst of one
-prompt wait for the replica that computes it rather than have every replica compute the same.
-In a busy fleet the second is taken from somebody else."""
+fleet and in one that is busy everywhere. In a busy fleet the second is taken from somebody
+else; in an idle one from nobody, so a burst of one prompt may be computed by several."""
 
 _MIX: Final = 0x9E3779B97F4A7C15
 _WORD: Final = (1 << 64) - 1
 
 _NEAR: Final = 0.1
-"""Costs within this fraction of the best are equal: learned rates differ by noise."""
+_NEAR_LEAST_S: Final = 0.005
+_NEAR_MOST_S: Final = 0.05
+"""Costs within this fraction of the best are equal, but never those that differ by more than
+the latter: learned rates differ by noise, and so do all things by a few milliseconds."""
 
 
 class Reason(StrEnum):
@@ -171,7 +173,8 @@ def cheapest(candidates: Sequence[CandidateCost], question: Question) -> Pick:
         if home.ttft_s <= soonest_s + question.spill_margin_s:
             return home, Reason.SESSION_HOME
         spill = True
-    near = [each for each in candidates if each.score_s(weight) <= best_s * (1 + _NEAR)]
+    near_s = min(_NEAR_MOST_S, max(_NEAR_LEAST_S, _NEAR * best_s))
+    near = [each for each in candidates if each.score_s(weight) <= best_s + near_s]
     picked = _preferred(near, question)
     return picked, Reason.SESSION_SPILL if spill else _why(picked, candidates)
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import filterfalse, islice
+from itertools import filterfalse, islice, takewhile, zip_longest
 from operator import itemgetter, or_
 from typing import Final
 
@@ -46,6 +46,8 @@ class Claim:
     replica: int
     keys: Sequence[int] = field(repr=False)
     until_s: float
+    former: "Sequence[Claim | None]" = field(default=(), repr=False)
+    """Of its first keys the claims whose place it took: most of them share a beginning."""
 
 
 @dataclass(eq=False, slots=True)
@@ -154,13 +156,16 @@ class PrefixIndex:
     def believe(self, replica: int, keys: Sequence[int], until_s: float) -> Claim:
         """Count keys as held on the GPU until a time: they are being computed there.
 
-        A later claim on the same key takes its place; those known to be there
-        need none.
+        A later claim on the same key takes its place until it ends; those known
+        to be there need none.
         """
         if known := self._held.get(replica, {}).get(Tier.GPU):
             keys = list(filterfalse(known.__contains__, keys))
-        claim = Claim(replica, keys, until_s)
-        self._believed.setdefault(replica, {}).update(dict.fromkeys(keys, claim))
+        believed = self._believed.setdefault(replica, {})
+        claim = Claim(replica, keys, until_s, list(takewhile(bool, map(believed.get, keys))))
+        if not keys:
+            return claim
+        believed.update(dict.fromkeys(keys, claim))
         self._claims_made += 1
         heapq.heappush(self._claims, (until_s, self._claims_made, claim))
         self._claimed += len(keys)
@@ -169,14 +174,20 @@ class PrefixIndex:
         return claim
 
     def withdraw(self, claim: Claim) -> None:
-        """End a claim before its time; what a later one claims too stays believed."""
+        """End a claim before its time; what another one claims too stays believed."""
         believed = self._believed.get(claim.replica, {})
-        ended = [key for key in claim.keys if believed.get(key) is claim]
-        for key in ended:
-            believed.pop(key, None)
+        ended: list[int] = []
+        for key, former in zip_longest(claim.keys, claim.former):
+            if believed.get(key) is not claim:
+                continue
+            if former is not None and former.keys:  # it has not ended
+                believed[key] = former
+            else:
+                del believed[key]
+                ended.append(key)
         self._let_go(claim.replica, Tier.GPU, ended, left=believed)
         self._claimed -= len(claim.keys)
-        claim.keys = ()
+        claim.keys = claim.former = ()
 
     def expire(self, now_s: float, limit: int | None = None) -> None:
         """End the claims whose time is over, ``limit`` of them at most."""

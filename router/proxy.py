@@ -16,11 +16,11 @@ from aiohttp import web
 from router.accept import Asked, max_wait_s, parse, read_body, request_id
 from router.admission import Admitted, Promised
 from router.admitting import Admission
-from router.assess import PromptKeyring
 from router.bindings import Bindings
 from router.config import RouterConfig
 from router.errors import ApiError, NoReplica, RateLimited, UpstreamFailed, UpstreamTimeout
 from router.fleet import Fleet
+from router.keyring import PromptKeyring
 from router.policy import Decision
 from router.preparing import Preparation, Preparer
 from router.prompt_source import PromptSource

@@ -28,6 +28,7 @@ from router.messages import conversation as converse
 from router.probes import CHAT_PROBES, TEXT_PROBES
 from router.prompt import TEXT_PIECE_CHARS, Prompt
 from router.prompts import ChatInput, PromptInput, TextInput, Truncation, read_input
+from router.reading_turns import ReadingTurns
 from router.templates import ChatTemplate, Message, TemplateRefused
 from router.tokenizer import Loaded, load_directory
 from router.trust import Comparison, Trust, compare
@@ -66,6 +67,7 @@ class PromptReader:
         Raises `ConfigError` when a template is none.
         """
         self.memo = Memo(memo_bytes)
+        self._turns = ReadingTurns()
         self.max_model_len: int | None = None
         """What a replica said in `verify`."""
         self._special_tokens: Mapping[str, str] = {}
@@ -110,9 +112,13 @@ class PromptReader:
 
         Long prompts are worked on in a thread, so that the loop goes on.
         """
-        if bodies.rough_chars(body) <= _INLINE_CHARS:
+        chars = bodies.rough_chars(body)
+        if chars <= _INLINE_CHARS:
             return self.read_now(endpoint, body)
-        return await asyncio.to_thread(self.read_now, endpoint, body)
+        if self._encoder is None or not self._encoder.splits_text:
+            return await asyncio.to_thread(self.read_now, endpoint, body)
+        async with self._turns.turn(chars):
+            return await asyncio.to_thread(self.read_now, endpoint, body)
 
     def read_now(self, endpoint: str, body: Body) -> Prompt:
         """Return the prompt, in this thread."""

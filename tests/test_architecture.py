@@ -40,6 +40,7 @@ PURE = (
     "router.policy",
     "router.placement",
     "router.assess",
+    "router.keyring",
     "router.roster",
     "router.waiting_line",
     "router.admission",

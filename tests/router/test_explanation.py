@@ -88,7 +88,7 @@ def test_who_spares_the_fleet_work_may_be_a_little_later() -> None:
     decision = place(fleet, prompt)
     assert decision.replica_id == "r1"
     assert "r1 answers nearly as soon as any" in why(decision, fleet.config)
-    assert "r0 would be 0.21 s sooner, but be kept busy for 7" in why(decision, fleet.config)
+    assert "r0 would be 0.23 s sooner, but be kept busy for 7" in why(decision, fleet.config)
 
 
 @pytest.mark.parametrize(

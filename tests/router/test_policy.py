@@ -96,8 +96,15 @@ def test_a_replica_that_leaves_moves_only_its_own_prompts() -> None:
 
 def test_nearly_equal_costs_go_to_the_least_loaded() -> None:
     """Learned rates differ by noise, which must not send everything to one replica."""
-    a, b = candidate("a", prefill_s=1.0, in_flight=2), candidate("b", prefill_s=1.05, in_flight=1)
+    a, b = candidate("a", prefill_s=1.0, in_flight=2), candidate("b", prefill_s=1.04, in_flight=1)
     assert pick("ttft", [a, b], QUESTION) == (b, Reason.LEAST_LOADED)
+    far = candidate("b", prefill_s=1.06, in_flight=1)
+    assert pick("ttft", [a, far], QUESTION)[0] is a, "60 ms are no noise"
+    soon, later = (candidate(n, prefill_s=s) for n, s in (("a", 0.010), ("b", 0.014)))
+    assert {
+        pick("ttft", [soon, later], Question(affinity=hashed(number)))[0].replica_id
+        for number in range(20)
+    } == {"a", "b"}, "a few milliseconds are"
 
 
 def test_the_only_replica_is_picked_whatever_the_policy() -> None:

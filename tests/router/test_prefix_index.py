@@ -64,6 +64,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = PrefixIndex(max_keys=10_000, swept_at_once=3)
         self.held: dict[tuple[int, Tier], Counter[int]] = {}
         self.claims: list[tuple[Claim, int, set[int], float]] = []
+        self.former: dict[Claim, dict[int, set[int]]] = {}
         self.now_s = 0.0
 
     def counter(self, replica: int, tier: Tier) -> Counter[int]:
@@ -113,20 +114,45 @@ class IndexMachine(RuleBasedStateMachine):
     def believe(self, replica: int, length: int, ttl_s: int) -> None:
         keys = CHAIN[:length]
         claim = self.index.believe(replica, keys, self.now_s + ttl_s)
+        self.former[claim] = self.holders(replica, keys)
         self.drop_belief(replica, keys)  # the later claim takes over
         self.claims.append((claim, replica, set(keys), self.now_s + ttl_s))
+
+    def holders(self, replica: int, keys: Sequence[int]) -> dict[int, set[int]]:
+        """Return the claims, if any, on those keys that need one, up to the first that has none."""
+        found: dict[int, set[int]] = {}
+        for key in keys:
+            claims = [each[2] for each in self.claims if each[1] == replica and key in each[2]]
+            if claims:
+                (found[key],) = claims
+            elif key not in self.counter(replica, Tier.GPU):
+                break
+        return found
 
     @rule(which=st.integers(0, 20))
     def withdraw(self, which: int) -> None:
         if self.claims:
-            claim, *_ = self.claims.pop(which % len(self.claims))
+            claim, *_ = ended = self.claims.pop(which % len(self.claims))
             self.index.withdraw(claim)
+            self.give_back(ended)
 
     @rule(step_s=st.integers(0, 3))
     def expire(self, step_s: int) -> None:
         self.now_s += step_s
         self.index.expire(self.now_s)
-        self.claims = [each for each in self.claims if each[3] > self.now_s]
+        for ended in sorted(self.claims, key=lambda each: each[3]):
+            if ended[3] <= self.now_s:
+                self.claims.remove(ended)
+                self.give_back(ended)
+
+    def give_back(self, ended: tuple[Claim, int, set[int], float]) -> None:
+        """Let the claims whose place one took believe again, if they have not ended."""
+        claim, _, keys, _ = ended
+        for key in keys:
+            former = self.former[claim].get(key)
+            if any(former is claimed for _, _, claimed, _ in self.claims):
+                assert former is not None
+                former.add(key)
 
     @rule(replica=REPLICAS, step=STEPS, start=st.integers(0, 3), length=st.integers(0, len(CHAIN)))
     def match(self, replica: int, step: int, start: int, length: int) -> None:
@@ -289,6 +315,28 @@ def test_a_withdrawn_claim_leaves_what_a_later_one_claims() -> None:
     index.withdraw(first)
     assert index.match(0, [1, 2, 3]).gpu_blocks == 2
     index.check()
+
+
+def test_a_withdrawn_claim_leaves_what_an_earlier_one_claimed() -> None:
+    index = PrefixIndex(100)
+    first = index.believe(0, [1, 2], until_s=5.0)
+    second = index.believe(0, [1, 2, 3], until_s=6.0)
+    index.withdraw(second)
+    assert index.match(0, [1, 2, 3]).gpu_blocks == 2
+    index.check()
+    third = index.believe(0, [1], until_s=7.0)
+    index.withdraw(first)
+    index.withdraw(third)
+    assert index.match(0, [1, 2, 3]).gpu_blocks == 0
+    index.check()
+
+
+def test_a_claim_of_what_is_known_takes_no_room() -> None:
+    index = PrefixIndex(100)
+    index.add(0, Tier.GPU, [1, 2])
+    for _ in range(1000):
+        index.withdraw(index.believe(0, [1, 2], until_s=5.0))
+    assert not index._claims
 
 
 def test_expiring_takes_as_many_claims_as_it_may() -> None:
