@@ -20,7 +20,7 @@ class PrefillLine:
     Holds an entry for each request that has joined and not left.
     """
 
-    __slots__ = ("_due_s", "_last", "_work_s", "free_at_s")
+    __slots__ = ("_due_s", "_last", "_ready_s", "_work_s", "free_at_s")
 
     def __init__(self) -> None:
         self.free_at_s = 0.0
@@ -28,16 +28,22 @@ class PrefillLine:
         self._last = 0
         self._work_s: dict[int, float] = {}
         self._due_s: dict[int, float] = {}
+        self._ready_s: dict[int, float] = {}
 
     def queue_s(self, now_s: float) -> float:
         """Return how long a request that comes now would wait."""
         return max(0.0, self.free_at_s - now_s)
 
-    def join(self, work_s: float, now_s: float) -> int:
-        """Add a prefill; return the token with which it must `leave` or `give_up`."""
+    def join(self, work_s: float, now_s: float, *, fetched_s: float = 0.0) -> int:
+        """Add a prefill; return the token with which it must `leave` or `give_up`.
+
+        ``fetched_s``: until its KV is there. The replica is taken for reserved
+        until then: a long prefill sent into the gap would be run to its end.
+        """
         self._last += 1
         self._work_s[self._last] = work_s
-        self.free_at_s = max(self.free_at_s, now_s) + work_s
+        self._ready_s[self._last] = now_s + fetched_s
+        self.free_at_s = max(self.free_at_s, now_s + fetched_s) + work_s
         self._due_s[self._last] = self.free_at_s
         return self._last
 
@@ -56,10 +62,12 @@ class PrefillLine:
         for each in overtaken:
             if self._due_s[each] <= now_s:
                 self._take(each)
-        left_s = sum(self._work_s.values())
+        free_at_s = now_s
+        for each, work_s in self._work_s.items():
+            free_at_s = max(free_at_s, self._ready_s[each]) + work_s
         if not just_now:
-            left_s = min(left_s, self.queue_s(now_s))
-        self.free_at_s = now_s + left_s
+            free_at_s = min(free_at_s, max(self.free_at_s, now_s))
+        self.free_at_s = free_at_s
 
     def give_up(self, token: int, now_s: float) -> None:
         """Take out a prefill that will not be computed any further."""
@@ -73,6 +81,7 @@ class PrefillLine:
     def _take(self, token: int) -> float | None:
         """Take a prefill out; return its seconds, None if it is not here."""
         self._due_s.pop(token, None)
+        self._ready_s.pop(token, None)
         return self._work_s.pop(token, None)
 
     def __repr__(self) -> str:

@@ -30,8 +30,9 @@ class Ticket:
         self._streamed = False
         self._finished = False
         replica.waiting += 1
-        self._busy_s = replica.rates.cost(decision.plan.work).busy_s
-        self._line_token = replica.line.join(self._busy_s, now_s)
+        cost = replica.rates.cost(decision.plan.work)
+        self._busy_s = cost.busy_s
+        self._line_token = replica.line.join(cost.busy_s, now_s, fetched_s=cost.fetched_s)
 
     def sent(self, now_s: float) -> None:
         """Note that the replica is asked only now: others may have been in the meantime."""
