@@ -53,6 +53,8 @@ _DRIFT: Final = 0.002
 """Variance that a rate gains with each observation that concerns it: replicas change."""
 _MEASURED: Final = 0.02
 """Variance of a rate that the engine itself measured."""
+_KINSHIP: Final = 0.2
+"""Variance between replicas of one fleet: most are alike, some are half as fast."""
 _SLIGHT: Final = 1e-3
 """The decode slowdown that learning starts from where none is configured."""
 _FREEDOM: Final = log(1e4)
@@ -209,6 +211,16 @@ class Rates:
             for other in Part:
                 self._covariance[part][other] = self._covariance[other][part] = 0.0
             self._covariance[part][part] = _MEASURED
+
+    def take_over(self, other: "Rates") -> None:
+        """Start from what another has learned, less surely; what was measured here stays."""
+        for part in Part:
+            if self._covariance[part][part] <= _MEASURED:
+                continue
+            self._set(part, other._log[part])
+            for row in Part:
+                self._covariance[part][row] = self._covariance[row][part] = 0.0
+            self._covariance[part][part] = min(1.0, other._covariance[part][part] + _KINSHIP)
 
     def _learn(self, shares: dict[Part, float], error: float) -> None:
         """Correct the parts by the logarithm of observed over predicted; see the module."""

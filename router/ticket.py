@@ -1,5 +1,7 @@
 """One request in flight: counted once at its start, released once at its end."""
 
+from collections.abc import Callable
+
 from router.assess import actual
 from router.costs import Work
 from router.policy import Decision
@@ -20,8 +22,12 @@ class Ticket:
         claim: Claim | None,
         decision: Decision,
         now_s: float,
+        *,
+        learned: Callable[[Replica], None],
     ) -> None:
+        """``learned`` is told when the replica's rates have learned from the request."""
         self._replica = replica
+        self._learned = learned
         self._index = index
         self._claim = claim
         self._decision = decision
@@ -83,6 +89,7 @@ class Ticket:
             # known by now.
             self._replica.errors.note(self._decision.predicted_ttft_s, self._ttft_s)
             self._replica.rates.observe(self._work(cached_tokens), self._ttft_s)
+            self._learned(self._replica)
 
     def _work(self, cached_tokens: int | None) -> Work:
         work = self._decision.plan.work

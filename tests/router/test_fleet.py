@@ -15,6 +15,7 @@ from router.config import (
     RouterConfig,
     SessionConfig,
 )
+from router.costs import Part
 from router.errors import NoReplica, UnknownModel
 from router.fleet import Fleet
 from router.kv_events import BlocksRemoved, BlocksStored, FirstBlocks, GpuCleared, KvBatch
@@ -268,6 +269,23 @@ def test_who_is_sent_later_stands_behind_those_sent_before() -> None:
     assert line.queue_s(4.0) == 0.0
     held.sent(5.0)
     assert line.queue_s(5.0) == 0.0
+
+
+def test_who_has_not_answered_yet_is_taken_to_be_like_those_who_have() -> None:
+    """The holder has turned out ten times slower than configured; so will the other."""
+    fleet, prompt = make_fleet(), tokens(1100)
+    holder = place(fleet, prompt).replica_id
+    for at_s in (0.0, 20.0):
+        fresh = tokens(1100, start=round(1e6 + at_s))
+        ticket = fleet.start(place(fleet, fresh, at_s, exclude={"r0", "r1"} - {holder}), at_s)
+        ticket.first_byte(at_s + 11.0)
+        ticket.finish(at_s + 12.0, ok=True)
+    stored(fleet, holder, Tier.GPU, blocks(prompt))
+    decision = place(fleet, prompt, 60.0)
+    assert decision.replica_id == holder
+    rates = [each.rates.per_second(Part.PREFILL) for each in fleet.replicas.values()]
+    assert max(rates) < 400
+    assert max(rates) == pytest.approx(min(rates))
 
 
 def test_only_streamed_answers_teach() -> None:

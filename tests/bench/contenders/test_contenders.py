@@ -54,7 +54,7 @@ def test_our_configuration_is_one_and_its_times_follow_the_speed(tmp_path: Path)
     made = ours.config(fleet(tmp_path), 8080, 4.0, policy="session", prefetch={"enabled": False})
     config = router_config(made, path="made")
     assert (config.policy, config.prefetch.enabled) == ("session", False)
-    assert config.prefetch.wait_cap_s == 0.125
+    assert config.prefetch.wait_cap_s == 0.5
     assert config.sessions.spill_margin_s == 0.0625
     assert config.timeouts.connect_s == 5.0
     assert config.rates.prefill_tokens_per_s == 32_000.0
