@@ -13,7 +13,6 @@ import argparse
 import gc
 import random
 import resource
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from bench.command import positive, write_report
 from bench.fleet_model import FleetModel, Machine, ModelPrompt
+from bench.ttft import machine, percentile
 from router.fleet import Fleet
 from router.keyring import PromptKeyring
 from router.placement import MAX_WEIGHED
@@ -89,7 +89,7 @@ def main() -> None:
         print_row(row)
         rows.append(row)
         gc.collect()
-    write_report(options.out, {"rows": [asdict(row) for row in rows]})
+    write_report(options.out, {"machine": machine(), "rows": [asdict(row) for row in rows]})
 
 
 def measure(replicas: int, sessions: int, index_keys: int, decisions: int) -> Row:
@@ -217,9 +217,7 @@ def _spread(number: int) -> int:
 
 
 def _us(seconds: Sequence[float], percent: int) -> float:
-    if len(seconds) < 2:
-        return 1e6 * seconds[0] if seconds else 0.0
-    return 1e6 * statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1]
+    return 1e6 * percentile(seconds, percent / 100) if seconds else 0.0
 
 
 def _resident_bytes() -> int:

@@ -267,8 +267,7 @@ class _Scan:
 
     def promise(self, waiting: Waiting, service_s: float) -> None:
         """Add work before those behind, at the replica that one waits for."""
-        slot = waiting.item.slot
-        self.promised_s[slot] = self.promised_s.get(slot, 0.0) + service_s
+        _promise(self.promised_s, waiting, service_s)
 
     def hopeful(self) -> Sequence[Waiting]:
         """Return those who would gain most if a free replica were now the better one."""
@@ -303,9 +302,13 @@ class _Scan:
 def _promised(waiting: Iterable[Waiting]) -> Promised:
     promised_s: dict[int, float] = {}
     for each in waiting:
-        slot = each.item.slot
-        promised_s[slot] = promised_s.get(slot, 0.0) + each.service_s
+        _promise(promised_s, each, each.service_s)
     return promised_s
+
+
+def _promise(promised_s: dict[int, float], waiting: Waiting, service_s: float) -> None:
+    slot = waiting.item.slot
+    promised_s[slot] = promised_s.get(slot, 0.0) + service_s
 
 
 def _fits(queue_s: float, limit_s: float) -> bool:
