@@ -12,7 +12,8 @@ from router.errors import Overloaded
 _PUMP_GAP_S: Final = 0.005
 """Between two pumps: lines shorten in bursts, and replicas have work ahead for longer."""
 _PUMP_REST: Final = 10.0
-"""And so many times as long as a pump took, so that a long line costs a tenth of the time."""
+"""And so many times as long as a pump took that let nobody go, so that to look at a long line
+in vain costs a tenth of the time."""
 
 
 class Admission:
@@ -83,12 +84,15 @@ class Admission:
     def _pump(self) -> None:
         self._timer, self._timer_s = None, inf
         began_s = self._clock()
+        in_vain = True
         try:
             for waiting, end in self._gate.pump(began_s):
+                in_vain = False
                 self._deliver(self._released[waiting], end)
         finally:
             now_s = self._clock()
-            self._next_pump_s = now_s + max(_PUMP_GAP_S, _PUMP_REST * (now_s - began_s))
+            rest_s = _PUMP_REST * (now_s - began_s) if in_vain else 0.0
+            self._next_pump_s = now_s + max(_PUMP_GAP_S, rest_s)
             self._pump_by(self._gate.next_pump_s(began_s))
 
     def _deliver(self, released: asyncio.Future[Admitted], end: End) -> None:

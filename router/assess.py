@@ -11,8 +11,9 @@ from router.policy import CandidateCost
 from router.prefix_index import PrefixIndex
 from router.replica import Replica, Tier
 
-_LEAST_COPY_GAIN_S: Final = 0.05
-"""A copy that saves less is not worth asking two agents for."""
+_LEAST_COPY_GAIN_S: Final = 0.15
+"""A copy that saves less is not worth asking two agents for: that takes them time, too, which
+is not in the rates, and those behind the request do not wait for its KV."""
 
 _SLOW: Final = {Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
 
@@ -67,6 +68,7 @@ class Assessment:
 class Assessor:
     """Weighs replicas for one prompt of ``prompt_tokens``.
 
+    ``turns_to_come`` are those of a session that will be at home where this one goes;
     ``donors`` are replicas that hold much of it, each with how many blocks, of which
     others may get what they lack; ``busy_weight`` is the policy's; ``promised_s`` is
     the work that replicas (by slot) will get before it, beside what they have.
@@ -80,6 +82,7 @@ class Assessor:
         busy_weight: float,
         donors: Sequence[tuple[Replica, int]] = (),
         promised_s: Mapping[int, float],
+        turns_to_come: float = 0.0,
         now_s: float,
     ) -> None:
         self._index = index
@@ -87,6 +90,7 @@ class Assessor:
         self._busy_weight = busy_weight
         self._donors = donors
         self._promised_s = promised_s
+        self._turns_to_come = turns_to_come
         self._now_s = now_s
 
     def assess(self, replica: Replica, keys: PromptKeys, gpu_blocks: int) -> Assessment:
@@ -109,6 +113,7 @@ class Assessor:
             fetch_s=cost.fetched_s,
             load_s=cost.load_s,
             prefill_s=cost.prefill_s,
+            growth_s=replica.recent.growth_s(self._turns_to_come, self._now_s),
         )
         return Assessment(replica=replica, candidate=candidate, keys=keys, match=match, way=way)
 

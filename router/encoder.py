@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Hashable, Sequence
+from math import inf
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -14,6 +15,10 @@ from router.pieces import CUT_CHARS, Cutter, Part, longest_first
 _log = logging.getLogger(__name__)
 
 _PROBES: Final = ("", "a", "Hello, world", " x\n", "é 12")
+
+
+class MuchIsNew(Exception):  # noqa: N818  (says what is so, is no failure)
+    """More of a text would have to be tokenized than was allowed for."""
 
 
 class Encoder:
@@ -58,19 +63,27 @@ class Encoder:
         """Whether a special token is written out in a text."""
         return self._special.search(text) is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[Piece]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool, most_new_chars: float = inf
+    ) -> list[Piece]:
         """Return the pieces whose ids, in a row, are the tokens of ``text``.
 
-        Raises `UnicodeEncodeError` or TypeError for text that is not Unicode.
+        Raises `UnicodeEncodeError` or TypeError for text that is not Unicode, and
+        `MuchIsNew`, before any work, if more characters than ``most_new_chars`` would
+        have to be tokenized.
         """
         if not add_special_tokens:
-            return self._encode(text, self._cutter, self._memo)
+            return self._encode(text, self._cutter, self._memo, most_new_chars)
         if self._ends is None:
-            return self._remembered([("whole", text)], [text], self._memo, self._whole)
+            names = [("whole", text)]
+            self._check_new(names, [text], self._memo, most_new_chars)
+            return self._remembered(names, [text], self._memo, self._whole)
         before, after = self._ends
-        return [*before, *self._encode(text, self._cutter, self._memo), *after]
+        return [*before, *self._encode(text, self._cutter, self._memo, most_new_chars), *after]
 
-    def _encode(self, text: str, cutter: Cutter | None, memo: Memo) -> list[Piece]:
+    def _encode(
+        self, text: str, cutter: Cutter | None, memo: Memo, most_new_chars: float = inf
+    ) -> list[Piece]:
         parts = [Part(text)] if cutter is None else list(cutter.parts(text))
         names: list[Hashable] = []
         texts: list[str] = []
@@ -80,11 +93,25 @@ class Encoder:
             inside = self._first_differs and index > 0
             names.append(("inside", part.text) if inside else part.text)
             texts.append(part.text)
+        self._check_new(names, texts, memo, most_new_chars)
         barrier = cutter.barrier if cutter is not None and self._first_differs else None
         plain = iter(self._remembered(names, texts, memo, self._bare, barrier))
         return [
             next(plain) if one.token_id is None else Piece.of_token(one.token_id) for one in parts
         ]
+
+    def _check_new(
+        self,
+        names: Sequence[Hashable],
+        texts: Sequence[str],
+        memo: Memo,
+        most_chars: float,
+    ) -> None:
+        if sum(map(len, texts)) <= most_chars:
+            return
+        lengths = dict(zip(names, map(len, texts), strict=True))
+        if sum(map(lengths.__getitem__, memo.unknown(names))) > most_chars:
+            raise MuchIsNew
 
     def _remembered(
         self,

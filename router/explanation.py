@@ -106,7 +106,17 @@ def seconds_text(seconds: float) -> str:
 
 def _head(picked: CandidateCost, soonest: CandidateCost) -> str:
     late_s = picked.ttft_s - soonest.ttft_s
-    return "answers soonest" if late_s < _NO_LATER_S else "answers nearly as soon as any"
+    if late_s < _NO_LATER_S:
+        return "answers soonest"
+    if _grows_better(picked, soonest):
+        return "is the better place for a session that begins"
+    return "answers nearly as soon as any"
+
+
+def _grows_better(picked: CandidateCost, other: CandidateCost) -> bool:
+    """Whether what the later turns of a new session cost speaks for a pick that is no sooner."""
+    saved_s = other.growth_s - picked.growth_s
+    return saved_s >= max(_NO_LATER_S, picked.ttft_s - other.ttft_s)
 
 
 def _holds(picked: CandidateCost, prompt_tokens: int) -> str:
@@ -145,11 +155,16 @@ def _against_others(picked: CandidateCost, other: CandidateCost) -> str:
     name = other.replica_id
     if late_s >= _NO_LATER_S:
         return f"{name}, the next, would take {seconds_text(late_s)} longer"
+    if _grows_better(picked, other):
+        more_s = other.growth_s - picked.growth_s
+        return (
+            f"{name} would {_sooner(late_s)}, but there the session's later turns would wait "
+            f"longer, by {seconds_text(more_s)} in all"
+        )
     own_busy_s, busy_s = (each.load_s + each.prefill_s for each in (picked, other))
     if busy_s - own_busy_s >= _NO_LATER_S:
-        sooner = "be as soon" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} sooner"
         return (
-            f"{name} would {sooner}, but be kept busy for {seconds_text(busy_s)} "
+            f"{name} would {_sooner(late_s)}, but be kept busy for {seconds_text(busy_s)} "
             f"rather than {seconds_text(own_busy_s)}"
         )
     if picked.matched > other.matched:
@@ -157,6 +172,10 @@ def _against_others(picked: CandidateCost, other: CandidateCost) -> str:
     if picked.in_flight < other.in_flight:
         return f"{name} would be as soon, within what predictions are good for, but has more to do"
     return f"{name} would be as soon: among equals, equal beginnings meet at one replica"
+
+
+def _sooner(late_s: float) -> str:
+    return "be as soon" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} sooner"
 
 
 def _find(decision: Decision, replica_id: str) -> CandidateCost:

@@ -14,6 +14,7 @@ from cacheengine.keys import HashScheme
 from cacheengine.wire import MAX_PINNED_SHARE, EventBatch, InstanceInfo, Snapshot, unpack_keys
 from router.config import RouterConfig
 from router.costs import Part
+from router.growth import RecentWork
 from router.keyring import PromptKeyring, PromptView
 from router.kv_events import (
     BlocksRemoved,
@@ -43,6 +44,9 @@ _NOTHING_PROMISED: Final[Mapping[int, float]] = MappingProxyType({})
 _TELLING_COPY_TOKENS: Final = 1024
 _REST_FROM_COPIES_S: Final = 5.0
 
+_OFTEN: Final = 64
+"""So many answers teach the others each; all are passed over for it."""
+
 _MEASURED_TIERS: Final = {Tier.CPU: Part.LOAD, Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
 
 
@@ -58,6 +62,8 @@ class Fleet:
         self.index = PrefixIndex(config.index.max_keys)
         self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s)
         self._turn = 0
+        self._recent = RecentWork()
+        self._teacher_observations = 0
 
     # --- requests
 
@@ -87,6 +93,8 @@ class Fleet:
             session=session,
             home=None if session is None else self.sessions.home(session, now_s),
             turn=self._turn,
+            busy_of_late=self._recent.share(now_s) / len(self.replicas),
+            turns_to_come=0.0 if session is None else self.sessions.lengths.turns_to_come,
             promised_s=promised_s,
             now_s=now_s,
         )
@@ -114,16 +122,20 @@ class Fleet:
         if decision.prefetch_keys or decision.copy is not None:
             replica.fetch(replica.rates.cost(plan.work).fetch_s, now_s)
         self._turn += 1
+        self._recent.note(replica.rates.cost(plan.work).busy_s, now_s)
         return Ticket(replica, self.index, claim, decision, now_s, learned=self._teach)
 
     def _teach(self, replica: Replica) -> None:
         """Let those who have not answered yet start from what this one has learned.
 
-        Else who is not known looks faster than who is, and gets what the other holds.
+        Else who is not known looks faster than who is, and gets what the other holds. Of
+        several teachers the one with the most answers counts.
         """
         count = replica.rates.observations
-        if count & (count - 1):  # often at first, and rarely then: at 1, 2, 4, 8, ...
+        rarely = count > _OFTEN and count & (count - 1)  # at 128, 256, ...
+        if rarely or count < self._teacher_observations:
             return
+        self._teacher_observations = count
         for each in self.replicas.values():
             if each is not replica and not each.rates.observations:
                 each.rates.take_over(replica.rates)

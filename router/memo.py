@@ -86,6 +86,11 @@ class Memo:
             self.stats.tokens_reused += sum(len(one.ids) for one in pieces if one)
         return pieces
 
+    def unknown(self, texts: Sequence[Hashable]) -> list[Hashable]:
+        """Return the texts that have no piece, each once; that is no use of the others."""
+        with self._lock:
+            return [text for text in dict.fromkeys(texts) if text not in self._entries]
+
     def add(self, text: Hashable, ids: Sequence[int], text_bytes: int) -> Piece:
         """Remember the tokens of ``text``, which takes about ``text_bytes``; return its piece."""
         packed = array("I", ids)

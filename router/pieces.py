@@ -89,6 +89,9 @@ class Cutter:
         # search, since the longest at a place wins; but only those that take
         # nothing around them are places to cut.
         self._search = re.compile(longest_first(one["content"] for one in before) or r"(?!)")
+        # Where none of these is, there is nothing to search for: an alternation that does
+        # not begin with one character is tried at every place of the text.
+        self._beginnings = {one["content"][:1] for one in before}
         self._ids: dict[str, int] = {
             one["content"]: one["id"] for one in before if not (one["lstrip"] or one["rstrip"])
         }
@@ -101,7 +104,8 @@ class Cutter:
     def parts(self, text: str) -> Iterable[Part]:
         """Yield the parts of ``text``, in order; none of them is empty."""
         start = 0
-        for match in self._search.finditer(text) if self.splits_specials else ():
+        may_hold = self.splits_specials and any(map(text.__contains__, self._beginnings))
+        for match in self._search.finditer(text) if may_hold else ():
             token_id = self._ids.get(match.group())
             if token_id is None:
                 continue

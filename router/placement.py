@@ -55,6 +55,10 @@ class Ask:
     """Slot of the session's home."""
     turn: int
     """How many requests were sent before."""
+    busy_of_late: float
+    """Share of the fleet's time that recent requests took; above 1 it falls behind."""
+    turns_to_come: float
+    """Of a session that is told, and likely."""
     promised_s: Mapping[int, float]
     """Work that replicas (by slot) will be given before this, beside what they have."""
     now_s: float
@@ -66,7 +70,7 @@ def decide(ask: Ask, eligible: Eligible, index: PrefixIndex, config: RouterConfi
     field = _Field(eligible, keyring, index)
     affinity = xxhash.xxh3_64_intdigest(keyring.affinity(ask.session))
     free_at_s = [line.free_at_s for line in eligible.lines]
-    weight = busy_weight(sum(map(now_s.__lt__, free_at_s)), len(eligible))
+    weight = busy_weight(ask.busy_of_late)
     home = None if ask.home is None else eligible.by_slot.get(ask.home)
     question = Question(
         affinity=affinity,
@@ -87,6 +91,7 @@ def decide(ask: Ask, eligible: Eligible, index: PrefixIndex, config: RouterConfi
         busy_weight=weight,
         donors=field.donors(now_s) if config.prefetch.enabled else (),
         promised_s=ask.promised_s,
+        turns_to_come=0.0 if home is not None else ask.turns_to_come,
         now_s=now_s,
     )
     assessed = [

@@ -17,9 +17,10 @@ from router.costs import Work
 
 _IDLE_WEIGHT: Final = 0.02
 _BUSY_WEIGHT: Final = 1.0
-"""How much a second of the replica's own time counts beside a second of waiting, in an idle
-fleet and in one that is busy everywhere. In a busy fleet the second is taken from somebody
-else; in an idle one from nobody, so a burst of one prompt may be computed by several."""
+"""How much a second of the replica's own time counts beside a second of waiting, in a fleet
+that has been idle of late and in one that was busy everywhere. In a busy fleet the second is
+taken from somebody else; in an idle one from nobody, so a burst of one prompt is computed by
+several: what the burst itself takes is no sign of more to come."""
 
 _MIX: Final = 0x9E3779B97F4A7C15
 _WORD: Final = (1 << 64) - 1
@@ -47,7 +48,10 @@ class Reason(StrEnum):
 
 @dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
 class CandidateCost:
-    """What a replica would take to answer: ``ttft = base + max(queue, fetch) + load + prefill``."""
+    """What a replica would take to answer: ``ttft = base + max(queue, fetch) + load + prefill``.
+
+    ``growth_s`` is no part of that: what the later turns of a session that begins would cost.
+    """
 
     replica_id: str
     matched_tokens: Mapping[str, int]
@@ -62,6 +66,7 @@ class CandidateCost:
     fetch_s: float
     load_s: float
     prefill_s: float
+    growth_s: float = 0.0
 
     @property
     def matched(self) -> int:
@@ -70,7 +75,7 @@ class CandidateCost:
 
     def score_s(self, busy_weight: float) -> float:
         """Return what the pick minimizes."""
-        return self.ttft_s + busy_weight * (self.load_s + self.prefill_s)
+        return self.ttft_s + busy_weight * (self.load_s + self.prefill_s) + self.growth_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +141,9 @@ class Decision:
     plan: Plan = field(repr=False, compare=False)
 
 
-def busy_weight(busy: int, replicas: int) -> float:
-    """Return how much a replica's time counts when so many of them have work."""
-    return _IDLE_WEIGHT + (_BUSY_WEIGHT - _IDLE_WEIGHT) * busy / replicas
+def busy_weight(busy: float) -> float:
+    """Return how much a replica's time counts when so much of all replicas' time is taken."""
+    return _IDLE_WEIGHT + (_BUSY_WEIGHT - _IDLE_WEIGHT) * min(1.0, busy)
 
 
 def salt_of(replica_id: str) -> int:

@@ -202,7 +202,8 @@ class Proxy:
                 exchange.first_byte_s = answer.began_s
                 ok = answer.status < 400
                 if ok:
-                    ticket.first_byte(answer.began_s, streamed=answer.streamed)
+                    lag_s = answer.sent_s - ticket.started_s - prepared.waited_s
+                    ticket.first_byte(answer.began_s, streamed=answer.streamed, lag_s=lag_s)
                     self._admission.wake()
                 return await relay(
                     request,

@@ -14,6 +14,7 @@ from typing import Final
 from cacheengine.keys import HashScheme
 from router.config import RatesConfig, ReplicaConfig
 from router.costs import Rates
+from router.growth import RecentWork
 from router.prediction_errors import PredictionErrors
 from router.prefill_line import PrefillLine
 
@@ -114,8 +115,11 @@ class Replica:
     fetching_until_s: float = 0.0
     """When the KV that it was told to fetch will be there, as predicted: more comes after that."""
     line: PrefillLine = field(default_factory=PrefillLine)
+    recent: RecentWork = field(default_factory=RecentWork)
     errors: PredictionErrors = field(default_factory=PredictionErrors)
     """Of its TTFTs."""
+    started: int = 0
+    """Requests that it was given, ever."""
     waiting: int = 0
     """Requests sent whose first token has not come."""
     decoding: int = 0

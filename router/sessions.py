@@ -4,6 +4,8 @@ from itertools import islice
 from math import inf
 from typing import Final
 
+from router.growth import SessionLengths
+
 _SPILLS_TO_MOVE: Final = 2
 """After so many spilled turns in a row the session's KV is elsewhere: its home follows."""
 
@@ -31,6 +33,7 @@ class Sessions:
         self.evicted = 0
         self._homes: dict[str, int] = {}
         self._expire_next_s = -inf
+        self.lengths = SessionLengths()
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -50,6 +53,7 @@ class Sessions:
         home, spills = replica, 0
         # Taken out and put in again, it stands last.
         packed = self._homes.pop(session, None)
+        self.lengths.note(now_s, begins=packed is None)
         if packed is not None:
             last_ms, former, spilled = _unpack(packed)
             stays = replica != former and spilled + 1 < _SPILLS_TO_MOVE

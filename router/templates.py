@@ -11,6 +11,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
 import jinja2
@@ -20,6 +21,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from router.errors import ConfigError
 from router.template_ast import walks_content
 
 ContentFormat = Literal["string", "openai"]
@@ -211,3 +213,23 @@ def _plain_text(content: Any) -> str:
         return str(content or "")
     parts = (part["text"] if isinstance(part, dict) else part for part in content)
     return "\n".join(parts)
+
+
+def read_source(path: Path) -> str:
+    """Return the source of a template in a file; raise `ConfigError` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            str(path), "", f"cannot be read ({error})", "give a file with a chat template"
+        ) from error
+
+
+def compiled(name: str, source: str) -> ChatTemplate:
+    """Return the template of a source; raise `ConfigError` if it is none."""
+    try:
+        return ChatTemplate(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(
+            "chat template", name, f"is no valid template ({error})", "check its source"
+        ) from error

@@ -1,12 +1,17 @@
 """One request in flight: counted once at its start, released once at its end."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 
 from router.assess import actual
 from router.costs import Work
 from router.policy import Decision
 from router.prefix_index import Claim, PrefixIndex
 from router.replica import Replica
+
+_OTHER_WORK: Final = 2.0
+"""A prefill so many times as long as planned is another one."""
 
 
 class Ticket:
@@ -31,13 +36,18 @@ class Ticket:
         self._index = index
         self._claim = claim
         self._decision = decision
-        self._started_s = now_s
+        self.started_s = now_s
+        self._lag_s = 0.0
         self._ttft_s: float | None = None
         self._streamed = False
         self._finished = False
+        self._was_alone = not replica.waiting
         replica.waiting += 1
+        replica.started += 1
+        self._number = replica.started
         cost = replica.rates.cost(decision.plan.work)
         self._busy_s = cost.busy_s
+        replica.recent.note(cost.busy_s, now_s)
         self._line_token = replica.line.join(cost.busy_s, now_s, fetched_s=cost.fetched_s)
 
     def sent(self, now_s: float) -> None:
@@ -47,15 +57,19 @@ class Ticket:
         self._replica.line.give_up(self._line_token, now_s)
         self._line_token = self._replica.line.join(self._busy_s, now_s)
 
-    def first_byte(self, now_s: float, *, streamed: bool = True) -> None:
+    def first_byte(self, now_s: float, *, streamed: bool = True, lag_s: float = 0.0) -> None:
         """Note that the answer has begun; later calls change nothing.
 
         ``streamed``: whether this was the first token. The headers of an
         answer that is not streamed come with its last, and teach nothing.
+        ``lag_s``: what the router itself took to send the request, beside what it waited
+        for; that is not the replica's.
         """
         if self._finished or self._ttft_s is not None:
             return
-        self._ttft_s = now_s - self._started_s
+        self._ttft_s = now_s - self.started_s
+        self._lag_s = max(0.0, lag_s)
+        self._was_alone &= self._replica.started == self._number
         self._streamed = streamed
         self._replica.waiting -= 1
         self._replica.decoding += 1
@@ -88,8 +102,19 @@ class Ticket:
             # there and rates not learned yet too; the rates learn from what is
             # known by now.
             self._replica.errors.note(self._decision.predicted_ttft_s, self._ttft_s)
-            self._replica.rates.observe(self._work(cached_tokens), self._ttft_s)
-            self._learned(self._replica)
+            self._learn(self._work(cached_tokens), self._ttft_s)
+
+    def _learn(self, work: Work, ttft_s: float) -> None:
+        planned = self._decision.plan.work.new_tokens
+        low, high = sorted((planned, work.new_tokens))
+        if not self._was_alone and high > _OTHER_WORK * low:
+            # In a burst of one prompt one may compute what it was to wait for, and another
+            # wait for what it was to compute: queues that were not there, or not foreseen.
+            # Taken for real, they would make prefills look twice as fast, or as slow.
+            return
+        queue_s = max(0.0, work.queue_s - self._lag_s)
+        self._replica.rates.observe(replace(work, queue_s=queue_s), ttft_s - self._lag_s)
+        self._learned(self._replica)
 
     def _work(self, cached_tokens: int | None) -> Work:
         work = self._decision.plan.work

@@ -12,16 +12,15 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Final
 
 import aiohttp
-import jinja2
 
 from router import bodies, media
 from router.bodies import Body
-from router.encoder import Encoder
-from router.errors import ConfigError
+from router.encoder import Encoder, MuchIsNew
 from router.memo import Memo, MemoStats, Piece
 from router.messages import Unsupported
 from router.messages import conversation as converse
@@ -29,7 +28,7 @@ from router.probes import CHAT_PROBES, TEXT_PROBES
 from router.prompt import TEXT_PIECE_CHARS, Prompt
 from router.prompts import ChatInput, PromptInput, TextInput, Truncation, read_input
 from router.reading_turns import ReadingTurns
-from router.templates import ChatTemplate, Message, TemplateRefused
+from router.templates import ChatTemplate, Message, TemplateRefused, compiled, read_source
 from router.tokenizer import Loaded, load_directory
 from router.trust import Comparison, Trust, compare
 
@@ -37,8 +36,12 @@ __all__ = ["TEXT_PIECE_CHARS", "Prompt", "PromptReader", "Trust"]
 
 _log = logging.getLogger(__name__)
 
-# A prompt with more characters than this is worked on outside the event loop.
+# A prompt with more characters to tokenize than this is worked on outside the event loop.
 _INLINE_CHARS: Final = 8 * 1024
+
+# And so is one with more than this, known or not: to look it up and to join it takes about
+# 2 ms. A thread costs a known one more than that: it waits for the loop's pauses.
+_LOOK_UP_CHARS: Final = 512 * 1024
 
 # So many tokens right before a medium are not relied on: they could be other ones
 # together with what the model's processor puts there (Gemma 3 joins newlines).
@@ -94,7 +97,7 @@ class PromptReader:
         """
         if path is None:
             return cls(memo_bytes=memo_bytes)
-        source = None if chat_template is None else _read_template(Path(chat_template))
+        source = None if chat_template is None else read_source(Path(chat_template))
         return cls(load_directory(Path(path)), chat_template=source, memo_bytes=memo_bytes)
 
     @property
@@ -110,25 +113,37 @@ class PromptReader:
     async def read(self, endpoint: str, body: Body) -> Prompt:
         """Return the prompt of a request to ``endpoint``; raise `BadRequest` for wrong types.
 
-        Long prompts are worked on in a thread, so that the loop goes on.
+        What is long and new is worked on in a thread, so that the loop goes on.
         """
         chars = bodies.rough_chars(body)
-        if chars <= _INLINE_CHARS:
-            return self.read_now(endpoint, body)
+        if (prompt := self._read_known(endpoint, body, chars)) is not None:
+            return prompt
         if self._encoder is None or not self._encoder.splits_text:
             return await asyncio.to_thread(self.read_now, endpoint, body)
         async with self._turns.turn(chars):
+            # Of a burst with one beginning the first has read it for the others meanwhile.
+            if (prompt := self._read_known(endpoint, body, chars)) is not None:
+                return prompt
             return await asyncio.to_thread(self.read_now, endpoint, body)
 
-    def read_now(self, endpoint: str, body: Body) -> Prompt:
-        """Return the prompt, in this thread."""
+    def _read_known(self, endpoint: str, body: Body, chars: int) -> Prompt | None:
+        """Return a prompt that takes little time, None for others."""
+        if chars > _LOOK_UP_CHARS:
+            return None
+        try:
+            return self.read_now(endpoint, body, most_new_chars=_INLINE_CHARS)
+        except MuchIsNew:
+            return None
+
+    def read_now(self, endpoint: str, body: Body, *, most_new_chars: float = inf) -> Prompt:
+        """Return the prompt, in this thread; raise `MuchIsNew` if more is to be tokenized."""
         salt = bodies.cache_salt(body) if endpoint != "/tokenize" else None
         messages = body.get("messages")
         try:
             given = read_input(endpoint, body, self._template)
             if isinstance(given, ChatInput):
                 messages = given.messages
-            prompt = self._read(given, trust=self._trust(given))
+            prompt = self._read(given, self._trust(given), most_new_chars)
         except Unsupported as reason:
             prompt = Prompt(text=bodies.stand_in(body), memo=self.memo, doubt=str(reason))
         model = body.get("model")
@@ -176,7 +191,7 @@ class PromptReader:
         """Return the tokens that we would give for a probe, however far they are trusted."""
         try:
             given = read_input("/tokenize", body, self._template)
-            return self._read(given, trust=Trust.PROVEN).token_ids
+            return self._read(given, Trust.PROVEN).token_ids
         except Unsupported:
             return None
 
@@ -187,7 +202,7 @@ class PromptReader:
         if chat_template is not None:
             # vLLM also takes the name of one of the model's templates here.
             sources = {"default": sources.get(chat_template, chat_template)}
-        self._templates = {name: _compiled(name, source) for name, source in sources.items()}
+        self._templates = {name: compiled(name, source) for name, source in sources.items()}
         self._doubt = loaded.doubt
         self._chat_doubt = loaded.chat_doubt
         self._media_doubt = loaded.media_doubt
@@ -208,7 +223,7 @@ class PromptReader:
             return self.text_trust
         return self.chat_trust
 
-    def _read(self, given: PromptInput, *, trust: Trust) -> Prompt:
+    def _read(self, given: PromptInput, trust: Trust, most_new_chars: float = inf) -> Prompt:
         if isinstance(given, TextInput) and isinstance(given.prompt, list):
             return self._of_ids(given, given.prompt)
         if isinstance(given, ChatInput) and self._encoder is not None:
@@ -217,7 +232,13 @@ class PromptReader:
             text, conversation = self._rendered(given)
             if shown.modality_of:
                 return self._with_media(
-                    self._encoder, given, trust, text=text, conversation=conversation, shown=shown
+                    self._encoder,
+                    given,
+                    trust,
+                    text=text,
+                    conversation=conversation,
+                    shown=shown,
+                    most_new_chars=most_new_chars,
                 )
         elif isinstance(given, TextInput) and isinstance(given.prompt, str):
             text = given.prompt
@@ -227,7 +248,7 @@ class PromptReader:
             return Prompt(text=text, memo=self.memo, doubt="there is no tokenizer")
         if trust is Trust.REFUTED:
             return Prompt(text=text, memo=self.memo, doubt=self._refuted())
-        return self._tokenized(self._encoder, text, given, trust)
+        return self._tokenized(self._encoder, text, given, trust, most_new_chars)
 
     def _refuted(self) -> str:
         return self._chat_doubt or "a replica gave other tokens for the probes"
@@ -264,6 +285,7 @@ class PromptReader:
         text: str,
         conversation: Sequence[Message],
         shown: media.Shown,
+        most_new_chars: float,
     ) -> Prompt:
         """Return a prompt whose tokens end before its first medium."""
         doubt = self._no_start(encoder, given, trust, shown)
@@ -272,7 +294,7 @@ class PromptReader:
             doubt = "what stands from the first medium on has no keys that could be known"
             real, _ = self._rendered(given, media.put_back(conversation, shown))
             start = media.start_before_media(text, real)
-        pieces, ids = _without_end(_encoded(encoder, start, given), _UNSURE_TOKENS)
+        pieces, ids = _without_end(_encoded(encoder, start, given, most_new_chars), _UNSURE_TOKENS)
         return Prompt(
             text=text,
             memo=self.memo,
@@ -303,8 +325,10 @@ class PromptReader:
             text=None, memo=self.memo, token_ids=ids, pieces=pieces, doubt=given.doubt or cut
         )
 
-    def _tokenized(self, encoder: Encoder, text: str, given: PromptInput, trust: Trust) -> Prompt:
-        pieces = _encoded(encoder, text, given)
+    def _tokenized(
+        self, encoder: Encoder, text: str, given: PromptInput, trust: Trust, most_new_chars: float
+    ) -> Prompt:
+        pieces = _encoded(encoder, text, given, most_new_chars)
         every = array("I")
         for piece in pieces:
             every.extend(piece.ids)
@@ -335,27 +359,13 @@ class PromptReader:
         return (ids[:length] if truncation.side == "right" else ids[len(ids) - length :]), None
 
 
-def _read_template(path: Path) -> str:
+def _encoded(
+    encoder: Encoder, text: str, given: TextInput | ChatInput, most_new_chars: float
+) -> list[Piece]:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            str(path), "", f"cannot be read ({error})", "give a file with a chat template"
-        ) from error
-
-
-def _compiled(name: str, source: str) -> ChatTemplate:
-    try:
-        return ChatTemplate(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(
-            "chat template", name, f"is no valid template ({error})", "check its source"
-        ) from error
-
-
-def _encoded(encoder: Encoder, text: str, given: TextInput | ChatInput) -> list[Piece]:
-    try:
-        return encoder.encode(text, add_special_tokens=given.add_special_tokens)
+        return encoder.encode(
+            text, add_special_tokens=given.add_special_tokens, most_new_chars=most_new_chars
+        )
     except (UnicodeEncodeError, TypeError) as error:
         raise Unsupported(f"the text is not Unicode ({error})") from error
 

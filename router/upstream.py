@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Final
 
 import aiohttp
@@ -80,13 +81,21 @@ class Answer:
     """A replica's answer that has begun: status, headers and first bytes are here."""
 
     def __init__(
-        self, response: aiohttp.ClientResponse, first: bytes, *, headers_s: float, first_s: float
+        self,
+        response: aiohttp.ClientResponse,
+        first: bytes,
+        *,
+        sent_s: float,
+        headers_s: float,
+        first_s: float,
     ) -> None:
         self.status = response.status
         self.headers = kept_headers(response.headers)
         self.streamed = response.content_type == "text/event-stream"
         self.began_s = first_s if self.streamed else headers_s
         """When the answer began, for TTFT: streamed its first byte, else its headers."""
+        self.sent_s = sent_s
+        """When the request's headers had been written."""
         self._response = response
         self._first = first
 
@@ -99,6 +108,29 @@ class Answer:
                 yield chunk
         except (aiohttp.ClientError, OSError) as error:
             raise AnswerCut(describe(error)) from error
+
+
+class _Sending:
+    """Notes when one request was written to its connection.
+
+    In a burst that is up to 0.3 s after the router began to send it.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.sent_s = clock()
+
+    def note(self) -> None:
+        self.sent_s = self._clock()
+
+
+async def _note_sent(
+    session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    params: aiohttp.TraceRequestHeadersSentParams,
+) -> None:
+    if isinstance(sending := context.trace_request_ctx, _Sending):
+        sending.note()
 
 
 class Upstream:
@@ -124,6 +156,7 @@ class Upstream:
         the pool when the answer was read to its end, and is closed otherwise.
         """
         response: aiohttp.ClientResponse | None = None
+        sending = _Sending(self._clock)
         try:
             try:
                 async with asyncio.timeout(self._timeouts.first_byte_s):
@@ -133,6 +166,7 @@ class Upstream:
                         headers=headers,
                         data=body,
                         allow_redirects=False,
+                        trace_request_ctx=sending,
                         timeout=aiohttp.ClientTimeout(
                             total=None, sock_connect=self._timeouts.connect_s
                         ),
@@ -152,7 +186,13 @@ class Upstream:
                 raise TryFailed(Cause.CONNECT, describe(error)) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise TryFailed(Cause.CUT, describe(error)) from error
-            yield Answer(response, first, headers_s=headers_s, first_s=self._clock())
+            yield Answer(
+                response,
+                first,
+                sent_s=sending.sent_s,
+                headers_s=headers_s,
+                first_s=self._clock(),
+            )
         finally:
             if response is not None:
                 # A no-op for an answer that was read to its end.
@@ -176,11 +216,14 @@ def client_session() -> aiohttp.ClientSession:
 
     Requests that pass no timeout of their own have ``_DEFAULT_TIMEOUT_S``.
     """
+    trace = aiohttp.TraceConfig()
+    trace.on_request_headers_sent.append(_note_sent)
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=_DEFAULT_TIMEOUT_S),
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
+        trace_configs=[trace],
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
     )
 

@@ -3,6 +3,7 @@
 A thousand tokens take a second here, and a little more: that is attention.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -356,6 +357,19 @@ def test_a_burst_of_equal_prompts_is_computed_once() -> None:
     assert {each.decision.replica_id for each in driver.admitted.values()} == {
         driver.admitted["n0"].decision.replica_id
     }
+
+
+def test_a_burst_spreads_where_replicas_differ_a_little() -> None:
+    """Who prefers one replica sees also those who wait for the others."""
+    driver = Driver(make_fleet(4))
+    for number, each in enumerate(driver.fleet.replicas.values()):
+        each.rates.measured(Part.PREFILL, 1000.0 + 5.0 * number)
+    prompt = text(8 * 1024 + 400)  # the last 100 tokens are each one's own to compute
+    for number in range(40):
+        driver.ask(f"n{number}", prompt, number * 1e-6)
+    wanted = Counter(each.item.wanted for each in driver.waiting.values())
+    assert len(driver.admitted) == 4
+    assert max(wanted.values()) <= 15
 
 
 SECONDS = st.floats(min_value=0.05, max_value=5.0)

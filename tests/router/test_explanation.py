@@ -80,8 +80,14 @@ def test_equals_are_told_apart() -> None:
 
 
 def test_who_spares_the_fleet_work_may_be_a_little_later() -> None:
-    """r1 waits until r0 would have computed it all, less a bit, and then has nothing to do."""
+    """r1 waits until r0 would have computed it all, less a bit, and then has nothing to do.
+
+    In a fleet that has been busy of late: there somebody else needs r0's time.
+    """
     fleet, prompt = make_fleet(), tokens(6400)
+    for number in range(10):
+        past = place(fleet, tokens(6400, start=10_000 * (1 + number)))
+        fleet.start(past, 0.0).finish(0.0, ok=False)
     stored(fleet, "r1", Tier.GPU, blocks(prompt))
     alone_s = place(fleet, tokens(6400, start=99_999)).predicted_ttft_s
     fleet.replicas["r1"].line.join(alone_s + 0.2, 0.0)

@@ -315,6 +315,46 @@ def test_cached_tokens_tell_what_a_ttft_was_for() -> None:
     assert rates.cost(decision.plan.work).ttft_s < 0.1
 
 
+def test_who_computed_what_it_was_to_wait_for_teaches_nothing() -> None:
+    """Of two with one prompt the second came first: its queue was not there, the other's was."""
+    fleet, prompt = make_fleet(1), tokens(6400)
+    rates = fleet.replicas["r0"].rates
+    first = fleet.start(place(fleet, prompt), 0.0)
+    second = fleet.start(place(fleet, prompt), 0.0)
+    before = rates.seconds(Part.PREFILL)
+    second.first_byte(7.2)
+    second.finish(8.0, ok=True, cached_tokens=0)
+    first.first_byte(7.3)
+    first.finish(8.0, ok=True, cached_tokens=6399)
+    assert (rates.observations, rates.seconds(Part.PREFILL)) == (0, before)
+
+
+def test_what_the_router_took_is_not_the_replicas() -> None:
+    slow, fast = make_fleet(1), make_fleet(1)
+    for fleet, lag_s in ((slow, 0.5), (fast, 0.0)):
+        ticket = fleet.start(place(fleet, tokens(640)), 0.0)
+        ticket.first_byte(0.64 + lag_s, lag_s=lag_s)
+        ticket.finish(2.0, ok=True)
+    learned = [each.replicas["r0"].rates.seconds(Part.PREFILL) for each in (slow, fast)]
+    assert learned[0] == pytest.approx(learned[1])
+
+
+def test_of_several_teachers_the_most_experienced_counts() -> None:
+    fleet = make_fleet(3)
+
+    def answer(name: str, ttft_s: float) -> None:
+        fresh = tokens(640, start=1000 * fleet.replicas[name].started)
+        ticket = fleet.start(place(fleet, fresh, exclude={"r0", "r1", "r2"} - {name}), 0.0)
+        ticket.first_byte(ttft_s)
+        ticket.finish(ttft_s, ok=True)
+
+    for _ in range(20):
+        answer("r0", 0.64)
+    taught = fleet.replicas["r2"].rates.seconds(Part.PREFILL)
+    answer("r1", 10.0)
+    assert fleet.replicas["r2"].rates.seconds(Part.PREFILL) == taught
+
+
 def test_a_session_stays_home_and_spills_when_home_is_busy() -> None:
     fleet = make_fleet(2)
     first = place(fleet, tokens(640), session="s")

@@ -217,6 +217,29 @@ async def test_threads_read_the_same(reader: PromptReader) -> None:
     reader.memo.check()
 
 
+async def test_what_is_known_is_not_sent_to_a_thread(
+    reader: PromptReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[object] = []
+
+    async def noted(work: Callable[..., Prompt], *args: Any) -> Prompt:
+        sent.append(work)
+        return work(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", noted)
+    document = said("system", LONG * 4)
+    first = chat(document, said("user", "one"))
+    burst = await asyncio.gather(*(reader.read(CHAT, first) for _ in range(5)))
+    assert len(sent) == 1, "the others of the burst wait for the first one's tokens"
+    later = await reader.read(CHAT, chat(document, said("user", "two")))
+    assert len(sent) == 1
+    for prompt in (*burst, later):
+        assert prompt.token_ids == llama3().encode(prompt.text, add_special_tokens=False).ids
+    other = " ".join(f"other{number}words go on" for number in range(2000))
+    await reader.read(CHAT, chat(said("system", other)))
+    assert len(sent) == 2
+
+
 def test_reading_leaves_the_body_alone(reader: PromptReader) -> None:
     body = chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, tools=[WEATHER])
     before = repr(body)

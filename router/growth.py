@@ -1,0 +1,97 @@
+"""What a new session will cost by its later turns, which follow it to where it begins.
+
+A replica that has been busy for the share r of its time, with requests of s seconds,
+lets the next one wait for about ``s r / (1 - r)`` (as a queue with one server and
+random arrivals does), and each session that is added makes those who are there
+wait as much. So for n turns to come::
+
+    growth = 2 n s r / (1 - r)
+
+n is the mean of the sessions seen so far. One that has just begun says nothing yet: it
+counts with its later turns at once, but among the sessions only little by little.
+
+Without this ten agents with one prompt of tools all go to the replica that holds it:
+each by itself would pay more elsewhere, once.
+
+Pure: no clock, no I/O.
+"""
+
+from math import exp
+from typing import Final
+
+_MEMORY_S: Final = 30.0
+"""Time constant of what counts as recent: long beside a turn, short beside a session."""
+_MATURING_S: Final = 60.0
+"""Time constant with which a session that has begun comes to count as one."""
+_SUPPOSED_SESSIONS: Final = 2.0
+_SUPPOSED_TURNS: Final = 8.0
+"""What is known of later turns before any has come: four a session, taken lightly."""
+_REMEMBERED_SESSIONS: Final = 1000.0
+"""About so many of the last sessions count."""
+_MOST_SHARE: Final = 0.9
+"""Beyond, the queue itself tells."""
+
+
+class RecentWork:
+    """How busy a replica has been of late."""
+
+    __slots__ = ("_as_of_s", "_busy_s", "_requests")
+
+    def __init__(self) -> None:
+        self._busy_s = 0.0
+        self._requests = 0.0
+        self._as_of_s = 0.0
+
+    def note(self, busy_s: float, now_s: float) -> None:
+        """Add a request that keeps the replica busy for so long."""
+        kept = self._kept(now_s)
+        self._busy_s = self._busy_s * kept + busy_s
+        self._requests = self._requests * kept + 1.0
+        self._as_of_s = now_s
+
+    def share(self, now_s: float) -> float:
+        """Return the recent requests' seconds in a second."""
+        return self._busy_s * self._kept(now_s) / _MEMORY_S
+
+    def growth_s(self, turns_to_come: float, now_s: float) -> float:
+        """Return what a session's turns to come would cost here; see the module."""
+        if not self._requests or not turns_to_come:
+            return 0.0
+        share = min(_MOST_SHARE, self.share(now_s))
+        mean_s = self._busy_s / self._requests
+        return 2 * turns_to_come * mean_s * share / (1 - share)
+
+    def _kept(self, now_s: float) -> float:
+        return exp(min(0.0, self._as_of_s - now_s) / _MEMORY_S)
+
+    def __repr__(self) -> str:
+        return f"<RecentWork {self._busy_s:.3f} s as of {self._as_of_s:.3f}>"
+
+
+class SessionLengths:
+    """How many turns sessions have after their first."""
+
+    __slots__ = ("_as_of_s", "_later_turns", "_sessions", "_young")
+
+    def __init__(self) -> None:
+        self._later_turns = _SUPPOSED_TURNS
+        self._sessions = _SUPPOSED_SESSIONS
+        self._young = 0.0
+        self._as_of_s = 0.0
+
+    def note(self, now_s: float, *, begins: bool) -> None:
+        """Count a session's first turn, or a later one."""
+        grown_up = self._young * (1 - exp(min(0.0, self._as_of_s - now_s) / _MATURING_S))
+        self._as_of_s = now_s
+        self._young += begins - grown_up
+        kept = exp(-grown_up / _REMEMBERED_SESSIONS)
+        self._sessions = self._sessions * kept + grown_up
+        self._later_turns = self._later_turns * kept + (not begins)
+
+    @property
+    def turns_to_come(self) -> float:
+        """How many more turns a session has that begins now, on average."""
+        return self._later_turns / self._sessions
+
+    def __repr__(self) -> str:
+        return f"<SessionLengths {self._later_turns:.1f} / {self._sessions:.1f}>"

@@ -1,0 +1,99 @@
+"""Where sessions begin: where their later turns will wait least, for them and for others."""
+
+from collections import Counter
+
+import pytest
+
+from router.fleet import Fleet
+from router.growth import RecentWork, SessionLengths
+from router.replica import Tier
+from tests.router.prompts_given import GivenPrompt, tokens
+from tests.router.test_explanation import sentence
+from tests.router.test_fleet import blocks, stored
+from tests.router.test_placement import make_fleet
+
+TOOLS_TOKENS = 640
+
+
+def busy(share: float, now_s: float = 0.0) -> RecentWork:
+    """Return a replica's work when half a second each made it busy for this share."""
+    work = RecentWork()
+    for _ in range(round(share * 30.0 / 0.5)):
+        work.note(0.5, now_s)
+    return work
+
+
+def test_an_idle_replica_costs_nothing() -> None:
+    assert RecentWork().growth_s(10, 0.0) == 0.0
+    assert busy(0.5).growth_s(0, 0.0) == 0.0
+
+
+def test_the_busier_the_more_without_bound_only_for_the_queue() -> None:
+    low, high, full = (busy(share).growth_s(10, 0.0) for share in (0.1, 0.5, 5.0))
+    assert low < high < full < 10 * high
+    assert high == 2 * 10 * 0.5 * 0.5 / 0.5
+
+
+def test_what_is_past_fades() -> None:
+    work = busy(0.5)
+    assert work.growth_s(10, 300.0) < 0.01 * work.growth_s(10, 0.0)
+
+
+def test_sessions_that_begin_say_nothing_of_their_length_at_first() -> None:
+    lengths = SessionLengths()
+    supposed = lengths.turns_to_come
+    for number in range(20):
+        lengths.note(number / 10, begins=True)
+    assert lengths.turns_to_come == pytest.approx(supposed, rel=0.2)
+    lengths.note(600.0, begins=True)
+    assert lengths.turns_to_come < 1
+
+
+def test_the_length_of_sessions_is_learned_and_follows_them() -> None:
+    lengths = SessionLengths()
+    for turns in (20, 3):
+        for number in range(5000):
+            for turn in range(turns):
+                lengths.note(10_000.0 * (20 - turns) + number, begins=turn == 0)
+        assert lengths.turns_to_come == pytest.approx(turns - 1, rel=0.1)
+
+
+def test_agents_with_one_prompt_of_tools_do_not_all_go_to_who_holds_it() -> None:
+    fleet, now_s = make_fleet(8), 0.0
+    homes: dict[int, str] = {}
+    for newest in range(10):
+        for agent in range(newest + 1):
+            now_s += 0.5
+            turn = newest - agent
+            own = range(10_000 * (1 + agent), 10_000 * (1 + agent) + 320 * (1 + turn))
+            prompt = GivenPrompt([*range(TOOLS_TOKENS), *own])
+            decision = fleet.place(prompt, model=None, session=f"agent-{agent}", now_s=now_s)
+            ticket = fleet.start(decision, now_s)
+            stored(fleet, decision.replica_id, Tier.GPU, blocks(prompt))
+            ticket.first_byte(now_s + decision.predicted_ttft_s)
+            ticket.finish(now_s + decision.predicted_ttft_s, ok=True)
+            homes.setdefault(agent, decision.replica_id)
+    counts = Counter(homes.values())
+    assert max(counts.values()) <= 5
+    assert len(counts) >= 3
+
+
+def test_who_has_no_session_goes_to_the_holder() -> None:
+    fleet, prompt = warm_and_busy()
+    assert fleet.place(prompt, model=None, session=None, now_s=0.0).replica_id == "r0"
+    assert fleet.place(prompt, model=None, session="new", now_s=0.0).replica_id == "r1"
+
+
+def test_why_it_went_where_it_holds_nothing_is_told() -> None:
+    fleet, prompt = warm_and_busy()
+    said = sentence(fleet, prompt, session="new")
+    assert said.startswith("r1 is the better place for a session that begins: it holds none of")
+    assert "but there the session's later turns would wait longer, by" in said
+
+
+def warm_and_busy() -> tuple[Fleet, GivenPrompt]:
+    fleet, prompt = make_fleet(2, prefetch=False), tokens(TOOLS_TOKENS)
+    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    for _ in range(20):
+        fleet.replicas["r0"].recent.note(0.5, 0.0)
+    return fleet, prompt
