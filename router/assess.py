@@ -13,7 +13,7 @@ from router.replica import Replica, Tier
 
 _LEAST_COPY_GAIN_S: Final = 0.15
 """A copy that saves less is not worth asking two agents for: that takes them time, too, which
-is not in the rates, and those behind the request do not wait for its KV."""
+is not in the rates."""
 
 _SLOW: Final = {Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
 

@@ -71,6 +71,14 @@ class CopyOutcome:
         return f"from={self.source_id};asked={self.asked};arrived={self.arrived};{self.timing}"
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    destination_id: str
+    first_key: bytes
+    until_s: float
+    """When the request that asked for it goes on without it."""
+
+
 class Copier:
     """Runs the copy of a decision. A failed or late one is an outcome, never an error."""
 
@@ -87,7 +95,7 @@ class Copier:
         self._session = session
         self._listener = listener
         self._clock = clock
-        self._under_way: set[asyncio.Task[CopyOutcome]] = set()
+        self._under_way: dict[asyncio.Task[CopyOutcome], _UnderWay] = {}
 
     async def run(self, decision: Decision) -> CopyOutcome | None:
         """Copy what the decision asks for; return after its gain or the cap at the latest.
@@ -96,26 +104,52 @@ class Copier:
         is followed so that its rate is learned.
         """
         wanted = decision.copy
-        if wanted is None or not self._config.enabled:
+        if not self._config.enabled:
+            return None
+        if wanted is None:
+            await self._wait_for_coming(decision)
             return None
         not_yet = CopyOutcome(source_id=wanted.source_id, asked=len(wanted.keys))
         if len(self._under_way) >= MAX_UNDER_WAY:
             return replace(not_yet, error=f"{MAX_UNDER_WAY} copies are under way already")
         began_s = self._clock()
         task = asyncio.create_task(self._copy(decision.replica_id, wanted, not_yet))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        # Not wait_for: it would cancel the task, which has yet to see how fast it was.
         wait_s = min(wanted.expected_gain_s, self._config.wait_cap_s)
+        self._under_way[task] = _UnderWay(decision.replica_id, wanted.keys[0], began_s + wait_s)
+        task.add_done_callback(self._under_way.pop)
+        # Not wait_for: it would cancel the task, which has yet to see how fast it was.
         await asyncio.wait({task}, timeout=wait_s)
         outcome = task.result() if task.done() else replace(not_yet, pending=True)
         return replace(outcome, waited_s=self._clock() - began_s)
 
+    def is_coming(self, decision: Decision) -> bool:
+        """Whether a copy is under way that brings some of its prompt to the picked replica."""
+        return bool(self._coming(decision))
+
+    def _coming(self, decision: Decision) -> dict[asyncio.Task[CopyOutcome], "_UnderWay"]:
+        return {
+            task: copy
+            for task, copy in self._under_way.items()
+            if copy.destination_id == decision.replica_id and copy.first_key in decision.plan.chain
+        }
+
+    async def _wait_for_coming(self, decision: Decision) -> None:
+        """Wait for copies that another request of the same beginning waits for, as long as that.
+
+        Sent before it, this one would have the replica compute what is on the way there: it
+        was placed as if that KV were there already.
+        """
+        coming = self._coming(decision)
+        wait_s = max((copy.until_s for copy in coming.values()), default=0.0) - self._clock()
+        if wait_s > 0:
+            await asyncio.wait(coming, timeout=wait_s)
+
     async def stop(self) -> None:
         """Follow no copy any more; those under way go on between the replicas."""
-        for task in self._under_way:
+        under_way = list(self._under_way)
+        for task in under_way:
             task.cancel()
-        await asyncio.gather(*self._under_way, return_exceptions=True)
+        await asyncio.gather(*under_way, return_exceptions=True)
 
     async def _copy(self, destination_id: str, wanted: KvCopy, not_yet: CopyOutcome) -> CopyOutcome:
         """Return how a copy ended, having told the listener; raises nothing."""

@@ -21,7 +21,8 @@ def ask(url: str, text: str, *, model: str | None, session: str | None) -> dict[
     body = _body(text, model)
     headers = {"Content-Type": "application/json"}
     if session is not None:
-        body.setdefault("session_id", session)
+        # The first that is looked for in a body, so before one that stands there.
+        body["prompt_cache_key"] = session
     request = urllib.request.Request(
         url.rstrip("/").removesuffix("/v1") + "/explain",
         data=json.dumps(body).encode(),

@@ -52,7 +52,8 @@ class Preparer:
         For each at most its expected gain and ``prefetch.wait_cap_s``; it goes
         on at the replicas after that.
         """
-        if not decision.prefetch_keys and decision.copy is None:
+        copies = decision.copy is not None or self._copier.is_coming(decision)
+        if not decision.prefetch_keys and not copies:
             return Preparation()
         began_s = self._clock()
         prefetch, copy = await asyncio.gather(

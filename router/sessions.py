@@ -53,11 +53,11 @@ class Sessions:
         home, spills = replica, 0
         # Taken out and put in again, it stands last.
         packed = self._homes.pop(session, None)
-        self.lengths.note(now_s, begins=packed is None)
-        if packed is not None:
-            last_ms, former, spilled = _unpack(packed)
-            stays = replica != former and spilled + 1 < _SPILLS_TO_MOVE
-            if stays and not self._is_over(last_ms, now_s):
+        begins = packed is None or self._is_over(_unpack(packed)[0], now_s)
+        self.lengths.note(now_s, begins=begins)
+        if packed is not None and not begins:
+            _, former, spilled = _unpack(packed)
+            if replica != former and spilled + 1 < _SPILLS_TO_MOVE:
                 home, spills = former, spilled + 1
         self._homes[session] = _pack(now_s, home, spills)
         if len(self._homes) > self.max_sessions:

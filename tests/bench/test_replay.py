@@ -70,9 +70,6 @@ def test_matrices_name_known_cases_with_titles_of_their_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (peers.DEFAULT_DIRECTORY / peers.mark()).exists(), reason="the peers are not installed"
-)
 def test_the_peers_serve_every_request(tmp_path: Path) -> None:
     out = tmp_path / "replay.json"
     names = [each.name for each in peers.contenders(peers.PeersPython(None))]

@@ -107,6 +107,43 @@ async def test_the_source_may_hold_them_in_any_tier(real: RealFleet, copier: Cop
     assert real.replicas[1].bench.has_right_bytes(CHUNKS)
 
 
+async def test_who_follows_with_the_same_beginning_waits_for_it_too(
+    real: RealFleet, copier: Copier
+) -> None:
+    leader = asyncio.create_task(run(copier, decision()))
+    await asyncio.sleep(0)
+    follower = replace(
+        decision(), copy=None, plan=Plan(slot=1, work=Work(new_tokens=1), chain=CHUNKS)
+    )
+    assert copier.is_coming(follower)
+    assert await copier.run(follower) is None
+    assert ready(real, 1) == len(CHUNKS)
+    assert (await leader).timing is Timing.IN_TIME
+    assert not copier.is_coming(follower)
+
+
+async def test_others_do_not_wait_for_it(copier: Copier) -> None:
+    leader = asyncio.create_task(run(copier, decision()))
+    await asyncio.sleep(0)
+    plan = Plan(slot=1, work=Work(new_tokens=1), chain=(b"another",))
+    other_prompt = replace(decision(), copy=None, plan=plan)
+    same = replace(decision(), copy=None, plan=replace(plan, chain=CHUNKS))
+    elsewhere = replace(same, replica_id="one")
+    assert not copier.is_coming(other_prompt)
+    assert not copier.is_coming(elsewhere)
+    assert await copier.run(other_prompt) is None
+    assert not leader.done()
+    await leader
+
+
+async def test_who_follows_waits_no_longer_than_it_gains(copier: Copier) -> None:
+    leader = asyncio.create_task(run(copier, decision(gain_s=0.0)))
+    await asyncio.sleep(0)
+    plan = Plan(slot=1, work=Work(new_tokens=1), chain=CHUNKS)
+    assert await copier.run(replace(decision(), copy=None, plan=plan)) is None
+    assert (await leader).timing is Timing.LATE
+
+
 async def test_what_the_destination_holds_is_not_sent(real: RealFleet, copier: Copier) -> None:
     """Be it on its disk: a prefetch brings that up at the same time."""
     two = real.replicas[1].bench
@@ -161,7 +198,8 @@ async def test_a_source_that_dies_in_the_middle(
     sent = iter(range(1000))
 
     def dies(channel: Channel, key: bytes, view: memoryview) -> None:
-        if next(sent) == 10:
+        # From then on, too: the second of the two connections may open later.
+        if next(sent) >= 10:
             for each in list(real.replicas[0].server._open):
                 each.shut()
         send(channel, key, view)

@@ -215,6 +215,9 @@ async def test_a_running_router_tells_how_good_its_predictions_were(
     assert f"replica    {name}  (" in result.output
     assert f"predictions of {name} were within" in result.output
     assert "(3 answers)" in result.output
+    args[-1] = orjson.dumps({**ASK, "session_id": "another"}).decode()
+    result = await asyncio.to_thread(run, main, args)
+    assert f"replica    {name}  (session-home)" in result.output
     async with client.get(f"{router.url}/metrics") as response:
         text = await response.text()
     assert f'warmroute_ttft_prediction_error_ratio{{quantile="0.9",replica="{name}"}}' in text
