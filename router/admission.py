@@ -50,6 +50,8 @@ class Held:
     """Of that replica."""
     may_queue_s: float
     """With how much work before it there it would have gone."""
+    would_block: bool
+    """Whether it is long and would begin before those whose KV is still being fetched."""
     worth_s: float
     """How long waiting for it is better than any other replica, be that idle."""
     roster: int
@@ -185,12 +187,15 @@ class Gate:
             wanted=decision.replica_id,
             slot=decision.plan.slot,
             may_queue_s=may_queue_s,
+            would_block=cost.busy_s > self._config.dispatch_ahead_s and not cost.fetch_s,
             worth_s=min(idle_s.values(), default=inf) - own_s,
             roster=self._fleet.roster_version,
         )
 
     def _may_go(self, held: Held, service_s: float, now_s: float) -> bool:
         """Whether its replica can take a newcomer, and nobody waits for it who is before that."""
+        if _waits_for_fetches(held, self._fleet):
+            return False
         if not _fits(self._queue_s(held.wanted, now_s), held.may_queue_s):
             return False
         before = self._line.ahead_of(service_s, now_s)
@@ -255,6 +260,8 @@ class _Scan:
 
     def is_ready(self, held: Held) -> bool:
         """Whether a request may go to the replica it wants (yes also if that is not up)."""
+        if _waits_for_fetches(held, self._fleet):
+            return False
         return _fits(self._queues_s.get(held.wanted, 0.0), held.may_queue_s)
 
     def pass_by(self, waiting: Waiting) -> None:
@@ -293,12 +300,23 @@ class _Scan:
     def next_ready_s(self, waiting: Sequence[Waiting]) -> float:
         """When the next of these, or any busy replica, will be ready if all goes as predicted."""
         queues_s = self._queues_s
-        held = [each.item for each in waiting]
+        # Who waits for a fetch is woken by its end.
+        held = [each.item for each in waiting if not _waits_for_fetches(each.item, self._fleet)]
         after_s = [queues_s.get(each.wanted, 0.0) - each.may_queue_s for each in held]
         if after_s:
             busy_s = (queue_s - self._ahead_s for queue_s in queues_s.values())
             after_s += [each for each in busy_s if each > _CLOSE_S]
         return self.now_s + max(0.0, min(after_s, default=inf))
+
+
+def _waits_for_fetches(held: Held, fleet: Fleet) -> bool:
+    """Whether a request waits for others' fetches to end, so as not to run before them.
+
+    A replica begins with what is there: a prefill of 13 s that was sent while a short
+    request's KV was on its way from disk kept that one waiting for all of it.
+    """
+    replica = fleet.replicas.get(held.wanted)
+    return held.would_block and replica is not None and replica.preparing > 0
 
 
 def _about(service_s: float) -> float:

@@ -192,6 +192,41 @@ def test_what_it_must_fetch_overlaps_the_work_before_it() -> None:
     assert not driver.ask("c", 0.1)
 
 
+def fetching() -> Driver:
+    """Return a driver whose one replica was sent a request that has its KV fetched first."""
+    driver, prompt = Driver(make_fleet()), tokens(8192)
+    fleet = driver.fleet
+    fleet.apply_info("r0", info("r0"))
+    packed = {"disk": pack_keys(map(key64, chunks(prompt)))}
+    fleet.apply_snapshot("r0", Snapshot(incarnation="one", seq=0, tiers=packed))
+    fleet.replicas["r0"].rates.measured(Part.DISK, 1e9)
+    assert driver.ask("fetching", prompt)
+    assert driver.admitted["fetching"].decision.prefetch_keys
+    return driver
+
+
+def test_a_long_one_does_not_slip_in_before_a_fetch_ends() -> None:
+    """The replica would begin with it, and run it to its end."""
+    driver = fetching()
+    assert not driver.ask("long", 10.0)
+    assert driver.pump(0.1) == ""
+    driver.admitted["fetching"].ticket.sent(0.2, waited=True)
+    assert driver.pump(0.2) == "long"
+
+
+def test_a_fetch_that_is_given_up_holds_nobody_up() -> None:
+    driver = fetching()
+    assert not driver.ask("long", 10.0)
+    driver.admitted["fetching"].ticket.finish(0.2, ok=False)
+    assert driver.pump(0.2) == "long"
+    assert driver.fleet.replicas["r0"].preparing == 0
+
+
+def test_a_short_one_may_go_before_a_fetch_ends() -> None:
+    driver = fetching()
+    assert driver.ask("short", 0.2)
+
+
 # --- who does not wait
 
 
