@@ -316,7 +316,9 @@ def _waits_for_fetches(held: Held, fleet: Fleet) -> bool:
     request's KV was on its way from disk kept that one waiting for all of it.
     """
     replica = fleet.replicas.get(held.wanted)
-    return held.would_block and replica is not None and replica.preparing > 0
+    if replica is None or replica.state is not State.UP:
+        return False
+    return held.would_block and replica.preparing > 0
 
 
 def _about(service_s: float) -> float:

@@ -222,6 +222,14 @@ def test_a_fetch_that_is_given_up_holds_nobody_up() -> None:
     assert driver.fleet.replicas["r0"].preparing == 0
 
 
+def test_nobody_waits_for_a_fetch_at_a_replica_that_is_gone() -> None:
+    driver = fetching()
+    assert not driver.ask("long", 10.0)
+    driver.fleet.down("r0")
+    driver.pump(0.1)
+    assert isinstance(driver.refused["long"], NoReplica)
+
+
 def test_a_short_one_may_go_before_a_fetch_ends() -> None:
     driver = fetching()
     assert driver.ask("short", 0.2)
