@@ -51,7 +51,7 @@ class Held:
     may_queue_s: float
     """With how much work before it there it would have gone."""
     would_block: bool
-    """Whether it is long and would begin before those whose KV is still being fetched."""
+    """Whether it is long and would begin before those whose KV is still being loaded."""
     worth_s: float
     """How long waiting for it is better than any other replica, be that idle."""
     roster: int
@@ -194,7 +194,7 @@ class Gate:
 
     def _may_go(self, held: Held, service_s: float, now_s: float) -> bool:
         """Whether its replica can take a newcomer, and nobody waits for it who is before that."""
-        if _waits_for_fetches(held, self._fleet):
+        if _waits_for_loads(held, self._fleet):
             return False
         if not _fits(self._queue_s(held.wanted, now_s), held.may_queue_s):
             return False
@@ -260,7 +260,7 @@ class _Scan:
 
     def is_ready(self, held: Held) -> bool:
         """Whether a request may go to the replica it wants (yes also if that is not up)."""
-        if _waits_for_fetches(held, self._fleet):
+        if _waits_for_loads(held, self._fleet):
             return False
         return _fits(self._queues_s.get(held.wanted, 0.0), held.may_queue_s)
 
@@ -300,8 +300,8 @@ class _Scan:
     def next_ready_s(self, waiting: Sequence[Waiting]) -> float:
         """When the next of these, or any busy replica, will be ready if all goes as predicted."""
         queues_s = self._queues_s
-        # Who waits for a fetch is woken by its end.
-        held = [each.item for each in waiting if not _waits_for_fetches(each.item, self._fleet)]
+        # Who waits for others' KV is woken by their first tokens.
+        held = [each.item for each in waiting if not _waits_for_loads(each.item, self._fleet)]
         after_s = [queues_s.get(each.wanted, 0.0) - each.may_queue_s for each in held]
         if after_s:
             busy_s = (queue_s - self._ahead_s for queue_s in queues_s.values())
@@ -309,16 +309,17 @@ class _Scan:
         return self.now_s + max(0.0, min(after_s, default=inf))
 
 
-def _waits_for_fetches(held: Held, fleet: Fleet) -> bool:
-    """Whether a request waits for others' fetches to end, so as not to run before them.
+def _waits_for_loads(held: Held, fleet: Fleet) -> bool:
+    """Whether a request waits until those before it have begun, so as not to run before them.
 
-    A replica begins with what is there: a prefill of 13 s that was sent while a short
-    request's KV was on its way from disk kept that one waiting for all of it.
+    A replica begins with what is there. A prefill of 13 s kept a short request waiting for all
+    of it that had been sent before, and whose KV was on its way from disk, or even only from
+    CPU RAM to the GPU.
     """
     replica = fleet.replicas.get(held.wanted)
     if replica is None or replica.state is not State.UP:
         return False
-    return held.would_block and replica.preparing > 0
+    return held.would_block and replica.loading > 0
 
 
 def _about(service_s: float) -> float:

@@ -190,8 +190,8 @@ class Proxy:
             self._preparer.early.chosen(decision)
             prepared = await self._preparer.prepare(decision)
             _note_prepared(exchange, prepared)
-            ticket.sent(self._clock(), waited=prepared.waited_s > 0)
-            self._admission.wake()
+            if prepared.waited_s > 0:
+                ticket.sent(self._clock())
             async with self._upstream.open(
                 request.method,
                 decision.url + request.path_qs,

@@ -45,24 +45,23 @@ class Ticket:
         replica.waiting += 1
         replica.started += 1
         self._number = replica.started
-        self._prepares = bool(decision.prefetch_keys) or decision.copy is not None
-        replica.preparing += self._prepares
+        self._loads = decision.plan.work.load_bytes > 0
+        replica.loading += self._loads
         cost = replica.rates.cost(decision.plan.work)
         self._busy_s = cost.busy_s
         replica.recent.note(cost.busy_s, now_s)
         self._line_token = replica.line.join(cost.busy_s, now_s, fetched_s=cost.fetched_s)
 
-    def sent(self, now_s: float, *, waited: bool = True) -> None:
-        """Note that the replica is asked only now: others may have been, if it ``waited``."""
-        self._end_preparing()
-        if not waited or self._finished or self._ttft_s is not None:
+    def sent(self, now_s: float) -> None:
+        """Note that the replica is asked only now: others may have been in the meantime."""
+        if self._finished or self._ttft_s is not None:
             return
         self._replica.line.give_up(self._line_token, now_s)
         self._line_token = self._replica.line.join(self._busy_s, now_s)
 
-    def _end_preparing(self) -> None:
-        self._replica.preparing -= self._prepares
-        self._prepares = False
+    def _end_loading(self) -> None:
+        self._replica.loading -= self._loads
+        self._loads = False
 
     def first_byte(self, now_s: float, *, streamed: bool = True, lag_s: float = 0.0) -> None:
         """Note that the answer has begun; later calls change nothing.
@@ -74,7 +73,7 @@ class Ticket:
         """
         if self._finished or self._ttft_s is not None:
             return
-        self._end_preparing()
+        self._end_loading()
         self._ttft_s = now_s - self.started_s
         self._lag_s = max(0.0, lag_s)
         self._was_alone &= self._replica.started == self._number
@@ -99,7 +98,7 @@ class Ticket:
         if self._finished:
             return
         self._finished = True
-        self._end_preparing()
+        self._end_loading()
         if self._ttft_s is None:
             self._replica.waiting -= 1
             self._replica.line.give_up(self._line_token, now_s)

@@ -205,24 +205,25 @@ def fetching() -> Driver:
     return driver
 
 
-def test_a_long_one_does_not_slip_in_before_a_fetch_ends() -> None:
+def test_a_long_one_does_not_slip_in_before_one_whose_kv_is_loaded() -> None:
     """The replica would begin with it, and run it to its end."""
     driver = fetching()
     assert not driver.ask("long", 10.0)
-    assert driver.pump(0.1) == ""
-    driver.admitted["fetching"].ticket.sent(0.2, waited=True)
-    assert driver.pump(0.2) == "long"
+    driver.admitted["fetching"].ticket.sent(0.1)
+    assert driver.pump(0.2) == ""
+    driver.answer("fetching", 0.3)
+    assert driver.pump(0.3) == "long"
 
 
-def test_a_fetch_that_is_given_up_holds_nobody_up() -> None:
+def test_a_load_that_is_given_up_holds_nobody_up() -> None:
     driver = fetching()
     assert not driver.ask("long", 10.0)
     driver.admitted["fetching"].ticket.finish(0.2, ok=False)
     assert driver.pump(0.2) == "long"
-    assert driver.fleet.replicas["r0"].preparing == 0
+    assert driver.fleet.replicas["r0"].loading == 0
 
 
-def test_nobody_waits_for_a_fetch_at_a_replica_that_is_gone() -> None:
+def test_nobody_waits_for_a_load_at_a_replica_that_is_gone() -> None:
     driver = fetching()
     assert not driver.ask("long", 10.0)
     driver.fleet.down("r0")
@@ -230,7 +231,7 @@ def test_nobody_waits_for_a_fetch_at_a_replica_that_is_gone() -> None:
     assert isinstance(driver.refused["long"], NoReplica)
 
 
-def test_a_short_one_may_go_before_a_fetch_ends() -> None:
+def test_a_short_one_may_go_before_a_load_ends() -> None:
     driver = fetching()
     assert driver.ask("short", 0.2)
 
