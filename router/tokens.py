@@ -37,10 +37,11 @@ __all__ = ["TEXT_PIECE_CHARS", "Prompt", "PromptReader", "Trust"]
 _log = logging.getLogger(__name__)
 
 # A prompt with more characters to tokenize than this is worked on outside the event loop.
-_INLINE_CHARS: Final = 8 * 1024
+# Less takes all cores some milliseconds; in a thread, which waits for the loop's pauses again
+# and again, it took 30 ms more on a busy machine.
+_INLINE_CHARS: Final = 64 * 1024
 
-# And so is one with more than this, known or not: to look it up and to join it takes about
-# 2 ms. A thread costs a known one more than that: it waits for the loop's pauses.
+# And so is one with more than this, known or not: to look it up and to join it takes 2 ms.
 _LOOK_UP_CHARS: Final = 512 * 1024
 
 # So many tokens right before a medium are not relied on: they could be other ones

@@ -217,6 +217,11 @@ async def test_threads_read_the_same(reader: PromptReader) -> None:
     reader.memo.check()
 
 
+def distinct(name: str) -> str:
+    """Return a long text that shares nothing with one of another name."""
+    return " ".join(f"{name}{number}words go on" for number in range(6000))
+
+
 async def test_what_is_known_is_not_sent_to_a_thread(
     reader: PromptReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +232,7 @@ async def test_what_is_known_is_not_sent_to_a_thread(
         return work(*args)
 
     monkeypatch.setattr(asyncio, "to_thread", noted)
-    document = said("system", LONG * 4)
+    document = said("system", distinct("one"))
     first = chat(document, said("user", "one"))
     burst = await asyncio.gather(*(reader.read(CHAT, first) for _ in range(5)))
     assert len(sent) == 1, "the others of the burst wait for the first one's tokens"
@@ -235,8 +240,7 @@ async def test_what_is_known_is_not_sent_to_a_thread(
     assert len(sent) == 1
     for prompt in (*burst, later):
         assert prompt.token_ids == llama3().encode(prompt.text, add_special_tokens=False).ids
-    other = " ".join(f"other{number}words go on" for number in range(2000))
-    await reader.read(CHAT, chat(said("system", other)))
+    await reader.read(CHAT, chat(said("system", distinct("two"))))
     assert len(sent) == 2
 
 
