@@ -194,9 +194,7 @@ class Gate:
 
     def _may_go(self, held: Held, service_s: float, now_s: float) -> bool:
         """Whether its replica can take a newcomer, and nobody waits for it who is before that."""
-        if _waits_for_loads(held, self._fleet):
-            return False
-        if not _fits(self._queue_s(held.wanted, now_s), held.may_queue_s):
+        if not _has_room(held, self._queue_s(held.wanted, now_s), self._fleet):
             return False
         before = self._line.ahead_of(service_s, now_s)
         return all(each.item.wanted != held.wanted for each in before)
@@ -260,9 +258,7 @@ class _Scan:
 
     def is_ready(self, held: Held) -> bool:
         """Whether a request may go to the replica it wants (yes also if that is not up)."""
-        if _waits_for_loads(held, self._fleet):
-            return False
-        return _fits(self._queues_s.get(held.wanted, 0.0), held.may_queue_s)
+        return _has_room(held, self._queues_s.get(held.wanted, 0.0), self._fleet)
 
     def pass_by(self, waiting: Waiting) -> None:
         """Count one who goes on waiting as work before those behind."""
@@ -307,6 +303,11 @@ class _Scan:
             busy_s = (queue_s - self._ahead_s for queue_s in queues_s.values())
             after_s += [each for each in busy_s if each > _CLOSE_S]
         return self.now_s + max(0.0, min(after_s, default=inf))
+
+
+def _has_room(held: Held, queue_s: float, fleet: Fleet) -> bool:
+    """Whether a request may go to its replica, which has so much work before it."""
+    return _fits(queue_s, held.may_queue_s) and not _waits_for_loads(held, fleet)
 
 
 def _waits_for_loads(held: Held, fleet: Fleet) -> bool:

@@ -126,7 +126,7 @@ class Copier:
         """Whether a copy is under way that brings some of its prompt to the picked replica."""
         return bool(self._coming(decision))
 
-    def _coming(self, decision: Decision) -> dict[asyncio.Task[CopyOutcome], "_UnderWay"]:
+    def _coming(self, decision: Decision) -> dict[asyncio.Task[CopyOutcome], _UnderWay]:
         return {
             task: copy
             for task, copy in self._under_way.items()

@@ -76,8 +76,9 @@ class Encoder:
             return self._encode(text, self._cutter, self._memo, most_new_chars)
         if self._ends is None:
             names = [("whole", text)]
-            self._check_new(names, [text], self._memo, most_new_chars)
-            return self._remembered(names, [text], self._memo, self._whole)
+            return self._remembered(
+                names, [text], self._memo, self._whole, most_new_chars=most_new_chars
+            )
         before, after = self._ends
         return [*before, *self._encode(text, self._cutter, self._memo, most_new_chars), *after]
 
@@ -93,25 +94,13 @@ class Encoder:
             inside = self._first_differs and index > 0
             names.append(("inside", part.text) if inside else part.text)
             texts.append(part.text)
-        self._check_new(names, texts, memo, most_new_chars)
         barrier = cutter.barrier if cutter is not None and self._first_differs else None
-        plain = iter(self._remembered(names, texts, memo, self._bare, barrier))
+        plain = iter(
+            self._remembered(names, texts, memo, self._bare, barrier, most_new_chars=most_new_chars)
+        )
         return [
             next(plain) if one.token_id is None else Piece.of_token(one.token_id) for one in parts
         ]
-
-    def _check_new(
-        self,
-        names: Sequence[Hashable],
-        texts: Sequence[str],
-        memo: Memo,
-        most_chars: float,
-    ) -> None:
-        if sum(map(len, texts)) <= most_chars:
-            return
-        lengths = dict(zip(names, map(len, texts), strict=True))
-        if sum(map(lengths.__getitem__, memo.unknown(names))) > most_chars:
-            raise MuchIsNew
 
     def _remembered(
         self,
@@ -120,10 +109,16 @@ class Encoder:
         memo: Memo,
         tokenizer: Tokenizer,
         barrier: str | None = None,
+        *,
+        most_new_chars: float,
     ) -> list[Piece]:
         """Return each text's piece, tokenizing those that are not in the memo, each once."""
-        pieces: dict[Hashable, Piece | None] = dict(zip(names, memo.find(names), strict=True))
         by_name = dict(zip(names, texts, strict=True))
+        if sum(map(len, texts)) > most_new_chars:
+            new_chars = sum(len(by_name[name]) for name in memo.unknown(names))
+            if new_chars > most_new_chars:
+                raise MuchIsNew
+        pieces: dict[Hashable, Piece | None] = dict(zip(names, memo.find(names), strict=True))
         missing = [name for name, piece in pieces.items() if piece is None]
         given = [
             barrier + by_name[name] if barrier and isinstance(name, tuple) else by_name[name]

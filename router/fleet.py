@@ -119,11 +119,13 @@ class Fleet:
             claim = self.index.believe(plan.slot, plan.claim_keys, now_s + ttl_s)
         if plan.session is not None:
             self.sessions.note(plan.session, plan.slot, now_s)
+        cost = replica.rates.cost(plan.work)
         if decision.prefetch_keys or decision.copy is not None:
-            replica.fetch(replica.rates.cost(plan.work).fetch_s, now_s)
+            replica.fetch(cost.fetch_s, now_s)
         self._turn += 1
-        self._recent.note(replica.rates.cost(plan.work).busy_s, now_s)
-        return Ticket(replica, self.index, claim, decision, now_s, learned=self._teach)
+        for recent in (self._recent, replica.recent):
+            recent.note(cost.busy_s, now_s)
+        return Ticket(replica, self.index, claim, decision, now_s, cost=cost, learned=self._teach)
 
     def _teach(self, replica: Replica) -> None:
         """Let those who have not answered yet start from what this one has learned.

@@ -58,7 +58,7 @@ class Ask:
     busy_of_late: float
     """Share of the fleet's time that recent requests took; above 1 it falls behind."""
     turns_to_come: float
-    """Of a session that is told, and likely."""
+    """How many the session is likely to have after this one, if it begins; 0 without one."""
     promised_s: Mapping[int, float]
     """Work that replicas (by slot) will be given before this, beside what they have."""
     now_s: float

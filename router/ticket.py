@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from router.assess import actual
-from router.costs import Work
+from router.costs import Cost, Work
 from router.policy import Decision
 from router.prefix_index import Claim, PrefixIndex
 from router.replica import Replica
@@ -28,9 +28,13 @@ class Ticket:
         decision: Decision,
         now_s: float,
         *,
+        cost: Cost,
         learned: Callable[[Replica], None],
     ) -> None:
-        """``learned`` is told when the replica's rates have learned from the request."""
+        """``cost`` is that of the decision's work, as predicted now.
+
+        ``learned`` is told when the replica's rates have learned from the request.
+        """
         self._replica = replica
         self._learned = learned
         self._index = index
@@ -47,9 +51,7 @@ class Ticket:
         self._number = replica.started
         self._loads = decision.plan.work.load_bytes > 0
         replica.loading += self._loads
-        cost = replica.rates.cost(decision.plan.work)
         self._busy_s = cost.busy_s
-        replica.recent.note(cost.busy_s, now_s)
         self._line_token = replica.line.join(cost.busy_s, now_s, fetched_s=cost.fetched_s)
 
     def sent(self, now_s: float) -> None:
