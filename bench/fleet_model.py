@@ -17,7 +17,7 @@ from itertools import count
 from math import inf
 
 from cacheengine.keys import HashScheme
-from router.admission import Admitted, Gate, Promised
+from router.admission import Admitted, Gate
 from router.config import (
     AdmissionConfig,
     IndexConfig,
@@ -30,6 +30,7 @@ from router.config import (
 from router.fleet import Fleet
 from router.keyring import PromptKeyring
 from router.policy import Decision
+from router.promised import Promised
 from router.replica import KeyShape, Tier
 from router.ticket import Ticket
 
@@ -229,12 +230,12 @@ class FleetModel:
     def _arrive(self, prompt: ModelPrompt) -> None:
         keyring = PromptKeyring(prompt)
 
-        def place(now_s: float, promised_s: Promised) -> Decision:
+        def place(now_s: float, promised: Promised) -> Decision:
             return self.fleet.place(
                 keyring,
                 model=None,
                 session=prompt.session,
-                promised_s=promised_s,
+                promised=promised,
                 now_s=now_s,
             )
 

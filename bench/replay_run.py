@@ -1,9 +1,11 @@
 """One contender against one workload, on a fleet of its own that starts empty."""
 
 import asyncio
+import gc
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,8 @@ async def _replay(
             sends_token_ids=contender.sends_token_ids,
             needs_token_ids=running.url is None,
         )
-        records = await Client(http, prompts, choose, speed=fleet.speed).run(sessions)
+        with _without_garbage_collection():
+            records = await Client(http, prompts, choose, speed=fleet.speed).run(sessions)
         # The fleet writes its log when a request is over there, a moment after the client.
         await asyncio.sleep(0.2)
         truth, log = [
@@ -90,6 +93,17 @@ async def _replay(
         ]
     add_truth(records, log)
     return records, truth
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep the client from stopping to look for cycles: up to 0.1 s, taken for a router's."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _cpu_s(pid: int | None) -> float | None:

@@ -8,7 +8,7 @@ asyncio, a model with a plain event loop) calls `Gate.arrive` for each request,
 and `Gate.pump` whenever a replica's line has shortened and by `Gate.next_pump_s`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from math import ceil, inf
@@ -18,15 +18,14 @@ from router.costs import Cost
 from router.errors import RateLimited
 from router.fleet import Fleet
 from router.policy import Decision
+from router.promised import Promised
 from router.replica import Replica, State
 from router.ticket import Ticket
 from router.waiting_line import Entry, WaitingLine
 
-Promised = Mapping[int, float]
-"""Seconds of work by slot, of those who wait and go first."""
-
 Place = Callable[[float, Promised], Decision]
-"""Places one request as of a time, behind what is promised; raises what `Fleet.place` raises."""
+"""Places one request as of a time, behind those who wait and go first; raises what `Fleet.place`
+raises."""
 
 _LOOKS_PER_PUMP: Final = 8
 """Placings of either kind in one pump: nothing else runs meanwhile."""
@@ -96,7 +95,7 @@ class Gate:
         It waits for ``max_wait_s`` or the configured time, whichever is less.
         Raises `RateLimited` when the line is full, and what ``place`` raises.
         """
-        decision = place(now_s, {})
+        decision = place(now_s, Promised())
         cost = self._cost(decision)
         if not at_once and self._holds:
             before = self._line.ahead_of(_about(cost.busy_s), now_s)
@@ -129,9 +128,9 @@ class Gate:
                 scan.pass_by(waiting)
         scan.looks = 0
         for waiting in scan.hopeful():
-            scan.promise(waiting, -waiting.service_s)
+            scan.promised.remove(waiting.item.slot, waiting.service_s)
             if not self._try(waiting, scan, ended):
-                scan.promise(waiting, waiting.service_s)
+                scan.promised.add(waiting.item.slot, waiting.service_s)
         self._ready_s = scan.next_ready_s(self._line.candidates())
         return ended
 
@@ -159,7 +158,7 @@ class Gate:
     def _look(self, waiting: Waiting, scan: "_Scan") -> End | None:
         """Place a request anew: let it go, or note what it waits for and return None."""
         try:
-            decision = waiting.item.place(scan.now_s, scan.promised_s)
+            decision = waiting.item.place(scan.now_s, scan.promised)
         except Exception as error:  # noqa: BLE001  (its client gets it; those behind go on)
             return error
         cost = self._cost(decision)
@@ -252,8 +251,8 @@ class _Scan:
         }
         self._free = sum(_fits(queue_s, ahead_s) for queue_s in self._queues_s.values())
         self.looks = 0
-        self.promised_s: dict[int, float] = {}
-        """The work of those who were passed by, by the slot that each still waits for."""
+        self.promised = Promised()
+        """To those who were passed by, where each still waits."""
         self._hopes: list[tuple[float, int, Waiting]] = []
 
     def is_ready(self, held: Held) -> bool:
@@ -268,11 +267,7 @@ class _Scan:
             gain_s = inf
         if self._free and gain_s >= 0:
             self._hopes.append((-gain_s, len(self._hopes), waiting))
-        self.promise(waiting, waiting.service_s)
-
-    def promise(self, waiting: Waiting, service_s: float) -> None:
-        """Add work before those behind, at the replica that one waits for."""
-        _promise(self.promised_s, waiting, service_s)
+        self.promised.add(held.slot, waiting.service_s)
 
     def hopeful(self) -> Sequence[Waiting]:
         """Return those who would gain most if a free replica were now the better one."""
@@ -282,7 +277,7 @@ class _Scan:
 
     def _before_s(self, held: Held) -> float:
         """Return the work that would be before a request where it waits."""
-        return self._queues_s.get(held.wanted, 0.0) + self.promised_s.get(held.slot, 0.0)
+        return self._queues_s.get(held.wanted, 0.0) + self.promised.work_s(held.slot)
 
     def note_start(self, held: Held) -> None:
         """Note that a replica was given a request."""
@@ -332,16 +327,11 @@ def _about(service_s: float) -> float:
     return service_s * _ALIKE + _ALIKE_S
 
 
-def _promised(waiting: Iterable[Waiting]) -> Promised:
-    promised_s: dict[int, float] = {}
+def _promised(waiting: Sequence[Waiting]) -> Promised:
+    promised = Promised()
     for each in waiting:
-        _promise(promised_s, each, each.service_s)
-    return promised_s
-
-
-def _promise(promised_s: dict[int, float], waiting: Waiting, service_s: float) -> None:
-    slot = waiting.item.slot
-    promised_s[slot] = promised_s.get(slot, 0.0) + service_s
+        promised.add(each.item.slot, each.service_s)
+    return promised
 
 
 def _fits(queue_s: float, limit_s: float) -> bool:

@@ -1,14 +1,15 @@
 """What one prompt would cost at one replica: the match of its keys, the ways, the seconds. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from router.costs import Cost, Part, Work
 from router.keyring import PromptKeys
 from router.matches import ChunkRun, Match
-from router.policy import CandidateCost
+from router.policy import CandidateCost, weight_at
 from router.prefix_index import PrefixIndex
+from router.promised import Promised
 from router.replica import Replica, Tier
 
 _LEAST_COPY_GAIN_S: Final = 0.15
@@ -70,8 +71,8 @@ class Assessor:
 
     ``turns_to_come`` are those of a session that will be at home where this one goes;
     ``donors`` are replicas that hold much of it, each with how many blocks, of which
-    others may get what they lack; ``busy_weight`` is the policy's; ``promised_s`` is
-    the work that replicas (by slot) will get before it, beside what they have.
+    others may get what they lack; ``busy_weight`` is the policy's; ``promised`` is
+    what replicas will be given before it, beside what they have.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Assessor:
         *,
         busy_weight: float,
         donors: Sequence[tuple[Replica, int]] = (),
-        promised_s: Mapping[int, float],
+        promised: Promised,
         turns_to_come: float = 0.0,
         now_s: float,
     ) -> None:
@@ -89,7 +90,7 @@ class Assessor:
         self._prompt_tokens = prompt_tokens
         self._busy_weight = busy_weight
         self._donors = donors
-        self._promised_s = promised_s
+        self._promised = promised
         self._turns_to_come = turns_to_come
         self._now_s = now_s
 
@@ -107,6 +108,7 @@ class Assessor:
             copied_tokens=way.copied_tokens,
             copied_from=way.offer.donor.id if way.offer else None,
             in_flight=replica.in_flight,
+            waiting=self._waiting(replica),
             ttft_s=cost.ttft_s,
             base_s=cost.base_s,
             queue_s=cost.queue_s,
@@ -138,10 +140,13 @@ class Assessor:
                 way = self._way_with(offer, replica, keys, matched, own)
                 if way.copy_gain_s >= _LEAST_COPY_GAIN_S:
                     ways.append(way)
-        return min(ways, key=self._score_s) if len(ways) > 1 else own
+        if len(ways) == 1:
+            return own
+        weight = weight_at(self._waiting(replica), self._busy_weight)
+        return min(ways, key=lambda way: way.cost.ttft_s + weight * way.cost.busy_s)
 
-    def _score_s(self, way: Way) -> float:
-        return way.cost.ttft_s + self._busy_weight * way.cost.busy_s
+    def _waiting(self, replica: Replica) -> int:
+        return replica.waiting + self._promised.requests(replica.slot)
 
     def _own_way(self, replica: Replica, keys: PromptKeys, matched: dict[Tier, int]) -> Way:
         """Return what it costs with the replica's slow tiers or without, whichever is less.
@@ -237,7 +242,7 @@ class Assessor:
             load_bytes=(total - matched.get(Tier.GPU, 0)) * per_token,
             disk_bytes=matched.get(Tier.DISK, 0) * per_token,
             remote_bytes=matched.get(Tier.REMOTE, 0) * per_token,
-            queue_s=replica.line.queue_s(self._now_s) + self._promised_s.get(replica.slot, 0.0),
+            queue_s=replica.line.queue_s(self._now_s) + self._promised.work_s(replica.slot),
             backlog_s=max(0.0, replica.fetching_until_s - self._now_s),
             decoding=replica.decoding,
         )

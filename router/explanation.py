@@ -155,23 +155,28 @@ def _against_others(picked: CandidateCost, other: CandidateCost) -> str:
     name = other.replica_id
     if late_s >= _NO_LATER_S:
         return f"{name}, the next, would take {seconds_text(late_s)} longer"
-    if _grows_better(picked, other):
-        more_s = other.growth_s - picked.growth_s
-        return (
-            f"{name} would {_sooner(late_s)}, but there the session's later turns would wait "
-            f"longer, by {seconds_text(more_s)} in all"
-        )
-    own_busy_s, busy_s = (each.load_s + each.prefill_s for each in (picked, other))
-    if busy_s - own_busy_s >= _NO_LATER_S:
-        return (
-            f"{name} would {_sooner(late_s)}, but be kept busy for {seconds_text(busy_s)} "
-            f"rather than {seconds_text(own_busy_s)}"
-        )
+    if because := _what_speaks_against(other, picked):
+        return f"{name} would {_sooner(late_s)}, but {because}"
     if picked.matched > other.matched:
         return f"{name} would be as soon, within what predictions are good for, but holds less"
     if picked.in_flight < other.in_flight:
         return f"{name} would be as soon, within what predictions are good for, but has more to do"
     return f"{name} would be as soon: among equals, equal beginnings meet at one replica"
+
+
+def _what_speaks_against(other: CandidateCost, picked: CandidateCost) -> str | None:
+    """Return why one that answers as soon as the pick, or sooner, was not picked."""
+    if _grows_better(picked, other):
+        more_s = other.growth_s - picked.growth_s
+        return (
+            f"there the session's later turns would wait longer, by {seconds_text(more_s)} in all"
+        )
+    if other.ttft_s <= picked.ttft_s - _NO_LATER_S and other.waiting > max(1, picked.waiting):
+        return f"{other.waiting} wait there already, and in a burst as many are to come"
+    own_busy_s, busy_s = (each.load_s + each.prefill_s for each in (picked, other))
+    if busy_s - own_busy_s >= _NO_LATER_S:
+        return f"be kept busy for {seconds_text(busy_s)} rather than {seconds_text(own_busy_s)}"
+    return None
 
 
 def _sooner(late_s: float) -> str:

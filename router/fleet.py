@@ -7,7 +7,6 @@ health checks and the proxy tell it what happened and when.
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Final
 
 from cacheengine.keys import HashScheme
@@ -30,6 +29,7 @@ from router.matches import LOWER_TIERS
 from router.placement import Ask, decide
 from router.policy import Decision, Reason
 from router.prefix_index import PrefixIndex
+from router.promised import Promised
 from router.replica import KeyShape, Replica, Signal, Tier
 from router.roster import Replicas, Roster
 from router.sessions import Sessions
@@ -38,8 +38,6 @@ from router.ticket import Ticket
 _EXPIRED_PER_PLACE: Final = 4
 """Claims ended by the way; more than the one that a request makes, so that they
 cannot pile up, and few, so that no request pays for many."""
-
-_NOTHING_PROMISED: Final[Mapping[int, float]] = MappingProxyType({})
 
 _TELLING_COPY_TOKENS: Final = 1024
 _REST_FROM_COPIES_S: Final = 5.0
@@ -75,7 +73,7 @@ class Fleet:
         session: str | None,
         bound_to: str | None = None,
         exclude: Collection[str] = (),
-        promised_s: Mapping[int, float] = _NOTHING_PROMISED,
+        promised: Promised | None = None,
         now_s: float,
     ) -> Decision:
         """Say which replica a request should go to, and change nothing but what time has ended.
@@ -83,7 +81,7 @@ class Fleet:
         A prompt that may be placed more than once comes as its keyring: its keys
         are then made once.
         ``bound_to`` is the only replica that can answer, ``exclude`` those
-        that have failed to, ``promised_s`` the work (by slot) of requests that wait
+        that have failed to, ``promised`` tells of requests that wait
         in the router and go before this one. Raises `UnknownModel`, or `NoReplica` when none of
         those that serve the model takes requests.
         """
@@ -95,7 +93,7 @@ class Fleet:
             turn=self._turn,
             busy_of_late=self._recent.share(now_s) / len(self.replicas),
             turns_to_come=0.0 if session is None else self.sessions.lengths.turns_to_come,
-            promised_s=promised_s,
+            promised=promised or Promised(),
             now_s=now_s,
         )
         eligible = self._roster.eligible(model, exclude, bound_to)

@@ -5,7 +5,7 @@ Pure: what it is told in, a `Decision` out. In a fleet of more than
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain, islice
@@ -29,6 +29,7 @@ from router.policy import (
     pick,
 )
 from router.prefix_index import PrefixIndex
+from router.promised import Promised
 from router.replica import Replica
 from router.roster import Eligible
 
@@ -59,8 +60,8 @@ class Ask:
     """Share of the fleet's time that recent requests took; above 1 it falls behind."""
     turns_to_come: float
     """How many the session is likely to have after this one, if it begins; 0 without one."""
-    promised_s: Mapping[int, float]
-    """Work that replicas (by slot) will be given before this, beside what they have."""
+    promised: Promised
+    """What replicas will be given before this, beside what they have."""
     now_s: float
 
 
@@ -90,7 +91,7 @@ def decide(ask: Ask, eligible: Eligible, index: PrefixIndex, config: RouterConfi
         keyring.prompt_tokens,
         busy_weight=weight,
         donors=field.donors(now_s) if config.prefetch.enabled else (),
-        promised_s=ask.promised_s,
+        promised=ask.promised,
         turns_to_come=0.0 if home is not None else ask.turns_to_come,
         now_s=now_s,
     )

@@ -27,7 +27,7 @@ _WORD: Final = (1 << 64) - 1
 
 _NEAR: Final = 0.1
 _NEAR_LEAST_S: Final = 0.005
-_NEAR_MOST_S: Final = 0.05
+_NEAR_MOST_S: Final = 0.02
 """Costs within this fraction of the best are equal, but never those that differ by more than
 the latter: learned rates differ by noise, and so do all things by a few milliseconds."""
 
@@ -67,6 +67,8 @@ class CandidateCost:
     load_s: float
     prefill_s: float
     growth_s: float = 0.0
+    waiting: int = 0
+    """Requests there, or promised to it, that have no first token yet."""
 
     @property
     def matched(self) -> int:
@@ -75,7 +77,8 @@ class CandidateCost:
 
     def score_s(self, busy_weight: float) -> float:
         """Return what the pick minimizes."""
-        return self.ttft_s + busy_weight * (self.load_s + self.prefill_s) + self.growth_s
+        weight = weight_at(self.waiting, busy_weight)
+        return self.ttft_s + weight * (self.load_s + self.prefill_s) + self.growth_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +147,16 @@ class Decision:
 def busy_weight(busy: float) -> float:
     """Return how much a replica's time counts when so much of all replicas' time is taken."""
     return _IDLE_WEIGHT + (_BUSY_WEIGHT - _IDLE_WEIGHT) * min(1.0, busy)
+
+
+def weight_at(waiting: int, busy_weight: float) -> float:
+    """Return how much a replica's time counts where so many requests wait for it.
+
+    It is taken from those who come behind. How busy the fleet was of late tells how many
+    that will be, or, where a burst has begun, how many have come: a guess at its size that
+    is never far off is twice as many as there are so far.
+    """
+    return max(busy_weight, float(waiting))
 
 
 def salt_of(replica_id: str) -> int:

@@ -14,7 +14,7 @@ from math import ceil
 from aiohttp import web
 
 from router.accept import Asked, max_wait_s, parse, read_body, request_id
-from router.admission import Admitted, Promised
+from router.admission import Admitted
 from router.admitting import Admission
 from router.bindings import Bindings
 from router.config import RouterConfig
@@ -23,11 +23,13 @@ from router.fleet import Fleet
 from router.keyring import PromptKeyring
 from router.policy import Decision
 from router.preparing import Preparation, Preparer
+from router.promised import Promised
 from router.prompt_source import PromptSource
 from router.records import Cause, Exchange, FailedTry, Outcome, RequestRecord
 from router.relay import relay
 from router.replica import Tier
 from router.tokens import Prompt
+from router.turnstile import Turnstile
 from router.upstream import TryFailed, Upstream, forwarded_headers
 from router.usage import UsageReader
 
@@ -69,6 +71,7 @@ class Proxy:
         self._bindings = bindings
         self._sinks = sinks
         self._clock = clock
+        self._turnstile = Turnstile()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for generation; raise `ApiError` for what the router refuses."""
@@ -96,10 +99,11 @@ class Proxy:
     async def decide(self, asked: Asked) -> tuple[Prompt | None, Decision]:
         """Return where a request would go, without sending it or changing any state."""
         prompt = await self._read(asked)
-        return prompt, self._place(asked, PromptKeyring(prompt), (), {}, self._clock())
+        return prompt, self._place(asked, PromptKeyring(prompt), (), Promised(), self._clock())
 
     async def _serve(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         body = await read_body(request, self._config.max_body_bytes)
+        await self._turnstile.enter()
         asked = parse(request.path, body, request.headers, self._config.sessions.header)
         exchange.model, exchange.session = asked.model, asked.session
         with self._preparer.early.turn(asked.session if asked.has_prompt else None):
@@ -118,7 +122,7 @@ class Proxy:
         asked: Asked,
         keyring: PromptKeyring,
         exclude: tuple[str, ...],
-        promised_s: Promised,
+        promised: Promised,
         now_s: float,
     ) -> Decision:
         return self._fleet.place(
@@ -127,7 +131,7 @@ class Proxy:
             session=asked.session,
             bound_to=self._bindings.replica_of(asked.previous_response_id),
             exclude=exclude,
-            promised_s=promised_s,
+            promised=promised,
             now_s=now_s,
         )
 
@@ -159,9 +163,9 @@ class Proxy:
         bound_to = self._bindings.replica_of(asked.previous_response_id)
         keyring = PromptKeyring(prompt)
 
-        def place(now_s: float, promised_s: Promised) -> Decision:
+        def place(now_s: float, promised: Promised) -> Decision:
             began_s = self._clock()
-            decision = self._place(asked, keyring, excluded, promised_s, now_s)
+            decision = self._place(asked, keyring, excluded, promised, now_s)
             exchange.place_s = self._clock() - began_s
             return decision
 

@@ -79,6 +79,14 @@ def test_a_burst_is_computed_once_a_replica_and_stampedes_nobody() -> None:
     assert max(each.ttft_s for each in answers) < 8192 / 8000 + 100 * 0.15
 
 
+def test_a_burst_opens_all_replicas_while_it_is_still_read() -> None:
+    """Each of 100 equal prompts comes 2 ms after the one before, as a router reads them."""
+    model = FleetModel(8, Machine(block_tokens=64))
+    prompt = [*range(1, 126)]
+    answers = model.run([(0.002 * at, ModelPrompt(prompt, 8063)) for at in range(100)])
+    assert sum(each.cached_tokens == 0 for each in answers) >= 7
+
+
 def test_late_binding_serves_the_short_ones_first() -> None:
     model = FleetModel(1, Machine(), admission=AdmissionConfig(dispatch_ahead_s=0.1))
     warm = [(0.0, ModelPrompt([1], 512))]

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from cacheengine.keys import key64
 from cacheengine.wire import Snapshot, pack_keys
-from router.admission import Admitted, Gate, Promised, Waiting
+from router.admission import Admitted, Gate, Waiting
 from router.config import AdmissionConfig, PolicyName, RatesConfig, ReplicaConfig, RouterConfig
 from router.costs import Part
 from router.errors import NoReplica, RateLimited
 from router.fleet import Fleet
 from router.policy import Decision
+from router.promised import Promised
 from router.waiting_line import Entry
 from tests.router.prompts_given import GivenPrompt, text, tokens
 from tests.router.test_fleet import chunks, info
@@ -74,9 +75,9 @@ class Driver:
             start = 10**9 * (1 + len(self.admitted) + len(self.waiting))
             prompt = tokens(round(prompt * 1000), start=start)
 
-        def place(now_s: float, promised_s: Promised) -> Decision:
+        def place(now_s: float, promised: Promised) -> Decision:
             return self.fleet.place(
-                prompt, model=None, session=session, promised_s=promised_s, now_s=now_s
+                prompt, model=None, session=session, promised=promised, now_s=now_s
             )
 
         end = self.gate.arrive(place, now_s, at_once=at_once, max_wait_s=max_wait_s)
@@ -345,7 +346,7 @@ def test_a_defect_fails_one_request_only() -> None:
     driver.ask("a", 1.0)
     failures: list[Exception] = []
 
-    def place(now_s: float, promised_s: Promised) -> Decision:
+    def place(now_s: float, promised: Promised) -> Decision:
         if failures:
             raise failures[0]
         return driver.fleet.place(text(400), model=None, session=None, now_s=now_s)
@@ -391,7 +392,7 @@ def test_a_long_line_for_one_replica_does_not_hide_the_others() -> None:
 def test_a_burst_of_equal_prompts_is_computed_once() -> None:
     """The others wait for the one that computes what they share, and then all go at once."""
     driver = Driver(make_fleet(4))
-    names = [f"n{number}" for number in range(100)]
+    names = [f"n{number}" for number in range(40)]
     gone = [name for name in names if driver.ask(name, text(8192))]
     assert gone == ["n0"]
     driver.answer("n0", 2.1)

@@ -13,12 +13,13 @@ import anthropic
 import openai
 import pytest
 
-from router.admission import Gate, Promised
+from router.admission import Gate
 from router.admitting import Admission
 from router.config import AdmissionConfig, RatesConfig, ReplicaConfig, TimeoutsConfig
 from router.errors import Overloaded
 from router.fleet import Fleet as FleetState
 from router.policy import Decision
+from router.promised import Promised
 from router.records import Outcome
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.prompts_given import tokens
@@ -319,7 +320,7 @@ class Turns:
         admitted = await self.admission.admit(self.place)
         admitted.ticket.finish(self.now_s, ok=False)
 
-    def place(self, now_s: float, promised_s: Promised) -> Decision:
+    def place(self, now_s: float, promised: Promised) -> Decision:
         return self.fleet.place(tokens(1000), model=None, session=None, now_s=now_s)
 
     def in_flight(self) -> int:

@@ -16,6 +16,7 @@ from router.explain import table
 from router.explanation import SHOWN, explanation, seconds_text, why
 from router.fleet import Fleet
 from router.policy import Reason
+from router.promised import Promised
 from router.replica import Tier
 from tests.router.conftest import Fleet as Running
 from tests.router.prompts_given import GivenPrompt, tokens
@@ -77,6 +78,22 @@ def test_equals_are_told_apart() -> None:
         f"{decision.replica_id} answers soonest: it holds none of the 640 tokens; {other} "
         "would be as soon: among equals, equal beginnings meet at one replica."
     )
+
+
+def test_a_burst_is_told_of() -> None:
+    fleet, prompt = make_fleet(), tokens(6400)
+    for _ in range(5):
+        fleet.start(place(fleet, prompt), 0.0)
+    holder = place(fleet, prompt).replica_id
+    promised = Promised()
+    for _ in range(95):
+        promised.add(fleet.replicas[holder].slot, 0.001)
+    decision = fleet.place(prompt, model=None, session=None, promised=promised, now_s=1.0)
+    assert decision.replica_id != holder
+    told = why(decision, fleet.config)
+    assert "nearly as soon as any" in told
+    assert f"{holder} would be 0." in told
+    assert "but 100 wait there already, and in a burst as many are to come" in told
 
 
 def test_who_spares_the_fleet_work_may_be_a_little_later() -> None:

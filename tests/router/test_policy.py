@@ -19,6 +19,7 @@ def candidate(
     queue_s: float = 0.0,
     matched: int = 0,
     in_flight: int = 0,
+    waiting: int = 0,
 ) -> CandidateCost:
     return CandidateCost(
         replica_id=name,
@@ -30,6 +31,7 @@ def candidate(
         fetch_s=0.0,
         load_s=0.0,
         prefill_s=prefill_s,
+        waiting=waiting,
     )
 
 
@@ -96,15 +98,24 @@ def test_a_replica_that_leaves_moves_only_its_own_prompts() -> None:
 
 def test_nearly_equal_costs_go_to_the_least_loaded() -> None:
     """Learned rates differ by noise, which must not send everything to one replica."""
-    a, b = candidate("a", prefill_s=1.0, in_flight=2), candidate("b", prefill_s=1.04, in_flight=1)
+    a, b = candidate("a", prefill_s=1.0, in_flight=2), candidate("b", prefill_s=1.015, in_flight=1)
     assert pick("ttft", [a, b], QUESTION) == (b, Reason.LEAST_LOADED)
-    far = candidate("b", prefill_s=1.06, in_flight=1)
-    assert pick("ttft", [a, far], QUESTION)[0] is a, "60 ms are no noise"
+    far = candidate("b", prefill_s=1.03, in_flight=1)
+    assert pick("ttft", [a, far], QUESTION)[0] is a, "30 ms are no noise"
     soon, later = (candidate(n, prefill_s=s) for n, s in (("a", 0.010), ("b", 0.014)))
     assert {
         pick("ttft", [soon, later], Question(affinity=hashed(number)))[0].replica_id
         for number in range(20)
     } == {"a", "b"}, "a few milliseconds are"
+
+
+def test_a_burst_counts_for_as_many_again_as_it_has_had() -> None:
+    """Ten wait where the prefix will be there in 0.9 s: soon twenty will, unless others open."""
+    few = candidate("busy", prefill_s=0.02, queue_s=0.9, matched=900, waiting=2)
+    many = candidate("busy", prefill_s=0.02, queue_s=0.9, matched=900, waiting=10)
+    idle = candidate("idle", prefill_s=1.0)
+    assert pick("ttft", [few, idle], QUESTION)[0] is few
+    assert pick("ttft", [many, idle], QUESTION)[0] is idle
 
 
 def test_the_only_replica_is_picked_whatever_the_policy() -> None:

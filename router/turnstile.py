@@ -1,0 +1,39 @@
+"""One request after another, so that those who have been placed are sent before more are."""
+
+import asyncio
+from collections import deque
+
+
+class Turnstile:
+    """Lets one through in each turn of the event loop, in the order in which they came.
+
+    To read and place a prompt takes a millisecond or two, to send it some turns of the loop.
+    Of a hundred that came at once all would be read and placed in one turn, before the first
+    of them is sent, and before a token of any answer under way is passed on.
+    """
+
+    def __init__(self) -> None:
+        self._line: deque[asyncio.Future[None]] = deque()
+        self._taken = False
+
+    async def enter(self) -> None:
+        """Return at once, or in a later turn if somebody has been let through in this one."""
+        if self._taken:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._line.append(turn)
+            await turn
+        else:
+            self._take()
+
+    def _take(self) -> None:
+        self._taken = True
+        asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        self._taken = False
+        while self._line:
+            turn = self._line.popleft()
+            if not turn.done():  # else its client has gone, and its handler was cancelled
+                turn.set_result(None)
+                self._take()
+                return
