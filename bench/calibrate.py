@@ -2,11 +2,12 @@
 
     python -m bench.calibrate --json bench/results/calibration.json
 
-Starts a real vLLM replica with the cache engine inside and takes its times:
-prompts of several lengths, decoding, a prefix in each tier. Starts a simulated
-replica with the rates that follow from them. Then sends both the same new
-requests, in turn: cold ones, hits in each tier, two at once, one beside others
-that decode. The cached tokens must be equal, the TTFT within 20%.
+Starts a real vLLM replica with the cache engine inside and, round by round, takes
+its times (prompts of several lengths, decoding, a prefix in each tier) and sends
+it the requests to be compared: cold ones, hits in each tier, two at once, one
+beside others that decode. Then starts a simulated replica with the rates that
+follow from the times, and sends it the same requests. The cached tokens must be
+equal, the TTFT within 20%.
 
 Wants a machine that does nothing else, and takes some minutes.
 """
@@ -15,8 +16,8 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -51,31 +52,40 @@ def warm_up(target: Target) -> None:
         kind(target, prompts)
 
 
-def measure_times(target: Target, *, rounds: int, seed: int) -> Times:
-    """Take the times that the rates are worked out from."""
-    cold: dict[int, list[float]] = {tokens: [] for tokens in _COLD_TOKENS}
-    tokens_s: dict[int, list[float]] = {count: [] for count in _AT_ONCE}
-    hits: list[dict[str, Asked]] = []
-    prompts = Prompts(seed)
-    for number in range(rounds):
-        say(f"measuring the real replica, round {number + 1} of {rounds}")
-        for tokens, times_s in cold.items():
-            times_s.append(target.ask(prompts.next(tokens)).ttft_s)
-        for count, times_s in tokens_s.items():
-            times_s.append(_token_s(target, prompts, count))
-        hits.append(dict(calibrate_kinds.tiers(target, prompts, _PREFIX_TOKENS)))
+@dataclass
+class Measured:
+    """The real replica's times, round by round."""
 
-    def median_s(row: str) -> float:
-        return statistics.median(each[row].ttft_s for each in hits)
-
-    return Times(
-        cold_s={tokens: statistics.median(times_s) for tokens, times_s in cold.items()},
-        token_s={count: statistics.median(times_s) for count, times_s in tokens_s.items()},
-        gpu_s=median_s(calibrate_kinds.GPU),
-        cpu_s=median_s(calibrate_kinds.CPU),
-        disk_s=median_s(calibrate_kinds.DISK),
-        prefix_tokens=_PREFIX_TOKENS,
+    cold_s: dict[int, list[float]] = field(
+        default_factory=lambda: {tokens: [] for tokens in _COLD_TOKENS}
     )
+    token_s: dict[int, list[float]] = field(
+        default_factory=lambda: {count: [] for count in _AT_ONCE}
+    )
+    hits: list[Mapping[str, Asked]] = field(default_factory=list)
+
+    def take(self, target: Target, prompts: Prompts) -> None:
+        """Take every time once more."""
+        for tokens, times_s in self.cold_s.items():
+            times_s.append(target.ask(prompts.next(tokens)).ttft_s)
+        for count, times_s in self.token_s.items():
+            times_s.append(_token_s(target, prompts, count))
+        self.hits.append(calibrate_kinds.tiers(target, prompts, _PREFIX_TOKENS))
+
+    def times(self) -> Times:
+        """Return the medians."""
+
+        def median_s(row: str) -> float:
+            return statistics.median(each[row].ttft_s for each in self.hits)
+
+        return Times(
+            cold_s={tokens: statistics.median(each) for tokens, each in self.cold_s.items()},
+            token_s={count: statistics.median(each) for count, each in self.token_s.items()},
+            gpu_s=median_s(calibrate_kinds.GPU),
+            cpu_s=median_s(calibrate_kinds.CPU),
+            disk_s=median_s(calibrate_kinds.DISK),
+            prefix_tokens=_PREFIX_TOKENS,
+        )
 
 
 def _token_s(target: Target, prompts: Prompts, count: int) -> float:
@@ -88,18 +98,13 @@ def _token_s(target: Target, prompts: Prompts, count: int) -> float:
     return token_s
 
 
-def compare(real: Target, simulated: Target, *, rounds: int, seed: int) -> list[Row]:
-    """Send both the same requests, in turn; return what they took."""
-    asked: dict[str, list[dict[str, Asked]]] = {"real": [], "simulated": []}
-    for number in range(rounds):
-        say(f"comparing, round {number + 1} of {rounds}")
-        for answers in asked.values():
-            answers.append({})
-        for index, kind in enumerate(KINDS.values()):
-            for name, target in (("real", real), ("simulated", simulated)):
-                prompts = Prompts(_FIRST_COMPARED_SEED * (seed + 1) + 100 * number + index)
-                asked[name][-1].update(kind(target, prompts))
-    return rows(asked["real"], asked["simulated"])
+def ask_all(target: Target, *, number: int, seed: int) -> dict[str, Asked]:
+    """Send a round of the requests that are compared: the same ones to whoever is asked."""
+    answers: dict[str, Asked] = {}
+    for index, kind in enumerate(KINDS.values()):
+        prompts = Prompts(_FIRST_COMPARED_SEED * (seed + 1) + 100 * number + index)
+        answers.update(kind(target, prompts))
+    return answers
 
 
 def report(
@@ -125,12 +130,24 @@ def run(arguments: argparse.Namespace) -> tuple[Times, FittedRates, list[Row]]:
         say("starting the real replica")
         real = Target(start_real(group, work))
         warm_up(real)
-        times = measure_times(real, rounds=arguments.rounds, seed=arguments.seed)
+        measured, prompts = Measured(), Prompts(arguments.seed)
+        of_real: list[dict[str, Asked]] = []
+        for number in range(arguments.rounds):
+            say(f"the real replica, round {number + 1} of {arguments.rounds}")
+            # In turn, not all of one and then all of the other: the machine is now faster,
+            # now slower, for minutes, and both must be of the same minutes.
+            measured.take(real, prompts)
+            of_real.append(ask_all(real, number=number, seed=arguments.seed))
+        times = measured.times()
         rates = fit(times, batched_tokens=SHAPE.max_batched_tokens)
         say(f"rates: {rates}")
         simulated = Target(start_simulated(group, work, rates))
         warm_up(simulated)
-        return times, rates, compare(real, simulated, rounds=arguments.rounds, seed=arguments.seed)
+        of_simulated: list[dict[str, Asked]] = []
+        for number in range(arguments.rounds):
+            say(f"the simulated replica, round {number + 1} of {arguments.rounds}")
+            of_simulated.append(ask_all(simulated, number=number, seed=arguments.seed))
+        return times, rates, rows(of_real, of_simulated)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

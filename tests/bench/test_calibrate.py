@@ -1,11 +1,13 @@
 """Calibration of the simulated replica: rates from times, and what the table says of answers."""
 
 import math
+import statistics
 from pathlib import Path
 
 import pytest
 
-from bench.calibrate_kinds import CPU, DISK, GPU, KINDS, PREFIX_TOKENS, Prompts
+from bench.calibrate import Measured, ask_all
+from bench.calibrate_kinds import CPU, DISK, GPU, PREFIX_TOKENS, Prompts
 from bench.calibrate_rates import FittedRates, Times, fit
 from bench.calibrate_replica import SHAPE, start_simulated
 from bench.calibrate_report import Row, as_json, rows, table
@@ -137,12 +139,14 @@ def test_the_kinds_hit_what_they_are_named_after(tmp_path: Path) -> None:
         load_tokens_per_s=1e6,
         disk_tokens_per_s=1e6,
     )
-    found: dict[str, int] = {}
+    measured = Measured()
     with ProcessGroup() as group:
         target = Target(start_simulated(group, tmp_path, rates))
-        for kind in KINDS.values():
-            asked = kind(target, Prompts(seed=len(found)))
-            found |= {name: each.cached_tokens for name, each in asked.items()}
+        found = {
+            name: each.cached_tokens for name, each in ask_all(target, number=0, seed=1).items()
+        }
+        for seed in (1, 2):
+            measured.take(target, Prompts(seed))
     blocks, chunks = PREFIX_TOKENS // SHAPE.block_tokens, PREFIX_TOKENS // SHAPE.chunk_tokens
     warm = {
         GPU: blocks * SHAPE.block_tokens,
@@ -151,3 +155,6 @@ def test_the_kinds_hit_what_they_are_named_after(tmp_path: Path) -> None:
     }
     assert {name: tokens for name, tokens in found.items() if tokens} == warm
     assert len(found) == len(warm) + 5
+    assert [each[CPU].cached_tokens for each in measured.hits] == [8192, 8192]
+    assert all(len(each) == 2 for each in measured.cold_s.values())
+    assert measured.times().cpu_s == statistics.median(each[CPU].ttft_s for each in measured.hits)
