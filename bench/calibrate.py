@@ -37,6 +37,7 @@ _COLD_TOKENS: Final = (64, 512, 1024, 2048, 4096, 8192)
 _PREFIX_TOKENS: Final = 8_192
 _DECODED_TOKENS: Final = 40
 _AT_ONCE: Final = (1, 4)
+_SETTLE_S: Final = 0.7
 _FIRST_COMPARED_SEED: Final = 1_000_000
 
 
@@ -128,7 +129,7 @@ def run(arguments: argparse.Namespace) -> tuple[Times, FittedRates, list[Row]]:
     with tempfile.TemporaryDirectory() as name, ProcessGroup() as group:
         work = Path(name)
         say("starting the real replica")
-        real = Target(start_real(group, work))
+        real = Target(start_real(group, work), settle_s=_SETTLE_S)
         warm_up(real)
         measured, prompts = Measured(), Prompts(arguments.seed)
         of_real: list[dict[str, Asked]] = []
@@ -141,7 +142,7 @@ def run(arguments: argparse.Namespace) -> tuple[Times, FittedRates, list[Row]]:
         times = measured.times()
         rates = fit(times, batched_tokens=SHAPE.max_batched_tokens)
         say(f"rates: {rates}")
-        simulated = Target(start_simulated(group, work, rates))
+        simulated = Target(start_simulated(group, work, rates), settle_s=_SETTLE_S)
         warm_up(simulated)
         of_simulated: list[dict[str, Asked]] = []
         for number in range(arguments.rounds):

@@ -40,20 +40,31 @@ class Asked:
 
 
 class Target:
-    """One replica, and its only client."""
+    """One replica, and its only client.
+
+    Before each request it waits for ``settle_s``: a replica stores the KV of an answer when
+    that is over, on the same cores.
+    """
 
     def __init__(
-        self, tiers: ReplicaTiers, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        tiers: ReplicaTiers,
+        *,
+        settle_s: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.tiers = tiers
+        self._settle_s = settle_s
         self._clock = clock
 
     def ask(self, prompt: Prompt, *, answer_tokens: int = 1) -> Asked:
         """Ask; raise `BenchError` when it is refused or nothing is answered."""
+        time.sleep(self._settle_s)
         return self._send(prompt, answer_tokens).read()
 
     def ask_at_once(self, prompts: Sequence[Prompt]) -> list[Asked]:
         """Ask all the prompts, one right after the other, before any is answered."""
+        time.sleep(self._settle_s)
         sent = [self._send(prompt, 1) for prompt in prompts]
         with ThreadPoolExecutor(max_workers=len(sent)) as threads:
             return list(threads.map(_Answer.read, sent))
