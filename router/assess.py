@@ -7,7 +7,7 @@ from typing import Final
 from router.costs import Cost, Part, Work
 from router.keyring import PromptKeys
 from router.matches import ChunkRun, Match
-from router.policy import CandidateCost, weight_at
+from router.policy import CandidateCost, with_busy_s
 from router.prefix_index import PrefixIndex
 from router.promised import Promised
 from router.replica import Replica, Tier
@@ -142,8 +142,13 @@ class Assessor:
                     ways.append(way)
         if len(ways) == 1:
             return own
-        weight = weight_at(self._waiting(replica), self._busy_weight)
-        return min(ways, key=lambda way: way.cost.ttft_s + weight * way.cost.busy_s)
+        waiting = self._waiting(replica)
+        return min(
+            ways,
+            key=lambda way: with_busy_s(
+                way.cost.ttft_s, way.cost.busy_s, waiting, self._busy_weight
+            ),
+        )
 
     def _waiting(self, replica: Replica) -> int:
         return replica.waiting + self._promised.requests(replica.slot)

@@ -173,9 +173,11 @@ def _what_speaks_against(other: CandidateCost, picked: CandidateCost) -> str | N
         )
     if other.ttft_s <= picked.ttft_s - _NO_LATER_S and other.waiting > max(1, picked.waiting):
         return f"{other.waiting} wait there already, and in a burst as many are to come"
-    own_busy_s, busy_s = (each.load_s + each.prefill_s for each in (picked, other))
-    if busy_s - own_busy_s >= _NO_LATER_S:
-        return f"be kept busy for {seconds_text(busy_s)} rather than {seconds_text(own_busy_s)}"
+    if other.busy_s - picked.busy_s >= _NO_LATER_S:
+        return (
+            f"be kept busy for {seconds_text(other.busy_s)} "
+            f"rather than {seconds_text(picked.busy_s)}"
+        )
     return None
 
 

@@ -75,10 +75,15 @@ class CandidateCost:
         """Matched tokens in all tiers."""
         return sum(self.matched_tokens.values())
 
+    @property
+    def busy_s(self) -> float:
+        """The replica's time that the request takes from those behind it."""
+        return self.load_s + self.prefill_s
+
     def score_s(self, busy_weight: float) -> float:
         """Return what the pick minimizes."""
-        weight = weight_at(self.waiting, busy_weight)
-        return self.ttft_s + weight * (self.load_s + self.prefill_s) + self.growth_s
+        weighed_s = with_busy_s(self.ttft_s, self.busy_s, self.waiting, busy_weight)
+        return weighed_s + self.growth_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +154,14 @@ def busy_weight(busy: float) -> float:
     return _IDLE_WEIGHT + (_BUSY_WEIGHT - _IDLE_WEIGHT) * min(1.0, busy)
 
 
-def weight_at(waiting: int, busy_weight: float) -> float:
-    """Return how much a replica's time counts where so many requests wait for it.
+def with_busy_s(ttft_s: float, busy_s: float, waiting: int, busy_weight: float) -> float:
+    """Return a TTFT and, weighed, the time of the replica, for which so many wait already.
 
-    It is taken from those who come behind. How busy the fleet was of late tells how many
+    That time is taken from those who come behind. How busy the fleet was of late tells how many
     that will be, or, where a burst has begun, how many have come: a guess at its size that
     is never far off is twice as many as there are so far.
     """
-    return max(busy_weight, float(waiting))
+    return ttft_s + max(busy_weight, float(waiting)) * busy_s
 
 
 def salt_of(replica_id: str) -> int:
