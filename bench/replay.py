@@ -26,7 +26,14 @@ from bench.command import positive, write_report
 from bench.contenders import ours, peers
 from bench.contenders.contender import Contender
 from bench.replay_bound import REPLICA
-from bench.replay_cases import GENERATED_REQUESTS, MATRICES, TRACE_WORKLOAD, WORKLOADS, Case
+from bench.replay_cases import (
+    GENERATED_REQUESTS,
+    MATRICES,
+    TRACE_WORKLOAD,
+    WORKLOADS,
+    Case,
+    matrix,
+)
 from bench.replay_fleet import CPU_TOKENS, DISK_TOKENS_PER_S, FleetOptions
 from bench.replay_report import Costly, costliest, costliest_table, table
 from bench.replay_run import Run, run_bound, run_contender
@@ -178,7 +185,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     workload.add_argument(
         "--matrix",
         choices=MATRICES,
-        help="a list of workloads and regimes, instead of one (--requests still counts)",
+        help="a list of workloads and regimes, instead of one (--workload picks one of them, "
+        "--requests still counts)",
     )
     workload.add_argument("--seed", type=int, default=1, help="of all that is generated")
     fleet = parser.add_argument_group("fleet")
@@ -246,10 +254,7 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
                 requests=arguments.requests,
             )
         ]
-    cases = MATRICES[arguments.matrix]
-    if arguments.requests:
-        return [Case(**(asdict(each) | {"requests": arguments.requests})) for each in cases]
-    return list(cases)
+    return matrix(arguments.matrix, workload=arguments.workload, requests=arguments.requests)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

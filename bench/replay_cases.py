@@ -1,7 +1,7 @@
 """What is replayed: a workload in a regime, and named lists of such cases."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -83,3 +83,14 @@ MATRICES: Final[dict[str, tuple[Case, ...]]] = {
     # Both, and the other workloads in the regimes too.
     "full": _cases(WORKLOADS, (0.5, 0.8, 1.0), 1_500, regimes=True),
 }
+
+
+def matrix(name: str, *, workload: str | None = None, requests: int | None = None) -> list[Case]:
+    """Return the cases of a matrix: of one workload, or with so many requests, if it is given.
+
+    Raises `BenchError` where the matrix does not have that workload.
+    """
+    cases = [each for each in MATRICES[name] if workload in (None, each.workload)]
+    if not cases:
+        raise BenchError(f"--matrix {name} has no {workload}: give --matrix full")
+    return [replace(each, requests=requests or each.requests) for each in cases]

@@ -7,7 +7,7 @@ import pytest
 
 from bench.contenders import peers
 from bench.replay import main
-from bench.replay_cases import MATRICES, Case
+from bench.replay_cases import MATRICES, Case, matrix
 from bench.replay_fleet import FleetOptions
 from bench.ttft import BenchError
 
@@ -67,6 +67,19 @@ def test_a_time_scale_is_for_traces() -> None:
 def test_matrices_name_known_cases_with_titles_of_their_own() -> None:
     for cases in MATRICES.values():
         assert len({case.title for case in cases}) == len(cases)
+
+
+def test_a_matrix_can_be_cut_to_one_workload() -> None:
+    agents = matrix("full", workload="agents", requests=10)
+    assert {(each.workload, each.requests) for each in agents} == {("agents", 10)}
+    assert {(each.cpu, each.disk) for each in agents} == {
+        ("scarce", "fast"),
+        ("scarce", "slow"),
+        ("ample", "fast"),
+    }
+    assert len(agents) == 9
+    with pytest.raises(BenchError, match="full"):
+        matrix("regimes", workload="agents")
 
 
 @pytest.mark.slow
