@@ -7,8 +7,9 @@ wait as much. So for n turns to come::
 
     growth = 2 n s r / (1 - r)
 
-n is the mean of the sessions seen so far. One that has just begun says nothing yet: it
-counts with its later turns at once, but among the sessions only little by little.
+n is the mean of the sessions seen so far: all their later turns, by the sessions that are over
+(the most likely mean of a geometric length, where not all were watched to their end). That a
+session is over is the surer the longer it says nothing.
 
 Without this ten agents with one prompt of tools all go to the replica that holds it:
 each by itself would pay more elsewhere, once.
@@ -21,11 +22,15 @@ from typing import Final
 
 _MEMORY_S: Final = 30.0
 """Time constant of what counts as recent: long beside a turn, short beside a session."""
-_MATURING_S: Final = 60.0
-"""Time constant with which a session that has begun comes to count as one."""
+_PATIENCE_S: Final = 60.0
+"""Time constant with which a session that says nothing comes to count as over."""
+_LEAST_SESSIONS: Final = 1.0
+"""No fewer count as over: else a few that go on would be taken to go on without end."""
 _SUPPOSED_SESSIONS: Final = 2.0
-_SUPPOSED_TURNS: Final = 8.0
-"""What is known of later turns before any has come: four a session, taken lightly."""
+_SUPPOSED_TURNS: Final = 24.0
+"""What is known of later turns before any has come: a dozen a session, taken lightly. People ask
+a few times, agents dozens of times; to suppose too few gathers agents who begin together on one
+replica for all their turns, to suppose too many computes once more what they share."""
 _REMEMBERED_SESSIONS: Final = 1000.0
 """About so many of the last sessions count."""
 _MOST_SHARE: Final = 0.9
@@ -71,27 +76,34 @@ class RecentWork:
 class SessionLengths:
     """How many turns sessions have after their first."""
 
-    __slots__ = ("_as_of_s", "_later_turns", "_sessions", "_young")
+    __slots__ = ("_as_of_s", "_later_turns", "_open", "_over")
 
     def __init__(self) -> None:
         self._later_turns = _SUPPOSED_TURNS
-        self._sessions = _SUPPOSED_SESSIONS
-        self._young = 0.0
+        self._over = _SUPPOSED_SESSIONS
+        self._open = 0.0
         self._as_of_s = 0.0
 
-    def note(self, now_s: float, *, begins: bool) -> None:
-        """Count a session's first turn, or a later one."""
-        grown_up = self._young * (1 - exp(min(0.0, self._as_of_s - now_s) / _MATURING_S))
+    def note(self, now_s: float, *, idle_s: float | None) -> None:
+        """Count a session's first turn (None), or one so long after the one before."""
+        ended = self._open * _over_after(now_s - self._as_of_s)
         self._as_of_s = now_s
-        self._young += begins - grown_up
-        kept = exp(-grown_up / _REMEMBERED_SESSIONS)
-        self._sessions = self._sessions * kept + grown_up
-        self._later_turns = self._later_turns * kept + (not begins)
+        # One that was taken for over in part, and comes back, is open again.
+        back = 0.0 if idle_s is None else _over_after(idle_s)
+        kept = exp(-ended / _REMEMBERED_SESSIONS)
+        self._open += (1.0 if idle_s is None else back) - ended
+        self._over = max(_LEAST_SESSIONS, self._over * kept + ended - back)
+        self._later_turns = self._later_turns * kept + (idle_s is not None)
 
     @property
     def turns_to_come(self) -> float:
         """How many more turns a session has that begins now, on average."""
-        return self._later_turns / self._sessions
+        return self._later_turns / self._over
 
     def __repr__(self) -> str:
-        return f"<SessionLengths {self._later_turns:.1f} / {self._sessions:.1f}>"
+        return f"<SessionLengths {self._later_turns:.1f} / {self._over:.1f}>"
+
+
+def _over_after(idle_s: float) -> float:
+    """Return how sure it is that a session is over that has been idle for so long."""
+    return 1 - exp(-max(0.0, idle_s) / _PATIENCE_S)

@@ -53,12 +53,13 @@ class Sessions:
         home, spills = replica, 0
         # Taken out and put in again, it stands last.
         packed = self._homes.pop(session, None)
-        begins = packed is None or self._is_over(_unpack(packed)[0], now_s)
-        self.lengths.note(now_s, begins=begins)
-        if packed is not None and not begins:
-            _, former, spilled = _unpack(packed)
+        idle_s = None
+        if packed is not None and not self._is_over(_unpack(packed)[0], now_s):
+            last_ms, former, spilled = _unpack(packed)
+            idle_s = now_s - last_ms / 1000
             if replica != former and spilled + 1 < _SPILLS_TO_MOVE:
                 home, spills = former, spilled + 1
+        self.lengths.note(now_s, idle_s=idle_s)
         self._homes[session] = _pack(now_s, home, spills)
         if len(self._homes) > self.max_sessions:
             self._make_room(now_s)

@@ -43,10 +43,26 @@ def test_sessions_that_begin_say_nothing_of_their_length_at_first() -> None:
     lengths = SessionLengths()
     supposed = lengths.turns_to_come
     for number in range(20):
-        lengths.note(number / 10, begins=True)
+        lengths.note(number / 10, idle_s=None)
     assert lengths.turns_to_come == pytest.approx(supposed, rel=0.2)
-    lengths.note(600.0, begins=True)
-    assert lengths.turns_to_come < 1
+    lengths.note(600.0, idle_s=None)
+    assert lengths.turns_to_come < 2
+
+
+def test_sessions_that_go_on_are_known_to_be_long_before_they_end() -> None:
+    lengths = SessionLengths()
+    for turn in range(20):
+        for session in range(5):
+            lengths.note(3.0 * turn + session / 2, idle_s=3.0 if turn else None)
+    assert lengths.turns_to_come >= 19
+
+
+def test_who_comes_back_after_a_long_pause_has_not_ended_and_begun() -> None:
+    lengths = SessionLengths()
+    for turn in range(50):
+        for session in range(20):
+            lengths.note(600.0 * turn + session, idle_s=600.0 if turn else None)
+    assert lengths.turns_to_come >= 40
 
 
 def test_the_length_of_sessions_is_learned_and_follows_them() -> None:
@@ -54,8 +70,21 @@ def test_the_length_of_sessions_is_learned_and_follows_them() -> None:
     for turns in (20, 3):
         for number in range(5000):
             for turn in range(turns):
-                lengths.note(10_000.0 * (20 - turns) + number, begins=turn == 0)
+                now_s = 10_000.0 * (20 - turns) + number
+                lengths.note(now_s, idle_s=0.0 if turn else None)
         assert lengths.turns_to_come == pytest.approx(turns - 1, rel=0.1)
+
+
+def test_agents_that_begin_one_soon_after_the_other_spread_while_replicas_are_idle() -> None:
+    """Nobody has taken a later turn when the last of them begins, and all share the tools."""
+    fleet = make_fleet(8)
+    homes = []
+    for agent in range(6):
+        own = range(10_000 * (1 + agent), 10_000 * (1 + agent) + 2 * TOOLS_TOKENS)
+        prompt = GivenPrompt([*range(TOOLS_TOKENS), *own])
+        now_s = 2.0 * agent
+        homes.append(answer(fleet, prompt, f"agent-{agent}", now_s))
+    assert len(set(homes)) == len(homes)
 
 
 def test_agents_with_one_prompt_of_tools_do_not_all_go_to_who_holds_it() -> None:
@@ -67,12 +96,8 @@ def test_agents_with_one_prompt_of_tools_do_not_all_go_to_who_holds_it() -> None
             turn = newest - agent
             own = range(10_000 * (1 + agent), 10_000 * (1 + agent) + 320 * (1 + turn))
             prompt = GivenPrompt([*range(TOOLS_TOKENS), *own])
-            decision = fleet.place(prompt, model=None, session=f"agent-{agent}", now_s=now_s)
-            ticket = fleet.start(decision, now_s)
-            stored(fleet, decision.replica_id, Tier.GPU, blocks(prompt))
-            ticket.first_byte(now_s + decision.predicted_ttft_s)
-            ticket.finish(now_s + decision.predicted_ttft_s, ok=True)
-            homes.setdefault(agent, decision.replica_id)
+            replica = answer(fleet, prompt, f"agent-{agent}", now_s)
+            homes.setdefault(agent, replica)
     counts = Counter(homes.values())
     assert max(counts.values()) <= 5
     assert len(counts) >= 3
@@ -89,6 +114,16 @@ def test_why_it_went_where_it_holds_nothing_is_told() -> None:
     said = sentence(fleet, prompt, session="new")
     assert said.startswith("r1 is the better place for a session that begins: it holds none of")
     assert "but there the session's later turns would wait longer, by" in said
+
+
+def answer(fleet: Fleet, prompt: GivenPrompt, session: str, now_s: float) -> str:
+    """Have a turn answered as predicted; return by whom."""
+    decision = fleet.place(prompt, model=None, session=session, now_s=now_s)
+    ticket = fleet.start(decision, now_s)
+    stored(fleet, decision.replica_id, Tier.GPU, blocks(prompt))
+    ticket.first_byte(now_s + decision.predicted_ttft_s)
+    ticket.finish(now_s + decision.predicted_ttft_s, ok=True)
+    return decision.replica_id
 
 
 def warm_and_busy() -> tuple[Fleet, GivenPrompt]:
