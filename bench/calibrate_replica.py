@@ -36,6 +36,11 @@ SHAPE: Final = Shape(
 TOKENS: Final = range(16, VOCAB_SIZE)
 """Ids that prompts are made of: no special ones, and all known to both."""
 
+_SHARES: Final = 2
+"""The model gets one of so many shares of the cores. On all of them each step after a prompt's
+first would compete with the storing of the one before, and with the server: of equal prompts of
+several steps some took twice as long as others. A GPU has nothing of that."""
+
 
 def start_real(group: ProcessGroup, work: Path) -> ReplicaTiers:
     """Start a replica with all its tiers on this machine; return it when it serves."""
@@ -62,7 +67,7 @@ def start_real(group: ProcessGroup, work: Path) -> ReplicaTiers:
     group.start(
         "real",
         replica_command(config, vllm_args),
-        replica_environment(platform, 0, of=1),
+        replica_environment(platform, 0, of=_SHARES),
         work / "replica.log",
     )
     group.wait_ready("real", f"{url}/health", REPLICA_READY_TIMEOUT_S)
