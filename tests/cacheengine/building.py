@@ -110,6 +110,15 @@ class Bench:
         """Return when no put is queued or under way."""
         wait_until(lambda: self.engine.stats().put_queue_bytes == 0)
 
+    def finish_reads(self) -> None:
+        """Return when no chunk is on its way into the pool."""
+
+        def all_there() -> bool:
+            with self.engine._lock:
+                return all(entry.is_usable for entry in self.engine._state.cpu)
+
+        wait_until(all_there)
+
     def promote(self, chunks: Sequence[bytes], pin_s: float = 10.0) -> tuple[int, int, int]:
         """Promote and wait; return (resident, promoted, missing)."""
         promotion = self.engine.promote(chunks, pin_s=pin_s)

@@ -6,7 +6,7 @@ from cacheengine.agent import Agent, AgentIdentity
 from cacheengine.config import EngineConfig
 from cacheengine.transfer.server import TransferServer
 from cacheengine.transfer.stats import TransferMeter
-from tests.cacheengine.building import CHUNK_BYTES, Bench, wait_until
+from tests.cacheengine.building import CHUNK_BYTES, Bench
 
 
 def identity(name: str) -> AgentIdentity:
@@ -41,13 +41,14 @@ class WholeReplica:
     def stop(self) -> None:
         """End the servers; nothing may be held or pinned by them then.
 
-        Chunks may still be on their way from disk, for a prefetch that nobody waits for any
-        more: they are held until they are there.
+        What is on its way from disk then, for a prefetch that nobody waits for any more, is held
+        until it is there.
         """
         self.agent.stop()
         self.server.stop()
+        self.bench.finish_reads()
         self.bench.engine.expire_pins()
-        wait_until(lambda: self.held() == 0)
+        assert self.held() == 0
         self.bench.engine.check()
 
     def held(self) -> int:

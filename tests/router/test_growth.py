@@ -42,11 +42,11 @@ def test_what_is_past_fades() -> None:
 def test_sessions_that_begin_say_nothing_of_their_length_at_first() -> None:
     lengths = SessionLengths()
     supposed = lengths.turns_to_come
-    for number in range(20):
-        lengths.note(number / 10, idle_s=None)
+    for number in range(30):
+        lengths.note(number / 30, idle_s=None)
     assert lengths.turns_to_come == pytest.approx(supposed, rel=0.2)
     lengths.note(600.0, idle_s=None)
-    assert lengths.turns_to_come < 2
+    assert lengths.turns_to_come < 1
 
 
 def test_sessions_that_go_on_are_known_to_be_long_before_they_end() -> None:
