@@ -6,6 +6,7 @@ alone: what an equal or longer prompt needs.
 
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,9 @@ HIT_TOKENS = 5 * CHUNK_TOKENS
 MakeReplica = Callable[..., Replica]
 
 
-@pytest.fixture
-def make_replica(tmp_path: Path) -> Iterator[MakeReplica]:
-    """Start replicas of a model; they end with the test, which may see them die."""
+@pytest.fixture(scope="module")
+def make_replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeReplica]:
+    """Start replicas of a model; they end with the module, which may see them die."""
     group = ProcessGroup()
 
     def make(name: str, model: Path, *vllm_args: str, chunk_tokens: int = CHUNK_TOKENS) -> Replica:
@@ -38,7 +39,7 @@ def make_replica(tmp_path: Path) -> Iterator[MakeReplica]:
             group,
             name,
             model,
-            tmp_path,
+            tmp_path_factory.mktemp(name),
             port=port,
             agent_port=agent_port,
             of=2,
@@ -50,6 +51,58 @@ def make_replica(tmp_path: Path) -> Iterator[MakeReplica]:
 
     with group:
         yield make
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Replicas of the model whose layers all have windows, and of the one where every second has.
+
+    They are started at once: to start takes most of the time of these tests.
+    """
+
+    windowed: Replica
+    hybrid: Replica
+
+
+@pytest.fixture(scope="module")
+def models(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The windowed model and the hybrid one."""
+    directory = tmp_path_factory.mktemp("models")
+    return (
+        windowed(model_dir, directory / "windowed", window_tokens=WINDOW_TOKENS),
+        hybrid(model_dir, directory / "hybrid", window_tokens=WINDOW_TOKENS),
+    )
+
+
+@pytest.fixture(scope="module")
+def serving(make_replica: MakeReplica, models: tuple[Path, Path]) -> Iterator[Pair]:
+    """Replicas that serve, each with the settings that its model needs."""
+    pair = Pair(
+        windowed=make_replica("windowed", models[0], chunk_tokens=BLOCK_TOKENS),
+        hybrid=make_replica("hybrid", models[1]),
+    )
+    for each in (pair.windowed, pair.hybrid):
+        each.wait_ready()
+    yield pair
+    # The refused pair starts next.
+    for each in (pair.windowed, pair.hybrid):
+        each.stop()
+
+
+@pytest.fixture(scope="module")
+def refused(make_replica: MakeReplica, models: tuple[Path, Path]) -> Pair:
+    """Replicas that end while they start, since their settings do not suit their models."""
+    more_blocks = ("--num-gpu-blocks-override", "128")
+    pair = Pair(
+        windowed=make_replica("windowed-refused", models[0]),
+        hybrid=make_replica(
+            "hybrid-refused", models[1], "--no-disable-hybrid-kv-cache-manager", *more_blocks
+        ),
+    )
+    for each in (pair.windowed, pair.hybrid):
+        with pytest.raises(ChildDied):
+            each.wait_ready()
+    return pair
 
 
 @pytest.fixture
@@ -101,12 +154,8 @@ def check_every_tier(replica: Replica, prompt: list[int], chunk_tokens: int) -> 
     assert replica.ask(next_turn) == reference
 
 
-def test_windows_in_all_layers_with_a_chunk_of_one_block(
-    make_replica: MakeReplica, model_dir: Path, tmp_path: Path, prompt: list[int]
-) -> None:
-    model = windowed(model_dir, tmp_path / "windowed", window_tokens=WINDOW_TOKENS)
-    replica = make_replica("windowed", model, chunk_tokens=BLOCK_TOKENS)
-    replica.wait_ready()
+def test_windows_in_all_layers_with_a_chunk_of_one_block(serving: Pair, prompt: list[int]) -> None:
+    replica = serving.windowed
     check_every_tier(replica, prompt, BLOCK_TOKENS)
 
     # The windows are real: what lies before them all changes nothing.
@@ -119,37 +168,18 @@ def test_windows_in_all_layers_with_a_chunk_of_one_block(
     assert replica.ask(prompt).token_ids == cold.token_ids
 
 
-def test_windows_in_all_layers_with_larger_chunks_are_refused(
-    make_replica: MakeReplica, model_dir: Path, tmp_path: Path
-) -> None:
-    model = windowed(model_dir, tmp_path / "windowed", window_tokens=WINDOW_TOKENS)
-    replica = make_replica("windowed-refused", model)
-    with pytest.raises(ChildDied):
-        replica.wait_ready()
-    assert "ValueError: all layers of this model have a sliding window (128 tokens)" in replica.log
-    assert "chunk_size: 128 in the cache configuration" in replica.log
-
-
-def test_windows_beside_full_attention(
-    make_replica: MakeReplica, model_dir: Path, tmp_path: Path, prompt: list[int]
-) -> None:
+def test_windows_beside_full_attention(serving: Pair, prompt: list[int]) -> None:
     """The launcher has vLLM keep every token of all layers: one group, and prefixes of it."""
-    model = hybrid(model_dir, tmp_path / "hybrid", window_tokens=WINDOW_TOKENS)
-    replica = make_replica("hybrid", model)
-    replica.wait_ready()
-    check_every_tier(replica, prompt, CHUNK_TOKENS)
-    assert len(replica.tiers_of(prompt)) == HIT_TOKENS // CHUNK_TOKENS
+    check_every_tier(serving.hybrid, prompt, CHUNK_TOKENS)
+    assert len(serving.hybrid.tiers_of(prompt)) == HIT_TOKENS // CHUNK_TOKENS
 
 
-def test_several_kv_groups_are_refused(
-    make_replica: MakeReplica, model_dir: Path, tmp_path: Path
-) -> None:
-    model = hybrid(model_dir, tmp_path / "hybrid", window_tokens=WINDOW_TOKENS)
-    more_blocks = ("--num-gpu-blocks-override", "128")
-    replica = make_replica(
-        "hybrid-refused", model, "--no-disable-hybrid-kv-cache-manager", *more_blocks
-    )
-    with pytest.raises(ChildDied):
-        replica.wait_ready()
-    assert "KV cache groups (hybrid or sliding-window layers" in replica.log
-    assert "Start vLLM with --disable-hybrid-kv-cache-manager" in replica.log
+def test_windows_in_all_layers_with_larger_chunks_are_refused(refused: Pair) -> None:
+    log = refused.windowed.log
+    assert "ValueError: all layers of this model have a sliding window (128 tokens)" in log
+    assert "chunk_size: 128 in the cache configuration" in log
+
+
+def test_several_kv_groups_are_refused(refused: Pair) -> None:
+    assert "KV cache groups (hybrid or sliding-window layers" in refused.hybrid.log
+    assert "Start vLLM with --disable-hybrid-kv-cache-manager" in refused.hybrid.log

@@ -1,19 +1,15 @@
 """What is loaded is what was stored: answers from every tier, bit for bit.
 
 The reference is always vLLM's own GPU-tier hit of the same length: its hits
-differ from a cold prefill in the last bits of bfloat16.
+differ from a cold prefill in the last bits of bfloat16 (`test_float32` has the cold one).
 """
 
 import re
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bench.tiers import wait_until
-from cacheengine.launch import free_ports
-from router.processes import ProcessGroup
 from tests.e2e.serving import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -218,40 +214,3 @@ def listening_ports(process: Path) -> set[str]:
         if fields[3] == "0A" and fields[9] in inodes:
             ports.add(str(int(fields[1].split(":")[1], 16)))
     return ports
-
-
-@pytest.fixture
-def float32_replica(model_dir: Path, processes: ProcessGroup, tmp_path: Path) -> Iterator[Replica]:
-    """A replica that computes in float32."""
-    port, agent_port = free_ports(2)
-    made = Replica(
-        processes,
-        "float32",
-        model_dir,
-        tmp_path,
-        port=port,
-        agent_port=agent_port,
-        of=2,
-        vllm_args=["--dtype", "float32"],
-    )
-    made.start()
-    made.wait_ready()
-    yield made
-    made.stop()
-
-
-def test_in_float32_warm_tokens_equal_the_cold_ones(
-    float32_replica: Replica, prompt: list[int]
-) -> None:
-    cold = float32_replica.ask(prompt)
-    assert cold.cached_tokens == 0
-    float32_replica.wait_stored(prompt)
-    wait_until("the pool at rest", lambda: float32_replica.tiers_of(prompt) == ["cpu"] * 5)
-    float32_replica.empty_gpu()
-    from_cpu = float32_replica.ask(prompt)
-    assert from_cpu.cached_tokens == HIT_TOKENS
-    assert from_cpu.token_ids == cold.token_ids
-    float32_replica.empty_gpu()
-    float32_replica.empty_cpu()
-    from_disk = float32_replica.ask(prompt)
-    assert from_disk == from_cpu

@@ -1,7 +1,8 @@
 """vLLM's own keys, events and model list for requests with salts, adapters and media.
 
-A process of its own. Prints one JSON object: for each case its block hashes and
-its KV event's message, both in hex; the entries of ``/v1/models``; the adapters used.
+A process of its own. Prints one JSON object: by algorithm, for each case its block
+hashes and its KV event's message, both in hex; the entries of ``/v1/models``; the
+adapters used.
 """
 
 import asyncio
@@ -41,6 +42,13 @@ def feature(offset: int, length: int) -> MultiModalFeatureSpec:
     )
 
 
+def answers(algorithm: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what vLLM makes of all cases with one algorithm."""
+    hasher = get_hash_fn_by_name(algorithm)
+    kv_cache_utils.init_none_hash(hasher)
+    return [answer(case, hasher) for case in cases]
+
+
 def answer(case: dict[str, Any], hasher: Any) -> dict[str, Any]:
     """Return what vLLM makes of one case."""
     request = Request(
@@ -75,8 +83,6 @@ def used(models: Any, body: dict[str, Any]) -> list[str] | None:
 def main() -> None:
     """Answer the question on standard input."""
     question = json.load(sys.stdin)
-    hasher = get_hash_fn_by_name(question["algorithm"])
-    kv_cache_utils.init_none_hash(hasher)
     base = [SimpleNamespace(name="base", model_path="/models/base")]
     models = object.__new__(OpenAIServingModels)
     models.base_model_paths = base
@@ -86,12 +92,12 @@ def main() -> None:
         for number, (name, path) in enumerate(question["adapters"].items(), 1)
     }
     entries = asyncio.run(models.show_available_models()).model_dump()["data"]
-    answers = {
-        "cases": [answer(case, hasher) for case in question["cases"]],
+    said = {
+        "cases": {each: answers(each, question["cases"]) for each in question["algorithms"]},
         "models": entries,
         "used": [used(models, body) for body in question["bodies"]],
     }
-    sys.stdout.write(json.dumps(answers) + "\n")
+    sys.stdout.write(json.dumps(said) + "\n")
 
 
 main()
