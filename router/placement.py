@@ -17,7 +17,7 @@ from router.assess import Assessment, Assessor
 from router.config import PolicyName, RouterConfig
 from router.costs import Part
 from router.holders import Depth, slots
-from router.keyring import PromptKeyring
+from router.keyring import PromptKeyring, PromptKeys
 from router.policy import (
     CandidateCost,
     Decision,
@@ -115,6 +115,7 @@ class _Field:
     def __init__(self, eligible: Eligible, keyring: PromptKeyring, index: PrefixIndex) -> None:
         self.eligible = eligible
         self._keyring = keyring
+        self._index = index
         self._depths: list[Sequence[Depth]] = []
         """For each kind the replicas that match, deepest first."""
         self._by_slot: dict[int, Depth] = {}
@@ -160,15 +161,29 @@ class _Field:
     def donors(self, now_s: float) -> list[tuple[Replica, int]]:
         """Return those that hold most of the prompt and can give of it, with how many blocks."""
         donors: list[tuple[Replica, int]] = []
-        for depths in self._depths:
+        for kind, depths in zip(self.eligible.kinds, self._depths, strict=True):
+            keys = self._keyring.of(kind.shape, kind.adapters)
             holders = (
                 (self.eligible.donors[slot], depth.blocks)
                 for depth in depths
                 for slot in slots(depth.replicas)
             )
-            able = (each for each in holders if each[0].can_give(now_s))
+            able = (
+                (replica, held)
+                for replica, held in holders
+                if replica.can_give(now_s) and not self._computes(replica, keys, held)
+            )
             donors += islice(able, _MAX_DONORS)
         return donors
+
+    def _computes(self, replica: Replica, keys: PromptKeys, held: int) -> bool:
+        """Whether a replica still computes the end of so many blocks that it is to hold.
+
+        A copy of the part that is stored so far would be late: of 100 equal prompts those that
+        waited for one had their first tokens 0.2 s after those that waited for the whole.
+        """
+        chunks = held // keys.blocks_per_chunk
+        return chunks > 0 and self._index.computes(replica.slot, keys.chunk_keys[chunks - 1])
 
     def bound_s(self, replica: Replica, now_s: float) -> float:
         """Return what the prompt costs at the least, if nothing is copied."""

@@ -212,6 +212,13 @@ class PrefixIndex:
         lower = [(tier, held[tier]) for tier in LOWER_TIERS if held.get(tier)]
         return chunk_runs(lower, chunks, start) if lower and start < len(chunks) else ()
 
+    def computes(self, replica: int, chunk: int) -> bool:
+        """Return whether a chunk is believed to be computed there, and stored in no lower tier."""
+        if chunk not in self._believed.get(replica, {}):
+            return False
+        held = self._held.get(replica, {})
+        return not any(chunk in held.get(tier, {}) for tier in LOWER_TIERS)
+
     def depths(self, keys: Sequence[int], blocks_per_chunk: int, among: int) -> list[Depth]:
         """Return how deep each of many replicas holds a prompt, in one walk, deepest first.
 

@@ -128,6 +128,20 @@ def test_nothing_is_copied_where_that_is_switched_off() -> None:
     assert decision.predicted_ttft_s > 6.4, "it is computed anew, and that is predicted"
 
 
+def test_what_is_still_being_computed_is_not_copied_in_part() -> None:
+    """Those who wait where it is computed have all of it when a copy of the first half arrives."""
+    fleet, prompt = make_fleet(2), tokens(6400)
+    fleet.start(place(fleet, prompt), 0.0)
+    (busy,) = (each for each in fleet.replicas.values() if each.in_flight)
+    make_busy(fleet, busy.id, 2.0)
+    snapshot(fleet, busy.id, cpu=chunks(prompt)[:50])
+    assert {each.copied_from for each in place(fleet, prompt).candidates} == {None}
+
+    # Loaded from CPU RAM, it can be given meanwhile.
+    snapshot(fleet, busy.id, cpu=chunks(prompt))
+    assert {each.copied_from for each in place(fleet, prompt).candidates} == {None, busy.id}
+
+
 def test_a_draining_replica_gives_its_kv_to_others() -> None:
     fleet, prompt = make_fleet(3), tokens(6400)
     snapshot(fleet, "r0", cpu=chunks(prompt))
