@@ -355,8 +355,9 @@ async def test_health(control: Controlled, one: ControlAgent) -> None:
 async def test_an_agent_that_is_silent_is_not_waited_for(
     control: Controlled, one: ControlAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_ANSWER_S", "_CONNECT_S", "_CLEAR_S", "_MOVE_S"):
-        monkeypatch.setattr(f"router.agent_client.{name}", 0.2)
+    # Long enough for the other agent, which answers, on a machine that stands still for a moment.
+    for name in ("_ANSWER_S", "_CLEAR_S", "_MOVE_S"):
+        monkeypatch.setattr(f"router.agent_client.{name}", 1.0)
     one.silent = True
     pin = {"tokens": TOKENS, "instance_id": "one", "location": CPU}
     answer = await control.ok("/health", {"instance_id": "one"})
@@ -364,7 +365,7 @@ async def test_an_agent_that_is_silent_is_not_waited_for(
     status, answer = await control.post("/pin", pin)
     assert status == 504
     message = answer["error"]["message"]
-    assert message.startswith("one: ") and "no answer within 0.2 s" in message
+    assert message.startswith("one: ") and "no answer within 1 s" in message
     answer = await control.ok("/lookup", {"tokens": TOKENS})
     assert list(answer["errors"]) == ["one"]
 
