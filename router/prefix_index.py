@@ -214,10 +214,8 @@ class PrefixIndex:
 
     def computes(self, replica: int, chunk: int) -> bool:
         """Return whether a chunk is believed to be computed there, and stored in no lower tier."""
-        if chunk not in self._believed.get(replica, {}):
-            return False
-        held = self._held.get(replica, {})
-        return not any(chunk in held.get(tier, {}) for tier in LOWER_TIERS)
+        believed = self._believed.get(replica, {})
+        return chunk in believed and not self.runs(replica, (chunk,), 0)
 
     def depths(self, keys: Sequence[int], blocks_per_chunk: int, among: int) -> list[Depth]:
         """Return how deep each of many replicas holds a prompt, in one walk, deepest first.
