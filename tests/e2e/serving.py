@@ -22,6 +22,7 @@ from bench.local import (
 )
 from bench.tiers import ReplicaTiers, call, wait_until
 from cacheengine.keys import HashScheme, chunk_keys
+from cacheengine.launch import free_ports
 from router.processes import ProcessGroup
 
 MODEL = "m"
@@ -186,6 +187,30 @@ class Replica(ReplicaTiers):
         """Return the sum of one of vLLM's own counters."""
         metrics = prometheus(f"{self.url}/metrics")
         return sum(v for k, v in metrics.items() if k.split("{")[0] == name)
+
+
+def replica_on_free_ports(
+    group: ProcessGroup,
+    name: str,
+    model_dir: Path,
+    directory: Path,
+    *,
+    vllm_args: Sequence[str] = (),
+    config: Mapping[str, Any] | None = None,
+) -> Replica:
+    """Make a replica that takes half of the machine; it is not started yet."""
+    port, agent_port = free_ports(2)
+    return Replica(
+        group,
+        name,
+        model_dir,
+        directory,
+        port=port,
+        agent_port=agent_port,
+        of=2,
+        vllm_args=vllm_args,
+        config=config,
+    )
 
 
 class Router:

@@ -6,15 +6,20 @@ vLLM's own hits differ from it in the last bits.
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from bench.tiers import call
-from cacheengine.launch import free_ports
 from router.processes import ProcessGroup
-from tests.e2e.serving import CHUNK_TOKENS, Replica, chunk_hexes, fresh_prompt
+from tests.e2e.serving import (
+    CHUNK_TOKENS,
+    Replica,
+    chunk_hexes,
+    fresh_prompt,
+    replica_on_free_ports,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -24,8 +29,7 @@ HIT_TOKENS = CHUNKS * CHUNK_TOKENS
 TOKEN_BYTES = 8 * 2 * 4 * 64 * 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
+class Pair(NamedTuple):
     """Two replicas that are started at once: that takes most of the time of these tests."""
 
     one_rank: Replica
@@ -33,34 +37,28 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(
-    model_dir: Path, processes: ProcessGroup, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Pair]:
+def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Replicas with tensor parallel size 1 and 2."""
+    with ProcessGroup() as group:
 
-    def start(name: str, *vllm_args: str) -> Replica:
-        port, agent_port = free_ports(2)
-        made = Replica(
-            processes,
-            name,
-            model_dir,
-            tmp_path_factory.mktemp(name),
-            port=port,
-            agent_port=agent_port,
-            of=2,
-            vllm_args=["--dtype", "float32", *vllm_args],
+        def start(name: str, *vllm_args: str) -> Replica:
+            made = replica_on_free_ports(
+                group,
+                name,
+                model_dir,
+                tmp_path_factory.mktemp(name),
+                vllm_args=["--dtype", "float32", *vllm_args],
+            )
+            made.start()
+            return made
+
+        made = Pair(
+            one_rank=start("one-rank"),
+            two_ranks=start("two-ranks", "--tensor-parallel-size", "2"),
         )
-        made.start()
-        return made
-
-    made = Pair(
-        one_rank=start("one-rank"), two_ranks=start("two-ranks", "--tensor-parallel-size", "2")
-    )
-    for each in (made.one_rank, made.two_ranks):
-        each.wait_ready()
-    yield made
-    for each in (made.one_rank, made.two_ranks):
-        each.stop()
+        for each in made:
+            each.wait_ready()
+        yield made
 
 
 @pytest.fixture

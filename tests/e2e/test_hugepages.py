@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.tiers import wait_until
-from cacheengine.launch import free_ports
 from router.processes import ProcessGroup
-from tests.e2e.serving import CHUNK_TOKENS, Replica, fresh_prompt
+from tests.e2e.serving import CHUNK_TOKENS, Replica, fresh_prompt, replica_on_free_ports
 from tests.huge_pages import counts, free_huge_pages
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -33,15 +32,11 @@ def make_replica(model_dir: Path, group: ProcessGroup, tmp_path: Path) -> MakeRe
     """Make replicas that ask for huge pages."""
 
     def make(name: str, *vllm_args: str) -> Replica:
-        port, agent_port = free_ports(2)
-        return Replica(
+        return replica_on_free_ports(
             group,
             name,
             model_dir,
             tmp_path,
-            port=port,
-            agent_port=agent_port,
-            of=2,
             vllm_args=vllm_args,
             config={"max_local_cpu_size": 0.25, "local_cpu_use_hugepages": True},
         )

@@ -6,16 +6,21 @@ alone: what an equal or longer prompt needs.
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from bench.tiers import call, wait_until
 from cacheengine.keys import HashScheme, chunk_keys
-from cacheengine.launch import free_ports
 from router.processes import ChildDied, ProcessGroup
-from tests.e2e.serving import BLOCK_TOKENS, CHUNK_TOKENS, Replica, fresh_prompt
+from tests.e2e.serving import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    Replica,
+    fresh_prompt,
+    replica_on_free_ports,
+)
 from tests.e2e.window_models import hybrid, windowed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -34,15 +39,11 @@ def make_replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeRepli
     group = ProcessGroup()
 
     def make(name: str, model: Path, *vllm_args: str, chunk_tokens: int = CHUNK_TOKENS) -> Replica:
-        port, agent_port = free_ports(2)
-        made = Replica(
+        made = replica_on_free_ports(
             group,
             name,
             model,
             tmp_path_factory.mktemp(name),
-            port=port,
-            agent_port=agent_port,
-            of=2,
             vllm_args=vllm_args,
             config={"chunk_size": chunk_tokens},
         )
@@ -53,8 +54,7 @@ def make_replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeRepli
         yield make
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
+class Pair(NamedTuple):
     """Replicas of the model whose layers all have windows, and of the one where every second has.
 
     They are started at once: to start takes most of the time of these tests.
@@ -81,11 +81,11 @@ def serving(make_replica: MakeReplica, models: tuple[Path, Path]) -> Iterator[Pa
         windowed=make_replica("windowed", models[0], chunk_tokens=BLOCK_TOKENS),
         hybrid=make_replica("hybrid", models[1]),
     )
-    for each in (pair.windowed, pair.hybrid):
+    for each in pair:
         each.wait_ready()
     yield pair
     # The refused pair starts next.
-    for each in (pair.windowed, pair.hybrid):
+    for each in pair:
         each.stop()
 
 
@@ -99,7 +99,7 @@ def refused(make_replica: MakeReplica, models: tuple[Path, Path]) -> Pair:
             "hybrid-refused", models[1], "--no-disable-hybrid-kv-cache-manager", *more_blocks
         ),
     )
-    for each in (pair.windowed, pair.hybrid):
+    for each in pair:
         with pytest.raises(ChildDied):
             each.wait_ready()
     return pair
