@@ -80,7 +80,7 @@ class Part(IntEnum):
     PEER = 7
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
 class Work:
     """What a request asks of one replica."""
 
@@ -107,7 +107,7 @@ class Work:
         return self.new_tokens * (self.matched_tokens + self.new_tokens / 2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
 class Cost:
     """The predicted parts of a time to first token."""
 

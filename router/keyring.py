@@ -81,6 +81,7 @@ class PromptKeyring:
     def __init__(self, prompt: PromptView | None) -> None:
         self._prompt = prompt
         self.prompt_tokens = 0 if prompt is None else prompt.token_count
+        self._affinity: bytes | None = None
         self._made: dict[tuple[KeyShape, tuple[str, str] | None] | None, PromptKeys] = {}
 
     def of(self, shape: KeyShape | None, adapters: Mapping[str, str]) -> PromptKeys:
@@ -102,7 +103,9 @@ class PromptKeyring:
         if session is not None or self._prompt is None:
             # A header's bytes need not be UTF-8; aiohttp gives the others as surrogates.
             return (session or "").encode(errors="surrogatepass")
-        return self._prompt.affinity
+        if self._affinity is None:
+            self._affinity = self._prompt.affinity
+        return self._affinity
 
 
 def _by_text(prompt: PromptView) -> PromptKeys:

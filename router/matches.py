@@ -23,7 +23,7 @@ class ChunkRun:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: many are made for each decision
 class Match:
     """How far a replica holds a prompt without a gap.
 

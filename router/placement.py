@@ -96,8 +96,7 @@ def decide(ask: Ask, eligible: Eligible, index: PrefixIndex, config: RouterConfi
         now_s=now_s,
     )
     assessed = [
-        assessor.assess(each, keyring.of(each.shape, each.adapters), field.depth(each).gpu_blocks)
-        for each in weighed
+        assessor.assess(each, field.keys(each), field.depth(each).gpu_blocks) for each in weighed
     ]
     candidates = tuple(each.candidate for each in assessed)
     if foreseen is None:
@@ -114,15 +113,15 @@ class _Field:
 
     def __init__(self, eligible: Eligible, keyring: PromptKeyring, index: PrefixIndex) -> None:
         self.eligible = eligible
-        self._keyring = keyring
+        self._prompt_tokens = keyring.prompt_tokens
         self._index = index
+        self._keys = [keyring.of(kind.shape, kind.adapters) for kind in eligible.kinds]
         self._depths: list[Sequence[Depth]] = []
         """For each kind the replicas that match, deepest first."""
         self._by_slot: dict[int, Depth] = {}
         # Those of many are asked for by few: not worth an entry each.
         self._crowds: list[Depth] = []
-        for kind in eligible.kinds:
-            keys = keyring.of(kind.shape, kind.adapters)
+        for kind, keys in zip(eligible.kinds, self._keys, strict=True):
             depths = index.depths(keys.keys, keys.blocks_per_chunk, kind.replicas)
             self._depths.append(depths)
             for depth in depths:
@@ -130,6 +129,10 @@ class _Field:
                     self._crowds.append(depth)
                 else:
                     self._by_slot.update(dict.fromkeys(slots(depth.replicas), depth))
+
+    def keys(self, replica: Replica) -> PromptKeys:
+        """Return the prompt's keys at one replica."""
+        return self._keys[self.eligible.kind_at[replica.slot]]
 
     def depth(self, replica: Replica) -> Depth:
         """Return how deep one replica matches."""
@@ -140,8 +143,8 @@ class _Field:
 
     def matched_tokens(self, replica: Replica) -> int:
         """Return how much of the prompt one replica holds, in any tier."""
-        keys = self._keyring.of(replica.shape, replica.adapters)
-        return min(self.depth(replica).blocks * keys.block_tokens, self._keyring.prompt_tokens)
+        matched_tokens = self.depth(replica).blocks * self.keys(replica).block_tokens
+        return min(matched_tokens, self._prompt_tokens)
 
     def holders(self) -> list[Replica]:
         """Return replicas that match, at most `_MAX_HOLDERS`; of each crowd the soonest free.
@@ -161,8 +164,7 @@ class _Field:
     def donors(self, now_s: float) -> list[tuple[Replica, int]]:
         """Return those that hold most of the prompt and can give of it, with how many blocks."""
         donors: list[tuple[Replica, int]] = []
-        for kind, depths in zip(self.eligible.kinds, self._depths, strict=True):
-            keys = self._keyring.of(kind.shape, kind.adapters)
+        for keys, depths in zip(self._keys, self._depths, strict=True):
             holders = (
                 (self.eligible.donors[slot], depth.blocks)
                 for depth in depths
@@ -187,7 +189,7 @@ class _Field:
 
     def bound_s(self, replica: Replica, now_s: float) -> float:
         """Return what the prompt costs at the least, if nothing is copied."""
-        missing = self._keyring.prompt_tokens - self.matched_tokens(replica)
+        missing = self._prompt_tokens - self.matched_tokens(replica)
         return replica.line.queue_s(now_s) + replica.rates.seconds(Part.PREFILL) * missing
 
 

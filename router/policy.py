@@ -22,6 +22,10 @@ that has been idle of late and in one that was busy everywhere. In a busy fleet 
 taken from somebody else; in an idle one from nobody, so a burst of one prompt is computed by
 several: what the burst itself takes is no sign of more to come."""
 
+_MORE_OF_A_BURST: Final = 2.0
+"""Of 100 equal prompts read 2 ms apart the mean TTFT in the discrete model is 1.106, 1.091 and
+1.083 s with 0, 1 and 2; that of the conversation trace stays the same within 1%."""
+
 _MIX: Final = 0x9E3779B97F4A7C15
 _WORD: Final = (1 << 64) - 1
 
@@ -158,10 +162,13 @@ def with_busy_s(ttft_s: float, busy_s: float, waiting: int, busy_weight: float) 
     """Return a TTFT and, weighed, the time of the replica, for which so many wait already.
 
     That time is taken from those who come behind. How busy the fleet was of late tells how many
-    that will be, or, where a burst has begun, how many have come: a guess at its size that
-    is never far off is twice as many as there are so far.
+    that will be, or how many wait: as many will come again. In a fleet that was idle all who
+    wait but the first are a burst, and three times as many of those are taken to come: to open a
+    replica too many costs nobody anything there, and to open it late helps few.
     """
-    return ttft_s + max(busy_weight, float(waiting)) * busy_s
+    burst = (1.0 - busy_weight) * max(0, waiting - 1)
+    to_come = waiting + _MORE_OF_A_BURST * burst
+    return ttft_s + max(busy_weight, to_come) * busy_s
 
 
 def salt_of(replica_id: str) -> int:

@@ -208,9 +208,11 @@ class PrefixIndex:
 
         ``chunks`` are the keys of a prompt's chunks.
         """
+        if start >= len(chunks):
+            return ()
         held = self._held.get(replica, {})
         lower = [(tier, held[tier]) for tier in LOWER_TIERS if held.get(tier)]
-        return chunk_runs(lower, chunks, start) if lower and start < len(chunks) else ()
+        return chunk_runs(lower, chunks, start) if lower else ()
 
     def computes(self, replica: int, chunk: int) -> bool:
         """Return whether a chunk is believed to be computed there, and stored in no lower tier."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from router.errors import NoReplica, UnknownModel
+from router.holders import slots
 from router.policy import salt_of
 from router.prefill_line import PrefillLine
 from router.replica import KeyShape, Replica, State
@@ -53,6 +54,8 @@ class Eligible:
     """By slot those that may give their KV: these, and the draining ones."""
     kinds: Sequence[Kind]
     """Of the donors."""
+    kind_at: Mapping[int, int]
+    """By a donor's slot the index of its kind."""
     lines: Sequence[PrefillLine]
     """Those of the ``replicas``, in the same order."""
     ring: Sequence[tuple[int, int]]
@@ -68,11 +71,13 @@ class Eligible:
     def of(cls, replicas: Sequence[Replica], draining: Sequence[Replica]) -> "Eligible":
         """Return a view of these replicas as they are now."""
         donors = [*replicas, *draining]
+        kinds = _kinds(donors)
         return cls(
             replicas=replicas,
             by_slot={each.slot: each for each in replicas},
             donors={each.slot: each for each in donors},
-            kinds=_kinds(donors),
+            kinds=kinds,
+            kind_at={slot: at for at, kind in enumerate(kinds) for slot in slots(kind.replicas)},
             lines=[each.line for each in replicas],
             ring=sorted((salt_of(each.id), at) for at, each in enumerate(replicas)),
         )

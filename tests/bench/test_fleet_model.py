@@ -80,11 +80,11 @@ def test_a_burst_is_computed_once_a_replica_and_stampedes_nobody() -> None:
 
 
 def test_a_burst_opens_all_replicas_while_it_is_still_read() -> None:
-    """Each of 100 equal prompts comes 2 ms after the one before, as a router reads them."""
+    """Each of 40 equal prompts comes 2 ms after the one before, as a router reads them."""
     model = FleetModel(8, Machine(block_tokens=64))
     prompt = [*range(1, 126)]
-    answers = model.run([(0.002 * at, ModelPrompt(prompt, 8063)) for at in range(100)])
-    assert sum(each.cached_tokens == 0 for each in answers) >= 7
+    answers = model.run([(0.002 * at, ModelPrompt(prompt, 8063)) for at in range(40)])
+    assert sum(each.cached_tokens == 0 for each in answers) == 8
 
 
 def test_late_binding_serves_the_short_ones_first() -> None:

@@ -3,7 +3,15 @@
 import pytest
 import xxhash
 
-from router.policy import POLICIES, CandidateCost, Question, Reason, pick
+from router.policy import (
+    POLICIES,
+    CandidateCost,
+    Question,
+    Reason,
+    busy_weight,
+    pick,
+    with_busy_s,
+)
 
 QUESTION = Question(affinity=1)
 
@@ -109,13 +117,22 @@ def test_nearly_equal_costs_go_to_the_least_loaded() -> None:
     } == {"a", "b"}, "a few milliseconds are"
 
 
-def test_a_burst_counts_for_as_many_again_as_it_has_had() -> None:
-    """Ten wait where the prefix will be there in 0.9 s: soon twenty will, unless others open."""
+def test_a_burst_is_taken_to_go_on() -> None:
+    """Ten wait where the prefix will be there in 0.9 s: soon forty will, unless others open."""
     few = candidate("busy", prefill_s=0.02, queue_s=0.9, matched=900, waiting=2)
     many = candidate("busy", prefill_s=0.02, queue_s=0.9, matched=900, waiting=10)
     idle = candidate("idle", prefill_s=1.0)
     assert pick("ttft", [few, idle], QUESTION)[0] is few
     assert pick("ttft", [many, idle], QUESTION)[0] is idle
+
+
+def test_who_waits_in_a_busy_fleet_foretells_fewer_than_in_an_idle_one() -> None:
+    def behind(weight: float) -> float:
+        return with_busy_s(0.0, 1.0, waiting=10, busy_weight=weight)
+
+    assert behind(busy_weight(1.0)) == pytest.approx(10)
+    assert behind(busy_weight(0.5)) == pytest.approx(19, rel=0.02)
+    assert behind(busy_weight(0.0)) == pytest.approx(28, rel=0.02)
 
 
 def test_the_only_replica_is_picked_whatever_the_policy() -> None:
