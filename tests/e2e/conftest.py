@@ -10,7 +10,7 @@ import pytest
 from bench.model import make_model
 from cacheengine.launch import free_ports
 from router.processes import ProcessGroup
-from tests.e2e.serving import Replica, Router
+from tests.e2e.serving import Replica, Router, start_together
 
 
 @pytest.fixture(scope="session")
@@ -64,10 +64,7 @@ def fleet(
         )
         for i in range(2)
     )
-    for replica in (first, second):
-        replica.start()
-    for replica in (first, second):
-        replica.wait_ready()
+    start_together(first, second)
 
     def make_router(name: str, **settings: Any) -> Router:
         (port,) = free_ports(1)

@@ -213,6 +213,18 @@ def replica_on_free_ports(
     )
 
 
+def start_together(*replicas: Replica) -> None:
+    """Start replicas at once and return when all serve.
+
+    That takes most of the time of these tests, and each by itself one core for long: vLLM is
+    imported by three processes, one after the other.
+    """
+    for replica in replicas:
+        replica.start()
+    for replica in replicas:
+        replica.wait_ready()
+
+
 class Router:
     """One router process."""
 

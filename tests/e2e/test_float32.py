@@ -19,6 +19,7 @@ from tests.e2e.serving import (
     chunk_hexes,
     fresh_prompt,
     replica_on_free_ports,
+    start_together,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,7 +31,7 @@ TOKEN_BYTES = 8 * 2 * 4 * 64 * 4
 
 
 class Pair(NamedTuple):
-    """Two replicas that are started at once: that takes most of the time of these tests."""
+    """Two replicas that are started at once."""
 
     one_rank: Replica
     two_ranks: Replica
@@ -41,23 +42,20 @@ def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """Replicas with tensor parallel size 1 and 2."""
     with ProcessGroup() as group:
 
-        def start(name: str, *vllm_args: str) -> Replica:
-            made = replica_on_free_ports(
+        def make(name: str, *vllm_args: str) -> Replica:
+            return replica_on_free_ports(
                 group,
                 name,
                 model_dir,
                 tmp_path_factory.mktemp(name),
                 vllm_args=["--dtype", "float32", *vllm_args],
             )
-            made.start()
-            return made
 
         made = Pair(
-            one_rank=start("one-rank"),
-            two_ranks=start("two-ranks", "--tensor-parallel-size", "2"),
+            one_rank=make("one-rank"),
+            two_ranks=make("two-ranks", "--tensor-parallel-size", "2"),
         )
-        for each in made:
-            each.wait_ready()
+        start_together(*made)
         yield made
 
 
