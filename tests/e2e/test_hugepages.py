@@ -1,6 +1,5 @@
 """Real replicas whose pools are on huge pages: they are used, and all of them come back."""
 
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,8 +20,7 @@ from tests.huge_pages import counts, free_huge_pages
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HIT_TOKENS = 3 * CHUNK_TOKENS
-POOL_GB = 0.25
-POOL_PAGES = 128
+POOL_PAGES = 128  # 0.25 GB
 SPARE_PAGES = 8
 
 MakeReplica = Callable[..., Replica]
@@ -39,14 +37,14 @@ def group() -> Iterator[ProcessGroup]:
 def make_replica(model_dir: Path, group: ProcessGroup, tmp_path: Path) -> MakeReplica:
     """Make replicas that ask for huge pages."""
 
-    def make(name: str, *vllm_args: str, pool_gb: float = POOL_GB) -> Replica:
+    def make(name: str, *vllm_args: str) -> Replica:
         return replica_on_free_ports(
             group,
             name,
             model_dir,
             tmp_path,
             vllm_args=vllm_args,
-            config={"max_local_cpu_size": pool_gb, "local_cpu_use_hugepages": True},
+            config={"max_local_cpu_size": 0.25, "local_cpu_use_hugepages": True},
         )
 
     return make
@@ -71,28 +69,15 @@ def check_warm(replica: Replica) -> None:
     assert replica.ask(prompt) == reference
 
 
-def test_one_pool_takes_them_and_one_that_is_too_large_does_without(
-    make_replica: MakeReplica,
-) -> None:
-    replica, too_large = make_replica("huge"), make_replica("too-large", pool_gb=2 * POOL_GB)
+def test_the_pool_takes_huge_pages_and_gives_them_back(make_replica: MakeReplica) -> None:
+    replica = make_replica("huge")
     with free_huge_pages(POOL_PAGES + SPARE_PAGES):
-        start_together(replica, too_large)
+        start_together(replica)
         assert counts().available == SPARE_PAGES
         assert f"the pool is made of {POOL_PAGES} huge pages" in replica.log
-        check_refused(too_large)
         check_warm(replica)
-        check_warm(too_large)
         replica.stop()
         wait_free("all pages are back", POOL_PAGES + SPARE_PAGES)
-
-
-def check_refused(replica: Replica) -> None:
-    """A replica has said before vLLM starts, and inside, that there are too few pages."""
-    needed = re.compile(rf"{2 * POOL_PAGES} huge pages of 2 MiB are needed and \d+ are free")
-    before_vllm, inside = (line for line in replica.log.splitlines() if needed.search(line))
-    assert f"{replica.name}.yaml: local_cpu_use_hugepages: " in before_vllm
-    assert "ordinary pages" in inside
-    assert "sysctl -w vm.nr_hugepages=" in inside
 
 
 def test_whoever_is_killed_gives_them_back(make_replica: MakeReplica, group: ProcessGroup) -> None:
@@ -102,9 +87,24 @@ def test_whoever_is_killed_gives_them_back(make_replica: MakeReplica, group: Pro
         start_together(replica, ranks)
         assert counts().available == SPARE_PAGES, "two ranks share a pool"
         check_warm(ranks)
+        check_warm(replica)
         # The server alone is killed: its engine follows, and its memory.
         replica.kill()
         wait_free("its pages are back", POOL_PAGES + SPARE_PAGES)
         # Server, engine and ranks at once.
         group.stop(ranks.name, kill=True)
         wait_free("all pages are back", 2 * POOL_PAGES + SPARE_PAGES)
+
+
+def test_with_too_few_pages_it_says_so_and_serves(make_replica: MakeReplica) -> None:
+    replica = make_replica("too-few")
+    with free_huge_pages(POOL_PAGES - 1):
+        start_together(replica)
+        assert counts().available == POOL_PAGES - 1
+        needed = f"{POOL_PAGES} huge pages of 2 MiB are needed and {POOL_PAGES - 1} are free"
+        before_vllm, inside = (line for line in replica.log.splitlines() if needed in line)
+        assert "too-few.yaml: local_cpu_use_hugepages: " in before_vllm
+        assert "ordinary pages" in inside
+        assert "sysctl -w vm.nr_hugepages=" in inside
+        check_warm(replica)
+        replica.stop()

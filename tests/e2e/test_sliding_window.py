@@ -20,6 +20,7 @@ from tests.e2e.serving import (
     Replica,
     fresh_prompt,
     replica_on_free_ports,
+    start_together,
 )
 from tests.e2e.window_models import hybrid, windowed
 
@@ -35,11 +36,11 @@ MakeReplica = Callable[..., Replica]
 
 @pytest.fixture(scope="module")
 def make_replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeReplica]:
-    """Start replicas of a model; they end with the module, which may see them die."""
+    """Make replicas of a model; they end with the module, which may see them die."""
     group = ProcessGroup()
 
     def make(name: str, model: Path, *vllm_args: str, chunk_tokens: int = CHUNK_TOKENS) -> Replica:
-        made = replica_on_free_ports(
+        return replica_on_free_ports(
             group,
             name,
             model,
@@ -47,8 +48,6 @@ def make_replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeRepli
             vllm_args=vllm_args,
             config={"chunk_size": chunk_tokens},
         )
-        made.start()
-        return made
 
     with group:
         yield make
@@ -57,7 +56,7 @@ def make_replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeRepli
 class Pair(NamedTuple):
     """Replicas of the model whose layers all have windows, and of the one where every second has.
 
-    They are started at once: to start takes most of the time of these tests.
+    They are started at once.
     """
 
     windowed: Replica
@@ -81,8 +80,7 @@ def serving(make_replica: MakeReplica, models: tuple[Path, Path]) -> Iterator[Pa
         windowed=make_replica("windowed", models[0], chunk_tokens=BLOCK_TOKENS),
         hybrid=make_replica("hybrid", models[1]),
     )
-    for each in pair:
-        each.wait_ready()
+    start_together(*pair)
     yield pair
     # The refused pair starts next.
     for each in pair:
@@ -99,6 +97,8 @@ def refused(make_replica: MakeReplica, models: tuple[Path, Path]) -> Pair:
             "hybrid-refused", models[1], "--no-disable-hybrid-kv-cache-manager", *more_blocks
         ),
     )
+    for each in pair:
+        each.start()
     for each in pair:
         with pytest.raises(ChildDied):
             each.wait_ready()
