@@ -4,10 +4,12 @@ Pure: the process itself is started by ``cacheengine.cli``.
 """
 
 import json
+import random
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, Final
 
 from cacheengine.keys import ALGORITHMS
@@ -17,6 +19,9 @@ _SETTINGS_KEY: Final = "warmroute"
 _HASH_FLAG: Final = "--prefix-caching-hash-algo"
 _KV_REPLAY_STEPS: Final = 100_000
 """Batches of KV events that vLLM keeps for a router that starts later."""
+
+_PORTS: Final = range(20_000, 32_768)
+"""Below those that Linux, unless told otherwise, gives to whoever asks for any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +137,22 @@ def hash_algorithm_of(vllm_args: Sequence[str]) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return TCP ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Return TCP ports that nobody listens on now; raises ValueError where there are too few.
+
+    None that the kernel gives to whoever asks for any: vLLM takes its own only
+    when it has been imported, and another replica that starts meanwhile asks for
+    dozens.
+    """
+    free = list(islice(filter(_is_free, random.SystemRandom().sample(_PORTS, len(_PORTS))), count))
+    if len(free) < count:
+        raise ValueError(f"no {count} free ports from {_PORTS.start} to {_PORTS.stop - 1} here")
+    return free
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,7 +1,6 @@
 """What a contender is, and how one is started in front of a fleet."""
 
 import json
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -96,11 +95,3 @@ def fetch(url: str, body: object | None = None) -> Any:
         return json.loads(content)
     except ValueError:
         return None
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface on which nothing listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -5,9 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from bench.contenders.contender import Contender, Launch, fetch, free_port
+from bench.contenders.contender import Contender, Launch, fetch
 from bench.local import router_command
 from bench.replay_fleet import Fleet
+from cacheengine.launch import free_ports
 from router.config import AdmissionConfig, IndexConfig, PrefetchConfig, SessionConfig
 
 _TIMED: Final = {
@@ -67,7 +68,7 @@ def _faster(section: Any, speed: float) -> dict[str, float]:
 def _ours(name: str, **settings: Any) -> Contender:
     def launch(fleet: Fleet, directory: Path) -> Launch:
         info = fetch(f"{fleet.replicas[0].agent_url}/info")
-        port = free_port()
+        (port,) = free_ports(1)
         path = directory / f"{name}.yaml"
         # JSON is YAML.
         chunk_token_bytes = info["chunk_bytes"] / info["chunk_tokens"]

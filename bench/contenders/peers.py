@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from bench.contenders.contender import CannotRun, Contender, Launch, fetch, free_port
+from bench.contenders.contender import CannotRun, Contender, Launch, fetch
 from bench.replay_fleet import Fleet
+from cacheengine.launch import free_ports
 
 PACKAGES: Final = ("sglang-router==0.3.2", "vllm-router==0.1.17")
 NEEDS: Final = ("setproctitle", "fastapi", "uvicorn", "requests", "aiohttp", "orjson")
@@ -57,14 +58,14 @@ def contenders(python: PeersPython) -> list[Contender]:
     """Return the peers with the policies that are compared."""
 
     def sglang(fleet: Fleet, directory: Path) -> Launch:
-        port = free_port()
+        (port,) = free_ports(1)
         command = [str(python.path()), "-m", "sglang_router", "launch", *_common(fleet, port)]
         command += ["--policy", "cache_aware", "--log-level", "warn"]
         return _launch(command, port, fleet)
 
     def vllm(policy: str, *, with_events: bool = False, sends_token_ids: bool = False) -> Contender:
         def launch(fleet: Fleet, directory: Path) -> Launch:
-            port = free_port()
+            (port,) = free_ports(1)
             command = [str(python.path()), "-m", "vllm_router.launch_router", *_common(fleet, port)]
             command += ["--policy", policy, "--log-level", "warning"]
             command += _events(fleet) if with_events else []
@@ -95,7 +96,7 @@ def _common(fleet: Fleet, port: int) -> list[str]:
     return [
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--worker-urls", *urls),
-        *("--prometheus-port", str(free_port())),
+        *("--prometheus-port", *map(str, free_ports(1))),
         *("--eviction-interval-secs", str(eviction_s)),
         *("--worker-startup-check-interval", "1"),
     ]

@@ -101,6 +101,21 @@ def test_free_ports_are_distinct() -> None:
     assert len(set(free_ports(20))) == 20
 
 
+def test_free_ports_are_none_that_the_kernel_gives_away() -> None:
+    """vLLM takes its KV events' port 20 s after it was chosen, when others have taken dozens."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(free_ports(50)) < first_given
+
+
+def test_a_port_on_which_somebody_listens_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    (taken,) = free_ports(1)
+    with socket.create_server(("", taken)):
+        monkeypatch.setattr("cacheengine.launch._PORTS", range(taken, taken + 2))
+        assert free_ports(1) == [taken + 1]
+        with pytest.raises(ValueError, match="no 2 free ports"):
+            free_ports(2)
+
+
 def good_config(tmp_path: Path) -> Path:
     path = tmp_path / "instance.yaml"
     path.write_text("max_local_cpu_size: 0.5\nlmcache_worker_port: 0\n")
