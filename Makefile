@@ -40,7 +40,7 @@ $(STAMP): $(LOCKS) pyproject.toml
 	@touch $@
 
 demo: $(STAMP) ## Start two real replicas and the router, and measure time to first token
-	@$(BIN)/python -m bench.demo $(ARGS)
+	@$(BIN)/python -m bench.replica.demo $(ARGS)
 
 servers: $(STAMP) ## Install the servers that tests run, where that is permitted (test and check do it)
 	@$(BIN)/python -m tools.servers

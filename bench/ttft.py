@@ -283,7 +283,7 @@ def _own_text(path: Path | None, tokens: int) -> str:
     if __package__ in (None, ""):
         sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     # Only without --file: this script then works alone, away from its package.
-    from bench.text import real_text  # noqa: PLC0415
+    from bench.replica.text import real_text  # noqa: PLC0415
 
     return real_text(tokens * 2, seed=1)
 

@@ -13,7 +13,7 @@ import orjson
 import yaml
 
 from bench.simulator.fleet import run
-from bench.simulator.rates import Rates, Shape
+from bench.simulator.model.rates import Rates, Shape
 from bench.simulator.settings import Settings
 
 _F = TypeVar("_F", bound=Callable[..., Any] | click.Command)

@@ -7,10 +7,10 @@ from typing import Any, Final
 import orjson
 from aiohttp import web
 
-from bench.simulator.estimate import Estimate, estimate
-from bench.simulator.prompts import BadPrompt, Prompts, SimPrompt
+from bench.simulator.api.prompts import BadPrompt, Prompts, SimPrompt
+from bench.simulator.model.estimate import Estimate, estimate
+from bench.simulator.model.request import SimRequest
 from bench.simulator.replica import Replica
-from bench.simulator.request import SimRequest
 
 _BUSY_WEIGHT: Final = 0.1
 """How much the oracle minds the replica's time, which others wait for."""

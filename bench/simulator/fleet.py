@@ -7,14 +7,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from bench.simulator.calls import CallReader
+from bench.simulator.api.calls import CallReader
+from bench.simulator.api.prompts import Prompts
+from bench.simulator.api.server import OpenAiServer, serve_app
+from bench.simulator.api.vocabulary import make_tokenizer
 from bench.simulator.control import Control
-from bench.simulator.prompts import Prompts
 from bench.simulator.replica import Replica
-from bench.simulator.server import OpenAiServer, serve_app
 from bench.simulator.settings import Settings
-from bench.simulator.storage import HASH_ALGORITHM
-from bench.simulator.vocabulary import make_tokenizer
+from bench.simulator.storage.storage import HASH_ALGORITHM
 from cacheengine.keys import HashScheme
 
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bench.simulator.engine_tiers import EngineTiers
-from bench.simulator.kv_stream import KvStream, encode_events
-from bench.simulator.lower_tiers import LowerTiers, NoLowerTiers
-from bench.simulator.model import ReplicaModel
-from bench.simulator.prompts import SimPrompt
-from bench.simulator.request import SimRequest
+from bench.simulator.api.kv_stream import KvStream, encode_events
+from bench.simulator.api.prompts import SimPrompt
+from bench.simulator.model.lower_tiers import LowerTiers, NoLowerTiers
+from bench.simulator.model.request import SimRequest
+from bench.simulator.model.scheduler import ReplicaModel
 from bench.simulator.settings import Settings
-from bench.simulator.storage import Storage, open_storage
+from bench.simulator.storage.engine_tiers import EngineTiers
+from bench.simulator.storage.storage import Storage, open_storage
 
 _LOG: Final = 100_000
 """Finished requests of one replica that are remembered; the oldest are forgotten first."""

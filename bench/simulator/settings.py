@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.simulator.rates import Rates, Shape
+from bench.simulator.model.rates import Rates, Shape
 from cacheengine.tiers.chunk_file import SEAL_BYTES
 
 

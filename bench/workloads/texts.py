@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
-from bench.simulator.vocabulary import NUM_WORDS, text_of
+from bench.simulator.api.vocabulary import NUM_WORDS, text_of
 from bench.workloads.session import Span
 
 KEPT_SPANS: Final = 20_000

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.local import (
+from bench.replica.local import (
     REPLICA_READY_TIMEOUT_S,
     ROUTER_READY_TIMEOUT_S,
     find_platform,
@@ -20,7 +20,7 @@ from bench.local import (
     router_command,
     taken_ports,
 )
-from bench.tiers import ReplicaTiers, call, wait_until
+from bench.replica.tiers import ReplicaTiers, call, wait_until
 from cacheengine.keys import HashScheme, chunk_keys
 from cacheengine.launch import free_ports
 from router.processes import ProcessGroup

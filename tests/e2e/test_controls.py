@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench.text import real_text
-from bench.tiers import call, wait_until
+from bench.replica.text import real_text
+from bench.replica.tiers import call, wait_until
 from tests.e2e.conftest import Fleet
 from tests.e2e.serving import CHUNK_TOKENS, MODEL, Answer, Replica, Router
 

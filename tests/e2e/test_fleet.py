@@ -7,7 +7,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from bench.tiers import call, wait_until
+from bench.replica.tiers import call, wait_until
 from tests.e2e.conftest import Fleet
 from tests.e2e.serving import CHUNK_TOKENS, MODEL, Replica, Router, fresh_prompt, prometheus
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from bench.tiers import call
+from bench.replica.tiers import call
 from router.processes import ProcessGroup
 from tests.e2e.serving import (
     CHUNK_TOKENS,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.tiers import wait_until
+from bench.replica.tiers import wait_until
 from router.processes import ProcessGroup
 from tests.e2e.serving import (
     CHUNK_TOKENS,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from bench.tiers import call, wait_until
+from bench.replica.tiers import call, wait_until
 from cacheengine.keys import HashScheme, chunk_keys
 from router.processes import ChildDied, ProcessGroup
 from tests.e2e.serving import (

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bench.model import LAYERS
+from bench.replica.model import LAYERS
 
 
 def windowed(model_dir: Path, target: Path, *, window_tokens: int) -> Path:

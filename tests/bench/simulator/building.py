@@ -3,11 +3,11 @@
 import hashlib
 from collections.abc import Sequence
 
-from bench.simulator.lower_tiers import LowerTiers, NoLowerTiers
-from bench.simulator.model import ReplicaModel
-from bench.simulator.news import News
-from bench.simulator.rates import Rates, Shape
-from bench.simulator.request import SimRequest
+from bench.simulator.model.lower_tiers import LowerTiers, NoLowerTiers
+from bench.simulator.model.news import News
+from bench.simulator.model.rates import Rates, Shape
+from bench.simulator.model.request import SimRequest
+from bench.simulator.model.scheduler import ReplicaModel
 
 BLOCK = 10
 CHUNK = 20

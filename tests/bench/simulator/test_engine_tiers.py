@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from bench.simulator.engine_tiers import EngineTiers
-from bench.simulator.estimate import estimate
-from bench.simulator.lower_tiers import Found
-from bench.simulator.memory_disk import MemoryDisk, threads_for_memory
-from bench.simulator.model import ReplicaModel
-from bench.simulator.pacing import PacedTier, Pacer
+from bench.simulator.model.estimate import estimate
+from bench.simulator.model.lower_tiers import Found
+from bench.simulator.model.scheduler import ReplicaModel
+from bench.simulator.storage.engine_tiers import EngineTiers
+from bench.simulator.storage.memory_disk import MemoryDisk, threads_for_memory
+from bench.simulator.storage.pacing import PacedTier, Pacer
 from cacheengine.chunk import ChunkLayout
 from cacheengine.config import EngineConfig
 from cacheengine.engine import CacheEngine

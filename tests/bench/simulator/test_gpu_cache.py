@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from bench.simulator.gpu_cache import GpuCache
+from bench.simulator.model.gpu_cache import GpuCache
 from tests.bench.simulator.building import keys
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import zmq.asyncio
 
-from bench.simulator.kv_stream import KvStream, encode_events
-from bench.simulator.news import BlockEvent, Cleared, Removed, Stored
-from bench.simulator.prompts import Prompts, SimPrompt
+from bench.simulator.api.kv_stream import KvStream, encode_events
+from bench.simulator.api.prompts import Prompts, SimPrompt
+from bench.simulator.model.news import BlockEvent, Cleared, Removed, Stored
 from cacheengine.keys import HashScheme, key64
 from router.kv_events import (
     BlocksRemoved,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.simulator.news import Cleared, Removed, Stored
-from bench.simulator.rates import Rates, Shape
+from bench.simulator.model.news import Cleared, Removed, Stored
+from bench.simulator.model.rates import Rates, Shape
 from tests.bench.simulator.building import keys, model, rates, request, run
 
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.simulator.engine_tiers import EngineTiers
-from bench.simulator.memory_disk import MemoryDisk, threads_for_memory
-from bench.simulator.model import ReplicaModel
-from bench.simulator.request import SimRequest
+from bench.simulator.model.request import SimRequest
+from bench.simulator.model.scheduler import ReplicaModel
+from bench.simulator.storage.engine_tiers import EngineTiers
+from bench.simulator.storage.memory_disk import MemoryDisk, threads_for_memory
 from cacheengine.chunk import ChunkLayout
 from cacheengine.config import EngineConfig
 from cacheengine.engine import CacheEngine

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from bench.simulator import prompts as module
-from bench.simulator.prompts import BadPrompt, Prompts, chat_text
-from bench.simulator.vocabulary import NUM_WORDS, text_of
+from bench.simulator.api import prompts as module
+from bench.simulator.api.prompts import BadPrompt, Prompts, chat_text
+from bench.simulator.api.vocabulary import NUM_WORDS, text_of
 from cacheengine.keys import HashScheme, chunk_keys, prompt_extra_keys
 
 SCHEME = HashScheme("sha256")

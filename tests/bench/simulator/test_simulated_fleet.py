@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from bench.simulator.vocabulary import NUM_WORDS, text_of
-from bench.tiers import call, wait_until
+from bench.replica.tiers import call, wait_until
+from bench.simulator.api.vocabulary import NUM_WORDS, text_of
 
 SIZES = ["--gpu-tokens", "16384", "--cpu-tokens", "8192", "--disk-tokens", "200000"]
 _ENDS_S = 30

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from bench.simulator.prompts import chat_text
-from bench.simulator.vocabulary import (
+from bench.simulator.api.prompts import chat_text
+from bench.simulator.api.vocabulary import (
     NUM_WORDS,
     make_tokenizer,
     text_of,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulator.vocabulary import tokens_of
+from bench.simulator.api.vocabulary import tokens_of
 from bench.ttft import BenchError
 from bench.workloads.generated import BURST_REQUESTS, GENERATORS
 from bench.workloads.session import Session, Span, Turn, prompt_tokens, requests

@@ -1,0 +1,1 @@
+"""A simulated replica beside a real one: the same requests, hits and times."""

@@ -1,0 +1,1 @@
+"""Cache engines side by side: ours, vLLM's own tiering, LMCache."""

@@ -1,0 +1,1 @@
+"""A fleet in discrete events: no sockets, no clock."""

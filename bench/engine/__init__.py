@@ -1,0 +1,1 @@
+"""The cache engine against the limits of the machine."""

@@ -1,0 +1,256 @@
+"""Which eviction policy keeps what is asked for again, and what it costs to keep the order.
+
+Replays chunk accesses against the engine's own index of the CPU pool, with
+every policy and several pool sizes. A request asks for its chunks in order:
+those that are there up to the first that is not are hits (only a prefix can
+be used), and then those that are not there are stored, as after a prefill.
+
+Two workloads: a trace in the form of the Mooncake release, where one line of
+JSON is one request and every number of its ``hash_ids`` is a chunk; and a
+generated one in which documents that are read once pass through while
+conversations, a few of them much more often than the rest, come back.
+
+    python -m bench.engine.eviction --trace conversation_trace.jsonl --json eviction.json
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from bench.command import positive, write_report
+from bench.ttft import BenchError, machine
+from cacheengine.eviction import POLICY_NAMES, make_policy
+from cacheengine.index import CpuIndex, State
+
+Request = Sequence[bytes]
+"""The keys of a prompt's chunks, in order."""
+
+_CONVERSATIONS: Final = 400
+_CONVERSATION_CHUNKS: Final = 12
+_SCAN_CHUNKS: Final = 40
+_SCAN_SHARE: Final = 0.4
+_SKEW: Final = 0.8
+"""Exponent of the popularity (Zipf) of the conversations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One workload against one policy in a pool of one size."""
+
+    workload: str
+    policy: str
+    slots: int
+    accesses: int
+    hits: int
+    """Accesses to chunks that were there, with all that come before them in the prompt."""
+    hit_rate: float
+    us_per_access: float
+    """Median over the rounds; with the index's own bookkeeping."""
+
+
+def read_trace(path: Path) -> list[Request]:
+    """Return the requests of a trace; raise `BenchError` for a file that is none."""
+    requests = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    requests.append(_hash_ids(line, f"--trace: {path}, line {number}"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"--trace: {path}: {error}") from None
+    if not any(requests):
+        raise BenchError(f"--trace: {path} has no request with chunks in it")
+    return chunk_keys(requests)
+
+
+def _hash_ids(line: str, where: str) -> list[int]:
+    try:
+        ids = json.loads(line)["hash_ids"]
+    except (ValueError, KeyError, TypeError):
+        ids = None
+    if not isinstance(ids, list) or not all(type(n) is int and 0 <= n < 2**256 for n in ids):
+        raise BenchError(
+            f'{where}: write one object a line, with "hash_ids": [whole numbers, 256 bits at most]'
+        )
+    return ids
+
+
+def scan_heavy(requests: int, seed: int) -> list[Request]:
+    """Return conversations that come back, and documents that do not, in random order."""
+    chooser = random.Random(seed)
+    weights = [1 / rank**_SKEW for rank in range(1, _CONVERSATIONS + 1)]
+    unread = itertools.count(_CONVERSATIONS * _CONVERSATION_CHUNKS)
+    made = []
+    for _ in range(requests):
+        if chooser.random() < _SCAN_SHARE:
+            made.append(list(itertools.islice(unread, _SCAN_CHUNKS)))
+        else:
+            (which,) = chooser.choices(range(_CONVERSATIONS), weights)
+            first = which * _CONVERSATION_CHUNKS
+            made.append(list(range(first, first + _CONVERSATION_CHUNKS)))
+    return chunk_keys(made)
+
+
+def chunk_keys(requests: Iterable[Sequence[int]]) -> list[Request]:
+    """Return the requests with keys as long as the engine's, one object for one number."""
+    known: dict[int, bytes] = {}
+    return [[known.setdefault(each, each.to_bytes(32)) for each in request] for request in requests]
+
+
+def replay(requests: Iterable[Request], index: CpuIndex) -> int:
+    """Return the hits of all requests, one after the other, on an index that starts empty."""
+    return sum(_access(index, request) for request in requests)
+
+
+def _access(index: CpuIndex, request: Request) -> int:
+    """Use what is there, store what is not; return how many leading chunks were there."""
+    hits = sum(1 for _ in itertools.takewhile(lambda key: index.ready(key) is not None, request))
+    # Backwards, as the engine does: the end of a prefix is to leave before its beginning.
+    index.touch(reversed(request))
+    wanted = [key for key in dict.fromkeys(request) if index.get(key) is None]
+    del wanted[index.num_slots :]
+    lacking = len(wanted) - index.free_slots
+    victims = index.victims(lacking, set(request), now_s=0.0)
+    if len(victims) < lacking:
+        return hits  # a prompt about as long as the pool: not stored
+    for entry in victims:
+        index.remove(entry)
+    entries = [index.add(key, State.STORING) for key in wanted]
+    for entry in reversed(entries):
+        index.publish(entry, now_s=0.0)
+    return hits
+
+
+def measure(
+    workload: str,
+    requests: Sequence[Request],
+    policy: str,
+    slots: int,
+    *,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Result:
+    """Replay a workload so many times, each from an empty pool, and time it."""
+    accesses = sum(len(request) for request in requests)
+    took_s = []
+    hits = 0
+    for _ in range(rounds):
+        index = CpuIndex(slots, make_policy(policy))
+        began_s = clock()
+        hits = replay(requests, index)
+        took_s.append(clock() - began_s)
+        index.check()
+    return Result(
+        workload=workload,
+        policy=policy,
+        slots=slots,
+        accesses=accesses,
+        hits=hits,
+        hit_rate=hits / accesses,
+        us_per_access=statistics.median(took_s) / accesses * 1e6,
+    )
+
+
+def most_hits(requests: Sequence[Request]) -> float:
+    """Return the hit rate of a pool in which everything has room."""
+    slots = len({key for request in requests for key in request})
+    hits = replay(requests, CpuIndex(slots, make_policy("FIFO")))
+    return hits / sum(len(request) for request in requests)
+
+
+def table(results: Sequence[Result], limits: dict[str, float]) -> str:
+    """Return the hit rates and times, a block for each workload."""
+    lines = []
+    for workload, limit in limits.items():
+        mine = [each for each in results if each.workload == workload]
+        slots = sorted({each.slots for each in mine})
+        lines += [
+            "",
+            f"{workload}: {mine[0].accesses} accesses, at most {limit:.1%} can be hits",
+            f"{'chunks in the pool':<20}" + "".join(f"{each:>18}" for each in slots),
+        ]
+        for policy in dict.fromkeys(each.policy for each in mine):
+            row = {each.slots: each for each in mine if each.policy == policy}
+            cells = (f"{row[n].hit_rate:>9.2%}{row[n].us_per_access:>6.2f} us" for n in slots)
+            lines.append(f"{policy:<20}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def report(
+    arguments: argparse.Namespace, results: Sequence[Result], limits: dict[str, float]
+) -> dict[str, object]:
+    """Return every figure with the command and the machine, ready for JSON."""
+    command = ["python -m bench.engine.eviction"]
+    if arguments.trace is not None:
+        command.append(f"--trace {arguments.trace.name}")
+    command.append("--slots " + " ".join(str(each) for each in arguments.slots))
+    command += [f"--{name} {getattr(arguments, name)}" for name in ("requests", "rounds", "seed")]
+    return {
+        "what": "hit rate of the eviction policies in the engine's index of the CPU pool",
+        "command": " ".join(command),
+        "machine": machine(),
+        "most_hits": limits,
+        "results": [asdict(each) for each in results],
+    }
+
+
+def run(arguments: argparse.Namespace) -> tuple[list[Result], dict[str, float]]:
+    """Measure all that was asked for; return it, and the hit rates that nothing can exceed."""
+    workloads: dict[str, Sequence[Request]] = {}
+    if arguments.trace is not None:
+        workloads[f"trace {arguments.trace.name}"] = read_trace(arguments.trace)
+    workloads["scan-heavy, generated"] = scan_heavy(arguments.requests, arguments.seed)
+    limits = {name: most_hits(requests) for name, requests in workloads.items()}
+    results = [
+        measure(name, requests, policy, slots, rounds=arguments.rounds)
+        for name, requests in workloads.items()
+        for slots in arguments.slots
+        for policy in POLICY_NAMES
+    ]
+    return results, limits
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.engine.eviction", description="Compare the eviction policies of the CPU pool."
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="requests with hash_ids")
+    parser.add_argument(
+        "--slots",
+        type=positive,
+        nargs="+",
+        default=[1000, 3000, 10000, 30000],
+        metavar="N",
+        help="pool sizes in chunks (default: %(default)s)",
+    )
+    parser.add_argument("--requests", type=positive, default=10000, help="to generate")
+    parser.add_argument("--rounds", type=positive, default=3, help="repetitions, for the times")
+    parser.add_argument("--seed", type=int, default=1, help="of the generated workload")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the JSON; return the exit code."""
+    arguments = _arguments(argv)
+    try:
+        results, limits = run(arguments)
+    except BenchError as error:
+        print(f"bench.engine.eviction: {error}", file=sys.stderr)
+        return 1
+    print(table(results, limits))
+    if arguments.json:
+        write_report(arguments.json, report(arguments, results, limits))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

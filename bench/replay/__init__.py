@@ -1,0 +1,1 @@
+"""Routers compared on the clock, before one simulated fleet."""

@@ -1,0 +1,124 @@
+"""One contender against one workload, on a fleet of its own that starts empty."""
+
+import asyncio
+import gc
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvloop
+
+from bench.replay.bound import REPLICA, no_queue
+from bench.replay.client import Client, Prompts, always, ask_oracle, client_session
+from bench.replay.contenders.contender import CannotRun, Contender, Running, start
+from bench.replay.figures import Figures, figures
+from bench.replay.fleet import Fleet, FleetOptions, running_fleet
+from bench.replay.record import Record, add_truth
+from bench.simulator.model.rates import Rates, Shape
+from bench.workloads.session import Session
+from bench.workloads.texts import Texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What became of one contender."""
+
+    figures: Figures
+    records: Sequence[Record] = ()
+
+
+def run_contender(
+    contender: Contender, sessions: Sequence[Session], options: FleetOptions, logs: Path | None
+) -> Run:
+    """Start fleet and contender, send the workload, end both; raise `BenchError` for the fleet.
+
+    A contender that cannot be run is told of in its figures.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        directory = logs or Path(made)
+        with running_fleet(options, directory) as (group, fleet):
+            try:
+                running = start(contender, group, fleet, directory)
+            except CannotRun as error:
+                return Run(figures=Figures(contender=contender.name, why_not=str(error)))
+            before_s = _cpu_s(running.pid)
+            replay = _replay(contender, running, sessions, fleet)
+            records, truth = uvloop.run(replay)
+            cpu_s = None if before_s is None else (_cpu_s(running.pid) or before_s) - before_s
+    return Run(
+        figures=figures(
+            contender.name,
+            records,
+            replicas=options.replicas,
+            fleet_tokens_per_s=options.fleet_tokens_per_s,
+            router_cpu_s=cpu_s,
+            truth=truth,
+        ),
+        records=records,
+    )
+
+
+def run_bound(sessions: Sequence[Session], options: FleetOptions) -> Run:
+    """Return what one replica with an infinite cache and no queue would do."""
+    rates = Rates(prefill_tokens_per_s=options.prefill_tokens_per_s)
+    records = no_queue(sessions, rates, Shape(block_tokens=options.block_tokens))
+    found = figures(REPLICA, records, replicas=1, fleet_tokens_per_s=options.fleet_tokens_per_s)
+    return Run(figures=found, records=records)
+
+
+async def _replay(
+    contender: Contender, running: Running, sessions: Sequence[Session], fleet: Fleet
+) -> tuple[list[Record], list[dict[str, Any]]]:
+    """Send the workload; return the records with the fleet's truth, and that of each replica."""
+    async with client_session(fleet.speed) as http:
+        choose = always(running.url) if running.url else ask_oracle(http, fleet.control_url)
+        prompts = Prompts(
+            texts=Texts(fleet.options.seed),
+            model=fleet.model,
+            sends_token_ids=contender.sends_token_ids,
+            needs_token_ids=running.url is None,
+        )
+        with _without_garbage_collection():
+            records = await Client(http, prompts, choose, speed=fleet.speed).run(sessions)
+        # The fleet writes its log when a request is over there, a moment after the client.
+        await asyncio.sleep(0.2)
+        truth, log = [
+            orjson.loads(await (await http.get(f"{fleet.control_url}/{name}")).read())
+            for name in ("truth", "requests")
+        ]
+    add_truth(records, log)
+    return records, truth
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep the client from stopping to look for cycles: up to 0.1 s, taken for a router's."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _cpu_s(pid: int | None) -> float | None:
+    """Return the CPU seconds that a process and its children have used; None without one."""
+    if pid is None:
+        return None
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        # Each contender leads a session of its own; of ended children the leader counts.
+        if int(fields[3]) == pid:
+            ticks += int(fields[11]) + int(fields[12])
+            if stat.parent.name == str(pid):
+                ticks += int(fields[13]) + int(fields[14])
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,92 @@
+"""What the demo measured, as a table, as JSON, and whether it went as it should."""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from bench.ttft import Answer, machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One measured answer."""
+
+    row: str
+    ttft_s: float
+    prompt_tokens: int
+    replica: str
+    why: str
+    matched: str
+    """What the router knew the replica to hold, by tier."""
+
+
+ROWS: Final = {
+    "cold": "cold: nobody has seen it",
+    "gpu": "warm: in the GPU tier",
+    "cpu": "warm: in CPU RAM",
+    "disk": "warm: on disk, with prefetch",
+    "disk-plain": "warm: on disk, without prefetch",
+    "other": "on the other replica",
+}
+
+
+def known_to_router(answer: Answer) -> str:
+    """Return what the router knew and did, from its headers; '-' for nothing."""
+    parts = []
+    for tier in ("gpu", "cpu", "disk"):
+        tokens = int(answer.headers.get(f"x-warmroute-matched-{tier}", 0))
+        if tokens:
+            parts.append(f"{tier} {tokens}")
+    prefetch = answer.headers.get("x-warmroute-prefetch")
+    return ", ".join(parts) + (f" [{prefetch}]" if prefetch else "") or "-"
+
+
+def table(samples: Sequence[Sample]) -> str:
+    """Return the table of medians over the rounds, with the ratio to cold."""
+    header = f"{'':<34}{'TTFT s':>9}{'ratio':>8}  {'served by':<11}{'why':<19}known to the router"
+    lines = [header, "-" * len(header)]
+    cold_s = _median(samples, "cold")
+    for row, label in ROWS.items():
+        mine = [each for each in samples if each.row == row]
+        if not mine:
+            continue
+        median_s = _median(samples, row)
+        last = mine[-1]
+        lines.append(
+            f"{label:<34}{median_s:>9.3f}{cold_s / median_s:>8.1f}  "
+            f"{last.replica:<11}{last.why:<19}{last.matched}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _median(samples: Sequence[Sample], row: str) -> float:
+    return statistics.median(each.ttft_s for each in samples if each.row == row)
+
+
+def strays(samples: Sequence[Sample]) -> list[str]:
+    """Return what did not go where it should have gone: warm rows to the cold row's replica."""
+    found = []
+    holder = ""
+    for each in samples:
+        if each.row == "cold":
+            holder = each.replica
+        elif (each.replica == holder) == (each.row == "other"):
+            found.append(f"{ROWS[each.row]}: served by {each.replica}, the prefix was on {holder}")
+    return found
+
+
+def report(arguments: argparse.Namespace, samples: Sequence[Sample]) -> dict[str, object]:
+    """Return every figure with the command and the machine, ready for JSON."""
+    settings = {name: getattr(arguments, name) for name in ("model", "tokens", "rounds", "seed")}
+    rows = list(dict.fromkeys(each.row for each in samples))
+    return {
+        "what": "time to first token by tier, real vLLM replicas behind the router",
+        "command": "python -m bench.replica.demo "
+        + " ".join(f"--{k} {v}" for k, v in settings.items() if v is not None),
+        "machine": machine(),
+        "median_ttft_s": {row: _median(samples, row) for row in rows},
+        "ratio_to_cold": {row: _median(samples, "cold") / _median(samples, row) for row in rows},
+        "samples": [asdict(each) for each in samples],
+    }

@@ -1,0 +1,1 @@
+"""What is real in a simulated replica: its cache engine, agent and transfers."""

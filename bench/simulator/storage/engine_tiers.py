@@ -1,0 +1,159 @@
+"""The tiers below a simulated GPU: a real cache engine, driven as vLLM drives it.
+
+The calls are those of `cacheengine.connector.manager`, in the order in which
+vLLM's offloading connector makes them in a scheduler's step. The bytes of a
+chunk are its key, again and again, so that whoever loads it can tell.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from bench.simulator.model.lower_tiers import Found
+from bench.simulator.model.request import SimRequest
+from cacheengine.engine import CacheEngine, Presence, Promotion
+
+_LOOKUP_PIN_S: Final = 10.0
+"""As the real one has it, in model seconds."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What is remembered of a request from its first lookup to its end."""
+
+    wanted: list[bytes] = field(default_factory=list)
+    promotions: dict[bytes, Promotion] = field(default_factory=dict)
+    loads: Sequence[bytes] = ()
+    used: set[bytes] = field(default_factory=set)
+
+
+class EngineTiers:
+    """`LowerTiers` over an engine. ``on_promoted`` is called, on any thread, when one ended."""
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        *,
+        speed: float = 1.0,
+        on_promoted: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine = engine
+        self._chunk_tokens = engine.layout.chunk_tokens
+        self._pin_s = _LOOKUP_PIN_S / speed
+        self._on_promoted = on_promoted
+        self._asked: dict[str, _Asked] = {}
+        self._wanting: list[_Asked] = []
+        self._step_holds: set[bytes] = set()
+        self._being_loaded: Counter[bytes] = Counter()
+        self.wrong_chunks = 0
+        """Chunks loaded whose bytes were another's; there must be none."""
+
+    def find(self, request: SimRequest, gpu_tokens: int) -> Found | None:
+        """Look up what follows the GPU's part; None while some of it is on its way up."""
+        asked = self._asked.setdefault(request.id, _Asked())
+        if any(not each.done for each in asked.promotions.values()):
+            return None
+        first = gpu_tokens // self._chunk_tokens
+        keys = request.chunk_keys[first : request.prompt_tokens // self._chunk_tokens]
+        hits = self._look_up(asked, keys)
+        if hits is None:
+            return None
+        asked.loads = keys[:hits]
+        tokens = (first + hits) * self._chunk_tokens - gpu_tokens
+        if tokens < self._chunk_tokens:
+            asked.loads = ()
+            return Found()
+        if any(map(self._being_loaded.__contains__, asked.loads)):
+            return None  # they will be on the GPU in a moment
+        from_disk = sum(map(asked.promotions.__contains__, asked.loads)) * self._chunk_tokens
+        from_disk = min(from_disk, tokens)
+        return Found(cpu=tokens - from_disk, disk=from_disk)
+
+    def _look_up(self, asked: _Asked, keys: Sequence[bytes]) -> int | None:
+        """Return how many leading chunks can be loaded now, None if some must be waited for."""
+        hits, waits = 0, False
+        for key in keys:
+            if key in self._step_holds:
+                hits += 1
+            elif self._engine.try_hold(key) is not None:
+                self._step_holds.add(key)
+                hits += 1
+            else:
+                match self._engine.lookup(key):
+                    case Presence.MISS:
+                        break
+                    case Presence.PENDING | Presence.CPU:
+                        waits = True
+                    case Presence.DISK | Presence.REMOTE | Presence.UNKNOWN:
+                        if key in asked.promotions:
+                            break  # it did not come, or did not stay: it is not waited for again
+                        if not asked.wanted:
+                            self._wanting.append(asked)
+                        asked.wanted.append(key)
+                        waits = True
+        return None if waits else hits
+
+    def begin_load(self, request: SimRequest) -> None:
+        """Hold the chunks that were found, and see that they are the right ones."""
+        asked = self._asked[request.id]
+        slots = self._engine.hold(asked.loads, held_before=True)
+        self._note_use(asked, asked.loads)
+        self._being_loaded.update(asked.loads)
+        for key, slot in zip(asked.loads, slots, strict=True):
+            view = self._engine.view(slot)
+            self.wrong_chunks += bytes(view[: len(key)]) != key[: len(view)]
+
+    def end_load(self, request: SimRequest) -> None:
+        """Let the chunks go that were held for the load."""
+        asked = self._asked[request.id]
+        self._engine.release(asked.loads)
+        for key in asked.loads:
+            if self._being_loaded[key] == 1:
+                del self._being_loaded[key]
+            else:
+                self._being_loaded[key] -= 1
+        asked.loads = ()
+
+    def store(self, request: SimRequest) -> None:
+        """Offer what has become full; those that are there already count as used."""
+        end = request.computed // self._chunk_tokens
+        keys = request.chunk_keys[request.stored_chunks : end]
+        if not keys:
+            return
+        self._note_use(self._asked[request.id], keys)
+        reservation = self._engine.prepare_store(keys)
+        if reservation is None:
+            return  # no room for any: they are offered again at the next step
+        request.stored_chunks = end
+        for key, slot in zip(reservation.keys, reservation.slots, strict=True):
+            view = self._engine.view(slot)
+            view[:] = (key * (len(view) // len(key) + 1))[: len(view)]
+        if reservation.keys:
+            self._engine.complete_store(reservation.keys)
+
+    def _note_use(self, asked: _Asked, keys: Sequence[bytes]) -> None:
+        """Tell the eviction of a use, once for each request and chunk."""
+        self._engine.touch([key for key in keys if key not in asked.used])
+        asked.used.update(keys)
+
+    def end_schedule(self) -> None:
+        """Have what this step's lookups found below the pool promoted; let go of its holds."""
+        for asked in self._wanting:
+            keys = tuple(asked.wanted)
+            asked.wanted.clear()
+            promotion = self._engine.promote(keys, pin_s=self._pin_s)
+            asked.promotions.update(dict.fromkeys(keys, promotion))
+            promotion.add_done_callback(self._on_promoted)
+        self._wanting.clear()
+        if self._step_holds:
+            self._engine.release(self._step_holds)
+            self._step_holds.clear()
+
+    def forget(self, request: SimRequest) -> None:
+        """Drop what is remembered of a request."""
+        self._asked.pop(request.id, None)
+
+    def tiers_of(self, chunk_keys: Sequence[bytes]) -> Sequence[str]:
+        """Return the tier of each leading chunk, without a trace in the engine's counts."""
+        return self._engine.match(chunk_keys)

@@ -1,0 +1,108 @@
+"""How contenders are started: ours with a real configuration, peers with their own options."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.replay.__main__ import _arguments, contenders
+from bench.replay.contenders import ours, peers
+from bench.replay.contenders.contender import CannotRun, Contender, Launch, start
+from bench.replay.fleet import Fleet, FleetOptions, FleetReplica, read_fleet
+from router.config import router_config
+from router.processes import ProcessGroup
+
+
+def fleet(directory: Path, speed: float = 4.0) -> Fleet:
+    replicas = tuple(
+        FleetReplica(
+            instance_id=f"sim{i}",
+            url=f"http://127.0.0.1:{8000 + i}",
+            agent_url=f"http://127.0.0.1:{8100 + i}",
+            kv_events=f"tcp://127.0.0.1:{8200 + i}",
+            kv_replay=f"tcp://127.0.0.1:{8300 + i}",
+        )
+        for i in range(2)
+    )
+    return Fleet(
+        options=FleetOptions(replicas=2, speed=speed),
+        replicas=replicas,
+        control_url="http://127.0.0.1:8400",
+        tokenizer=directory,
+    )
+
+
+def test_the_fleets_line_is_read() -> None:
+    line = (
+        '{"replicas":[{"instance_id":"a","url":"http://h:1","agent_url":"http://h:2",'
+        '"kv_events":"tcp://h:3","kv_replay":"tcp://h:4","more":1}],'
+        '"control_url":"http://h:5","tokenizer":"/t","speed":4}\n'
+    )
+    read = read_fleet(line, FleetOptions())
+    assert (read.replicas[0].instance_id, read.control_url) == ("a", "http://h:5")
+    assert read.replica_at("http://h:1") == "a"
+
+
+def test_the_fleets_command_names_its_regime() -> None:
+    command = FleetOptions(cpu="ample", disk="slow", speed=2.5).command()
+    told = dict(zip(command[3:-1:2], command[4::2], strict=True))
+    assert (told["--cpu-tokens"], told["--disk-tokens-per-s"]) == ("800000", "4000.0")
+    assert (told["--speed"], told["--replicas"]) == ("2.5", "8")
+
+
+def test_our_configuration_is_one_and_its_times_follow_the_speed(tmp_path: Path) -> None:
+    made = ours.config(fleet(tmp_path), 8080, 4.0, policy="session", prefetch={"enabled": False})
+    config = router_config(made, path="made")
+    assert (config.policy, config.prefetch.enabled) == ("session", False)
+    assert config.prefetch.wait_cap_s == 0.5
+    assert config.sessions.spill_margin_s == 0.0625
+    assert config.timeouts.connect_s == 5.0
+    assert config.rates.prefill_tokens_per_s == 32_000.0
+    assert config.rates.disk_bytes_per_s == 20_000 * 4.0 * 4
+    assert [each.instance_id for each in config.replicas] == ["sim0", "sim1"]
+
+
+def test_every_policy_of_ours_is_a_contender() -> None:
+    known = contenders(peers.PeersPython(None))
+    assert {f"ours-{policy}" for policy in ours.POLICIES} <= known.keys()
+    assert {"ours-ttft-no-prefetch", "oracle", "no-queue"} <= known.keys()
+    assert sum(name.startswith(("vllm-", "sglang-")) for name in known) == 5
+
+
+def test_kv_aware_hears_the_events_and_gets_token_ids(tmp_path: Path) -> None:
+    known = {each.name: each for each in peers.contenders(peers.PeersPython(Path("python")))}
+    kv_aware = known["vllm-kv-aware"]
+    assert kv_aware.sends_token_ids
+    assert kv_aware.launch is not None
+    command = kv_aware.launch(fleet(tmp_path), tmp_path).command
+    assert "http://127.0.0.1:8001=tcp://127.0.0.1:8201" in command
+    assert command[command.index("--kv-event-block-size") + 1] == "64"
+    assert not known["sglang-cache-aware"].sends_token_ids
+
+
+def test_peers_that_cannot_be_installed_are_said(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(CannotRun, match="not installed"):
+        peers.PeersPython(None, file / "peers").path()
+
+
+def test_an_environment_that_is_there_is_not_made_again(tmp_path: Path) -> None:
+    (tmp_path / peers.mark()).touch()
+    assert peers.PeersPython(None, tmp_path).path() == tmp_path / "bin" / "python"
+
+
+def test_a_contender_that_dies_is_said_with_its_last_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('no such option'); raise SystemExit(2)"]
+    contender = Contender(
+        name="broken",
+        launch=lambda fleet, directory: Launch(command=command, url="", is_ready=lambda: False),
+    )
+    with ProcessGroup() as group, pytest.raises(CannotRun, match=r"exit code 2.*no such option"):
+        start(contender, group, fleet(tmp_path), tmp_path)
+
+
+def test_loads_and_time_scales_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _arguments(["--load", "0.5", "--time-scale", "0.8"])
+    assert "not allowed with" in capsys.readouterr().err

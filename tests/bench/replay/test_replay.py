@@ -1,0 +1,93 @@
+"""The whole replay: a simulated fleet, ours as a process, the oracle, the bound."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.replay.__main__ import main
+from bench.replay.cases import MATRICES, Case, matrix
+from bench.replay.contenders import peers
+from bench.replay.fleet import FleetOptions
+from bench.ttft import BenchError
+
+
+def test_contenders_are_compared_and_everything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, records = tmp_path / "replay.json", tmp_path / "records.jsonl"
+    contenders = ["ours-ttft", "ours-round-robin", "oracle", "no-queue"]
+    small = ["--workload", "rounds", "--requests", "12", "--replicas", "2", "--speed", "20"]
+    written = ["--out", str(out), "--records", str(records), "--plots", str(tmp_path / "plots")]
+    assert main([*small, *written, "--contender", *contenders, "--costliest", "2"]) == 0
+    (case,) = json.loads(out.read_text())["cases"]
+    told = {each["contender"]: each for each in case["contenders"]}
+    assert list(told) == contenders
+    assert [(each["requests"], each["errors"]) for each in told.values()] == [(12, 0)] * 4
+    assert all(each["hit_gpu"] > 0 for each in told.values())
+    assert told["ours-ttft"]["router_cpu_s"] > 0
+    assert told["no-queue"]["ttft_mean_s"] <= told["oracle"]["ttft_mean_s"]
+    assert len(case["costliest"]) == 2
+    assert len(records.read_text().splitlines()) == 48
+    assert len(list((tmp_path / "plots").glob("*.png"))) == 3
+    assert "where ours-ttft lost most" in capsys.readouterr().out
+
+
+def test_a_peer_that_is_not_there_is_a_line_and_no_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--workload", "unique", "--requests", "2", "--replicas", "1", "--speed", "40"]
+    nobody = ["--peers-python", str(tmp_path / "python")]
+    assert main([*small, *nobody, "--contender", "vllm-cache-aware", "no-queue"]) == 0
+    assert "cannot be started" in capsys.readouterr().out
+
+
+def test_the_oracle_sees_what_it_has_just_decided(tmp_path: Path) -> None:
+    """Eight equal prompts that share nothing and come at once: four for each of two replicas."""
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "replay.json"
+    request = {"timestamp": 0, "input_length": 2048, "output_length": 4}
+    ids = [{"hash_ids": list(range(4 * number, 4 * number + 4))} for number in range(8)]
+    trace.write_text("".join(f"{json.dumps(request | each)}\n" for each in ids))
+    small = ["--trace", str(trace), "--time-scale", "1", "--replicas", "2", "--speed", "2"]
+    assert main([*small, "--contender", "oracle", "--out", str(out)]) == 0
+    (oracle,) = json.loads(out.read_text())["cases"][0]["contenders"]
+    assert (oracle["errors"], oracle["balance"]) == (0, 1.0)
+
+
+def test_a_conversation_needs_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--workload", "conversation"]) == 1
+    assert "--trace" in capsys.readouterr().err
+
+
+def test_a_time_scale_is_for_traces() -> None:
+    with pytest.raises(BenchError, match="--time-scale"):
+        Case(workload="unique", time_scale=0.8).sessions(FleetOptions(), None)
+
+
+def test_matrices_name_known_cases_with_titles_of_their_own() -> None:
+    for cases in MATRICES.values():
+        assert len({case.title for case in cases}) == len(cases)
+
+
+def test_a_matrix_can_be_cut_to_one_workload() -> None:
+    agents = matrix("full", workload="agents", requests=10)
+    assert {(each.workload, each.requests) for each in agents} == {("agents", 10)}
+    assert {(each.cpu, each.disk) for each in agents} == {
+        ("scarce", "fast"),
+        ("scarce", "slow"),
+        ("ample", "fast"),
+    }
+    assert len(agents) == 9
+    with pytest.raises(BenchError, match="full"):
+        matrix("regimes", workload="agents")
+
+
+@pytest.mark.slow
+def test_the_peers_serve_every_request(tmp_path: Path) -> None:
+    out = tmp_path / "replay.json"
+    names = [each.name for each in peers.contenders(peers.PeersPython(None))]
+    small = ["--workload", "rounds", "--requests", "8", "--replicas", "2", "--speed", "20"]
+    assert main([*small, "--contender", *names, "--out", str(out)]) == 0
+    (case,) = json.loads(out.read_text())["cases"]
+    told = {each["contender"]: (each["why_not"], each["errors"]) for each in case["contenders"]}
+    assert told == dict.fromkeys(names, (None, 0))
