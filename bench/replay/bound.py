@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from bench.replay.record import Record
+from bench.record import Record
 from bench.simulator.model.rates import Rates, Shape
 from bench.workloads.session import Session, Span
 

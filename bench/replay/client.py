@@ -16,7 +16,7 @@ from typing import Any, Final
 import aiohttp
 import orjson
 
-from bench.replay.record import Record
+from bench.record import Record
 from bench.simulator.api.vocabulary import tokens_of
 from bench.workloads.session import Session, Span, Turn
 from bench.workloads.texts import Texts, as_numbers

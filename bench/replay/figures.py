@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from bench.replay.record import TIERS, Record
+from bench.record import TIERS, Record
 from bench.ttft import percentile
 from router.policy import Reason
 

@@ -10,8 +10,8 @@ mpl.use("Agg")  # before pyplot: there is no screen
 
 import matplotlib.pyplot as plt
 
+from bench.record import TIERS, Record
 from bench.replay.bound import REPLICA
-from bench.replay.record import TIERS, Record
 
 _DPI: Final = 120
 _STEPS: Final = 200

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from bench.record import TIERS, Record
 from bench.replay.figures import Figures
-from bench.replay.record import TIERS, Record
 
 _COLUMNS: Final = (
     ("TTFT mean", "ttft_mean_s", "s"),

@@ -13,12 +13,12 @@ from typing import Any
 import orjson
 import uvloop
 
+from bench.record import Record, add_truth
 from bench.replay.bound import REPLICA, no_queue
 from bench.replay.client import Client, Prompts, always, ask_oracle, client_session
 from bench.replay.contenders.contender import CannotRun, Contender, Running, start
 from bench.replay.figures import Figures, figures
 from bench.replay.fleet import Fleet, FleetOptions, running_fleet
-from bench.replay.record import Record, add_truth
 from bench.simulator.model.rates import Rates, Shape
 from bench.workloads.session import Session
 from bench.workloads.texts import Texts

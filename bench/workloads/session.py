@@ -24,6 +24,8 @@ class Turn:
     output_tokens: int
     pause_s: float = 0.0
     """From the answer before to this turn; of the first turn nothing."""
+    streamed: bool = True
+    """Whether the client asks for its answer as a stream."""
 
     @property
     def tokens(self) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from bench.record import Record
 from bench.replay.client import Client, Prompts, always, ask_oracle, client_session
-from bench.replay.record import Record
 from bench.simulator.api.vocabulary import text_of, tokens_of
 from bench.workloads.session import Session, Span, Turn
 from bench.workloads.texts import Texts

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from bench.record import Record, add_truth
 from bench.replay.bound import SeenPrompts, no_queue
 from bench.replay.figures import Figures, figures
 from bench.replay.plots import waiting_tokens, write_plots
-from bench.replay.record import Record, add_truth
 from bench.replay.report import costliest, costliest_table, table
 from bench.simulator.model.rates import Rates, Shape
 from bench.workloads.session import Session, Span, Turn

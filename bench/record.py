@@ -20,9 +20,17 @@ class Record:
     """Since the replay's start, when it was to be sent."""
     sent_s: float = 0.0
     ttft_s: float | None = None
-    """From sending it to the first bytes of the answer's stream; None: there were none."""
+    """From sending it to the first bytes of the answer's stream; None: there were none.
+
+    Of an answer that is not streamed: to its first token, as the fleet tells.
+    """
     total_s: float | None = None
+    streamed: bool = True
+    output_tokens: int = 0
+    """Of the answer that was asked for."""
     error: str | None = None
+    status: int | None = None
+    """Of the answer; None where the connection failed."""
     answer_id: str | None = None
     """The ``id`` that the replica gave its answer."""
     headers: dict[str, str] = field(default_factory=dict)
