@@ -3,7 +3,7 @@
 aiohttp's exceptions are mapped here, once, to `AgentError`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeVar
 from urllib.parse import quote
 
@@ -61,6 +61,25 @@ class AgentRefused(AgentError):  # noqa: N818  (what happened, in words)
 
 class HistoryGone(AgentError):  # noqa: N818  (what happened, in words)
     """The events asked for are no longer there, or of another incarnation: take a snapshot."""
+
+
+class StagingAgent(Protocol):
+    """What is asked of an agent to stage KV for a request; every call raises `AgentError`."""
+
+    async def prefetch(
+        self, keys: Sequence[bytes], *, wait_s: float, pin_s: float
+    ) -> PrefetchReply:
+        """Have chunks promoted to the cpu tier; return what became of them within ``wait_s``."""
+
+    async def move(self, request: MoveRequest) -> MoveReply:
+        """Have the replica fetch chunks from another."""
+
+    async def move_status(self, event_id: str, *, wait_s: float = 0.0) -> MoveStatus:
+        """Return how a move goes, at its end or after ``wait_s``."""
+
+
+Agents = Callable[[str], StagingAgent]
+"""From an agent's base URL to its calls."""
 
 
 class AgentClient:

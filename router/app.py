@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import aiohttp
@@ -13,6 +14,7 @@ from aiohttp import web
 from router.accept import PROMPTED, PROMPTLESS
 from router.admission import Gate
 from router.admitting import Admission
+from router.agent_client import AgentClient
 from router.api import Api
 from router.bindings import Bindings
 from router.config import RouterConfig
@@ -99,7 +101,7 @@ def _make_parts(
 ) -> Parts:
     fleet = Fleet(config)
     admission = Admission(Gate(fleet))
-    preparer = Preparer(config, fleet, session)
+    preparer = Preparer(config, fleet, partial(AgentClient, session))
     metrics = Metrics(
         lambda: _gauges(fleet), lambda: _sizes(fleet, admission, preparer), preparer.early.counts
     )

@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from cacheengine.wire import MoveRequest, MoveSource
-from router.agent_client import AgentClient, AgentError, AgentRefused
+from router.agent_client import AgentError, AgentRefused, Agents
 from router.config import PrefetchConfig
 from router.controller_registry import host_port
 from router.policy import Decision, KvCopy
@@ -86,13 +84,13 @@ class Copier:
         self,
         config: PrefetchConfig,
         replicas: Mapping[str, Replica],
-        session: aiohttp.ClientSession,
+        agents: Agents,
         listener: CopyListener,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._replicas = replicas
-        self._session = session
+        self._agents = agents
         self._listener = listener
         self._clock = clock
         self._under_way: dict[asyncio.Task[CopyOutcome], _UnderWay] = {}
@@ -180,7 +178,7 @@ class Copier:
         agent_url = destination.config.agent_url
         if agent_url is None or source.config.agent_url is None or source.transfer_port is None:
             return replace(not_yet, error="one of the two replicas cannot exchange KV")
-        agent = AgentClient(self._session, agent_url)
+        agent = self._agents(agent_url)
         request = MoveRequest(
             source=MoveSource(
                 agent_url=source.config.agent_url,

@@ -5,9 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-import aiohttp
-
-from router.agent_client import AgentClient, AgentError
+from router.agent_client import AgentError, Agents
 from router.config import PrefetchConfig
 from router.policy import Decision
 from router.replica import Replica
@@ -59,12 +57,12 @@ class Prefetcher:
         self,
         config: PrefetchConfig,
         replicas: Mapping[str, Replica],
-        session: aiohttp.ClientSession,
+        agents: Agents,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._replicas = replicas
-        self._session = session
+        self._agents = agents
         self._clock = clock
 
     async def run(self, decision: Decision) -> PrefetchOutcome:
@@ -89,9 +87,7 @@ class Prefetcher:
             return PrefetchOutcome(asked=0)
         began_s = self._clock()
         try:
-            reply = await AgentClient(self._session, agent_url).prefetch(
-                keys, wait_s=wait_s, pin_s=pin_s
-            )
+            reply = await self._agents(agent_url).prefetch(keys, wait_s=wait_s, pin_s=pin_s)
         except AgentError as error:
             return PrefetchOutcome(
                 asked=asked, pending=asked, error=str(error), waited_s=self._clock() - began_s

@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import aiohttp
-
+from router.agent_client import Agents
 from router.config import RouterConfig
 from router.copying import Copier, CopyOutcome
 from router.early import EarlyPrefetch
@@ -38,12 +37,12 @@ class Preparer:
         self,
         config: RouterConfig,
         fleet: Fleet,
-        session: aiohttp.ClientSession,
+        agents: Agents,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._prefetcher = Prefetcher(config.prefetch, fleet.replicas, session, clock)
-        self._copier = Copier(config.prefetch, fleet.replicas, session, fleet, clock)
+        self._prefetcher = Prefetcher(config.prefetch, fleet.replicas, agents, clock)
+        self._copier = Copier(config.prefetch, fleet.replicas, agents, fleet, clock)
         self.early = EarlyPrefetch(config, fleet, self._prefetcher, clock)
 
     async def prepare(self, decision: Decision) -> Preparation:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
 from router import copying
+from router.agent_client import AgentClient
 from router.config import PrefetchConfig
 from router.copying import MAX_UNDER_WAY, Copier, CopyOutcome
 from router.costs import Part, Work
@@ -54,7 +56,12 @@ async def real(make_bench: MakeBench, tmp_path: Path) -> AsyncIterator[RealFleet
 
 @pytest.fixture
 async def copier(real: RealFleet, told: Told) -> AsyncIterator[Copier]:
-    made = Copier(PrefetchConfig(wait_cap_s=20.0), real.fleet.replicas, real.session, told)
+    made = Copier(
+        PrefetchConfig(wait_cap_s=20.0),
+        real.fleet.replicas,
+        partial(AgentClient, real.session),
+        told,
+    )
     yield made
     await made.stop()
 
@@ -237,9 +244,11 @@ async def test_replicas_that_exchange_nothing(real: RealFleet, copier: Copier) -
 
 
 async def test_nothing_is_copied_without_need(real: RealFleet, told: Told) -> None:
-    off = Copier(PrefetchConfig(enabled=False), real.fleet.replicas, real.session, told)
+    off = Copier(
+        PrefetchConfig(enabled=False), real.fleet.replicas, partial(AgentClient, real.session), told
+    )
     assert await off.run(decision()) is None
-    on = Copier(PrefetchConfig(), real.fleet.replicas, real.session, told)
+    on = Copier(PrefetchConfig(), real.fleet.replicas, partial(AgentClient, real.session), told)
     assert await on.run(replace(decision(), copy=None)) is None
     assert ready(real, 1) == 0
 

@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from router.agent_client import AgentClient
 from router.config import PrefetchConfig, RouterConfig
 from router.costs import Work
 from router.early import EarlyPrefetch
@@ -43,7 +45,7 @@ class Driven:
         self.real = real
         self.clock = FakeClock()
         whole: RouterConfig = replace(real.fleet.config, prefetch=prefetch)
-        prefetcher = Prefetcher(prefetch, real.fleet.replicas, real.session)
+        prefetcher = Prefetcher(prefetch, real.fleet.replicas, partial(AgentClient, real.session))
         self.early = EarlyPrefetch(whole, real.fleet, prefetcher, self.clock)
 
     def turn(self, *, slot: int = 0, session: str | None = "s", answer_s: float = 1.0) -> None:

@@ -1,5 +1,6 @@
 """Prefetch before forward: what is asked, how long is waited, and that failing is harmless."""
 
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -7,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from cacheengine.wire import PrefetchReply
+from router.agent_client import AgentClient
 from router.config import PrefetchConfig, RatesConfig, ReplicaConfig
 from router.costs import Work
 from router.policy import Decision, Plan, Reason
@@ -40,7 +42,10 @@ async def run(
     times = iter([1.0, 1.25])
     async with aiohttp.ClientSession() as session:
         prefetcher = Prefetcher(
-            config or PrefetchConfig(), {"r": replica}, session, lambda: next(times)
+            config or PrefetchConfig(),
+            {"r": replica},
+            partial(AgentClient, session),
+            lambda: next(times),
         )
         return await prefetcher.run(asked)
 

@@ -66,13 +66,12 @@ def _prefill_s(model: ReplicaModel, tokens: int) -> float:
 def _room_s(model: ReplicaModel, request: SimRequest, gpu_blocks: int) -> float:
     """Return how long until enough running requests end for this one to find blocks."""
     size = model.shape.block_tokens
-    lacking = -(-request.total_tokens // size) - gpu_blocks
-    lacking -= model.cache.free_blocks - model.reserved_blocks
+    lacking = -(-request.prompt_tokens // size) - gpu_blocks - model.cache.free_blocks
     if lacking <= 0:
         return 0.0
     step_s = model.rates.decode_s(len(model.running))
     for each in sorted(model.running, key=lambda one: one.output_tokens - one.generated):
-        lacking -= -(-each.total_tokens // size)
+        lacking -= each.num_blocks
         if lacking <= 0:
             return (each.output_tokens - each.generated) * step_s
     return 0.0

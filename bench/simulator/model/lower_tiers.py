@@ -26,8 +26,14 @@ class LowerTiers(Protocol):
     def end_load(self, request: SimRequest) -> None:
         """The bytes are on the GPU, or nobody wants them any more."""
 
-    def store(self, request: SimRequest) -> None:
-        """Offer the full chunks among the request's computed tokens."""
+    def begin_store(self, request: SimRequest) -> Sequence[bytes]:
+        """Reserve room for the full chunks among the request's computed tokens.
+
+        Returns those to be copied; `end_store` must follow.
+        """
+
+    def end_store(self, chunks: Sequence[bytes]) -> None:
+        """The bytes of these chunks have come."""
 
     def end_schedule(self) -> None:
         """The scheduler is done with this step's questions."""
@@ -52,8 +58,12 @@ class NoLowerTiers:
     def end_load(self, request: SimRequest) -> None:
         """Never called: nothing is found."""
 
-    def store(self, request: SimRequest) -> None:
+    def begin_store(self, request: SimRequest) -> Sequence[bytes]:
         """Keep nothing."""
+        return ()
+
+    def end_store(self, chunks: Sequence[bytes]) -> None:
+        """Never called: nothing is kept."""
 
     def end_schedule(self) -> None:
         """Nothing to end."""

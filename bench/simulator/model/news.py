@@ -47,5 +47,7 @@ class Totals:
     cached: CachedTokens = field(default_factory=CachedTokens)
     prefilled: int = 0
     generated: int = 0
+    preempted: int = 0
+    """Times that a running request had to give its blocks to others."""
     finished: int = 0
     """Requests that gave all their tokens."""

@@ -1,20 +1,27 @@
 """How long a simulated replica takes for what it does, and how big it is. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """The speeds of one replica, in model seconds.
 
-    A step of the model takes ``step_s + prefill tokens / prefill_tokens_per_s +
-    decoding sequences * decode_s_per_sequence``.
+    A step of the model takes::
+
+        step_s + prefill + decoding sequences * decode_s_per_sequence
+               + their tokens * decode_s_per_context_token
+        prefill = tokens / prefill_tokens_per_s * (1 + mean context / attention_tokens)
+
+    and longer by the share ``transfer_slowdown`` while KV is copied to or from the GPU.
     """
 
     prefill_tokens_per_s: float = 8_000.0
     step_s: float = 0.006
     """What every step takes, however little there is to do in it."""
     decode_s_per_sequence: float = 0.0002
+    decode_s_per_context_token: float = 0.0
+    """For each token whose KV a decoding sequence reads in a step."""
     attention_tokens: float = 0.0
     """Context length at which a prefill token takes twice as long as at the beginning
     of a prompt; 0: all take the same."""
@@ -22,10 +29,18 @@ class Rates:
     """What every request takes before it is queued: the server's own work."""
     load_tokens_per_s: float = 160_000.0
     """From CPU RAM to the GPU."""
+    store_tokens_per_s: float = 160_000.0
+    """From the GPU to CPU RAM; a chunk can be found there when it has come."""
+    transfer_slowdown: float = 0.0
+    """By how much a step takes longer while either of these goes on: 0.1 is 10%."""
     disk_tokens_per_s: float = 20_000.0
     """From disk to CPU RAM."""
+    disk_write_tokens_per_s: float = 20_000.0
+    """From CPU RAM to disk."""
     peer_tokens_per_s: float = 24_000.0
     """From one replica's CPU RAM to the others'."""
+    receive_tokens_per_s: float = 24_000.0
+    """From the others' CPU RAM to one replica's."""
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
         """Return what computing ``tokens`` after ``context_tokens`` adds to a step."""
@@ -34,9 +49,23 @@ class Rates:
             seconds *= 1 + (context_tokens + tokens / 2) / self.attention_tokens
         return seconds
 
-    def decode_s(self, sequences: int) -> float:
+    def decode_s(self, sequences: int, context_tokens: int = 0) -> float:
         """Return the duration of a step without prefill."""
-        return self.step_s + sequences * self.decode_s_per_sequence
+        return (
+            self.step_s
+            + sequences * self.decode_s_per_sequence
+            + context_tokens * self.decode_s_per_context_token
+        )
+
+    def slowed(self, factor: float) -> "Rates":
+        """Return the speeds of a replica whose computing takes ``factor`` times as long."""
+        return replace(
+            self,
+            prefill_tokens_per_s=self.prefill_tokens_per_s / factor,
+            step_s=self.step_s * factor,
+            decode_s_per_sequence=self.decode_s_per_sequence * factor,
+            decode_s_per_context_token=self.decode_s_per_context_token * factor,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +106,7 @@ class Shape:
     def blocks_per_chunk(self) -> int:
         """Blocks in one chunk of the engine."""
         return self.chunk_tokens // self.block_tokens
+
+    def blocks(self, tokens: int) -> int:
+        """Return how many blocks so many tokens take."""
+        return -(-tokens // self.block_tokens)

@@ -42,6 +42,10 @@ class SimRequest:
     expected_tokens: int = 0
     """Prompt tokens that it was thought to have to compute when it arrived."""
 
+    prefill_end: int = 0
+    """Tokens to compute before the next one is given: the prompt's; after a preemption
+    those given before it, too."""
+    preemptions: int = 0
     computed: int = 0
     """Tokens, from the first on, whose KV is on the GPU."""
     generated: int = 0
@@ -58,6 +62,9 @@ class SimRequest:
     is_over: bool = False
     """Finished or cancelled."""
 
+    def __post_init__(self) -> None:
+        self.prefill_end = self.prompt_tokens
+
     @property
     def total_tokens(self) -> int:
         """Tokens whose KV it will have computed at its end: the last one given is never run."""
@@ -65,13 +72,13 @@ class SimRequest:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether its prompt is not computed yet."""
-        return self.computed < self.prompt_tokens
+        """Whether what comes before its next token is not computed yet."""
+        return self.computed < self.prefill_end
 
     @property
     def remaining_prefill(self) -> int:
         """Prompt tokens to compute: the true number, or before it runs the expected one."""
-        return self.expected_tokens if not self.num_blocks else self.prompt_tokens - self.computed
+        return self.expected_tokens if not self.num_blocks else self.prefill_end - self.computed
 
     def steps_to_news(self) -> int:
         """Return after how many decode steps the caller hears of it, its end being one such."""

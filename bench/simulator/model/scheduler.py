@@ -5,29 +5,48 @@ out is not waited for: `advance` ends all steps that were over by then, at
 their own times, and steps that only decode are taken together until something
 happens in them.
 
-Left out of vLLM: preemption. A request is admitted when the blocks for all of
-its prompt and output can be had.
+As in vLLM (`scheduler_reserve_full_isl`), a request is admitted when blocks for
+all of its prompt can be had; where running ones find none for their answers, the
+one admitted last is preempted: it gives its blocks back and computes anew what
+was evicted meanwhile.
 """
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from bench.simulator.model.gpu_cache import GpuCache
+from bench.simulator.model.blocks import Blocks
 from bench.simulator.model.lower_tiers import LowerTiers
-from bench.simulator.model.news import BlockEvent, Cleared, News, Removed, Stored, Totals
+from bench.simulator.model.news import BlockEvent, News, Totals
 from bench.simulator.model.rates import Rates, Shape
 from bench.simulator.model.request import CachedTokens, SimRequest
 from bench.simulator.model.step import Step
 
+Prefill = list[tuple[SimRequest, int]]
+
+
+def _steady() -> float:
+    return 1.0
+
 
 class ReplicaModel:
-    """The queue, the batch and the GPU cache of one replica."""
+    """The queue, the batch and the GPU cache of one replica.
 
-    def __init__(self, shape: Shape, rates: Rates, tiers: LowerTiers) -> None:
+    ``noise`` gives the factor on the duration of each step.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        rates: Rates,
+        tiers: LowerTiers,
+        *,
+        noise: Callable[[], float] = _steady,
+    ) -> None:
         self.shape = shape
         self.rates = rates
-        self.cache = GpuCache(shape.gpu_blocks)
+        self.blocks = Blocks(shape)
+        self.cache = self.blocks.cache
         self.totals = Totals()
         self.waiting: deque[SimRequest] = deque()
         self.loading: list[tuple[float, SimRequest]] = []
@@ -36,12 +55,12 @@ class ReplicaModel:
         self.is_blocked = False
         """Whether a waiting request was told by the tiers to ask again."""
         self._tiers = tiers
+        self._noise = noise
         self._step: Step | None = None
-        self._reserved = 0
         self._load_free_s = 0.0
+        self._storing: deque[tuple[float, Sequence[bytes]]] = deque()
         self._promised: dict[bytes, int] = {}
         self._news: list[News] = []
-        self._events: list[BlockEvent] = []
 
     # --- from outside
 
@@ -50,7 +69,7 @@ class ReplicaModel:
 
         Raises ValueError when the GPU could never hold it.
         """
-        if self._blocks(request.total_tokens) > self.cache.num_blocks:
+        if self.shape.blocks(request.total_tokens) > self.cache.num_blocks:
             raise ValueError(
                 f"{request.total_tokens} tokens do not fit on a GPU for {self.shape.gpu_tokens}"
             )
@@ -85,17 +104,24 @@ class ReplicaModel:
         self._look_again(now_s)
 
     def advance(self, now_s: float) -> None:
-        """End all steps and loads that are over by then, and begin what follows them."""
+        """End all steps, loads and stores that are over by then, and begin what follows them."""
         while (at_s := self.next_s()) is not None and at_s <= now_s:
-            if self._step is not None:
-                self._apply(self._step, self._step.count)
-            self._schedule(at_s)
+            self._end_stores(at_s)
+            step = self._step
+            if step is not None and step.end_s <= at_s:
+                self._apply(step, step.count)
+                self._schedule(at_s)
+            elif step is None and any(ready_s <= at_s for ready_s, _ in self.loading):
+                self._schedule(at_s)
 
     def next_s(self) -> float | None:
         """Return when something will have happened next; None: not before something arrives."""
+        due_s = [self._storing[0][0]] if self._storing else []
         if self._step is not None:
-            return self._step.end_s
-        return min((ready_s for ready_s, _ in self.loading), default=None)
+            due_s.append(self._step.end_s)
+        else:
+            due_s += [ready_s for ready_s, _ in self.loading]
+        return min(due_s, default=None)
 
     def take_news(self) -> list[News]:
         """Return what the callers should hear, once."""
@@ -104,20 +130,11 @@ class ReplicaModel:
 
     def take_events(self) -> list[BlockEvent]:
         """Return what happened to the GPU's cache since the last call, in order."""
-        events, self._events = self._events, []
-        return events
+        return self.blocks.take_events()
 
     def clear_gpu(self) -> bool:
         """Empty the GPU's prefix cache; False, and nothing happens, while requests hold some."""
-        cleared = self.cache.clear()
-        if cleared:
-            self._events.append(Cleared())
-        return cleared
-
-    @property
-    def reserved_blocks(self) -> int:
-        """Blocks that admitted requests will still take."""
-        return self._reserved
+        return self.blocks.clear()
 
     @property
     def step_end_s(self) -> float | None:
@@ -170,48 +187,71 @@ class ReplicaModel:
         """Decide what the step that begins now computes."""
         self.is_blocked = False
         budget = self.shape.max_batched_tokens
-        prefill: list[tuple[SimRequest, int]] = []
+        preempted = self.totals.preempted
+        prefill: Prefill = []
         decoding: list[SimRequest] = []
-        for request in self.running:
-            if budget <= 0:
-                break
+        at = 0
+        while at < len(self.running) and budget > 0:
+            request = self.running[at]
             if request.is_prefilling:
                 budget -= self._prefill(request, budget, prefill)
-            else:
+            elif self._find_blocks(request, request.computed + 1):
                 decoding.append(request)
                 budget -= 1
-        budget = self._admit_loaded(now_s, budget, prefill)
-        self._admit_waiting(now_s, budget, prefill)
+            at += 1
+        if self.totals.preempted == preempted:
+            budget = self._admit_loaded(now_s, budget, prefill)
+            self._admit_waiting(now_s, budget, prefill)
         self._tiers.end_schedule()
         self._step = self._plan(now_s, prefill, decoding)
 
-    def _plan(
-        self,
-        now_s: float,
-        prefill: list[tuple[SimRequest, int]],
-        decoding: list[SimRequest],
-    ) -> Step | None:
+    def _plan(self, now_s: float, prefill: Prefill, decoding: list[SimRequest]) -> Step | None:
         if not prefill and not decoding:
             return None
-        step_s = self.rates.decode_s(len(decoding))
+        context_tokens = sum(each.computed for each in decoding)
+        step_s = self.rates.decode_s(len(decoding), context_tokens)
+        step_s += sum(self.rates.prefill_s(n, each.computed) for each, n in prefill)
+        if self.loading or self._storing:
+            step_s *= 1 + self.rates.transfer_slowdown
+        step_s *= self._noise()
         if prefill:
-            step_s += sum(self.rates.prefill_s(n, each.computed) for each, n in prefill)
             return Step(now_s, step_s, 1, prefill, decoding)
         count = min(each.steps_to_news() for each in decoding)
+        count = min(count, self.blocks.steps_that_fit(decoding))
         if self.loading:
             ready_s = min(ready_s for ready_s, _ in self.loading)
             count = min(count, max(1, math.ceil((ready_s - now_s) / step_s)))
         return Step(now_s, step_s, count, prefill, decoding)
 
-    def _prefill(
-        self, request: SimRequest, budget: int, prefill: list[tuple[SimRequest, int]]
-    ) -> int:
-        tokens = min(request.prompt_tokens - request.computed, budget)
-        self._grow(request, request.computed + tokens)
+    def _prefill(self, request: SimRequest, budget: int, prefill: Prefill) -> int:
+        """Let a running request compute what the budget allows; return how much that is."""
+        tokens = min(request.prefill_end - request.computed, budget)
+        if not self._find_blocks(request, request.computed + tokens):
+            return 0
         # Others may use these blocks from now on: their step comes after this.
-        self._publish(request, request.computed + tokens)
+        self.blocks.publish(request, request.computed + tokens)
         prefill.append((request, tokens))
         return tokens
+
+    def _find_blocks(self, request: SimRequest, tokens: int) -> bool:
+        """Let a request hold blocks for so many tokens; preempt those admitted last for it.
+
+        False: it was the last itself.
+        """
+        while not self.blocks.grow(request, tokens):
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: SimRequest) -> None:
+        self.totals.preempted += 1
+        request.preemptions += 1
+        self.blocks.release(request)
+        request.computed = 0
+        request.prefill_end = request.prompt_tokens + request.generated
+        self.waiting.appendleft(request)
 
     def _apply(self, step: Step, steps: int) -> None:
         """Note what ``steps`` of the steps have computed."""
@@ -222,16 +262,17 @@ class ReplicaModel:
             request.computed += tokens
             self.totals.prefilled += tokens
             if not request.is_prefilling:
-                request.first_token_s = end_s
+                if request.first_token_s is None:
+                    request.first_token_s = end_s
                 self._gave(request, 1, end_s)
-            self._tiers.store(request)
+            self._begin_store(request, end_s)
         for request in step.decoding:
             if request.is_over:
                 continue
             request.computed += steps
-            self._grow(request, request.computed)
-            self._publish(request, request.computed)
-            self._tiers.store(request)
+            self.blocks.grow(request, request.computed)
+            self.blocks.publish(request, request.computed)
+            self._begin_store(request, end_s)
             self._gave(request, steps, end_s)
         for request in [each for each in self.running if each.finished_s is not None]:
             self.running.remove(request)
@@ -247,44 +288,61 @@ class ReplicaModel:
             return
         self._news.append(News(request, request.generated, at_s))
 
+    # --- copies between GPU and CPU RAM
+
+    def _begin_store(self, request: SimRequest, now_s: float) -> None:
+        chunks = self._tiers.begin_store(request)
+        if chunks:
+            begin_s = max(now_s, self._storing[-1][0] if self._storing else now_s)
+            tokens = len(chunks) * self.shape.chunk_tokens
+            self._storing.append((begin_s + tokens / self.rates.store_tokens_per_s, chunks))
+
+    def _end_stores(self, now_s: float) -> None:
+        while self._storing and self._storing[0][0] <= now_s:
+            self._tiers.end_store(self._storing.popleft()[1])
+
+    def _begin_load(self, request: SimRequest, tokens: int, now_s: float) -> None:
+        request.computed = min(request.computed + tokens, request.prefill_end - 1)
+        # For all of the prompt, lest two loads hold what neither can go on without.
+        self.blocks.grow(request, request.prefill_end)
+        self._tiers.begin_load(request)
+        begin_s = max(now_s, self._load_free_s)
+        self._load_free_s = begin_s + tokens / self.rates.load_tokens_per_s
+        self.loading.append((self._load_free_s, request))
+
     # --- admission
 
-    def _admit_loaded(
-        self, now_s: float, budget: int, prefill: list[tuple[SimRequest, int]]
-    ) -> int:
+    def _admit_loaded(self, now_s: float, budget: int, prefill: Prefill) -> int:
         ready = [each for ready_s, each in self.loading if ready_s <= now_s]
-        if not ready:
-            return budget
         for request in ready:
             if budget <= 0 or len(self.running) >= self.shape.max_sequences:
                 break
             self.loading = [each for each in self.loading if each[1] is not request]
             self._tiers.end_load(request)
-            self._publish(request, request.computed)
+            self.blocks.publish(request, request.computed)
             self.running.append(request)
             budget -= self._prefill(request, budget, prefill)
         return budget
 
-    def _admit_waiting(
-        self, now_s: float, budget: int, prefill: list[tuple[SimRequest, int]]
-    ) -> None:
+    def _admit_waiting(self, now_s: float, budget: int, prefill: Prefill) -> None:
         """Admit from the head of the queue, passing over those that wait for lower tiers."""
         skipped: list[SimRequest] = []
         while budget > 0 and self.waiting and len(self.running) < self.shape.max_sequences:
             request = self.waiting[0]
-            gpu_blocks = self.cache.match(
-                request.block_keys, (request.prompt_tokens - 1) // self.shape.block_tokens
-            )
+            gpu_blocks = self.blocks.match(request)
             found = self._tiers.find(request, gpu_blocks * self.shape.block_tokens)
             if found is None:
                 self.is_blocked = True
                 skipped.append(self.waiting.popleft())
                 continue
-            if not self._has_room(request, gpu_blocks):
+            if not self.blocks.has_room(request, gpu_blocks):
                 break
             self.waiting.popleft()
+            self.blocks.admit(request, gpu_blocks)
             tokens = found.cpu + found.disk
-            self._admit(request, gpu_blocks, CachedTokens(0, found.cpu, found.disk))
+            if not request.preemptions:
+                gpu_tokens = gpu_blocks * self.shape.block_tokens
+                self._count(request, CachedTokens(gpu_tokens, found.cpu, found.disk))
             if tokens:
                 self._begin_load(request, tokens, now_s)
             else:
@@ -292,18 +350,7 @@ class ReplicaModel:
                 budget -= self._prefill(request, budget, prefill)
         self.waiting.extendleft(reversed(skipped))
 
-    def _has_room(self, request: SimRequest, gpu_blocks: int) -> bool:
-        new = self._blocks(request.total_tokens) - gpu_blocks
-        taken = self.cache.idle_among(request.block_keys[:gpu_blocks])
-        return new + taken <= self.cache.free_blocks - self._reserved
-
-    def _admit(self, request: SimRequest, gpu_blocks: int, cached: CachedTokens) -> None:
-        hits = list(request.block_keys[:gpu_blocks])
-        self.cache.hold(hits)
-        self._reserved += self._blocks(request.total_tokens) - gpu_blocks
-        request.held = hits
-        request.num_blocks = request.published = gpu_blocks
-        request.computed = cached.gpu = gpu_blocks * self.shape.block_tokens
+    def _count(self, request: SimRequest, cached: CachedTokens) -> None:
         request.cached = cached
         totals = self.totals
         totals.queries += request.prompt_tokens
@@ -311,59 +358,15 @@ class ReplicaModel:
         totals.cached.cpu += cached.cpu
         totals.cached.disk += cached.disk
 
-    def _begin_load(self, request: SimRequest, tokens: int, now_s: float) -> None:
-        # The last token is always computed, for what it says of the next one.
-        request.computed = min(request.computed + tokens, request.prompt_tokens - 1)
-        self._grow(request, request.computed)
-        self._tiers.begin_load(request)
-        begin_s = max(now_s, self._load_free_s)
-        self._load_free_s = begin_s + tokens / self.rates.load_tokens_per_s
-        self.loading.append((self._load_free_s, request))
-
-    # --- blocks
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.shape.block_tokens)
+    # --- the end
 
     def _prompt_keys(self, request: SimRequest) -> Sequence[bytes]:
         return request.block_keys[: request.prompt_tokens // self.shape.block_tokens]
 
-    def _grow(self, request: SimRequest, tokens: int) -> None:
-        count = self._blocks(tokens) - request.num_blocks
-        if count <= 0:
-            return
-        evicted = self.cache.allocate(count)
-        if evicted:
-            self._events.append(Removed(evicted))
-        request.num_blocks += count
-        request.unkeyed += count
-        self._reserved -= count
-
-    def _publish(self, request: SimRequest, tokens: int) -> None:
-        end = tokens // self.shape.block_tokens
-        first = request.published
-        if end <= first:
-            return
-        for index in range(first, end):
-            key = request.block_keys[index]
-            if self.cache.publish(key):
-                request.held.append(key)
-                request.unkeyed -= 1
-            else:
-                # Another request has computed the same: what is new goes on after it.
-                if first < index:
-                    self._events.append(Stored(request, first, index))
-                first = index + 1
-        if first < end:
-            self._events.append(Stored(request, first, end))
-        request.published = end
-
     def _end(self, request: SimRequest) -> None:
         """Give back all that a request has; it is in no queue any more."""
         request.is_over = True
-        if request.num_blocks:
-            self._reserved -= self._blocks(request.total_tokens) - request.num_blocks
-            self.cache.release(request.held, request.unkeyed)
+        self.blocks.release(request)
         for key in self._prompt_keys(request):
             left = self._promised[key] - 1
             if left:
@@ -376,11 +379,9 @@ class ReplicaModel:
         """Raise AssertionError if the state contradicts itself."""
         self.cache.check()
         holding = [*self.running, *(each for _, each in self.loading)]
-        assert self._reserved == sum(
-            self._blocks(each.total_tokens) - each.num_blocks for each in holding
-        )
         assert self.cache._unkeyed == sum(each.unkeyed for each in holding)
         assert not any(each.is_over for each in [*holding, *self.waiting])
-        assert 0 <= self._reserved <= self.cache.free_blocks
+        assert not any(each.num_blocks for each in self.waiting)
+        assert [at_s for at_s, _ in self._storing] == sorted(at_s for at_s, _ in self._storing)
         asked = [*holding, *self.waiting]
         assert self._promised == Counter(key for each in asked for key in self._prompt_keys(each))

@@ -55,7 +55,7 @@ class EngineTiers:
         if any(not each.done for each in asked.promotions.values()):
             return None
         first = gpu_tokens // self._chunk_tokens
-        keys = request.chunk_keys[first : request.prompt_tokens // self._chunk_tokens]
+        keys = request.chunk_keys[first : request.prefill_end // self._chunk_tokens]
         hits = self._look_up(asked, keys)
         if hits is None:
             return None
@@ -115,22 +115,25 @@ class EngineTiers:
                 self._being_loaded[key] -= 1
         asked.loads = ()
 
-    def store(self, request: SimRequest) -> None:
+    def begin_store(self, request: SimRequest) -> Sequence[bytes]:
         """Offer what has become full; those that are there already count as used."""
         end = request.computed // self._chunk_tokens
         keys = request.chunk_keys[request.stored_chunks : end]
         if not keys:
-            return
+            return ()
         self._note_use(self._asked[request.id], keys)
         reservation = self._engine.prepare_store(keys)
         if reservation is None:
-            return  # no room for any: they are offered again at the next step
+            return ()  # no room for any: they are offered again at the next step
         request.stored_chunks = end
         for key, slot in zip(reservation.keys, reservation.slots, strict=True):
             view = self._engine.view(slot)
             view[:] = (key * (len(view) // len(key) + 1))[: len(view)]
-        if reservation.keys:
-            self._engine.complete_store(reservation.keys)
+        return reservation.keys
+
+    def end_store(self, chunks: Sequence[bytes]) -> None:
+        """Make chunks visible that were offered before."""
+        self._engine.complete_store(chunks)
 
     def _note_use(self, asked: _Asked, keys: Sequence[bytes]) -> None:
         """Tell the eviction of a use, once for each request and chunk."""
