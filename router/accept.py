@@ -49,6 +49,11 @@ class Asked:
         """Whether there is a prompt to match."""
         return self.endpoint in PROMPTED
 
+    @property
+    def streamed(self) -> bool:
+        """Whether the answer is to be streamed: else nothing of it is seen before its end."""
+        return self.fields.get("stream") is True
+
 
 async def read_body(request: web.Request, limit_bytes: int) -> bytes:
     """Return the body; raise `TooLarge` as soon as it is known to be over the limit."""

@@ -119,6 +119,7 @@ class Gate:
 
     def pump(self, now_s: float) -> Sequence[tuple[Waiting, End]]:
         """Return whose waiting ends: may go now, cannot be placed, or has waited too long."""
+        self._fleet.unseen.pass_time(now_s)
         ended: list[tuple[Waiting, End]] = [
             (each, self._too_late(each, now_s)) for each in self._line.expired(now_s)
         ]
@@ -138,7 +139,8 @@ class Gate:
         """When to `pump` at the latest, as seen at ``now_s``; infinite while nobody waits."""
         if not len(self):
             return inf
-        return min(self._ready_s, self._line.next_deadline_s, now_s + _RECHECK_S)
+        next_s = min(self._ready_s, self._line.next_deadline_s, now_s + _RECHECK_S)
+        return min(next_s, max(now_s, self._fleet.unseen.next_s))
 
     def leave(self, waiting: Waiting) -> None:
         """Forget a request that waits no longer; nothing if its waiting has ended."""

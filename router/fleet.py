@@ -34,6 +34,7 @@ from router.replica import KeyShape, Replica, Signal, Tier
 from router.roster import Replicas, Roster
 from router.sessions import Sessions
 from router.ticket import Ticket
+from router.unseen import Unseen
 
 _EXPIRED_PER_PLACE: Final = 4
 """Claims ended by the way; more than the one that a request makes, so that they
@@ -59,6 +60,7 @@ class Fleet:
         self._roster = Roster(self.replicas)
         self.index = PrefixIndex(config.index.max_keys)
         self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s)
+        self.unseen = Unseen()
         self._turn = 0
         self._recent = RecentWork()
         self._teacher_observations = 0
@@ -74,6 +76,7 @@ class Fleet:
         bound_to: str | None = None,
         exclude: Collection[str] = (),
         promised: Promised | None = None,
+        streamed: bool = True,
         now_s: float,
     ) -> Decision:
         """Say which replica a request should go to, and change nothing but what time has ended.
@@ -82,9 +85,11 @@ class Fleet:
         are then made once.
         ``bound_to`` is the only replica that can answer, ``exclude`` those
         that have failed to, ``promised`` tells of requests that wait
-        in the router and go before this one. Raises `UnknownModel`, or `NoReplica` when none of
-        those that serve the model takes requests.
+        in the router and go before this one, ``streamed`` whether the answer's first token
+        will be seen. Raises `UnknownModel`, or `NoReplica` when none of those that serve the
+        model takes requests.
         """
+        self.unseen.pass_time(now_s)
         self.index.expire(now_s, _EXPIRED_PER_PLACE)
         ask = Ask(
             keyring=prompt if isinstance(prompt, PromptKeyring) else PromptKeyring(prompt),
@@ -94,6 +99,7 @@ class Fleet:
             busy_of_late=self._recent.share(now_s) / len(self.replicas),
             turns_to_come=0.0 if session is None else self.sessions.lengths.turns_to_come,
             promised=promised or Promised(),
+            streamed=streamed,
             now_s=now_s,
         )
         eligible = self._roster.eligible(model, exclude, bound_to)
@@ -123,7 +129,16 @@ class Fleet:
         self._turn += 1
         for recent in (self._recent, replica.recent):
             recent.note(cost.busy_s, now_s)
-        return Ticket(replica, self.index, claim, decision, now_s, cost=cost, learned=self._teach)
+        return Ticket(
+            replica,
+            self.index,
+            claim,
+            decision,
+            now_s,
+            cost=cost,
+            learned=self._teach,
+            unseen=self.unseen,
+        )
 
     def _teach(self, replica: Replica) -> None:
         """Let those who have not answered yet start from what this one has learned.
@@ -142,6 +157,7 @@ class Fleet:
 
     def tick(self, now_s: float) -> None:
         """End what time has ended; to be called about once a second."""
+        self.unseen.pass_time(now_s)
         self.index.expire(now_s)
         self.index.sweep()
 
@@ -284,6 +300,8 @@ class Fleet:
                 self.index.forget(replica.slot, (Tier.GPU,))
             case BlocksStored(tier, keys) if lower_too or tier is Tier.GPU:
                 self.index.add(replica.slot, tier, keys, counted=True)
+                if tier is Tier.GPU:
+                    self.unseen.stored(replica.slot, keys)
             case BlocksRemoved(tier, keys) if lower_too or tier is Tier.GPU:
                 self.index.remove(replica.slot, tier, keys)
 

@@ -62,6 +62,8 @@ class Ask:
     """How many the session is likely to have after this one, if it begins; 0 without one."""
     promised: Promised
     """What replicas will be given before this, beside what they have."""
+    streamed: bool
+    """Whether the answer will be streamed."""
     now_s: float
 
 
@@ -275,6 +277,7 @@ def _decision(
             claim_keys=chosen.keys.keys,
             chain=chosen.keys.chain,
             session=ask.session,
+            streamed=ask.streamed,
         ),
     )
 

@@ -118,6 +118,8 @@ class Plan:
     chain: Sequence[bytes] = field(default=(), repr=False)
     """Whole digests of the prompt's blocks; empty where they are not known."""
     session: str | None = None
+    streamed: bool = True
+    """Whether the answer's first token will be seen, since it is streamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,15 @@ class PrefillLine:
         """Return how long a request that comes now would wait."""
         return max(0.0, self.free_at_s - now_s)
 
+    def end_s(self, token: int) -> float | None:
+        """Return when a prefill will be done, as things stand; None if it is not here any more.
+
+        That is late where one behind it waits for its KV.
+        """
+        if token not in self._work_s:
+            return None
+        return self.free_at_s - sum(work_s for each, work_s in self._work_s.items() if each > token)
+
     def join(self, work_s: float, now_s: float, *, fetched_s: float = 0.0) -> int:
         """Add a prefill; return the token with which it must `leave` or `give_up`.
 

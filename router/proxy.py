@@ -132,6 +132,7 @@ class Proxy:
             bound_to=self._bindings.replica_of(asked.previous_response_id),
             exclude=exclude,
             promised=promised,
+            streamed=asked.streamed,
             now_s=now_s,
         )
 

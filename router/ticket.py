@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Final
 
 from router.assess import actual
@@ -9,6 +10,7 @@ from router.costs import Cost, Work
 from router.policy import Decision
 from router.prefix_index import Claim, PrefixIndex
 from router.replica import Replica
+from router.unseen import Prefill, Unseen
 
 _OTHER_WORK: Final = 2.0
 """A prefill so many times as long as planned is another one."""
@@ -30,10 +32,12 @@ class Ticket:
         *,
         cost: Cost,
         learned: Callable[[Replica], None],
+        unseen: Unseen,
     ) -> None:
         """``cost`` is that of the decision's work, as predicted now.
 
-        ``learned`` is told when the replica's rates have learned from the request.
+        ``learned`` is told when the replica's rates have learned from the request;
+        ``unseen`` ends its prefill where the answer will not be streamed.
         """
         self._replica = replica
         self._learned = learned
@@ -51,19 +55,40 @@ class Ticket:
         self._number = replica.started
         self._loads = decision.plan.work.load_bytes > 0
         replica.loading += self._loads
-        self._busy_s = cost.busy_s
+        self._waits = True
+        self._cost = cost
         self._line_token = replica.line.join(cost.busy_s, now_s, fetched_s=cost.fetched_s)
+        self._unseen = unseen
+        self._unseen_number = None if decision.plan.streamed else self._watch()
+
+    def _watch(self) -> int:
+        plan = self._decision.plan
+        last_block = plan.claim_keys[-1] if plan.chain else None
+        prefill = Prefill(last_block=last_block, due_s=self._due_s, ended=self._end_waiting)
+        return self._unseen.add(self._replica.slot, prefill)
+
+    def _due_s(self) -> float:
+        """Return when the first token is to come, as predicted now; at once if it has, unseen."""
+        end_s = self._replica.line.end_s(self._line_token)
+        return -inf if end_s is None else end_s + self._cost.base_s
 
     def sent(self, now_s: float) -> None:
         """Note that the replica is asked only now: others may have been in the meantime."""
         if self._finished or self._ttft_s is not None:
             return
         self._replica.line.give_up(self._line_token, now_s)
-        self._line_token = self._replica.line.join(self._busy_s, now_s)
+        self._line_token = self._replica.line.join(self._cost.busy_s, now_s)
 
-    def _end_loading(self) -> None:
+    def _end_waiting(self) -> None:
+        """Count the request as decoding from now on; later calls change nothing."""
+        if not self._waits:
+            return
+        self._waits = False
+        self._replica.waiting -= 1
         self._replica.loading -= self._loads
-        self._loads = False
+        self._replica.decoding += 1
+        if self._unseen_number is not None:
+            self._unseen.remove(self._replica.slot, self._unseen_number)
 
     def first_byte(self, now_s: float, *, streamed: bool = True, lag_s: float = 0.0) -> None:
         """Note that the answer has begun; later calls change nothing.
@@ -75,13 +100,11 @@ class Ticket:
         """
         if self._finished or self._ttft_s is not None:
             return
-        self._end_loading()
+        self._end_waiting()
         self._ttft_s = now_s - self.started_s
         self._lag_s = max(0.0, lag_s)
         self._was_alone &= self._replica.started == self._number
         self._streamed = streamed
-        self._replica.waiting -= 1
-        self._replica.decoding += 1
         self._replica.line.leave(self._line_token, now_s, just_now=streamed)
 
     def finish(
@@ -100,13 +123,12 @@ class Ticket:
         if self._finished:
             return
         self._finished = True
-        self._end_loading()
+        self._end_waiting()
+        self._replica.decoding -= 1
         if self._ttft_s is None:
-            self._replica.waiting -= 1
             self._replica.line.give_up(self._line_token, now_s)
             self._withdraw()
             return
-        self._replica.decoding -= 1
         if ok and self._streamed:
             # Whatever made the prediction wrong is counted, a match that was not
             # there and rates not learned yet too; the rates learn from what is
@@ -139,5 +161,5 @@ class Ticket:
             self._index.withdraw(self._claim)
 
     def __repr__(self) -> str:
-        state = "finished" if self._finished else "waiting" if self._ttft_s is None else "decoding"
+        state = "finished" if self._finished else "waiting" if self._waits else "decoding"
         return f"<Ticket {self._replica.id} {state}>"

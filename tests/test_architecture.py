@@ -54,6 +54,7 @@ PURE = (
     "router.session_chains",
     "router.rhythm",
     "router.fleet",
+    "router.unseen",
     "router.controller_registry",
     "cacheengine.index",
     "cacheengine.eviction",

@@ -42,25 +42,27 @@ class Machine:
     def arrive(self, now_s: float) -> None:
         """Take a prompt that nobody holds anything of."""
         prompt = tokens(self.source.randrange(100, 2000), start=self.count * 10_000)
-        decision = self.fleet.place(prompt, model=None, session=None, now_s=now_s)
+        streamed = self.source.random() < 0.7
+        decision = self.fleet.place(
+            prompt, model=None, session=None, streamed=streamed, now_s=now_s
+        )
         ticket = self.fleet.start(decision, now_s)
         seconds = prompt.token_count / TOKENS_PER_S * (1 + DECODE_SLOWDOWN * self.decoding)
         seconds *= self.source.lognormvariate(0, 0.05)
         if self.source.random() < self.stalls:
             seconds += 5.0
         self.free_at_s = max(self.free_at_s, now_s) + seconds
-        streamed = self.source.random() < 0.7
         end_s = self.free_at_s + BASE_S + self.source.uniform(1, 10)
-        if streamed:
-            self.at(self.free_at_s + BASE_S, lambda now_s: self.first(ticket, now_s))
-        self.at(end_s, lambda now_s: self.end(ticket, now_s, streamed=streamed))
+        self.at(self.free_at_s + BASE_S, lambda now_s: self.first(ticket, now_s, streamed=streamed))
+        self.at(end_s, lambda now_s: self.end(ticket, now_s))
 
-    def first(self, ticket: Ticket, now_s: float) -> None:
+    def first(self, ticket: Ticket, now_s: float, *, streamed: bool) -> None:
         self.decoding += 1
-        ticket.first_byte(now_s)
+        if streamed:
+            ticket.first_byte(now_s)
 
-    def end(self, ticket: Ticket, now_s: float, *, streamed: bool) -> None:
-        self.decoding -= streamed
+    def end(self, ticket: Ticket, now_s: float) -> None:
+        self.decoding -= 1
         ticket.first_byte(now_s, streamed=False)
         ticket.finish(now_s, ok=True)
 
