@@ -4,11 +4,10 @@ The environment is made on demand, once, under a cache folder; or the user
 names the Python of one that is there.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
+from bench.environments import NotInstalled, installed
 from bench.replay.contenders.contender import CannotRun, Contender, Launch, fetch
 from bench.replay.fleet import Fleet
 from cacheengine.launch import free_ports
@@ -19,7 +18,6 @@ DEFAULT_DIRECTORY: Final = Path.home() / ".cache" / "warmroute-peers"
 
 _TREE_EVICTION_S: Final = 120
 """The two routers' own default of the time between cuts of their prefix trees."""
-_INSTALL_S: Final = 600.0
 
 
 class PeersPython:
@@ -36,22 +34,10 @@ class PeersPython:
         return self._python
 
     def _installed(self) -> Path:
-        python = self._directory / "bin" / "python"
-        done = self._directory / mark()
-        if done.exists():
-            return python
-        print(f"installing {' and '.join(PACKAGES)} in {self._directory}", file=sys.stderr)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _run(sys.executable, "-m", "venv", str(self._directory))
-        _run(*pip, "--no-deps", *PACKAGES)
-        _run(*pip, *NEEDS)
-        done.touch()
-        return python
-
-
-def mark() -> str:
-    """Return the name of the file that says that an environment is whole."""
-    return f".{'-'.join(PACKAGES).replace('=', '')}"
+        try:
+            return installed(self._directory, PACKAGES, ("--no-deps", *PACKAGES), NEEDS)
+        except NotInstalled as error:
+            raise CannotRun(str(error)) from None
 
 
 def contenders(python: PeersPython) -> list[Contender]:
@@ -121,13 +107,3 @@ def _launch(command: list[str], port: int, fleet: Fleet) -> Launch:
         return sum(bool(each["is_healthy"]) for each in workers) == len(fleet.replicas)
 
     return Launch(command=command, url=url, is_ready=is_ready)
-
-
-def _run(*command: str) -> None:
-    try:
-        subprocess.run(command, check=True, timeout=_INSTALL_S, capture_output=True, text=True)
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr or error.stdout).strip().rpartition("\n")[2]
-        raise CannotRun(f"not installed: {last}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotRun(f"not installed: {error}") from None

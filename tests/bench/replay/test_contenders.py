@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.environments import mark
 from bench.replay.__main__ import _arguments, contenders
 from bench.replay.contenders import ours, peers
 from bench.replay.contenders.contender import CannotRun, Contender, Launch, start
@@ -88,7 +89,7 @@ def test_peers_that_cannot_be_installed_are_said(tmp_path: Path) -> None:
 
 
 def test_an_environment_that_is_there_is_not_made_again(tmp_path: Path) -> None:
-    (tmp_path / peers.mark()).touch()
+    (tmp_path / mark(peers.PACKAGES)).touch()
     assert peers.PeersPython(None, tmp_path).path() == tmp_path / "bin" / "python"
 
 
