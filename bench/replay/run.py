@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import orjson
 import uvloop
 
+from bench.processes import session_usage
 from bench.record import Record, add_truth
 from bench.replay.bound import REPLICA, no_queue
 from bench.replay.client import Client, Prompts, always, ask_oracle, client_session
@@ -107,18 +107,5 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _cpu_s(pid: int | None) -> float | None:
-    """Return the CPU seconds that a process and its children have used; None without one."""
-    if pid is None:
-        return None
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        # Each contender leads a session of its own; of ended children the leader counts.
-        if int(fields[3]) == pid:
-            ticks += int(fields[11]) + int(fields[12])
-            if stat.parent.name == str(pid):
-                ticks += int(fields[13]) + int(fields[14])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    """Return the CPU seconds of a contender, which leads a session; None without a process."""
+    return None if pid is None else session_usage(pid).cpu_s
