@@ -151,8 +151,10 @@ def simulate(directory: Path | None, as_json: bool, **given: Any) -> None:
 
 
 def _settings(directory: Path, given: dict[str, Any]) -> Settings:
-    rates = {each.name: given.pop(each.name) for each in dataclasses.fields(Rates)}
-    shape = {each.name: given.pop(each.name) for each in dataclasses.fields(Shape)}
+    rates, shape = (
+        {each.name: given.pop(each.name) for each in dataclasses.fields(kind) if each.name in given}
+        for kind in (Rates, Shape)
+    )
     return Settings(directory=directory, rates=Rates(**rates), shape=Shape(**shape), **given)
 
 
