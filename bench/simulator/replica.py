@@ -4,21 +4,25 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bench.simulator.api.kv_stream import KvStream, encode_events
 from bench.simulator.api.prompts import SimPrompt
+from bench.simulator.api.tier_events import TierEvents
 from bench.simulator.model.lower_tiers import LowerTiers, NoLowerTiers
 from bench.simulator.model.request import SimRequest
 from bench.simulator.model.scheduler import ReplicaModel
 from bench.simulator.settings import Settings
 from bench.simulator.storage.engine_tiers import EngineTiers
 from bench.simulator.storage.storage import Storage, open_storage
+from bench.simulator.storage.told_tiers import ToldTiers
 
 _LOG: Final = 100_000
 """Finished requests of one replica that are remembered; the oldest are forgotten first."""
+_KNOWN_CHUNKS: Final = 2
+"""Chunks whose blocks are remembered for each that the CPU RAM holds: others are on their way."""
 _ASK_AGAIN_S: Final = 0.01
 """Seconds of the clock between looks at a request that waits for the lower tiers."""
 
@@ -58,6 +62,11 @@ class Replica:
         """How late, by the clock, the model was looked at when something was due."""
         self._running: dict[str, Running] = {}
         self._number = 0
+        self._tier_events = TierEvents(
+            block_tokens=settings.shape.block_tokens,
+            blocks_per_chunk=settings.shape.blocks_per_chunk,
+            most=_KNOWN_CHUNKS * settings.cpu_chunks,
+        )
         self._storage: Storage | None = None
         self._tiers: LowerTiers | None = None
 
@@ -94,8 +103,13 @@ class Replica:
             kv_events_port=_port(self.stream.endpoint),
             kv_replay_port=_port(self.stream.replay_endpoint),
         )
-        self._tiers = EngineTiers(
-            self._storage.engine, speed=self.settings.speed, on_promoted=self._promoted
+        self._tiers = ToldTiers(
+            self._storage.engine,
+            noted=self._note_chunks,
+            chunk_tokens=self.settings.shape.chunk_tokens,
+            view=self._storage.engine.view,
+            speed=self.settings.speed,
+            on_promoted=self._promoted,
         )
         self.model = ReplicaModel(self.settings.shape, self.settings.rates, self._tiers)
 
@@ -176,11 +190,7 @@ class Replica:
 
     def _settle(self) -> None:
         """Pass on what the model has told, and come back when it will tell more."""
-        events = self.model.take_events()
-        if events:
-            self.stream.publish(
-                encode_events(events, self._prompt, self.settings.shape.block_tokens, time.time())
-            )
+        self._publish()
         for request, generated, _ in self.model.take_news():
             running = self._running[request.id]
             running.news.put_nowait(generated)
@@ -188,6 +198,19 @@ class Replica:
                 del self._running[request.id]
                 self.log.append(self._finished(running))
         self._set_timer()
+
+    def _publish(self) -> None:
+        events = self.model.take_events()
+        # vLLM asks its connector at the end of a step, and an idle scheduler makes none.
+        lower = self._tier_events.told(self.storage.engine.take_events()) if self._running else []
+        if events or lower:
+            block_tokens = self.settings.shape.block_tokens
+            self.stream.publish(
+                encode_events(events, self._prompt, block_tokens, time.time(), lower)
+            )
+
+    def _note_chunks(self, request: SimRequest, chunks: Iterable[int]) -> None:
+        self._tier_events.learn(self._prompt(request.id), chunks)
 
     def _set_timer(self) -> None:
         assert self._loop is not None

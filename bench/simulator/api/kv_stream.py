@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -25,11 +25,14 @@ def encode_events(
     prompt_of: Callable[[str], SimPrompt],
     block_tokens: int,
     ts: float,
+    lower: Sequence[Mapping[str, Any]] = (),
 ) -> bytes:
-    """Return one message's payload; ``prompt_of`` gives the prompt of a request's id."""
-    return msgspec.msgpack.encode(
-        [ts, [_as_map(each, prompt_of, block_tokens) for each in events], 0]
-    )
+    """Return one message's payload; ``prompt_of`` gives the prompt of a request's id.
+
+    ``lower`` are the events of the tiers below the GPU, which follow the GPU's.
+    """
+    maps = [_as_map(each, prompt_of, block_tokens) for each in events]
+    return msgspec.msgpack.encode([ts, [*maps, *lower], 0])
 
 
 def _as_map(

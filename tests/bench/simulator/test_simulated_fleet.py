@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
+import zmq
 
 from bench.replica.tiers import call, wait_until
 from bench.simulator.api.vocabulary import NUM_WORDS, text_of
@@ -190,6 +192,34 @@ def test_a_prompt_is_routed_to_where_its_kv_is_in_each_tier(fleet: Fleet) -> Non
     # 20,000 tokens a second, ten times as fast as the clock; a busy machine only slows it.
     rate = truth["read_bytes_per_s"] / truth["bytes_per_token"]
     assert 0 < rate <= 1.1 * 200_000
+
+
+def told(endpoint: str) -> list[dict[str, Any]]:
+    """Return all KV events that a replica has published, as its replay endpoint gives them."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        socket.connect(endpoint)
+        socket.send_multipart([b"", bytes(8)])
+        events: list[dict[str, Any]] = []
+        while payload := socket.recv_multipart()[-1]:
+            events += msgspec.msgpack.decode(payload)[1]
+        return events
+
+
+def test_kv_events_tell_of_all_tiers(fleet: Fleet) -> None:
+    """As vLLM's do with the engine inside, for routers that have nothing else to go by."""
+    ids = prompt(6, 1024)
+    fleet.ask(ids, base=fleet.url("sim2"))
+
+    def tiers() -> set[tuple[str, str | None]]:
+        # What the disk has taken is told when the replica next has something to do.
+        fleet.ask([1, 2, 3], base=fleet.url("sim2"))
+        events = told(fleet.url("sim2", "kv_replay"))
+        stored = (each for each in events if each.get("token_ids", ())[:256] == ids[:256])
+        return {(each["medium"], each.get("locality")) for each in stored}
+
+    everywhere = {("GPU", None), ("CPU", "LOCAL"), ("STORAGE", "LOCAL")}
+    wait_until("all tiers were told", lambda: tiers() == everywhere)
 
 
 def test_the_router_finds_its_tokens_confirmed(fleet: Fleet) -> None:
