@@ -1,19 +1,21 @@
-"""A small real model, made on the spot: nothing is downloaded.
+"""Small real models, made on the spot: nothing is downloaded.
 
-Its words mean nothing; its KV cache, its prefill time and its determinism are
-real. 27 million parameters in bfloat16, 8 KiB of KV a token, a context of
-32,768 tokens, a chat template with roles and tools.
+Their words mean nothing; their KV cache, their prefill time and their
+determinism are real. bfloat16, a context of 32,768 tokens, a chat template with
+roles and tools. `SMALL` has 27 million parameters and 8 KiB of KV a token;
+`LARGE_KV` has 21 million and 128 KiB, as a model of 8 billion parameters has.
 
-    python -m bench.replica.model DIRECTORY
+    python -m bench.replica.model DIRECTORY [--kv-bytes-per-token 131072]
 """
 
 import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +24,38 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from bench.replica.text import library_files
 
 VOCAB_SIZE = 4096
-HIDDEN_SIZE = 512
-INTERMEDIATE_SIZE = 1376
-LAYERS = 8
-HEADS = 8
-KV_HEADS = 4
-HEAD_DIM = 64
 CONTEXT_TOKENS = 32_768
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a Llama model."""
+
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values in all layers, two bytes a number."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+SMALL: Final = ModelShape(
+    hidden_size=512, intermediate_size=1376, layers=8, heads=8, kv_heads=4, head_dim=64
+)
+LARGE_KV: Final = ModelShape(
+    hidden_size=128, intermediate_size=256, layers=32, heads=8, kv_heads=8, head_dim=128
+)
+"""The KV of Llama 3 8B (32 layers, 8 KV heads of 128), and next to no other arithmetic: what
+moves KV has as much to do as there, what computes it has not."""
+SHAPES: Final[Mapping[int, ModelShape]] = {
+    each.kv_bytes_per_token: each for each in (SMALL, LARGE_KV)
+}
+"""By the bytes of KV that a token has."""
 
 SPECIAL_TOKENS = (
     "<|begin|>",
@@ -48,7 +75,8 @@ _TRAINING_BYTES = 4_000_000
 # Queries and keys are drawn wide enough that attention picks out single tokens
 # of a long context. With the usual 0.02 it averages over thousands, and a
 # damaged byte of KV would drown in the rounding instead of changing the answer.
-_ATTENTION_STD = 0.08
+# A narrower model sums over fewer numbers, and is given wider ones.
+_ATTENTION_STD = 0.08 * SMALL.hidden_size**0.5
 _OTHER_STD = 0.04
 
 CHAT_TEMPLATE = """\
@@ -75,14 +103,14 @@ CHAT_TEMPLATE = """\
 """
 
 
-def make_model(directory: Path) -> Path:
-    """Make the model in ``directory`` unless it is there already; return the directory.
+def make_model(directory: Path, shape: ModelShape = SMALL) -> Path:
+    """Make a model in ``directory`` unless it is there already; return the directory.
 
     Seconds of work, the same weights every time. The directory appears whole
     or not at all; one that holds something else is refused with ValueError.
     """
     stamp = directory / "recipe.json"
-    recipe = {"recipe": _RECIPE, "seed": _SEED}
+    recipe = {"recipe": _RECIPE, "seed": _SEED, "shape": asdict(shape)}
     if stamp.is_file() and json.loads(stamp.read_text()) == recipe:
         return directory
     if directory.exists() and any(directory.iterdir()) and not stamp.exists():
@@ -93,8 +121,8 @@ def make_model(directory: Path) -> Path:
         work.mkdir()
         tokenizer = _train_tokenizer()
         _write_tokenizer(work, tokenizer)
-        _write_json(work / "config.json", _model_config())
-        _write_weights(work / "model.safetensors", _silent_tokens(tokenizer))
+        _write_json(work / "config.json", _model_config(shape))
+        _write_weights(work / "model.safetensors", shape, _silent_tokens(tokenizer))
         _write_json(work / stamp.name, recipe)
         if directory.exists():
             shutil.rmtree(directory)
@@ -150,17 +178,17 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     )
 
 
-def _model_config() -> dict[str, Any]:
+def _model_config(shape: ModelShape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": INTERMEDIATE_SIZE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": CONTEXT_TOKENS,
         "rms_norm_eps": 1e-6,
@@ -185,23 +213,25 @@ def _silent_tokens(tokenizer: Tokenizer) -> list[int]:
     return [i for i, text in enumerate(decoded) if not text.isascii() or not text.strip()]
 
 
-def _tensor_shapes() -> Iterator[tuple[str, tuple[int, ...], float]]:
+def _tensor_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], float]]:
     """Yield each tensor's name, shape and standard deviation; 0.0 stands for a norm of ones."""
-    query, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    yield "model.embed_tokens.weight", (VOCAB_SIZE, HIDDEN_SIZE), _OTHER_STD
-    for layer in range(LAYERS):
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention_std = _ATTENTION_STD / hidden**0.5
+    yield "model.embed_tokens.weight", (VOCAB_SIZE, hidden), _OTHER_STD
+    for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        yield prefix + "input_layernorm.weight", (HIDDEN_SIZE,), 0.0
-        yield prefix + "self_attn.q_proj.weight", (query, HIDDEN_SIZE), _ATTENTION_STD
-        yield prefix + "self_attn.k_proj.weight", (kv, HIDDEN_SIZE), _ATTENTION_STD
-        yield prefix + "self_attn.v_proj.weight", (kv, HIDDEN_SIZE), _OTHER_STD
-        yield prefix + "self_attn.o_proj.weight", (HIDDEN_SIZE, query), _OTHER_STD
-        yield prefix + "post_attention_layernorm.weight", (HIDDEN_SIZE,), 0.0
-        yield prefix + "mlp.gate_proj.weight", (INTERMEDIATE_SIZE, HIDDEN_SIZE), _OTHER_STD
-        yield prefix + "mlp.up_proj.weight", (INTERMEDIATE_SIZE, HIDDEN_SIZE), _OTHER_STD
-        yield prefix + "mlp.down_proj.weight", (HIDDEN_SIZE, INTERMEDIATE_SIZE), _OTHER_STD
-    yield "model.norm.weight", (HIDDEN_SIZE,), 0.0
-    yield "lm_head.weight", (VOCAB_SIZE, HIDDEN_SIZE), _OTHER_STD
+        yield prefix + "input_layernorm.weight", (hidden,), 0.0
+        yield prefix + "self_attn.q_proj.weight", (query, hidden), attention_std
+        yield prefix + "self_attn.k_proj.weight", (kv, hidden), attention_std
+        yield prefix + "self_attn.v_proj.weight", (kv, hidden), _OTHER_STD
+        yield prefix + "self_attn.o_proj.weight", (hidden, query), _OTHER_STD
+        yield prefix + "post_attention_layernorm.weight", (hidden,), 0.0
+        yield prefix + "mlp.gate_proj.weight", (inner, hidden), _OTHER_STD
+        yield prefix + "mlp.up_proj.weight", (inner, hidden), _OTHER_STD
+        yield prefix + "mlp.down_proj.weight", (hidden, inner), _OTHER_STD
+    yield "model.norm.weight", (hidden,), 0.0
+    yield "lm_head.weight", (VOCAB_SIZE, hidden), _OTHER_STD
 
 
 def _draw(
@@ -217,14 +247,14 @@ def _draw(
     return (values.view(np.uint32) >> 16).astype("<u2")
 
 
-def _write_weights(path: Path, silent: list[int]) -> None:
+def _write_weights(path: Path, shape: ModelShape, silent: list[int]) -> None:
     """Write the safetensors file: header length, JSON header, tensors one after the other."""
-    shapes = list(_tensor_shapes())
+    shapes = list(_tensor_shapes(shape))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, shape, _ in shapes:
-        end = offset + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+    for name, sizes, _ in shapes:
+        end = offset + 2 * int(np.prod(sizes))
+        header[name] = {"dtype": "BF16", "shape": list(sizes), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -232,9 +262,9 @@ def _write_weights(path: Path, silent: list[int]) -> None:
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
-        for name, shape, std in shapes:
+        for name, sizes, std in shapes:
             zero_rows = silent if name == "lm_head.weight" else []
-            file.write(_draw(rng, shape, std, zero_rows).tobytes())
+            file.write(_draw(rng, sizes, std, zero_rows).tobytes())
 
 
 def _write_json(path: Path, value: object) -> None:
@@ -243,10 +273,18 @@ def _write_json(path: Path, value: object) -> None:
 
 def main() -> None:
     """Make the model in the directory named on the command line, and print its path."""
-    parser = argparse.ArgumentParser(description="Make the small test model.")
+    parser = argparse.ArgumentParser(description="Make a small model.")
     parser.add_argument("directory", type=Path, help="where to put it")
+    parser.add_argument(
+        "--kv-bytes-per-token",
+        type=int,
+        choices=SHAPES,
+        default=SMALL.kv_bytes_per_token,
+        help="which one (default: %(default)s)",
+    )
+    arguments = parser.parse_args()
     try:
-        print(make_model(parser.parse_args().directory))
+        print(make_model(arguments.directory, SHAPES[arguments.kv_bytes_per_token]))
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

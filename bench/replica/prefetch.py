@@ -1,128 +1,181 @@
-"""What prefetch before forward is worth, for a prefix that lies on disk alone.
+"""What prefetch is worth, for a session whose prefix lies on disk alone.
 
-Two real replicas and three routers in front of them: one that prefetches and
-forwards at once, one that first waits until the prefix is in CPU RAM, one
-without prefetch. Every combination with: the files' pages kept in the page
-cache or dropped from it; the replica idle, or busy decoding for others. The
-routers take turns, so that all see the same machine.
+A real replica and three routers before it: one with all prefetch (the
+session's next request starts it when it is accepted, before its tokens are
+known), one that prefetches only before it forwards, one without. The request
+comes while the replica is idle, while it decodes for others, and behind a
+prompt that is being computed. The files' pages are dropped from the page cache
+each time, and the routers take turns, so that all see the same machine.
 
 Without prefetch the engine promotes what vLLM's lookup finds on disk, while
-the request waits. What prefetch saves is therefore the time of that read, and
-on a busy replica the steps that go by until vLLM looks again.
+the request waits. What prefetch can save is therefore the part of the read
+that overlaps what the request waits for anyway: with the KV of a real model
+(``--kv-bytes-per-token 131072``) a read takes about a second.
 
-    python -m bench.replica.prefetch --rounds 5 --json bench/results/prefetch.json
+    python -m bench.replica.prefetch --kv-bytes-per-token 131072 --rounds 9
+
+Takes memory for three times the prefix's KV, disk for as much, and with 8,000
+tokens of that model about 10 minutes for 9 rounds.
 """
 
 import argparse
-import itertools
 import secrets
-import statistics
+import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from bench.command import write_report
-from bench.replica.demo import CONFIGS, WORK, Round, Stage, say, start, start_router
-from bench.replica.local import CannotStart, variant
+import openai
+
+from bench.command import positive, write_report
+from bench.replica.demo_report import known_to_router
+from bench.replica.local import CannotStart
+from bench.replica.model import LARGE_KV, SHAPES
+from bench.replica.prefetch_report import STATES, Sample, is_in_time, report, table
+from bench.replica.prefetch_stage import (
+    CONTEXT_TOKENS,
+    QUEUE_TOKENS,
+    VARIANTS,
+    Sizes,
+    Stage,
+    explain,
+    start,
+)
 from bench.replica.text import real_text
-from bench.replica.tiers import NotThere, ReplicaTiers
-from bench.ttft import BenchError, machine, percentile
+from bench.replica.tiers import NotThere, common_prefix, metric, wait_until
+from bench.ttft import COLD_QUESTION, WARM_QUESTION, Answer, BenchError, ask
 from router.processes import ChildFailed, ProcessGroup
 
-_ROUTERS: Final[dict[str, dict[str, object]]] = {
-    "at once": {"enabled": True, "wait_cap_s": 0.0},
-    "waiting": {"enabled": True, "wait_cap_s": 2.0},
-    "none": {"enabled": False},
-}
-"""Contenders by name: the router's ``prefetch`` settings."""
-_FIRST_PORT: Final = 8082
-
-_BUSY_REQUESTS: Final = 4
-_BUSY_PROMPT_TOKENS: Final = 200
-_BUSY_ANSWER_TOKENS: Final = 8000
+_WORK: Final = Path(".warmroute/prefetch")
+_SESSION: Final = "reader"
+_DECODES: Final = 4
+_DECODED_PROMPT_TOKENS: Final = 200
+_DECODED_TOKENS: Final = 1_000
 """More than can come until the load is taken away."""
+_SPARE_TOKENS: Final = 512
+"""For the chat template, the question and the answer."""
+_STORED_S: Final = 300.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One measured answer, and under which conditions."""
-
-    replica_is: str
-    page_cache: str
-    prefetch: str
-    ttft_s: float
-    matched: str
-
-    @property
-    def condition(self) -> tuple[str, str, str]:
-        """What samples of one median have in common."""
-        return (self.replica_is, self.page_cache, self.prefetch)
+def say(text: str) -> None:
+    """Tell how far it is; the table alone goes to stdout."""
+    print(text, file=sys.stderr, flush=True)
 
 
-def start_routers(group: ProcessGroup, stage: Stage) -> dict[str, str]:
-    """Start the contenders; return their URLs by name."""
-    urls = {}
-    for port, (name, prefetch) in enumerate(_ROUTERS.items(), start=_FIRST_PORT):
-        url = f"http://127.0.0.1:{port}"
-        file_name = f"router-{name.replace(' ', '-')}"
-        config = variant(
-            CONFIGS / "router.yaml",
-            WORK / "demo" / f"{file_name}.yaml",
-            port=port,
-            prefetch=prefetch,
-            controller=None,  # its ports are the first router's
-        )
-        start_router(group, stage, file_name, config, url)
-        urls[name] = url
-    return urls
+class Reader:
+    """A session that asks about one long text again and again, by one router or the other."""
 
+    def __init__(self, stage: Stage, *, tokens: int, seed: int) -> None:
+        self._stage = stage
+        text = real_text(tokens, seed=seed, count=lambda text: len(_tokens(stage, text)))
+        self._warm_prompt = f"{text}\n\n{WARM_QUESTION}"
+        cold_prompt = f"{text}\n\n{COLD_QUESTION}"
+        warm_tokens = stage.replica.chat_tokens(self._warm_prompt)
+        shared = common_prefix(stage.replica.chat_tokens(cold_prompt), warm_tokens)
+        self._shared = warm_tokens[:shared]
+        self._cold_prompt = cold_prompt
 
-def measure(
-    stage: Stage, routers: dict[str, str], *, tokens: int, rounds: int, seed: int
-) -> Iterator[Sample]:
-    """Yield ``rounds`` samples of every condition, the conditions in turn."""
-    text = Round(stage, tokens=tokens, seed=seed)
-    cold = text.compute()
-    say(f"cold: {cold.ttft_s:.3f} s at {cold.replica}")
-    holder = stage.replicas[cold.replica]
-    conditions = itertools.product(("idle", "busy"), ("kept", "dropped"), routers)
-    samples = itertools.product(range(rounds), list(conditions))
-    for number, (_, (replica_is, page_cache, prefetch)) in enumerate(samples):
-        router_url = routers[prefetch]
-        text.leave_on_disk(holder, router_url, drop_page_cache=page_cache == "dropped")
-        with _load(
-            stage, holder, seed=seed + number, requests=_BUSY_REQUESTS * (replica_is == "busy")
-        ):
-            answer = text.ask_warm("disk", router_url)
-        if answer.replica != holder.name:
-            raise BenchError(f"{answer.replica} answered, the prefix was on {holder.name}")
-        yield Sample(
-            replica_is=replica_is,
-            page_cache=page_cache,
-            prefetch=prefetch,
+    def compute(self) -> None:
+        """Ask each router once, so that each knows the session; the first time computes it all."""
+        for name in self._stage.routers:
+            answer = self._ask(name, self._cold_prompt)
+            say(f"{name}: {answer.ttft_s:.2f} s for {answer.prompt_tokens} tokens")
+            self._stage.replica.wait_stored(self._shared, "cpu", timeout_s=_STORED_S)
+
+    def leave_on_disk(self) -> None:
+        """Have the prefix on disk alone, out of the page cache, and the routers know it."""
+        replica = self._stage.replica
+        replica.wait_idle()
+        replica.empty_gpu()
+        replica.leave_on_disk(self._shared)
+        for name, url in self._stage.routers.items():
+            wait_until(f"{name}: knows the prefix to be on disk", partial(self._knows, url))
+
+    def measure(self, number: int, state: str, variant: str, seed: int) -> Sample:
+        """Ask by one router while the replica is in a state."""
+        self.leave_on_disk()
+        replica = self._stage.replica
+        read_before = replica.disk_read_bytes()
+        with _others(self._stage, variant, state, seed) as before_it:
+            answer = self._ask(variant, self._warm_prompt)
+        return Sample(
+            round=number,
+            replica_is=state,
+            prefetch=variant,
             ttft_s=answer.ttft_s,
-            matched=answer.matched,
+            held_s=float(answer.headers["x-warmroute-held-ms"]) / 1000,
+            read_bytes=replica.disk_read_bytes() - read_before,
+            in_time=is_in_time(answer.headers),
+            matched=known_to_router(answer),
+            before_it_ttft_s=before_it.result().ttft_s if before_it else None,
         )
+
+    def _knows(self, router_url: str) -> bool:
+        matched = explain(self._stage, router_url, self._warm_prompt)["matched_tokens"]
+        fastest = next((tier for tier in ("gpu", "cpu", "disk") if matched.get(tier)), None)
+        chunk_tokens = self._stage.replica.chunk_tokens()
+        return fastest == "disk" and sum(matched.values()) >= len(self._shared) - chunk_tokens
+
+    def _ask(self, variant: str, prompt: str) -> Answer:
+        with _client(self._stage, variant) as client:
+            return ask(
+                client, model=self._stage.model, content=prompt, max_tokens=1, session=_SESSION
+            )
+
+
+def _tokens(stage: Stage, text: str) -> list[int]:
+    return stage.replica.chat_tokens(text)
+
+
+def _client(stage: Stage, variant: str) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{stage.routers[variant]}/v1", api_key="none", timeout=900.0, max_retries=0
+    )
 
 
 @contextmanager
-def _load(stage: Stage, holder: ReplicaTiers, *, seed: int, requests: int) -> Iterator[None]:
-    """Keep a replica decoding so many other requests, asked directly."""
+def _others(stage: Stage, variant: str, state: str, seed: int) -> Iterator["Future[Answer] | None"]:
+    """Keep the replica in a state by requests of others, sent by the same router.
+
+    Yields the answer to the prompt that is being computed, where there is one.
+    """
+    if state == "decoding":
+        with _decoding(stage, variant, seed):
+            yield None
+    elif state == "queue":
+        with ThreadPoolExecutor(max_workers=1) as threads, _client(stage, variant) as client:
+            content = real_text(QUEUE_TOKENS, seed=seed)
+            before_it = threads.submit(
+                ask, client, model=stage.model, content=content, max_tokens=1
+            )
+            # A replica counts as running what it told of, at the end of a step: too late.
+            wait_until("a prompt is sent", lambda: _in_flight(stage.routers[variant]) > 0)
+            yield before_it
+    else:
+        yield None
+
+
+def _in_flight(router_url: str) -> float:
+    return metric(router_url, "warmroute_in_flight")
+
+
+@contextmanager
+def _decoding(stage: Stage, variant: str, seed: int) -> Iterator[None]:
     done = threading.Event()
 
     def decode(number: int) -> None:
-        text = real_text(_BUSY_PROMPT_TOKENS, seed=1000 * seed + number)
+        text = real_text(_DECODED_PROMPT_TOKENS, seed=1000 * seed + number)
         with (
-            stage.client(holder.url) as client,
+            _client(stage, variant) as client,
             client.completions.create(
                 model=stage.model,
                 prompt=text,
-                max_tokens=_BUSY_ANSWER_TOKENS,
+                max_tokens=_DECODED_TOKENS,
                 stream=True,
                 extra_body={"ignore_eos": True},
             ) as stream,
@@ -132,10 +185,10 @@ def _load(stage: Stage, holder: ReplicaTiers, *, seed: int, requests: int) -> It
                 if done.is_set():
                     return
 
-    with ThreadPoolExecutor(max_workers=_BUSY_REQUESTS) as threads:
-        load = [threads.submit(decode, number) for number in range(requests)]
+    with ThreadPoolExecutor(max_workers=_DECODES) as threads:
+        load = [threads.submit(decode, number) for number in range(_DECODES)]
         try:
-            holder.wait_running(requests)
+            stage.replica.wait_running(_DECODES)
             yield
         finally:
             done.set()
@@ -143,86 +196,76 @@ def _load(stage: Stage, holder: ReplicaTiers, *, seed: int, requests: int) -> It
             each.result()
 
 
-def table(samples: Sequence[Sample]) -> str:
-    """Return median TTFT in seconds (and p90) by condition, the routers side by side."""
-    columns = "".join(f"{name:>24}" for name in _ROUTERS)
-    lines = [f"{'replica':<9}{'page cache':<12}{columns}"]
-    lines.append("-" * len(lines[0]))
-    for replica_is, page_cache in itertools.product(("idle", "busy"), ("kept", "dropped")):
-        shown = ""
-        for prefetch in _ROUTERS:
-            times_s = _times_s(samples, (replica_is, page_cache, prefetch))
-            cell = f"{statistics.median(times_s):.3f} (p90 {percentile(times_s, 0.9):.3f})"
-            shown += f"{cell:>24}"
-        lines.append(f"{replica_is:<9}{page_cache:<12}{shown}")
-    return "\n".join(lines)
+def run(arguments: argparse.Namespace, sizes: Sizes, work: Path) -> list[Sample]:
+    """Start, measure and end everything; raise what stood in the way."""
+    samples: list[Sample] = []
+    with ProcessGroup() as group:
+        say(f"starting a replica and {len(VARIANTS)} routers; logs in {work}")
+        stage = start(group, work, sizes)
+        reader = Reader(stage, tokens=arguments.tokens, seed=arguments.seed)
+        reader.compute()
+        for number in range(-1, arguments.rounds):
+            for state in STATES:
+                for variant in _in_turn(number):
+                    seed = arguments.seed + len(samples) + 1
+                    sample = reader.measure(number, state, variant, seed)
+                    say(
+                        f"  {number:>3} {state:<10}{variant:<16}{sample.ttft_s:8.3f} s  "
+                        f"held {sample.held_s:.3f} s  {sample.matched}"
+                    )
+                    samples.append(sample)
+    # The first round has everything done once: rates are learned, code is warm.
+    return [each for each in samples if each.round >= 0]
 
 
-def _times_s(samples: Sequence[Sample], condition: tuple[str, str, str]) -> list[float]:
-    return [each.ttft_s for each in samples if each.condition == condition]
-
-
-def report(arguments: argparse.Namespace, samples: Sequence[Sample]) -> dict[str, object]:
-    """Return every figure with the command and the machine, ready for JSON."""
-    conditions = list(dict.fromkeys(each.condition for each in samples))
-    return {
-        "what": "time to first token of a prefix on disk, with prefetch before forward and without",
-        "command": f"python -m bench.replica.prefetch --tokens {arguments.tokens} "
-        f"--rounds {arguments.rounds} --seed {arguments.seed}",
-        "machine": machine(),
-        "routers": _ROUTERS,
-        "load_when_busy": {
-            "requests_at_once": _BUSY_REQUESTS,
-            "prompt_tokens": _BUSY_PROMPT_TOKENS,
-            "answer_tokens": _BUSY_ANSWER_TOKENS,
-        },
-        "median_ttft_s": {
-            " ".join(each): statistics.median(_times_s(samples, each)) for each in conditions
-        },
-        "samples": [asdict(each) for each in samples],
-    }
+def _in_turn(number: int) -> list[str]:
+    """Return the variants, each round beginning with another."""
+    names = list(VARIANTS)
+    first = number % len(names)
+    return names[first:] + names[:first]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.replica.prefetch",
-        description="Measure what prefetch before forward saves, on an idle and a busy replica.",
+        description="Measure what prefetch saves on an idle, a decoding and a queued replica.",
     )
-    parser.add_argument("--model", help="default: a small one, made on the spot")
-    parser.add_argument("--tokens", type=int, default=15_000, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument(
+        "--kv-bytes-per-token",
+        type=int,
+        choices=SHAPES,
+        default=LARGE_KV.kv_bytes_per_token,
+        help="which small model (default: %(default)s)",
+    )
+    parser.add_argument("--tokens", type=positive, default=8_000, help="default: %(default)s")
+    parser.add_argument("--rounds", type=positive, default=9, help="default: %(default)s")
     parser.add_argument("--seed", type=int, help="which text (default: a new one each time)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there too")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if not 1024 <= arguments.tokens <= CONTEXT_TOKENS - _SPARE_TOKENS:
+        parser.error(f"--tokens: from 1024 to {CONTEXT_TOKENS - _SPARE_TOKENS}")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and return the exit code."""
     arguments = _arguments(argv)
     arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
-    samples: list[Sample] = []
+    sizes = Sizes(prefix_tokens=arguments.tokens, kv_bytes_per_token=arguments.kv_bytes_per_token)
+    _WORK.mkdir(parents=True, exist_ok=True)
     try:
-        with ProcessGroup() as group:
-            stage = start(group, arguments)
-            routers = start_routers(group, stage)
-            for sample in measure(
-                stage,
-                routers,
-                tokens=arguments.tokens,
-                rounds=arguments.rounds,
-                seed=arguments.seed,
-            ):
-                samples.append(sample)
-                say(f"  {' '.join(sample.condition):<22}{sample.ttft_s:8.3f} s  {sample.matched}")
+        samples = run(arguments, sizes, _WORK)
     except (ChildFailed, CannotStart, BenchError, NotThere, OSError, ValueError) as error:
-        say(f"\nFailed: {error}\nLogs are in {WORK / 'demo'}.")
+        say(f"\nFailed: {error}\nLogs are in {_WORK}.")
         return 1
     except KeyboardInterrupt:
         say("\nInterrupted; everything that was started has been ended.")
         return 130
+    finally:
+        shutil.rmtree(_WORK / "disk", ignore_errors=True)
     print(table(samples))
     if arguments.json:
-        write_report(arguments.json, report(arguments, samples))
+        write_report(arguments.json, report(arguments, sizes, samples))
     return 0
 
 

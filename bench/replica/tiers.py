@@ -48,6 +48,21 @@ def _opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+def metric(url: str, name: str) -> float:
+    """Return a figure that a server tells on its ``/metrics``, as `total` finds it."""
+    return total(_get_text(f"{url}/metrics"), name)
+
+
+def total(metrics: str, name: str) -> float:
+    """Return the sum of a figure over its labels, of a text in Prometheus' format.
+
+    A name may be given with its labels; it then stands for that one. 0 where there is none.
+    """
+    lines = metrics.splitlines()
+    found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
 def wait_until(what: str, check: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
     """Return when ``check`` says so; raise `NotThere`, naming ``what``, after ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
@@ -123,11 +138,13 @@ class ReplicaTiers:
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
         wait_until(f"{self.name}: no requests", lambda: not any(map(self._count, names)))
 
+    def disk_read_bytes(self) -> int:
+        """Return how much the engine has read from its disk tier since its start."""
+        return int(metric(self.agent_url, 'warmroute_engine_tier_get_bytes_total{tier="disk"}'))
+
     def _count(self, name: str) -> float:
         """Return a figure of vLLM's metrics."""
-        lines = _get_text(f"{self.url}/metrics").splitlines()
-        found = [line for line in lines if line.startswith(name + "{")]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+        return metric(self.url, name)
 
     def leave_on_disk(self, tokens: Sequence[int], *, drop_page_cache: bool = True) -> None:
         """Empty the CPU tier until the prompt's chunks are on disk alone.

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bench.replica.model import LAYERS
+from bench.replica.model import SMALL
 
 
 def windowed(model_dir: Path, target: Path, *, window_tokens: int) -> Path:
@@ -29,7 +29,7 @@ def hybrid(model_dir: Path, target: Path, *, window_tokens: int) -> Path:
     return _variant(
         model_dir,
         target,
-        layer_types=[kinds[layer % 2] for layer in range(LAYERS)],
+        layer_types=[kinds[layer % 2] for layer in range(SMALL.layers)],
         sliding_window=window_tokens,
     )
 

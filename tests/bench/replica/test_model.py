@@ -52,6 +52,18 @@ def test_the_weights_fill_the_file_exactly(made: Path) -> None:
     assert 27_000_000 < parameters < 28_000_000
 
 
+def test_another_shape_is_another_model_in_the_same_form(made: Path, tmp_path: Path) -> None:
+    large = make_model(tmp_path / "large", model.LARGE_KV)
+    config = json.loads((large / "config.json").read_text())
+    assert config["head_dim"] != config["hidden_size"] // config["num_attention_heads"]
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    assert 2 * 2 * config["num_hidden_layers"] * heads == 131_072
+    assert (large / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
+    before = (large / "model.safetensors").read_bytes()[:8]
+    make_model(large)
+    assert (large / "model.safetensors").read_bytes()[:8] != before, "made anew, in its place"
+
+
 def test_the_tokenizer_keeps_every_text_and_knows_the_roles(made: Path) -> None:
     tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == model.VOCAB_SIZE

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.replica.tiers import NotThere, call, common_prefix, forget_pages, wait_until
+from bench.replica.tiers import NotThere, call, common_prefix, forget_pages, total, wait_until
 
 
 def test_waiting_asks_until_it_is_so() -> None:
@@ -37,3 +37,11 @@ def test_forgetting_pages_keeps_the_bytes(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 10_000)
     forget_pages(tmp_path)
     assert path.read_bytes() == b"x" * 10_000
+
+
+def test_a_figure_is_summed_over_its_labels_or_taken_by_them() -> None:
+    text = '# HELP a A.\na{tier="cpu"} 1.5\na{tier="disk"} 2\na_more 7\nb 3e2\n'
+    assert total(text, "a") == 3.5
+    assert total(text, 'a{tier="disk"}') == 2.0
+    assert total(text, "b") == 300.0
+    assert total(text, "c") == 0.0
