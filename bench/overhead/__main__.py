@@ -1,0 +1,166 @@
+"""What a router itself costs, contenders in rotation in one run.
+
+    python -m bench.overhead --json bench/results/overhead.json
+    python -m bench.overhead --quick
+
+Fake replicas answer at once (`bench.overhead.fake`), so what is measured is the
+router: CPU seconds of all its processes, what it adds to latency, requests a
+second, memory of an open stream. Rates and latencies are those of one machine
+that all share, load generator and replicas included: ratios within a run are
+what counts. Everything a contender does in vain shows as CPU, nothing that it
+gains by choosing a replica well shows here at all.
+
+`direct` is no router. `aiohttp-proxy` is the least a proxy in Python does.
+`ours-text` has replicas that tell nothing; `ours-tokens` has replicas whose
+tokens and keys it knows, which publish what they store: with prompts never seen
+its memo misses, in conversations it hits.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from bench.command import positive, write_report
+from bench.overhead import contenders
+from bench.overhead.case import DEFAULT, Case, cases
+from bench.overhead.measure import prepare
+from bench.overhead.report import as_json, case_figures, table
+from bench.overhead.rounds import Results, run_round
+from bench.replay.contenders import peers
+from bench.replica.model import make_model
+from bench.ttft import BenchError, machine
+
+_MODEL: Final = Path.home() / ".cache" / "warmroute-overhead" / "model"
+_EVENTS: Final = 200
+_QUICK_CASES: Final = ("1k-slow", "1k-piece", "conversation-piece")
+_QUICK_SHARE: Final = 4
+_QUICK_STREAMS: Final = 40
+_QUICK_EVENTS: Final = 50
+
+
+def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
+    """Return the cases that are asked for, smaller with ``--quick``."""
+    if not arguments.quick:
+        names = arguments.case or DEFAULT
+        return [each for each in cases(arguments.streams, _EVENTS) if each.name in names]
+    names = arguments.case or _QUICK_CASES
+    return [
+        each if each.holds_streams else replace(each, requests=each.requests // _QUICK_SHARE)
+        for each in cases(_QUICK_STREAMS, _QUICK_EVENTS)
+        if each.name in names
+    ]
+
+
+def run(arguments: argparse.Namespace, command: Sequence[str]) -> None:
+    """Measure, print the tables, write the report; raise `BenchError`."""
+    known = contenders.entries(peers.PeersPython(arguments.peers_python))
+    entries = {name: known[name] for name in arguments.contender}
+    wanted = chosen_cases(arguments)
+    telling = any(each.needs_telling for each in entries.values())
+    tokenizer = arguments.tokenizer or make_model(_MODEL)
+    results = Results()
+    with tempfile.TemporaryDirectory() as made:
+        print("making the prompts", file=sys.stderr)
+        prepared = prepare(Path(made), wanted, tokenizer, telling=telling, seed=arguments.seed)
+        for number in range(1 if arguments.quick else arguments.rounds):
+            run_round(number, entries, wanted, prepared, results, connections=arguments.connections)
+    for each in wanted:
+        print(table(each, case_figures(results, each, list(entries))), end="\n\n")
+    for name, why in results.why_not.items():
+        print(f"{name} was left out: {why}")
+    if arguments.json:
+        write_report(arguments.json, report(command, arguments, results, wanted, list(entries)))
+
+
+def report(
+    command: Sequence[str],
+    arguments: argparse.Namespace,
+    results: Results,
+    wanted: Sequence[Case],
+    names: Sequence[str],
+) -> dict[str, object]:
+    """Return everything measured, ready for JSON."""
+    return {
+        "what": "what a router itself costs before replicas that answer at once",
+        "command": shlex.join(command),
+        "machine": {**machine(), "load_average": os.getloadavg()},
+        "peers": list(peers.PACKAGES),
+        "connections": arguments.connections,
+        "tokenizer": "of bench.replica.model" if arguments.tokenizer is None else "given",
+        "left_out": results.why_not,
+        "cases": as_json(results, wanted, names),
+    }
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    names = [each.name for each in cases(1, 1)]
+    known = list(contenders.entries(peers.PeersPython(None)))
+    parser = argparse.ArgumentParser(
+        prog="bench.overhead", description="Measure what a router itself costs."
+    )
+    parser.add_argument(
+        "--case",
+        nargs="+",
+        choices=names,
+        metavar="NAME",
+        help=f"of {', '.join(names)} (default: {', '.join(DEFAULT)})",
+    )
+    parser.add_argument(
+        "--contender",
+        nargs="+",
+        choices=known,
+        default=contenders.DEFAULT,
+        metavar="NAME",
+        help=f"of {', '.join(known)} (default: {', '.join(contenders.DEFAULT)})",
+    )
+    parser.add_argument("--rounds", type=positive, default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--streams",
+        type=positive,
+        default=200,
+        help="slow ones open at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--connections",
+        type=positive,
+        default=64,
+        help="where requests have no pace (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="of the telling replicas' model (default: a small byte-level BPE, made once)",
+    )
+    parser.add_argument(
+        "--peers-python", type=Path, help="interpreter that has the peers (default: installed)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one small round, to see that all works"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, write the report; return the exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    try:
+        run(_arguments(argv), ["python", "-m", "bench.overhead", *given])
+    except BenchError as error:
+        print(f"bench.overhead: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Who is measured, and how each is started: ours and the peers as their users start them."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.overhead.prompts import MODEL
+from bench.replay.contenders import peers
+from bench.replay.contenders.contender import CannotRun, Contender, Launch, Running, fetch
+from bench.replay.fleet import Fleet, FleetOptions, FleetReplica
+from bench.replica.local import router_command
+from cacheengine.launch import free_ports
+
+DIRECT: Final = "direct"
+BARE_PROXY: Final = "aiohttp-proxy"
+OURS_TEXT: Final = "ours-text"
+OURS_TOKENS: Final = "ours-tokens"
+PEERS: Final = ("sglang-cache-aware", "vllm-round-robin")
+"""The policy that its users have by default, and the one that looks at no prompt."""
+DEFAULT: Final = (DIRECT, BARE_PROXY, *PEERS, OURS_TEXT, OURS_TOKENS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A contender, and the kind of replica it gets."""
+
+    contender: Contender
+    needs_telling: bool = False
+    """Whether its replicas tell their tokenizer, and what they hold by KV events."""
+
+
+def entries(python: peers.PeersPython) -> dict[str, Entry]:
+    """Return everybody who can be measured, by name."""
+    text = Contender(name=OURS_TEXT, launch=_ours(OURS_TEXT, knows_tokens=False))
+    tokens = Contender(name=OURS_TOKENS, launch=_ours(OURS_TOKENS, knows_tokens=True))
+    made = [
+        Entry(contender=Contender(name=DIRECT, launch=None)),
+        Entry(contender=Contender(name=BARE_PROXY, launch=_bare_proxy)),
+        *(Entry(contender=each) for each in peers.contenders(python)),
+        Entry(contender=text),
+        Entry(contender=tokens, needs_telling=True),
+    ]
+    return {each.contender.name: each for each in made}
+
+
+def fleet(replicas: Sequence[Mapping[str, str]], tokenizer: Path) -> Fleet:
+    """Return fake replicas in the form in which contenders are told of theirs."""
+    return Fleet(
+        options=FleetOptions(replicas=len(replicas), speed=1.0),
+        replicas=tuple(
+            FleetReplica(
+                instance_id=f"fake{number}",
+                url=each["url"],
+                agent_url="",
+                kv_events=each.get("kv_events", ""),
+                kv_replay=each.get("kv_replay", ""),
+            )
+            for number, each in enumerate(replicas)
+        ),
+        control_url="",
+        tokenizer=tokenizer,
+        model=MODEL,
+    )
+
+
+def urls(running: Running, to: Fleet) -> tuple[str, ...]:
+    """Return where a contender's clients send their requests."""
+    return (running.url,) if running.url else tuple(each.url for each in to.replicas)
+
+
+def check_knows_tokens(running: Running, body: bytes) -> None:
+    """Raise `CannotRun` unless the router finds a prompt that it was sent by its tokens.
+
+    Without this a router that did not learn how its replicas make their keys
+    would be measured by text, under a wrong name.
+    """
+    told: dict[str, Any] = fetch(f"{running.url}/explain", json.loads(body))
+    matched = max(each["matched_tokens"].get("gpu", 0) for each in told["candidates"])
+    if not told["exact_tokens"] or matched < 0.9 * told["prompt_tokens"]:
+        raise CannotRun(
+            f"of {told['prompt_tokens']} tokens it was sent it knows {matched} "
+            f"(exact: {told['exact_tokens']})"
+        )
+
+
+def _bare_proxy(to: Fleet, directory: Path) -> Launch:
+    (port,) = free_ports(1)
+    replicas = [each.url for each in to.replicas]
+    command = [sys.executable, "-m", "bench.overhead.bare_proxy", "--port", str(port), *replicas]
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        return bool(fetch(f"{url}/v1/models")["data"])
+
+    return Launch(command=command, url=url, is_ready=is_ready)
+
+
+def _ours(name: str, *, knows_tokens: bool) -> Callable[[Fleet, Path], Launch]:
+    def launch(to: Fleet, directory: Path) -> Launch:
+        (port,) = free_ports(1)
+        path = directory / f"{name}.yaml"
+        # All else is left as it is by default: it finds out what its replicas tell.
+        replicas = [{"url": each.url} for each in to.replicas]
+        config = {"port": port, "log_level": "warning", "replicas": replicas}
+        path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+        url = f"http://127.0.0.1:{port}"
+        asked = {"model": MODEL, "messages": [{"role": "user", "content": "Who is there?"}]}
+
+        def is_ready() -> bool:
+            told = fetch(f"{url}/explain", asked)
+            knows_all = len(told["candidates"]) == len(to.replicas)
+            return knows_all and told["exact_tokens"] is knows_tokens
+
+        return Launch(command=router_command(path), url=url, is_ready=is_ready)
+
+    return launch

@@ -1,0 +1,153 @@
+"""Rounds: every contender started anew, every case sent to each of them in rotation."""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from bench.overhead import prompts
+from bench.overhead.case import WARM_UP, Case
+from bench.overhead.contenders import Entry, check_knows_tokens, fleet, urls
+from bench.overhead.figures import Sample
+from bench.overhead.measure import Prepared, Watched, measure
+from bench.replay.contenders.contender import CannotRun, start
+from bench.replay.fleet import Fleet
+from bench.ttft import BenchError
+from router.processes import ChildFailed, ProcessGroup, tail
+
+_REPLICAS: Final = "replicas"
+_READY_S: Final = 60.0
+_GRACE_S: Final = 5.0
+_WARM_UP_AT_ONCE: Final = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """What runs in a round beside the contenders."""
+
+    group: ProcessGroup
+    directory: Path
+    """For logs and configurations."""
+    replicas_pid: int
+    silent: Fleet
+    telling: Fleet | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """One contender that runs."""
+
+    urls: tuple[str, ...]
+    """Where its requests are sent."""
+    watched: Watched
+
+
+@dataclass(kw_only=True)
+class Results:
+    """What has been measured so far, and what could not be."""
+
+    samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
+    """By case, then by contender; one of each round."""
+    why_not: dict[str, str] = field(default_factory=dict)
+    """By contender: why it is not in the comparison."""
+
+    def add(self, case: str, contender: str, one: Sample) -> None:
+        """Keep a sample."""
+        self.samples.setdefault(case, {}).setdefault(contender, []).append(one)
+
+
+def run_round(
+    number: int,
+    entries: Mapping[str, Entry],
+    cases: Sequence[Case],
+    prepared: Prepared,
+    results: Results,
+    *,
+    connections: int,
+) -> None:
+    """Measure every case with every contender once; raise `BenchError`.
+
+    A contender that cannot be started is left out, of the rounds that follow too.
+    """
+    with tempfile.TemporaryDirectory() as made, ProcessGroup(grace_s=_GRACE_S) as group:
+        ground = _ground(group, Path(made), prepared)
+        lanes: dict[str, Lane] = {}
+        for name, entry in entries.items():
+            if name not in results.why_not:
+                try:
+                    lanes[name] = _start(entry, ground, prepared)
+                except CannotRun as error:
+                    results.why_not[name] = str(error)
+        for index, case in enumerate(cases):
+            for name in rotated(list(lanes), number + index):
+                taken = measure(
+                    case,
+                    prepared.bodies[case.name],
+                    lanes[name].urls,
+                    lanes[name].watched,
+                    connections=connections,
+                    number=number,
+                )
+                results.add(case.name, name, taken)
+            print(f"round {number + 1}: {case.name}", file=sys.stderr)
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """Return names in the same circle, beginning with another one."""
+    at = by % len(names) if names else 0
+    return [*names[at:], *names[:at]]
+
+
+def _start(entry: Entry, ground: Ground, prepared: Prepared) -> Lane:
+    """Start a contender and warm it up; raises `CannotRun`."""
+    to = ground.telling if entry.needs_telling else ground.silent
+    assert to is not None
+    running = start(entry.contender, ground.group, to, ground.directory)
+    lane = Lane(
+        urls=urls(running, to), watched=Watched(pid=running.pid, replicas_pid=ground.replicas_pid)
+    )
+    warm = measure(
+        WARM_UP, prepared.warm_up, lane.urls, lane.watched, connections=_WARM_UP_AT_ONCE, number=-1
+    )
+    if warm.first_error is not None:
+        raise CannotRun(f"{warm.errors} of {WARM_UP.requests} failed: {warm.first_error}")
+    if entry.needs_telling:
+        check_knows_tokens(running, prompts.read(prepared.warm_up)[-1][-1])
+    return lane
+
+
+def _ground(group: ProcessGroup, directory: Path, prepared: Prepared) -> Ground:
+    """Start the fake replicas."""
+    command = [sys.executable, "-m", "bench.overhead.fake"]
+    if prepared.known is not None:
+        command += ["--prompts", str(prepared.known), "--tokenizer", str(prepared.tokenizer)]
+    log = directory / f"{_REPLICAS}.log"
+    try:
+        pid = group.start(_REPLICAS, command, None, log)
+        told = _first_line(group, log)
+    except ChildFailed as error:
+        raise BenchError(str(error)) from None
+    return Ground(
+        group=group,
+        directory=directory,
+        replicas_pid=pid,
+        silent=fleet(told["silent"], prepared.tokenizer),
+        telling=fleet(told["telling"], prepared.tokenizer) if told["telling"] else None,
+    )
+
+
+def _first_line(group: ProcessGroup, log: Path) -> dict[str, Any]:
+    """Return what the replicas say of themselves, as soon as they do."""
+    deadline_s = time.monotonic() + _READY_S
+    while time.monotonic() < deadline_s:
+        group.check()
+        line = log.read_text(encoding="utf-8", errors="replace")
+        if line.startswith("{") and line.endswith("\n"):
+            told: dict[str, Any] = json.loads(line)
+            return told
+        time.sleep(0.05)
+    raise BenchError(f"the replicas were not ready within {_READY_S:.0f} s:\n{tail(log)}")
