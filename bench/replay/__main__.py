@@ -16,17 +16,17 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import orjson
 
 from bench.command import positive, write_report
 from bench.replay.bound import REPLICA
 from bench.replay.cases import (
-    GENERATED_REQUESTS,
     MATRICES,
+    REPORTED_REQUESTS,
     TRACE_WORKLOAD,
     WORKLOADS,
     Case,
@@ -35,34 +35,12 @@ from bench.replay.cases import (
 from bench.replay.contenders import ours, peers
 from bench.replay.contenders.contender import Contender
 from bench.replay.fleet import CPU_TOKENS, DISK_TOKENS_PER_S, FleetOptions
-from bench.replay.report import Costly, costliest, costliest_table, table
-from bench.replay.run import Run, run_bound, run_contender
+from bench.replay.report import costliest, costliest_table, table
+from bench.replay.run import CaseResult, run_bound, run_contender
 from bench.ttft import BenchError, machine
-from bench.workloads.session import prompt_tokens, requests
 
 ORACLE: Final = "oracle"
 OURS: Final = "ours-ttft"
-
-
-@dataclass(kw_only=True)
-class CaseResult:
-    """All contenders in one case."""
-
-    case: Case
-    requests: int
-    prompt_tokens: int
-    runs: dict[str, Run] = field(default_factory=dict)
-    costly: list[Costly] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it without the records."""
-        return {
-            "case": asdict(self.case),
-            "requests": self.requests,
-            "prompt_tokens": self.prompt_tokens,
-            "contenders": [asdict(each.figures) for each in self.runs.values()],
-            "costliest": [asdict(each) for each in self.costly],
-        }
 
 
 def contenders(python: peers.PeersPython) -> dict[str, Contender | None]:
@@ -80,16 +58,18 @@ def replay(
 ) -> CaseResult:
     """Run every contender in one case, telling of each as it ends; raise `BenchError`."""
     options = _fleet_options(case, arguments)
-    sessions = case.sessions(options, arguments.trace)
-    result = CaseResult(
-        case=case, requests=requests(sessions), prompt_tokens=prompt_tokens(sessions)
+    traces = {TRACE_WORKLOAD: arguments.trace, "agents": arguments.agents}
+    work = case.work(options, traces.get(case.workload))
+    result = CaseResult(case=case, work=work)
+    print(
+        f"== {case.title}: {work.requests} requests and {work.not_reported} around them",
+        file=sys.stderr,
     )
-    print(f"== {case.title}: {result.requests} requests", file=sys.stderr)
     for name, contender in chosen.items():
         run = (
-            run_bound(sessions, options)
+            run_bound(work, options)
             if contender is None
-            else run_contender(contender, sessions, options, arguments.logs)
+            else run_contender(contender, work, options, arguments.logs)
         )
         result.runs[name] = run
         mean_s = run.figures.ttft_mean_s
@@ -115,7 +95,7 @@ def _fleet_options(case: Case, arguments: argparse.Namespace) -> FleetOptions:
 
 def _show(result: CaseResult, arguments: argparse.Namespace) -> None:
     """Print one case's tables and write its records and plots, as far as they are wanted."""
-    title = f"{result.case.title}: {result.requests} requests"
+    title = f"{result.case.title}: {result.work.requests} requests"
     print(table(title, [each.figures for each in result.runs.values()]))
     if result.costly:
         print(f"\nwhere {OURS} lost most to the {ORACLE}:\n{costliest_table(result.costly)}")
@@ -153,6 +133,7 @@ def report(
             "cpu": CPU_TOKENS,
             "disk": DISK_TOKENS_PER_S,
             "trace": arguments.trace and arguments.trace.name,
+            "agents": arguments.agents and arguments.agents.name,
         },
         "cases": [each.as_json() for each in results],
     }
@@ -167,19 +148,24 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     workload.add_argument(
         "--workload", choices=WORKLOADS, help=f"default: {TRACE_WORKLOAD} with --trace, else rounds"
     )
-    workload.add_argument("--trace", type=Path, metavar="FILE", help="requests in Mooncake's form")
+    workload.add_argument(
+        "--trace", type=Path, metavar="FILE", help="conversation, in Mooncake's form"
+    )
+    workload.add_argument("--agents", type=Path, metavar="FILE", help="agents, in AIPerf's form")
     workload.add_argument(
         "--requests",
         type=positive,
         metavar="N",
-        help=f"the first N (default: all of a trace, {GENERATED_REQUESTS} generated ones)",
+        help=f"report N after the warm-up (default: {REPORTED_REQUESTS}); with --time-scale the "
+        "first N of the trace (default: all)",
     )
     pace = workload.add_mutually_exclusive_group()
     pace.add_argument(
         "--load",
         type=_above_zero,
         default=0.8,
-        help="share of what the fleet prefills, nothing counted as cached (default: %(default)s)",
+        help="prefill that one infinite cache for all would leave, as a share of what the fleet "
+        "prefills (default: %(default)s)",
     )
     pace.add_argument("--time-scale", type=_above_zero, help="factor on the trace's times")
     workload.add_argument(
@@ -264,25 +250,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = {name: known[name] for name in arguments.contender or known}
     if arguments.records:
         arguments.records.unlink(missing_ok=True)
+    command = ["python", "-m", "bench.replay", *(sys.argv[1:] if argv is None else argv)]
     results: list[CaseResult] = []
+    code = 0
     try:
         for case in _cases(arguments):
-            results.append(replay(case, chosen, arguments))
+            # Where one case of a matrix cannot be, the others still can.
+            try:
+                results.append(replay(case, chosen, arguments))
+            except BenchError as error:
+                code = _failed(error)
+                continue
             _show(results[-1], arguments)
             if arguments.out:
-                command = [
-                    "python",
-                    "-m",
-                    "bench.replay",
-                    *(sys.argv[1:] if argv is None else argv),
-                ]
                 write_report(arguments.out, report(command, arguments, results))
     except BenchError as error:
-        print(f"bench.replay: {error}", file=sys.stderr)
-        return 1
+        return _failed(error)
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code
+
+
+def _failed(error: BenchError) -> int:
+    print(f"bench.replay: {error}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

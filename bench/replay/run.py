@@ -5,7 +5,7 @@ import gc
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import uvloop
 from bench.processes import session_usage
 from bench.record import Record, add_truth
 from bench.replay.bound import REPLICA, no_queue
+from bench.replay.cases import Case, Work, machine_of
 from bench.replay.client import Client, Prompts, always, ask_oracle, client_session
 from bench.replay.contenders.contender import CannotRun, Contender, Running, start
 from bench.replay.figures import Figures, figures
 from bench.replay.fleet import Fleet, FleetOptions, running_fleet
-from bench.simulator.model.rates import Rates, Shape
-from bench.workloads.session import Session
+from bench.replay.report import Costly
+from bench.workloads.session import Session, prompt_tokens
 from bench.workloads.texts import Texts
 
 
@@ -32,8 +33,30 @@ class Run:
     records: Sequence[Record] = ()
 
 
+@dataclass(kw_only=True)
+class CaseResult:
+    """All contenders in one case."""
+
+    case: Case
+    work: Work
+    runs: dict[str, Run] = field(default_factory=dict)
+    costly: list[Costly] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it without the records."""
+        return {
+            "case": asdict(self.case),
+            "requests": self.work.requests,
+            "requests_not_reported": self.work.not_reported,
+            "prompt_tokens": prompt_tokens(self.work.sessions),
+            "offered": self.work.summary(),
+            "contenders": [asdict(each.figures) for each in self.runs.values()],
+            "costliest": [asdict(each) for each in self.costly],
+        }
+
+
 def run_contender(
-    contender: Contender, sessions: Sequence[Session], options: FleetOptions, logs: Path | None
+    contender: Contender, work: Work, options: FleetOptions, logs: Path | None
 ) -> Run:
     """Start fleet and contender, send the workload, end both; raise `BenchError` for the fleet.
 
@@ -47,9 +70,10 @@ def run_contender(
             except CannotRun as error:
                 return Run(figures=Figures(contender=contender.name, why_not=str(error)))
             before_s = _cpu_s(running.pid)
-            replay = _replay(contender, running, sessions, fleet)
-            records, truth = uvloop.run(replay)
+            replay = _replay(contender, running, work.sessions, fleet)
+            sent, truth = uvloop.run(replay)
             cpu_s = None if before_s is None else (_cpu_s(running.pid) or before_s) - before_s
+    records = work.measured(sent)
     return Run(
         figures=figures(
             contender.name,
@@ -63,10 +87,10 @@ def run_contender(
     )
 
 
-def run_bound(sessions: Sequence[Session], options: FleetOptions) -> Run:
+def run_bound(work: Work, options: FleetOptions) -> Run:
     """Return what one replica with an infinite cache and no queue would do."""
-    rates = Rates(prefill_tokens_per_s=options.prefill_tokens_per_s)
-    records = no_queue(sessions, rates, Shape(block_tokens=options.block_tokens))
+    machine = machine_of(options)
+    records = work.measured(no_queue(work.sessions, machine.rates, machine.shape))
     found = figures(REPLICA, records, replicas=1, fleet_tokens_per_s=options.fleet_tokens_per_s)
     return Run(figures=found, records=records)
 

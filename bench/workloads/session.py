@@ -53,6 +53,11 @@ class Session:
         return total
 
     @property
+    def longest_tokens(self) -> int:
+        """Tokens of its last prompt and the answer to it."""
+        return sum(turn.tokens + turn.output_tokens for turn in self.turns)
+
+    @property
     def pauses_s(self) -> float:
         """All its pauses together."""
         return sum(turn.pause_s for turn in self.turns[1:])
@@ -76,16 +81,9 @@ def with_starts(sessions: Sequence[Session], starts_s: Sequence[float]) -> list[
     return sorted(moved, key=lambda each: each.start_s)
 
 
-def spread(
-    sessions: Sequence[Session], shares: Sequence[float], *, tokens_per_s: float
-) -> list[Session]:
-    """Start sessions so that all prompts together come at a rate of ``tokens_per_s``.
-
-    ``shares`` places each start in the time that leaves (0: at once, 1: last).
-    The pauses are the users' own and stay; a session that begins last still
-    needs them, so starts end by the mean length of a session before the end.
-    """
-    whole_s = prompt_tokens(sessions) / tokens_per_s
-    mean_pauses_s = sum(each.pauses_s for each in sessions) / len(sessions)
-    within_s = max(whole_s - mean_pauses_s, whole_s / 4)
-    return with_starts(sessions, [share * within_s for share in shares])
+def stretched(session: Session, factor: float) -> Session:
+    """Return the session with all its pauses multiplied by a factor."""
+    if factor == 1.0:
+        return session
+    turns = tuple(replace(each, pause_s=each.pause_s * factor) for each in session.turns)
+    return replace(session, turns=turns)

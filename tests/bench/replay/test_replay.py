@@ -12,12 +12,21 @@ from bench.replay.fleet import FleetOptions
 from bench.ttft import BenchError
 
 
+def chat(turn: int) -> dict[str, object]:
+    """One of three chats in turn, each longer than before."""
+    ids = [1000 * (turn % 3) + block for block in range(2 * (turn // 3) + 2)]
+    tokens = 512 * len(ids)
+    return {"timestamp": 2000 * turn, "input_length": tokens, "output_length": 4, "hash_ids": ids}
+
+
 def test_contenders_are_compared_and_everything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, records = tmp_path / "replay.json", tmp_path / "records.jsonl"
     contenders = ["ours-ttft", "ours-round-robin", "oracle", "no-queue"]
-    small = ["--workload", "rounds", "--requests", "12", "--replicas", "2", "--speed", "20"]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f"{json.dumps(chat(turn))}\n" for turn in range(12)))
+    small = ["--trace", str(trace), "--time-scale", "1", "--replicas", "2", "--speed", "20"]
     written = ["--out", str(out), "--records", str(records), "--plots", str(tmp_path / "plots")]
     assert main([*small, *written, "--contender", *contenders, "--costliest", "2"]) == 0
     (case,) = json.loads(out.read_text())["cases"]
@@ -54,14 +63,32 @@ def test_the_oracle_sees_what_it_has_just_decided(tmp_path: Path) -> None:
     assert (oracle["errors"], oracle["balance"]) == (0, 1.0)
 
 
-def test_a_conversation_needs_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--workload", "conversation"]) == 1
-    assert "--trace" in capsys.readouterr().err
+def test_a_labelled_load_is_reported_with_what_was_measured(tmp_path: Path) -> None:
+    """The bound needs no fleet: the case is made and answered at once."""
+    out = tmp_path / "replay.json"
+    small = ["--workload", "unique", "--requests", "50", "--replicas", "2", "--load", "0.5"]
+    assert main([*small, "--contender", "no-queue", "--out", str(out)]) == 0
+    (case,) = json.loads(out.read_text())["cases"]
+    assert case["offered"]["real_load"] == pytest.approx(0.5, rel=0.03)
+    assert (case["requests"], case["contenders"][0]["requests"]) == (50, 50)
+    assert case["requests_not_reported"] >= 50
+
+
+def test_of_a_matrix_the_impossible_cases_are_told_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Agents at 80% need more KV memory than these replicas have; single prompts do not."""
+    cases = tuple(Case(workload=each, requests=1000) for each in ("agents", "unique"))
+    monkeypatch.setitem(MATRICES, "workloads", cases)
+    assert main(["--matrix", "workloads", "--contender", "no-queue"]) == 1
+    told = capsys.readouterr()
+    assert "agents at load 0.8 is not bound by prefill: kv_memory" in told.err
+    assert "unique, scarce cpu, fast disk, load 0.8: 1000 requests" in told.out
 
 
 def test_a_time_scale_is_for_traces() -> None:
     with pytest.raises(BenchError, match="--time-scale"):
-        Case(workload="unique", time_scale=0.8).sessions(FleetOptions(), None)
+        Case(workload="unique", time_scale=0.8).work(FleetOptions(), None)
 
 
 def test_matrices_name_known_cases_with_titles_of_their_own() -> None:
@@ -86,7 +113,7 @@ def test_a_matrix_can_be_cut_to_one_workload() -> None:
 def test_the_peers_serve_every_request(tmp_path: Path) -> None:
     out = tmp_path / "replay.json"
     names = [each.name for each in peers.contenders(peers.PeersPython(None))]
-    small = ["--workload", "rounds", "--requests", "8", "--replicas", "2", "--speed", "20"]
+    small = ["--workload", "unique", "--requests", "8", "--replicas", "2", "--speed", "20"]
     assert main([*small, "--contender", *names, "--out", str(out)]) == 0
     (case,) = json.loads(out.read_text())["cases"]
     told = {each["contender"]: (each["why_not"], each["errors"]) for each in case["contenders"]}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.record import Record, add_truth
-from bench.replay.bound import SeenPrompts, no_queue
+from bench.replay.bound import no_queue
 from bench.replay.figures import Figures, figures
 from bench.replay.plots import waiting_tokens, write_plots
 from bench.replay.report import costliest, costliest_table, table
@@ -100,17 +100,6 @@ def test_the_truth_finds_its_record_by_the_answers_id() -> None:
     assert (record_.instance_id, record_.prompt_tokens) == ("r7", 900)
     assert record_.cached_tokens == {"gpu": 64, "cpu": 0, "disk": 0}
     assert record_.replica_ttft_s == 2.0
-
-
-def test_seen_prompts_match_up_to_the_first_difference() -> None:
-    seen = SeenPrompts()
-    assert seen.add([Span(1, 512), Span(2, 100)]) == 0
-    assert seen.add([Span(1, 512), Span(2, 40)]) == 552
-    assert seen.add([Span(1, 512), Span(2, 300)]) == 612
-    assert seen.add([Span(1, 512), Span(3, 10), Span(2, 300)]) == 512
-    assert seen.add([Span(2, 300)]) == 0
-    # The beginning of a text, then another one.
-    assert seen.add([Span(1, 200), Span(9, 10)]) == 200
 
 
 def test_the_bound_computes_what_was_never_sent() -> None:
