@@ -22,7 +22,7 @@ class Record:
     ttft_s: float | None = None
     """From sending it to the first bytes of the answer's stream; None: there were none.
 
-    Of an answer that is not streamed: to its first token, as the fleet tells.
+    Of an answer that is not streamed: to its first token, as the fleet tells (`add_truth`).
     """
     total_s: float | None = None
     streamed: bool = True
@@ -44,6 +44,13 @@ class Record:
     """The three by the fleet's clock, which is not the replay's."""
     first_token_s: float | None = None
     finished_s: float | None = None
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Mean time between two tokens of a whole answer; None where it has but one."""
+        if not self.ok or self.ttft_s is None or self.total_s is None or self.output_tokens < 2:
+            return None
+        return (self.total_s - self.ttft_s) / (self.output_tokens - 1)
 
     @property
     def ok(self) -> bool:
@@ -76,6 +83,9 @@ def add_truth(records: Iterable[Record], told: Iterable[Mapping[str, Any]]) -> N
         record.arrived_s = each["arrived_s"]
         record.first_token_s = each["first_token_s"]
         record.finished_s = each["finished_s"]
+        if not record.streamed and record.ok and record.total_s is not None:
+            # The client saw all of it at once: what came after the first token was decoding.
+            record.ttft_s = max(0.0, record.total_s - (each["finished_s"] - each["first_token_s"]))
 
 
 def _bare(request_id: str) -> str:

@@ -8,6 +8,7 @@ after the answer and a pause.
 """
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from bench.simulator.api.vocabulary import tokens_of
 from bench.workloads.session import Session, Span, Turn
 from bench.workloads.texts import Texts, as_numbers
 
-SESSION_HEADER: Final = "x-session-id"
 PREFIX: Final = "x-warmroute-"
 
 _TIMEOUT_S: Final = 600.0
@@ -71,6 +71,8 @@ def ask_oracle(http: aiohttp.ClientSession, control_url: str) -> Choose:
     return choose
 
 
+_STREAMED: Final = b'"stream":true,"stream_options":{"include_usage":true}}'
+_WHOLE: Final = b'"stream":false}'
 _JSON: Final = {"Content-Type": "application/json"}
 
 
@@ -95,15 +97,15 @@ class Prompts:
         """Return the same of an answer."""
         return answer.strip().encode(), as_numbers(tokens_of(answer))
 
-    def body(self, prompt: tuple[bytes, bytes], output_tokens: int) -> bytes:
-        """Return a request's body."""
+    def body(self, prompt: tuple[bytes, bytes], turn: Turn) -> bytes:
+        """Return the body of a turn's request."""
         text, numbers = prompt
         shown = b"[" + numbers + b"]" if self.sends_token_ids else b'"' + text + b'"'
         return (
             b'{"model":"%s","prompt":' % self.model.encode()
             + shown
-            + b',"max_tokens":%d,"ignore_eos":true,"temperature":0,"stream":true,' % output_tokens
-            + b'"stream_options":{"include_usage":true}}'
+            + b',"max_tokens":%d,"ignore_eos":true,"temperature":0,' % turn.output_tokens
+            + (_STREAMED if turn.streamed else _WHOLE)
         )
 
 
@@ -113,6 +115,16 @@ def joined(one: tuple[bytes, bytes], other: tuple[bytes, bytes]) -> tuple[bytes,
         b" ".join(part for part in (one[0], other[0]) if part),
         b",".join(part for part in (one[1], other[1]) if part),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Telling:
+    """How a contender is told of sessions."""
+
+    header: str = "x-session-id"
+    """Names a request's session."""
+    finish_url: str | None = None
+    """Where the end of one is told; None: nowhere."""
 
 
 class Client:
@@ -125,11 +137,13 @@ class Client:
         choose: Choose,
         *,
         speed: float,
+        telling: Telling | None = None,
     ) -> None:
         self._http = http
         self._prompts = prompts
         self._choose = choose
         self._speed = speed
+        self._telling = telling or Telling()
         self._clock = asyncio.get_running_loop().time
         self._began_s = 0.0
         self.records: list[Record] = []
@@ -141,13 +155,26 @@ class Client:
         async with asyncio.TaskGroup() as running:
             for session in sessions:
                 first = self._prompts.of_spans(session.turns[0].spans)
-                body = self._prompts.body(first, session.turns[0].output_tokens)
+                body = self._prompts.body(first, session.turns[0])
                 await self._sleep_until(session.start_s)
                 running.create_task(self._session(session, number, first, body))
                 number += len(session.turns)
         return sorted(self.records, key=lambda each: each.number)
 
     async def _session(
+        self, session: Session, number: int, prompt: tuple[bytes, bytes], body: bytes
+    ) -> None:
+        await self._turns(session, number, prompt, body)
+        if session.name is not None and self._telling.finish_url is not None:
+            await self._tell_end(session.name, self._telling.finish_url)
+
+    async def _tell_end(self, session: str, url: str) -> None:
+        # Told as a courtesy: what becomes of it shows in the answers to other sessions.
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with self._http.post(url, params={"session_id": session}) as answer:
+                await answer.read()
+
+    async def _turns(
         self, session: Session, number: int, prompt: tuple[bytes, bytes], body: bytes
     ) -> None:
         """Send a session's turns, each after the answer before; stop at the first that fails."""
@@ -160,6 +187,8 @@ class Client:
                 turn=index,
                 prompt_tokens=tokens,
                 due_s=due_s,
+                streamed=turn.streamed,
+                output_tokens=turn.output_tokens,
             )
             self.records.append(record)
             answer = await self._send(record, prompt[1], body)
@@ -169,7 +198,7 @@ class Client:
             due_s = self._now_s() + upcoming.pause_s
             said = self._prompts.of_answer(_text_of(answer))
             prompt = joined(joined(prompt, self._kept(said)), self._spans(upcoming))
-            body = self._prompts.body(prompt, upcoming.output_tokens)
+            body = self._prompts.body(prompt, upcoming)
             tokens += turn.output_tokens + upcoming.tokens
             await self._sleep_until(due_s)
 
@@ -185,10 +214,10 @@ class Client:
         )
 
     async def _send(self, record: Record, numbers: bytes, body: bytes) -> bytes:
-        """Send a request and fill in its record; return the answer's stream."""
+        """Send a request and fill in its record; return the answer's body."""
         headers = dict(_JSON)
         if record.session is not None:
-            headers[SESSION_HEADER] = record.session
+            headers[self._telling.header] = record.session
         began_s = self._now_s()
         record.sent_s = began_s
         parts: list[bytes] = []
@@ -217,12 +246,13 @@ class Client:
         return b"".join(parts)
 
     def _check(self, record: Record, status: int, parts: list[bytes]) -> None:
-        stream = b"".join(parts)
+        body = b"".join(parts)
+        record.status = status
         if status != 200:
-            record.error = f"{status}: {stream[:_ERROR_CHARS].decode(errors='replace')}"
-        elif _END not in stream[-64:]:
+            record.error = f"{status}: {body[:_ERROR_CHARS].decode(errors='replace')}"
+        elif not (_END in body[-64:] if record.streamed else body.endswith(b"}")):
             record.error = "the answer broke off"
-        found = _ID.search(stream, 0, 1000)
+        found = _ID.search(body, 0, 1000)
         record.answer_id = found.group(1).decode() if found else None
 
     def _now_s(self) -> float:
@@ -248,12 +278,11 @@ def _note_headers(record: Record, answer: aiohttp.ClientResponse) -> None:
             record.headers[lower.removeprefix(PREFIX)] = value
 
 
-def _text_of(stream: bytes) -> str:
-    """Return the text of an answer's stream."""
+def _text_of(body: bytes) -> str:
+    """Return the text of an answer, streamed or whole."""
+    events = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: {")]
     pieces = []
-    for line in stream.split(b"\n"):
-        if not line.startswith(b"data: {"):
-            continue
-        chunk: dict[str, Any] = orjson.loads(line[6:])
-        pieces += [choice.get("text", "") for choice in chunk.get("choices") or []]
+    for each in events or [body]:
+        told: dict[str, Any] = orjson.loads(each)
+        pieces += [choice.get("text", "") for choice in told.get("choices") or []]
     return "".join(pieces)

@@ -14,6 +14,7 @@ from router.policy import Reason
 KV_BYTES_PER_TOKEN: Final = 100_000
 """The simulated chunks hold few bytes; what moves is told as if a token's KV were so large."""
 
+_TOO_MANY: Final = 429
 _COUNT: Final = re.compile(r"(\w+)=(\d+)")
 
 
@@ -26,6 +27,9 @@ class Figures:
     """Why it did not run; then nothing else is told."""
     requests: int = 0
     errors: int = 0
+    """Requests without a whole answer, those refused among them."""
+    refused: int = 0
+    """Requests that were answered with 429."""
     first_error: str | None = None
     ttft_mean_s: float | None = None
     ttft_p50_s: float | None = None
@@ -33,6 +37,12 @@ class Figures:
     ttft_p99_s: float | None = None
     replica_ttft_mean_s: float | None = None
     """The part of it at the replica; the rest are the router, the client and the way."""
+    latency_p50_s: float | None = None
+    """To the end of the answer."""
+    latency_p90_s: float | None = None
+    per_token_p50_s: float | None = None
+    """Time per output token after the first, each answer's mean."""
+    per_token_p90_s: float | None = None
     hit_gpu: float | None = None
     """Share of all prompt tokens that were found there."""
     hit_cpu: float | None = None
@@ -69,6 +79,8 @@ def figures(
     """Return the figures of a run; ``truth`` is what the fleet tells of each replica at its end."""
     done = [each for each in records if each.ok]
     ttfts = [each.ttft_s for each in done if each.ttft_s is not None]
+    latencies = [each.total_s for each in done if each.total_s is not None]
+    per_token = [each.per_token_s for each in done if each.per_token_s is not None]
     known = [each for each in done if each.cached_tokens]
     prompt_tokens = sum(each.prompt_tokens for each in known)
     hits = {tier: sum(each.cached_tokens[tier] for each in known) for tier in TIERS}
@@ -82,12 +94,17 @@ def figures(
         contender=contender,
         requests=len(records),
         errors=len(records) - len(done),
+        refused=sum(each.status == _TOO_MANY for each in records),
         first_error=next((each.error for each in records if not each.ok), None),
         ttft_mean_s=statistics.fmean(ttfts) if ttfts else None,
-        ttft_p50_s=percentile(ttfts, 0.5) if ttfts else None,
-        ttft_p90_s=percentile(ttfts, 0.9) if ttfts else None,
-        ttft_p99_s=percentile(ttfts, 0.99) if ttfts else None,
+        ttft_p50_s=_at(0.5, ttfts),
+        ttft_p90_s=_at(0.9, ttfts),
+        ttft_p99_s=_at(0.99, ttfts),
         replica_ttft_mean_s=statistics.fmean(at_replica) if at_replica else None,
+        latency_p50_s=_at(0.5, latencies),
+        latency_p90_s=_at(0.9, latencies),
+        per_token_p50_s=_at(0.5, per_token),
+        per_token_p90_s=_at(0.9, per_token),
         hit_gpu=_share(hits["gpu"], prompt_tokens),
         hit_cpu=_share(hits["cpu"], prompt_tokens),
         hit_disk=_share(hits["disk"], prompt_tokens),
@@ -99,11 +116,13 @@ def figures(
         balance=_balance(known, replicas),
         requests_per_s=_share(len(done), length_s - first_s),
         router_cpu_s=router_cpu_s,
-        lag_p99_s=percentile([each.sent_s - each.due_s for each in records], 0.99)
-        if records
-        else None,
+        lag_p99_s=_at(0.99, [each.sent_s - each.due_s for each in records]),
         load=_share(offered / fleet_tokens_per_s, sending_s - first_s),
     )
+
+
+def _at(fraction: float, values: Sequence[float]) -> float | None:
+    return percentile(values, fraction) if values else None
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -16,7 +16,7 @@ from bench.processes import session_usage
 from bench.record import Record, add_truth
 from bench.replay.bound import REPLICA, no_queue
 from bench.replay.cases import Case, Work, machine_of
-from bench.replay.client import Client, Prompts, always, ask_oracle, client_session
+from bench.replay.client import Client, Prompts, Telling, always, ask_oracle, client_session
 from bench.replay.contenders.contender import CannotRun, Contender, Running, start
 from bench.replay.figures import Figures, figures
 from bench.replay.fleet import Fleet, FleetOptions, running_fleet
@@ -107,8 +107,11 @@ async def _replay(
             sends_token_ids=contender.sends_token_ids,
             needs_token_ids=running.url is None,
         )
+        client = Client(
+            http, prompts, choose, speed=fleet.speed, telling=_telling(contender, running)
+        )
         with _without_garbage_collection():
-            records = await Client(http, prompts, choose, speed=fleet.speed).run(sessions)
+            records = await client.run(sessions)
         # The fleet writes its log when a request is over there, a moment after the client.
         await asyncio.sleep(0.2)
         truth, log = [
@@ -117,6 +120,12 @@ async def _replay(
         ]
     add_truth(records, log)
     return records, truth
+
+
+def _telling(contender: Contender, running: Running) -> Telling:
+    path = contender.finish_path
+    url = None if path is None or running.url is None else running.url + path
+    return Telling(header=contender.session_header, finish_url=url)
 
 
 @contextmanager

@@ -44,6 +44,10 @@ class Contender:
     """
     sends_token_ids: bool = False
     """Whether its prompts are token ids: else they are text."""
+    session_header: str = "x-session-id"
+    """In which it wants its clients to name their session."""
+    finish_path: str | None = None
+    """Where its clients tell the end of a session; None: it need not know."""
 
 
 @dataclass(frozen=True, kw_only=True)

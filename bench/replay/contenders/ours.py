@@ -9,7 +9,13 @@ from bench.replay.contenders.contender import Contender, Launch, fetch
 from bench.replay.fleet import Fleet
 from bench.replica.local import router_command
 from cacheengine.launch import free_ports
-from router.config import AdmissionConfig, IndexConfig, PrefetchConfig, SessionConfig
+from router.config import (
+    AdmissionConfig,
+    IndexConfig,
+    PrefetchConfig,
+    RatesConfig,
+    SessionConfig,
+)
 
 _TIMED: Final = {
     "prefetch": PrefetchConfig(),
@@ -23,10 +29,11 @@ POLICIES: Final = ("ttft", "longest-prefix", "session", "least-loaded", "round-r
 
 
 def contenders() -> list[Contender]:
-    """Return ours with each policy, and the default one without prefetch."""
+    """Return ours with each policy, and the default one with a thing less or more."""
     made = [_ours(f"ours-{policy}", policy=policy) for policy in POLICIES]
     without = _ours("ours-ttft-no-prefetch", policy="ttft", prefetch={"enabled": False})
-    return [made[0], without, *made[1:]]
+    told = _ours("ours-true-rates", true_rates=True)
+    return [made[0], without, told, *made[1:]]
 
 
 def config(fleet: Fleet, port: int, chunk_token_bytes: float, **settings: Any) -> dict[str, Any]:
@@ -34,9 +41,9 @@ def config(fleet: Fleet, port: int, chunk_token_bytes: float, **settings: Any) -
 
     The model's time runs faster than the router's clock, so the times of the
     configuration are the defaults divided by the speed, and the rates to start
-    from are the fleet's times the speed, as an operator would measure them.
+    from are the defaults times the speed.
     """
-    speed, options = fleet.speed, fleet.options
+    speed = fleet.speed
     made: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": port,
@@ -46,13 +53,7 @@ def config(fleet: Fleet, port: int, chunk_token_bytes: float, **settings: Any) -
             {"url": each.url, "agent_url": each.agent_url, "instance_id": each.instance_id}
             for each in fleet.replicas
         ],
-        "rates": {
-            "prefill_tokens_per_s": options.prefill_tokens_per_s * speed,
-            "kv_bytes_per_token": chunk_token_bytes,
-            "cpu_load_bytes_per_s": options.load_tokens_per_s * chunk_token_bytes * speed,
-            "disk_bytes_per_s": options.disk_tokens_per_s * chunk_token_bytes * speed,
-            "peer_bytes_per_s": options.peer_tokens_per_s * chunk_token_bytes * speed,
-        },
+        "rates": _default_rates(chunk_token_bytes, speed),
         **{name: _faster(section, speed) for name, section in _TIMED.items()},
     }
     for key, value in settings.items():
@@ -60,19 +61,47 @@ def config(fleet: Fleet, port: int, chunk_token_bytes: float, **settings: Any) -
     return made
 
 
+def _default_rates(chunk_token_bytes: float, speed: float) -> dict[str, float]:
+    """Return the rates that nobody measured, as fast in tokens as they are by default.
+
+    A simulated token's KV has few bytes: as many tokens a second are fewer bytes.
+    """
+    default = RatesConfig()
+    in_tokens = chunk_token_bytes / default.kv_bytes_per_token
+    rates = {
+        name: rate * speed * (in_tokens if "bytes" in name else 1.0)
+        for name, rate in asdict(default).items()
+        if name.endswith("_per_s")
+    }
+    return rates | {"kv_bytes_per_token": chunk_token_bytes}
+
+
+def measured_rates(fleet: Fleet, chunk_token_bytes: float) -> dict[str, float]:
+    """Return the fleet's own rates by the router's clock, as an operator would measure them."""
+    speed, options = fleet.speed, fleet.options
+    per_token = chunk_token_bytes * speed
+    return {
+        "prefill_tokens_per_s": options.prefill_tokens_per_s * speed,
+        "cpu_load_bytes_per_s": options.load_tokens_per_s * per_token,
+        "disk_bytes_per_s": options.disk_tokens_per_s * per_token,
+        "peer_bytes_per_s": options.peer_tokens_per_s * per_token,
+    }
+
+
 def _faster(section: Any, speed: float) -> dict[str, float]:
     """Return a section's default times, divided by the speed."""
     return {name: value / speed for name, value in asdict(section).items() if name.endswith("_s")}
 
 
-def _ours(name: str, **settings: Any) -> Contender:
+def _ours(name: str, *, true_rates: bool = False, **settings: Any) -> Contender:
     def launch(fleet: Fleet, directory: Path) -> Launch:
         info = fetch(f"{fleet.replicas[0].agent_url}/info")
         (port,) = free_ports(1)
         path = directory / f"{name}.yaml"
         # JSON is YAML.
         chunk_token_bytes = info["chunk_bytes"] / info["chunk_tokens"]
-        made = config(fleet, port, chunk_token_bytes, **settings)
+        rates = {"rates": measured_rates(fleet, chunk_token_bytes)} if true_rates else {}
+        made = config(fleet, port, chunk_token_bytes, **settings, **rates)
         path.write_text(json.dumps(made, indent=2), encoding="utf-8")
         url = f"http://127.0.0.1:{port}"
         return Launch(

@@ -16,8 +16,18 @@ PACKAGES: Final = ("sglang-router==0.3.2", "vllm-router==0.1.17")
 NEEDS: Final = ("setproctitle", "fastapi", "uvicorn", "requests", "aiohttp", "orjson")
 DEFAULT_DIRECTORY: Final = Path.home() / ".cache" / "warmroute-peers"
 
-_TREE_EVICTION_S: Final = 120
-"""The two routers' own default of the time between cuts of their prefix trees."""
+_VLLM: Final = ("-m", "vllm_router.launch_router", "--log-level", "warning")
+_SGLANG: Final = ("-m", "sglang_router", "launch", "--log-level", "warn")
+_VLLM_EVICTION_S: Final = 120
+_SGLANG_EVICTION_S: Final = 60
+"""Each router's own default of the time between cuts of its prefix trees."""
+_RECOMMENDED: Final = (
+    *("--cache-threshold", "0.5"),
+    *("--balance-abs-threshold", "32", "--balance-rel-threshold", "1.1"),
+)
+"""What vllm-router's documentation of its policies starts cache_aware with."""
+_SESSION_TTL_S: Final = 600
+"""How long kv_aware keeps to a session's replica; its documentation names no time."""
 
 
 class PeersPython:
@@ -43,48 +53,50 @@ class PeersPython:
 def contenders(python: PeersPython) -> list[Contender]:
     """Return the peers with the policies that are compared."""
 
-    def sglang(fleet: Fleet, directory: Path) -> Launch:
-        (port,) = free_ports(1)
-        command = [str(python.path()), "-m", "sglang_router", "launch", *_common(fleet, port)]
-        command += ["--policy", "cache_aware", "--log-level", "warn"]
-        return _launch(command, port, fleet)
-
-    def vllm(policy: str, *, with_events: bool = False, sends_token_ids: bool = False) -> Contender:
+    def sglang(policy: str, *options: str, session_header: str = "x-session-id") -> Contender:
         def launch(fleet: Fleet, directory: Path) -> Launch:
-            (port,) = free_ports(1)
-            command = [str(python.path()), "-m", "vllm_router.launch_router", *_common(fleet, port)]
-            command += ["--policy", policy, "--log-level", "warning"]
-            command += _events(fleet) if with_events else []
-            return _launch(command, port, fleet)
+            command = [str(python.path()), *_SGLANG, "--policy", policy, *options]
+            return _launch(command, fleet, _SGLANG_EVICTION_S)
+
+        # It refuses token ids, and knows prompts by their characters.
+        name = f"sglang-{policy.replace('_', '-')}"
+        return Contender(name=name, launch=launch, session_header=session_header)
+
+    def vllm(policy: str, *options: str, finish_path: str | None = None) -> Contender:
+        def launch(fleet: Fleet, directory: Path) -> Launch:
+            command = [str(python.path()), *_VLLM, "--policy", policy, *options]
+            return _launch(command, fleet, _VLLM_EVICTION_S)
 
         name = f"vllm-{policy.replace('_', '-')}"
-        return Contender(name=name, launch=launch, sends_token_ids=sends_token_ids)
+        return Contender(
+            name=name,
+            launch=launch,
+            # Where it knows prompts by their tokens it first asks a replica for those of a text.
+            sends_token_ids=policy == "cache_aware",
+            finish_path=finish_path,
+        )
+
+    def kv_aware(name: str, *, keeps_sessions: bool) -> Contender:
+        def launch(fleet: Fleet, directory: Path) -> Launch:
+            command = [str(python.path()), *_VLLM, "--policy", "kv_aware", *_events(fleet)]
+            if keeps_sessions:
+                ttl_s = max(1, round(_SESSION_TTL_S / fleet.speed))
+                command += ["--kv-aware-session-affinity-ttl-secs", str(ttl_s)]
+            return _launch(command, fleet, _VLLM_EVICTION_S)
+
+        return Contender(name=name, launch=launch, sends_token_ids=True)
 
     return [
-        # It refuses token ids, and knows prompts by their characters.
-        Contender(name="sglang-cache-aware", launch=sglang),
-        # It knows prompts by their tokens: for a text it first asks a replica.
-        vllm("cache_aware", sends_token_ids=True),
-        vllm("kv_aware", with_events=True, sends_token_ids=True),
+        sglang("cache_aware"),
+        sglang("power_of_two"),
+        sglang("manual", "--assignment-mode", "min_group", session_header="x-smg-routing-key"),
+        vllm("cache_aware", *_RECOMMENDED),
+        kv_aware("vllm-kv-aware", keeps_sessions=False),
+        kv_aware("vllm-kv-aware-sessions", keeps_sessions=True),
+        vllm("power_of_two"),
         vllm("consistent_hash"),
+        vllm("sticky_least_loaded", finish_path="/finish_session"),
         vllm("round_robin"),
-    ]
-
-
-def _common(fleet: Fleet, port: int) -> list[str]:
-    """Return what both routers call by the same names.
-
-    Their one time that matters, between cuts of the prefix tree, is divided by
-    the fleet's speed, as ours are.
-    """
-    urls = [each.url for each in fleet.replicas]
-    eviction_s = max(1, round(_TREE_EVICTION_S / fleet.speed))
-    return [
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *("--worker-urls", *urls),
-        *("--prometheus-port", *map(str, free_ports(1))),
-        *("--eviction-interval-secs", str(eviction_s)),
-        *("--worker-startup-check-interval", "1"),
     ]
 
 
@@ -98,7 +110,21 @@ def _events(fleet: Fleet) -> list[str]:
     return options
 
 
-def _launch(command: list[str], port: int, fleet: Fleet) -> Launch:
+def _launch(command: list[str], fleet: Fleet, eviction_s: float) -> Launch:
+    """Add what both routers call by the same names.
+
+    Their one time that matters, between cuts of the prefix tree, is divided by
+    the fleet's speed, as ours are. The interval of checks is also that at which
+    power_of_two asks for loads.
+    """
+    port, metrics_port = free_ports(2)
+    command = [
+        *command,
+        *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)),
+        *("--worker-urls", *(each.url for each in fleet.replicas)),
+        *("--eviction-interval-secs", str(max(1, round(eviction_s / fleet.speed)))),
+        *("--worker-startup-check-interval", "1"),
+    ]
     url = f"http://127.0.0.1:{port}"
 
     def is_ready() -> bool:

@@ -53,6 +53,39 @@ def test_errors_count_and_leave_the_other_figures_alone() -> None:
     assert (told.errors, told.ttft_mean_s, told.hit_gpu) == (1, 1.0, 0.2)
 
 
+def test_refused_requests_are_errors_and_told_apart() -> None:
+    def failed(number: int, status: int | None) -> Record:
+        return record(number, status=status, error="no", cached_tokens={})
+
+    told = summary([record(0, status=200), failed(1, 429), failed(2, 503), failed(3, None)])
+    assert (told.errors, told.refused) == (3, 1)
+
+
+def test_latency_and_time_per_token() -> None:
+    """Answers of 11 tokens, the first after one second: ten more in 1 and in 3 seconds."""
+    records = [record(0, output_tokens=11), record(1, output_tokens=11, total_s=4.0)]
+    told = summary([*records, record(2, output_tokens=1, total_s=1.0)])
+    assert (told.latency_p50_s, told.latency_p90_s) == (2.0, 4.0)
+    assert told.per_token_p50_s == pytest.approx(0.1)
+    assert told.per_token_p90_s == pytest.approx(0.3)
+
+
+def test_the_first_token_of_a_whole_answer_is_the_fleets() -> None:
+    """The client has all of it after 9 seconds; the replica decoded for the last 5 of them."""
+    whole = record(0, ttft_s=9.0, total_s=9.0, streamed=False)
+    failed = record(1, ttft_s=9.0, total_s=9.0, streamed=False, error="cut")
+    told = {
+        "instance_id": "r7",
+        "arrived_s": 101.0,
+        "first_token_s": 103.0,
+        "finished_s": 108.0,
+        "prompt_tokens": 900,
+        "cached_tokens": {},
+    }
+    add_truth([whole, failed], [told | {"request_id": "0"}, told | {"request_id": "1"}])
+    assert (whole.ttft_s, failed.ttft_s) == (4.0, 9.0)
+
+
 def test_nothing_answered_is_told_without_figures() -> None:
     told = summary([])
     assert (told.ttft_mean_s, told.balance, told.requests_per_s) == (None, None, None)
