@@ -81,16 +81,16 @@ def cases(streams: int, events: int) -> list[Case]:
         slow("conversation", streams, events),
         Case(prompt="1k", answer="whole", requests=800),
         Case(prompt="1k", answer="piece", requests=800),
-        Case(prompt="16k", answer="whole", requests=240),
-        Case(prompt="16k", answer="piece", requests=240),
-        Case(prompt="64k", answer="whole", requests=64),
-        Case(prompt="64k", answer="piece", requests=64),
+        Case(prompt="16k", answer="whole", requests=160),
+        Case(prompt="16k", answer="piece", requests=160),
+        Case(prompt="64k", answer="whole", requests=48),
+        Case(prompt="64k", answer="piece", requests=48),
         Case(prompt="conversation", answer="whole", requests=32 * 32),
         Case(prompt="conversation", answer="piece", requests=32 * 32),
         Case(prompt="1k", answer="piece", requests=150, rate_per_s=100),
-        Case(prompt="16k", answer="piece", requests=75, rate_per_s=50),
-        Case(prompt="64k", answer="piece", requests=20, rate_per_s=10),
-        Case(prompt="conversation", answer="piece", requests=4 * 32, rate_per_s=80),
+        Case(prompt="16k", answer="piece", requests=40, rate_per_s=25),
+        Case(prompt="64k", answer="piece", requests=15, rate_per_s=5),
+        Case(prompt="conversation", answer="piece", requests=2 * 32, rate_per_s=40),
     ]
 
 

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from bench.processes import parse_stat, session_usage
+from bench.processes import parse_stat, process_cpu_s, session_usage
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -48,8 +49,9 @@ def test_a_session_is_its_leader_and_all_that_runs_in_it_and_no_other(tmp_path: 
         line(9, 9, own=(7000, 0), ended=(0, 0), pages=5000),
     )
     (tmp_path / "self").mkdir()
-    usage = session_usage(5, tmp_path)
-    assert usage.cpu_s == pytest.approx((100 + 20 + 3 + 4 + 10) * _TICK_S)
+    exact_s = {5: 1.2003, 6: 0.1004, 9: 70.0}
+    usage = session_usage(5, tmp_path, exact_s.__getitem__)
+    assert usage.cpu_s == pytest.approx(1.2003 + 0.1004 + (3 + 4) * _TICK_S)
     assert usage.resident_bytes == 1010 * os.sysconf("SC_PAGE_SIZE")
     assert usage.processes == 2
 
@@ -58,7 +60,22 @@ def test_a_process_that_ends_while_it_is_looked_at_is_left_out(tmp_path: Path) -
     write_processes(tmp_path, line(5, 5, own=(100, 0), ended=(0, 0), pages=1))
     (tmp_path / "6").mkdir()
     (tmp_path / "6" / "stat").symlink_to(tmp_path / "gone")
-    assert session_usage(5, tmp_path).processes == 1
+    assert session_usage(5, tmp_path, float).processes == 1
+
+
+def test_a_process_that_ends_after_it_was_looked_at_counts_by_its_ticks(tmp_path: Path) -> None:
+    write_processes(tmp_path, line(5, 5, own=(100, 20), ended=(0, 0), pages=1))
+
+    def gone(pid: int) -> float:
+        raise ProcessLookupError(pid)
+
+    assert session_usage(5, tmp_path, gone).cpu_s == pytest.approx(120 * _TICK_S)
+
+
+def test_the_exact_clock_is_the_processs_own_and_agrees_with_what_it_sees_itself() -> None:
+    before_s = time.process_time()
+    seen_s = process_cpu_s(os.getpid())
+    assert before_s <= seen_s <= time.process_time()
 
 
 def test_a_real_processes_work_and_its_ended_childs_are_seen() -> None:
