@@ -1,0 +1,103 @@
+"""A published case: one workload in one regime, for some contenders and seeds. Pure.
+
+It is a complete description: what is run follows from it, a seed and a contender.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from bench.simulator.model.machine import Machine
+
+Disk = Literal["fast", "slow"]
+Fault = Literal["slow-replica", "dies-and-returns"]
+
+DISK_TOKENS_PER_S: Final[dict[Disk, float]] = {"fast": 20_000.0, "slow": 4_000.0}
+"""Reading from disk: faster than prefill, or slower than it."""
+REPLICAS: Final = 8
+MACHINE: Final = Machine()
+"""A replica's, but for its RAM and disk, which are the case's."""
+ALSO_BOUNDS_S: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
+"""Shares of requests that meet these are kept beside the one that goodput is of."""
+LABEL_TOLERANCE: Final = 0.03
+"""How far a measured load may lie from the one that a case is called by, as a share of it."""
+
+OURS: Final = "ours"
+SHARED_CACHE: Final = "shared-infinite-cache"
+BOUNDS: Final = ("oracle", SHARED_CACHE, "no-queue")
+"""Contenders that no router could be. What is neither one of these nor ours is a peer."""
+_WITHOUT: Final = f"{OURS}-without-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Between which loads goodput is looked for, and how finely."""
+
+    low: float = 0.2
+    high: float = 1.4
+    tolerance: float = 0.04
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is run. Its name is that of its files."""
+
+    name: str
+    set: str
+    workload: str
+    load: float | None
+    """Real load; None where it is searched for."""
+    search: Search | None = None
+    ram: float
+    """CPU RAM of a replica, in sizes of its GPU cache."""
+    disk: Disk = "fast"
+    pause_scale: float = 1.0
+    """On the pauses inside sessions: longer ones make the working set larger."""
+    replicas: int = REPLICAS
+    requests: int
+    """Reported ones, after the warm-up, in each run."""
+    seeds: tuple[int, ...]
+    contenders: tuple[str, ...]
+    bound_s: float
+    """Of TTFT, for goodput."""
+    fault: Fault | None = None
+    all_streamed: bool = False
+    """Whether every answer is streamed, whatever the workload says."""
+
+    @property
+    def machine(self) -> Machine:
+        """What each replica has and how fast it is."""
+        return replace(
+            MACHINE,
+            rates=replace(MACHINE.rates, disk_tokens_per_s=DISK_TOKENS_PER_S[self.disk]),
+            cpu_tokens=round(self.ram * MACHINE.shape.gpu_tokens),
+        )
+
+    @property
+    def fleet_tokens_per_s(self) -> float:
+        """Tokens that all replicas together prefill in a second: a load of 1."""
+        return self.replicas * self.machine.rates.prefill_tokens_per_s
+
+    @property
+    def bounds_s(self) -> tuple[float, ...]:
+        """Every TTFT bound of which the share is told."""
+        return tuple(sorted({self.bound_s, *ALSO_BOUNDS_S}))
+
+    @property
+    def regime(self) -> tuple[str, float, Disk, float, float | None]:
+        """What two cases of different sizes may have in common; its last is the load."""
+        return self.workload, self.ram, self.disk, self.pause_scale, self.load
+
+
+def is_peer(contender: str) -> bool:
+    """Whether a contender is another router's rule."""
+    return contender not in BOUNDS and contender != OURS and not contender.startswith(f"{OURS}-")
+
+
+def is_ablated(contender: str) -> bool:
+    """Whether a contender is ours without one of its mechanisms."""
+    return contender.startswith(_WITHOUT)
+
+
+def mechanism(contender: str) -> str:
+    """Return what an ablated contender is without."""
+    return contender.removeprefix(_WITHOUT)

@@ -1,0 +1,51 @@
+"""The real workloads and the driver of discrete events, as `bench.proof.driver` wants them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from bench.discrete.faults import Fault
+from bench.discrete.play import CONTENDERS, FleetOptions, Run, play
+from bench.proof.driver import Bench, FleetPlan
+from bench.workloads.offered import offered
+from bench.workloads.session import Session
+
+SLOWDOWN: Final = 2.0
+"""How many times as long the slow replica takes."""
+DIES_AT: Final = 0.25
+"""Where in the reported window a replica dies, and where it returns."""
+RETURNS_AT: Final = 0.5
+
+
+def bench(traces: Mapping[str, Path]) -> Bench:
+    """Return what runs need, with these traces by workload."""
+    return Bench(offer=offered, play=play_plan, traces=traces)
+
+
+def contenders() -> tuple[str, ...]:
+    """Return the names of all contenders."""
+    return tuple(CONTENDERS)
+
+
+def play_plan(contender: str, sessions: Sequence[Session], plan: FleetPlan) -> Run:
+    """Play sessions to a contender's fleet; called in the pool's processes."""
+    options = FleetOptions(
+        replicas=plan.replicas, machine=plan.machine, seed=plan.seed, faults=faults(plan)
+    )
+    return play(contender, sessions, options)
+
+
+def faults(plan: FleetPlan) -> list[Fault]:
+    """Return what befalls the fleet's first replica."""
+    if plan.fault is None:
+        return []
+    if plan.fault == "slow-replica":
+        return [Fault(slot=0, slowdown=SLOWDOWN)]
+    window = plan.window
+    return [
+        Fault(
+            slot=0,
+            dies_s=window.from_s + DIES_AT * window.length_s,
+            returns_s=window.from_s + RETURNS_AT * window.length_s,
+        )
+    ]

@@ -1,0 +1,287 @@
+"""Tables, bars, lost requests and plots, from results of a driver that is made up."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.proof.case import Case, Search
+from bench.proof.cases import all_cases
+from bench.proof.kept.records import Columns, columns
+from bench.proof.kept.result import Result, Row
+from bench.proof.report.ablations import Earned, Effect, earned
+from bench.proof.report.bars import Bar, bars
+from bench.proof.report.compare import best_goodput_peer, best_peer, goodput_ratio, time_ratio
+from bench.proof.report.costliest import costliest_table, lost, summary
+from bench.proof.report.plots import write_plots
+from bench.proof.report.readme import names, part_from, rewritten
+from bench.proof.report.show import show
+from bench.proof.report.tables import names as table_names
+from bench.proof.report.tables import table
+from bench.proof.statistics import Estimate
+from bench.ttft import BenchError
+from tests.bench.proof.scripted import NAMES, case, failed, made, record
+
+
+def small(one: Case) -> Case:
+    return replace(one, requests=20, seeds=one.seeds[:3], bound_s=2.0)
+
+
+@pytest.fixture(scope="module")
+def results() -> list[Result]:
+    """Published cases, of twenty requests: all sets, not all workloads of the large ones."""
+    left_out = {("regimes", "conversation"), ("workloads", "unique"), ("workloads", "burst")}
+    cases = [each for each in all_cases(NAMES) if (each.set, each.workload) not in left_out]
+    return [made(small(each)) for each in cases]
+
+
+def of_set(results: Sequence[Result], name: str) -> list[Result]:
+    return [each for each in results if each.case.set == name]
+
+
+def test_every_table_has_its_rows_and_says_where_it_is_from(results: list[Result]) -> None:
+    for name in table_names():
+        text = table(name, results)
+        assert "made at 0123456789ab on 2 x cpu" in text
+        heads = [line for line in text.splitlines() if line.startswith("| ---")]
+        assert heads
+        for line in text.splitlines():
+            if line.startswith("|"):
+                assert line.count("|") in {each.count("|") for each in heads}
+
+
+def test_the_headline_puts_ours_first_then_peers_from_the_best(results: list[Result]) -> None:
+    text = table("headline", results)
+    first = text.split("**")[2]
+    rows = [line.split("|")[1].strip() for line in first.splitlines() if line.startswith("| ")]
+    assert rows == [
+        "", "---", "ours", "vllm", "sglang", "no-queue", "shared-infinite-cache", "oracle",
+    ]  # fmt: skip
+    assert "agents, CPU RAM 1 times the GPU cache" in text
+    assert "| goodput (2 s) | p50 at 80% | p90 | p99 | failed | p50 at 95% |" in text
+
+
+def test_the_matrix_compares_ours_with_the_best_peer(results: list[Result]) -> None:
+    text = table("regimes", results)
+    # Both are scripted: 1 against 2.5, whatever the seed.
+    cell = "0.40 (0.40-0.40)<br>0.40 (0.40-0.40)"
+    assert f"| agents, RAM 0.2, slow disk | {cell} | {cell} | {cell} | {cell} |" in text
+    assert f"| agents, RAM 1, fast disk, pauses 5 times as long | - | {cell} | - | - |" in text
+    assert f"| conversation, RAM 4, fast disk | - | {cell} | {cell} | - |" in text
+
+
+def test_the_ablations_end_in_a_word(results: list[Result]) -> None:
+    text = table("ablations", results)
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines()}
+    assert rows["prefetch"].endswith("| 9 | 0 | **keep** |")
+    assert rows["rhythm"].endswith("| 0 | 10 | **lose** |")
+    assert rows["copies"].endswith("| 0 | 0 | **lose** |")
+
+
+def effect(workload: str, low: float, value: float, high: float) -> Effect:
+    estimate = Estimate(value=value, low=low, high=high, seeds=5)
+    return Effect(case=workload, workload=workload, p90=None, mean=estimate)
+
+
+@pytest.mark.parametrize(
+    ("effects", "stays"),
+    [
+        ([effect("agents", 1.01, 1.1, 1.2)], True),
+        ([effect("agents", 0.99, 1.1, 1.2)], False),
+        ([effect("unique", 1.01, 1.1, 1.2)], False),
+        ([effect("agents", 1.01, 1.1, 1.2), effect("rounds", 0.8, 0.9, 0.97)], False),
+        ([effect("agents", 1.01, 1.1, 1.2), effect("unique", 0.8, 0.9, 0.97)], False),
+        ([effect("agents", 1.01, 1.1, 1.2), effect("rounds", 0.94, 0.96, 0.97)], True),
+        ([effect("agents", 1.01, 1.1, 1.2), effect("rounds", 0.6, 0.9, 1.3)], True),
+        ([], False),
+    ],
+)
+def test_a_mechanism_stays_where_it_earns_and_costs_nowhere(
+    effects: list[Effect], stays: bool
+) -> None:
+    assert Earned(mechanism="m", effects=tuple(effects)).stays is stays
+
+
+def test_what_a_mechanism_earns_is_paired_by_seed(results: list[Result]) -> None:
+    by_name = {each.mechanism: each for each in earned(of_set(results, "ablations"))}
+    assert set(by_name) == {"prefetch", "copies", "rhythm"}
+    first = by_name["prefetch"].effects[0].p90
+    assert first is not None
+    assert [first.value, first.low] == pytest.approx([1.5, 1.5])
+
+
+def with_times(result: Result, contender: str, **figures: Any) -> Result:
+    """Return a result in which a contender has other figures."""
+
+    def changed(each: Row) -> Row:
+        mine = each.contender == contender
+        return replace(each, figures=replace(each.figures, **figures)) if mine else each
+
+    return replace(result, runs=[changed(each) for each in result.runs])
+
+
+def test_the_best_peer_is_chosen_by_the_figure_that_is_compared() -> None:
+    one = with_times(made(case()), "sglang", ttft_mean_s=0.1)
+    assert best_peer(one, "ttft_p90_s") == "vllm"
+    assert best_peer(one, "ttft_mean_s") == "sglang"
+    failing = with_times(one, "vllm", ttft_p90_s=None)
+    assert best_peer(failing, "ttft_p90_s") == "sglang"
+    assert best_peer(made(case(contenders=("ours", "oracle"))), "ttft_p90_s") is None
+
+
+def test_a_goodput_beyond_the_search_is_told_as_a_bound() -> None:
+    search = case(set="goodput", load=None, search=Search(), bound_s=2.0)
+    one = made(search)
+    assert best_goodput_peer(one) == "vllm"
+    ratio = goodput_ratio(one, "ours", "vllm")
+    assert ratio is not None
+    assert (ratio.beyond, ratio.estimate.value > 2) == ("", True)
+    generous = made(replace(search, bound_s=5.0))
+    above = goodput_ratio(generous, "ours", "vllm")
+    assert above is not None
+    assert above.beyond == "at least"
+    below = goodput_ratio(generous, "vllm", "ours")
+    assert below is not None
+    assert below.beyond == "at most"
+    assert "≥ " in show(generous)
+
+
+def states(found: list[Bar]) -> dict[str, str]:
+    return {each.what: each.state for each in found}
+
+
+def test_bars_are_met_where_ours_is_far_ahead(results: list[Result]) -> None:
+    found = states(bars(results))
+    assert found["agents, RAM 1, 80%: p90 at most 0.5 of the best peer's"] == "met"
+    assert found["agents, RAM 4: goodput at least 1.5 of the best peer's"] == "met"
+    assert set(found.values()) <= {"met", "unknown"}
+    assert len(found) == 8 + 4 + 2 + 6
+
+
+def test_a_bar_is_missed_where_ours_is_behind(results: list[Result]) -> None:
+    slow = [with_times(each, "ours", ttft_p90_s=9.0) for each in results]
+    found = {each.what: each for each in bars(slow)}
+    one = found["agents, RAM 1, 80%: p90 at most 0.5 of the best peer's"]
+    assert (one.state, one.found.endswith("of vllm")) == ("not met", True)
+    worse = found["regimes: nowhere worse than the best peer by more than 5% beyond the interval"]
+    assert worse.state == "not met"
+    assert "regimes-agents-ram0.2-load0.5 p90" in worse.found
+    failing = [with_times(each, "ours", ttft_p90_s=None) for each in results]
+    assert states(bars(failing))["agents, RAM 4, 95%: p90 at most 0.5 of the best peer's"] == (
+        "not met"
+    )
+
+
+def test_a_bar_without_a_result_is_unknown_and_says_what_to_make() -> None:
+    found = bars([])
+    assert {each.state for each in found} == {"unknown"}
+    assert "make --only headline" in found[0].found
+
+
+def test_a_bar_that_the_estimate_alone_meets_says_so() -> None:
+    one = made(case())
+    rows = [
+        replace(each, figures=replace(each.figures, ttft_p90_s=0.4 + 0.3 * (each.seed - 102)))
+        if each.contender == "ours"
+        else replace(each, figures=replace(each.figures, ttft_p90_s=1.0))
+        for each in one.runs
+    ]
+    (bar, *_) = bars([replace(one, runs=rows)])
+    assert (bar.state, "but not by the whole interval" in bar.found) == ("met", True)
+
+
+def test_a_marked_part_is_rewritten_and_the_rest_is_left_alone(results: list[Result]) -> None:
+    before = (
+        "# Title\n\n<!-- proof:faults -->\nold\n<!-- /proof:faults -->\n\nText.\n"
+        "<!-- proof:plot-goodput -->\n<!-- /proof:plot-goodput -->\nEnd.\n"
+    )
+    part = part_from(results, "bench/results/proof")
+    after = rewritten(before, part)
+    assert names(after) == ["faults", "plot-goodput"]
+    assert after.startswith("# Title\n\n<!-- proof:faults -->\n\n| p90 of TTFT")
+    assert "old" not in after
+    assert "](bench/results/proof/goodput.png)\n\n<!-- /proof:plot-goodput -->\nEnd.\n" in after
+    assert rewritten(after, part) == after
+    edited = after.replace("0.40", "0.30")
+    assert edited != after
+    assert rewritten(edited, part) == after
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- proof:faults -->\n",
+        "<!-- /proof:faults -->\n<!-- proof:faults -->\n",
+        "<!-- proof:faults -->\n<!-- /proof:other -->\n",
+        "<!-- proof:faults -->\n<!-- proof:faults -->\n",
+    ],
+)
+def test_marks_without_partners_are_named(text: str) -> None:
+    with pytest.raises(BenchError, match=r"line 1 \(<!-- .*(no pair|no partner)"):
+        rewritten(text, lambda name: "")
+
+
+def test_a_table_that_is_unknown_or_empty_says_what_to_do(results: list[Result]) -> None:
+    with pytest.raises(BenchError, match="no table 'nonsense': there are headline"):
+        table("nonsense", results)
+    with pytest.raises(BenchError, match="make --only headline goodput"):
+        table("headline", of_set(results, "faults"))
+
+
+def test_infinite_times_are_told_as_such() -> None:
+    one = with_times(made(case()), "sglang", ttft_p90_s=None, errors=5)
+    text = table("headline", [one])
+    (row,) = [line for line in text.splitlines() if line.startswith("| sglang")]
+    assert "| ∞ |" in row
+    assert "25.0%" in row
+    ratio = time_ratio(one, "sglang", "ours", "ttft_p90_s")
+    assert ratio is not None
+    assert ratio.value == float("inf")
+    assert "∞" in show(one)
+
+
+def test_a_result_is_shown_with_the_difference_to_ours() -> None:
+    text = show(made(case()))
+    (ours, *_) = [line for line in text.splitlines() if line.startswith("ours")]
+    (vllm, *_) = [line for line in text.splitlines() if line.startswith("vllm")]
+    assert re.split(r"\s{2,}", ours)[2] == "-"
+    assert float(re.split(r"\s{2,}", vllm)[2].split(" ")[0]) == pytest.approx(1.8, rel=0.02)
+    assert text.startswith("headline-agents-ram1-load0.8: 3 seeds of 20 requests, prefill binds")
+
+
+def kept(contender: str, times_s: Sequence[float | None]) -> Columns:
+    headers = {"reason": "session", "predicted-ttft-ms": "100"} if contender == "ours" else {}
+    return columns(
+        contender,
+        101,
+        [
+            failed(number)
+            if time_s is None
+            else record(number, ttft_s=time_s, headers=headers, instance_id=contender)
+            for number, time_s in enumerate(times_s)
+        ],
+    )
+
+
+def test_the_costliest_requests_come_first_with_both_decisions() -> None:
+    found = lost(kept("ours", [1.0, 9.0, 4.0, None, 1.0]), kept("vllm", [2.0, 1.0, 1.0, 1.0, None]))
+    assert [(each.number, each.lost_s) for each in found] == [(1, 8.0), (2, 3.0), (0, -1.0)]
+    text = costliest_table(found[:1], "vllm")
+    assert "session" in text.splitlines()[1]
+    assert "200/100/0" in text
+    told = summary(found, 1)
+    assert "2 of 3 requests were answered later, by 11 s in all (the first 1: 8 s)" in told
+    assert "session 11 s" in told
+
+
+def test_plots_are_written(tmp_path: Path, results: list[Result]) -> None:
+    def records(result: Result) -> list[Columns]:
+        return [kept("ours", [1.0, None, 2.0]), kept("vllm", [2.0, 3.0, 4.0])]
+
+    written = write_plots(tmp_path, results, records)
+    assert [path.name for path in written] == ["goodput.png", "ttft.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    assert write_plots(tmp_path, of_set(results, "faults"), records) == []
