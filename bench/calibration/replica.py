@@ -1,10 +1,12 @@
-"""The two replicas: a real one, and one simulated in its shape."""
+"""The replicas that are compared: real ones, and simulated ones in their shape."""
 
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from bench.calibration.rates import FittedRates
 from bench.replica.local import (
@@ -14,8 +16,10 @@ from bench.replica.local import (
     replica_command,
     replica_environment,
 )
-from bench.replica.model import VOCAB_SIZE, make_model
+from bench.replica.model import SMALL, VOCAB_SIZE, make_model
 from bench.replica.tiers import ReplicaTiers, wait_until
+from bench.simulator.cli import simulate
+from bench.simulator.model.machine import Machine
 from bench.simulator.model.rates import Shape
 from cacheengine.launch import free_ports
 from router.processes import ProcessGroup
@@ -25,6 +29,7 @@ _CONTEXT_TOKENS: Final = 16_384
 _READY_S: Final = 60.0
 _POOL_TOKENS: Final = 131_072
 """What 1 GiB holds, the GPU tier's size and the CPU tier's: 8 KiB a token."""
+_GB: Final = 1024**3
 
 SHAPE: Final = Shape(
     gpu_tokens=_POOL_TOKENS,
@@ -33,6 +38,8 @@ SHAPE: Final = Shape(
     max_batched_tokens=2048,
     max_sequences=8,
 )
+MACHINE: Final = Machine(shape=SHAPE, cpu_tokens=_POOL_TOKENS, disk_tokens=4 * _POOL_TOKENS)
+"""Of which only the sizes count here: the rates are measured."""
 TOKENS: Final = range(16, VOCAB_SIZE)
 """Ids that prompts are made of: no special ones, and all known to both."""
 
@@ -42,62 +49,121 @@ first would compete with the storing of the one before, and with the server: of 
 several steps some took twice as long as others. A GPU has nothing of that."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """Replicas that serve."""
+
+    replicas: Sequence[ReplicaTiers]
+    kv_bytes_per_token: float
+    """As they tell it."""
+    control_url: str | None = None
+    """Of a simulated fleet."""
+
+
 def start_real(group: ProcessGroup, work: Path) -> ReplicaTiers:
     """Start a replica with all its tiers on this machine; return it when it serves."""
-    port, agent_port = free_ports(2)
-    config, disk = work / "replica.yaml", work / "disk"
+    (replica,) = start_real_fleet(group, work, MACHINE, names=("real",)).replicas
+    return replica
+
+
+def start_real_fleet(
+    group: ProcessGroup, work: Path, machine: Machine, *, names: Sequence[str]
+) -> Fleet:
+    """Start replicas of these sizes, each with one share of the cores; return when all serve."""
+    model = str(make_model(work / "model"))
+    replicas = [
+        _launch_real(group, work, machine, name=name, index=index, model=model)
+        for index, name in enumerate(names)
+    ]
+    for each in replicas:
+        group.wait_ready(each.name, f"{each.url}/health", REPLICA_READY_TIMEOUT_S)
+    return Fleet(replicas=replicas, kv_bytes_per_token=SMALL.kv_bytes_per_token)
+
+
+def _launch_real(
+    group: ProcessGroup, work: Path, machine: Machine, *, name: str, index: int, model: str
+) -> ReplicaTiers:
+    port, agent_port, transfer_port = free_ports(3)
+    config, disk = work / f"{name}.yaml", work / f"{name}-disk"
+    gb_per_token = SMALL.kv_bytes_per_token / _GB
     settings = {
-        "chunk_size": SHAPE.chunk_tokens,
-        "max_local_cpu_size": 1.0,
+        "chunk_size": machine.shape.chunk_tokens,
+        "max_local_cpu_size": machine.cpu_tokens * gb_per_token,
         "local_disk": str(disk),
-        "max_local_disk_size": 4.0,
-        "lmcache_instance_id": "real",
+        "max_local_disk_size": machine.disk_tokens * gb_per_token,
+        "lmcache_instance_id": name,
         "lmcache_worker_port": agent_port,
+        "distributed_url": f"localhost:{transfer_port}",
     }
     config.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
     platform = find_platform()
     vllm_args = [
-        *platform_arguments(platform, of=1),
-        *("--model", str(make_model(work / "model")), "--served-model-name", _MODEL),
+        *platform_arguments(platform, of=_SHARES),
+        *("--model", model, "--served-model-name", _MODEL),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--block-size", str(SHAPE.block_tokens), "--max-model-len", str(_CONTEXT_TOKENS)),
-        *("--max-num-batched-tokens", str(SHAPE.max_batched_tokens)),
+        *("--block-size", str(machine.shape.block_tokens)),
+        *("--max-model-len", str(min(_CONTEXT_TOKENS, machine.shape.gpu_tokens))),
+        *("--max-num-batched-tokens", str(machine.shape.max_batched_tokens)),
+        # One block is vLLM's own, for places where there is none.
+        *("--num-gpu-blocks-override", str(machine.shape.gpu_blocks + 1)),
     ]
-    url = f"http://127.0.0.1:{port}"
-    group.start(
-        "real",
-        replica_command(config, vllm_args),
-        replica_environment(platform, 0, of=_SHARES),
-        work / "replica.log",
+    environment = replica_environment(platform, index, of=_SHARES)
+    command = replica_command(config, vllm_args)
+    group.start(name, command, environment, work / f"{name}.log")
+    return ReplicaTiers(
+        name=name,
+        url=f"http://127.0.0.1:{port}",
+        agent_url=f"http://127.0.0.1:{agent_port}",
+        model=_MODEL,
+        disk=disk,
     )
-    group.wait_ready("real", f"{url}/health", REPLICA_READY_TIMEOUT_S)
-    agent_url = f"http://127.0.0.1:{agent_port}"
-    return ReplicaTiers(name="real", url=url, agent_url=agent_url, model=_MODEL, disk=disk)
 
 
 def start_simulated(group: ProcessGroup, work: Path, rates: FittedRates) -> ReplicaTiers:
     """Start a fleet of one with these rates, of the real one's shape; return it when it serves."""
-    given = {**dataclasses.asdict(SHAPE), **dataclasses.asdict(rates), "model": _MODEL}
-    given |= {"replicas": 1, "cpu_tokens": _POOL_TOKENS, "disk_tokens": 4 * _POOL_TOKENS}
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    fleet = start_simulated_fleet(group, work, MACHINE, dataclasses.asdict(rates), replicas=1)
+    return fleet.replicas[0]
+
+
+def start_simulated_fleet(
+    group: ProcessGroup, work: Path, machine: Machine, rates: dict[str, float], *, replicas: int
+) -> Fleet:
+    """Start replicas of these sizes with these rates; return when all serve.
+
+    Rates that the simulator's command has no option for keep its defaults.
+    """
+    given = dataclasses.asdict(machine.shape) | {"model": _MODEL, "replicas": replicas}
+    given |= {"cpu_tokens": machine.cpu_tokens, "disk_tokens": machine.disk_tokens}
+    options = {each.name for each in simulate.params}
+    given |= {name: value for name, value in rates.items() if name in options}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     log, directory = work / "simulated.log", work / "simulated"
     command = [sys.executable, "-m", "bench.simulator", "--json", f"--directory={directory}"]
-    group.start("simulated", [*command, *options], None, log)
+    group.start("simulated", [*command, *arguments], None, log)
 
-    def replicas() -> list[dict[str, str]]:
+    def told() -> dict[str, Any] | None:
         group.check()
         for line in log.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.startswith("{") and line.endswith("\n"):
-                told: list[dict[str, str]] = json.loads(line)["replicas"]
-                return told
-        return []
+                where: dict[str, Any] = json.loads(line)
+                return where
+        return None
 
-    wait_until("simulated: says where it is", lambda: bool(replicas()), timeout_s=_READY_S)
-    (where,) = replicas()
-    return ReplicaTiers(
-        name="simulated",
-        url=where["url"],
-        agent_url=where["agent_url"],
-        model=_MODEL,
-        disk=directory,
+    wait_until("simulated: says where it is", lambda: told() is not None, timeout_s=_READY_S)
+    where = told()
+    assert where is not None
+    found = [
+        ReplicaTiers(
+            name=each["instance_id"] if replicas > 1 else "simulated",
+            url=each["url"],
+            agent_url=each["agent_url"],
+            model=_MODEL,
+            disk=directory,
+        )
+        for each in where["replicas"]
+    ]
+    return Fleet(
+        replicas=found,
+        kv_bytes_per_token=where["router_rates"]["kv_bytes_per_token"],
+        control_url=where["control_url"],
     )

@@ -48,19 +48,22 @@ def _opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def metric(url: str, name: str) -> float:
+def metric(url: str, name: str, **labels: str) -> float:
     """Return a figure that a server tells on its ``/metrics``, as `total` finds it."""
-    return total(_get_text(f"{url}/metrics"), name)
+    return total(_get_text(f"{url}/metrics"), name, **labels)
 
 
-def total(metrics: str, name: str) -> float:
-    """Return the sum of a figure over its labels, of a text in Prometheus' format.
+def total(metrics: str, name: str, **labels: str) -> float:
+    """Return the sum of a figure, of a text in Prometheus' format, over all that has the labels.
 
-    A name may be given with its labels; it then stands for that one. 0 where there is none.
+    0 where there is none.
     """
-    lines = metrics.splitlines()
-    found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in metrics.splitlines()
+        if line.startswith((f"{name}{{", f"{name} ")) and all(each in line for each in wanted)
+    )
 
 
 def wait_until(what: str, check: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
@@ -140,7 +143,7 @@ class ReplicaTiers:
 
     def disk_read_bytes(self) -> int:
         """Return how much the engine has read from its disk tier since its start."""
-        return int(metric(self.agent_url, 'warmroute_engine_tier_get_bytes_total{tier="disk"}'))
+        return int(metric(self.agent_url, "warmroute_engine_tier_get_bytes_total", tier="disk"))
 
     def _count(self, name: str) -> float:
         """Return a figure of vLLM's metrics."""

@@ -40,8 +40,8 @@ def test_forgetting_pages_keeps_the_bytes(tmp_path: Path) -> None:
 
 
 def test_a_figure_is_summed_over_its_labels_or_taken_by_them() -> None:
-    text = '# HELP a A.\na{tier="cpu"} 1.5\na{tier="disk"} 2\na_more 7\nb 3e2\n'
-    assert total(text, "a") == 3.5
-    assert total(text, 'a{tier="disk"}') == 2.0
+    text = '# HELP a A.\na{tier="cpu",x="1"} 1.5\na{tier="disk",x="1"} 2\na_more 7\nb 3e2\n'
+    assert total(text, "a") == total(text, "a", x="1") == 3.5
+    assert total(text, "a", x="1", tier="disk") == 2.0
     assert total(text, "b") == 300.0
     assert total(text, "c") == 0.0
