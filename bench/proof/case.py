@@ -26,6 +26,7 @@ SHARED_CACHE: Final = "shared-infinite-cache"
 BOUNDS: Final = ("oracle", SHARED_CACHE, "no-queue")
 """Contenders that no router could be. What is neither one of these nor ours is a peer."""
 _WITHOUT: Final = f"{OURS}-without-"
+_WITH: Final = f"{OURS}-with-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +91,22 @@ class Case:
 
 def is_peer(contender: str) -> bool:
     """Whether a contender is another router's rule."""
-    return contender not in BOUNDS and contender != OURS and not contender.startswith(f"{OURS}-")
+    return contender not in BOUNDS and contender != OURS and not is_variant(contender)
 
 
-def is_ablated(contender: str) -> bool:
-    """Whether a contender is ours without one of its mechanisms."""
-    return contender.startswith(_WITHOUT)
+def is_variant(contender: str) -> bool:
+    """Whether a contender is ours with one thing changed."""
+    return contender.startswith(f"{OURS}-")
 
 
-def mechanism(contender: str) -> str:
-    """Return what an ablated contender is without."""
-    return contender.removeprefix(_WITHOUT)
+def adds(variant: str) -> bool:
+    """Whether a variant has a mechanism that ours is without."""
+    return variant.startswith(_WITH)
+
+
+def mechanism(variant: str) -> str | None:
+    """Return what a variant is without, or adds; None where it is something else."""
+    for prefix in (_WITHOUT, _WITH):
+        if variant.startswith(prefix):
+            return variant.removeprefix(prefix)
+    return None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from bench.proof.case import BOUNDS, OURS, Case, Disk, Fault, Search, is_ablated, is_peer
+from bench.proof.case import BOUNDS, OURS, Case, Disk, Fault, Search, is_peer, is_variant
 from bench.ttft import BenchError
 
 
@@ -77,7 +77,7 @@ def all_cases(names: Iterable[str]) -> list[Case]:
         *goodput(compared),
         *regimes(compared),
         *workloads(compared),
-        *ablations((OURS, *(each for each in known if is_ablated(each)))),
+        *ablations((OURS, *(each for each in known if is_variant(each)))),
         *faults((OURS, *peers)),
         *streaming((OURS, *peers)),
     ]
@@ -132,7 +132,7 @@ def workloads(contenders: tuple[str, ...]) -> list[Case]:
 
 
 def ablations(contenders: tuple[str, ...]) -> list[Case]:
-    """Return ours and ours without each of its mechanisms, on every workload."""
+    """Return ours and its variants, each without one mechanism, on every workload."""
     return [
         _case("ablations", workload, contenders, load=load, ram=ram)
         for workload, load, ram in ABLATED

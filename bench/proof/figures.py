@@ -23,6 +23,8 @@ from router.policy import Reason
 
 REFUSED: Final = 429
 """The status of a request that the router would not hold any longer."""
+_NOT_SENT: Final = "not sent"
+"""How the driver's error begins of a request whose session had ended before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +109,15 @@ def figures(
         raise BenchError("the workload has no request to report: its window is empty")
     told = chosen(records, reported)
     done = [each for each in told if answered(each)]
-    unsent = len(reported) - len(told)
-    ttfts = [*map(ttft_s, told), *[math.inf] * unsent]
-    totals = [*map(_total_s, told), *[math.inf] * unsent]
+    missing = len(reported) - len(told)
+    ttfts = [*map(ttft_s, told), *[math.inf] * missing]
+    totals = [*map(_total_s, told), *[math.inf] * missing]
     token_times = [each for record in done if (each := _output_token_s(record)) is not None]
     return Figures(
         requests=len(reported),
         errors=len(reported) - len(done),
         refused=sum(each.status == REFUSED for each in told),
-        unsent=unsent,
+        unsent=missing + sum((each.error or "").startswith(_NOT_SENT) for each in told),
         ttft_mean_s=_mean([ttft_s(each) for each in done]),
         ttft_p50_s=_quantile(ttfts, 0.5),
         ttft_p90_s=_quantile(ttfts, 0.9),

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from bench.discrete.contenders import CONTENDERS, play
 from bench.discrete.faults import Fault
-from bench.discrete.play import CONTENDERS, FleetOptions, Run, play
+from bench.discrete.play import FleetOptions, Run
 from bench.proof.driver import Bench, FleetPlan
 from bench.workloads.offered import offered
 from bench.workloads.session import Session

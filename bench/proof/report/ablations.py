@@ -3,7 +3,9 @@
 The rule: a mechanism stays where it earns more than the interval on some workload that
 people have, and costs nowhere more than 5%. It earns where p90 or mean TTFT without it is
 above that with it, beyond the interval; it costs where either is more than 5% below, and
-below beyond the interval.
+below beyond the interval. The same is asked of a mechanism that ours is without
+(``ours-with-NAME``): "keep" then says that it deserves a place. Other variants are told as
+their time over ours, without a word.
 
 A mechanism that does nothing still passes one such comparison in forty by chance, so the
 number of regimes in which it earns is to be read beside the word.
@@ -11,9 +13,9 @@ number of regimes in which it earns is to be read beside the word.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
-from bench.proof.case import OURS, is_ablated, mechanism
+from bench.proof.case import OURS, adds, is_variant, mechanism
 from bench.proof.kept.result import Result
 from bench.proof.report.compare import MEAN, P90, time_ratio
 from bench.proof.statistics import Estimate
@@ -49,7 +51,9 @@ class Effect:
 class Earned:
     """One mechanism everywhere."""
 
-    mechanism: str
+    name: str
+    """Of the mechanism; of the variant, where that is something else than without or with one."""
+    is_mechanism: bool
     effects: tuple[Effect, ...]
 
     @property
@@ -63,27 +67,31 @@ class Earned:
         return sum(each.costs for each in self.effects)
 
     @property
-    def stays(self) -> bool:
-        """Whether it keeps its place."""
-        return self.earns_in > 0 and self.costs_in == 0
+    def verdict(self) -> Literal["keep", "lose", ""]:
+        """Whether it keeps its place, or would deserve one; of what is no mechanism nothing."""
+        if not self.is_mechanism:
+            return ""
+        return "keep" if self.earns_in > 0 and self.costs_in == 0 else "lose"
 
 
 def earned(results: Sequence[Result]) -> list[Earned]:
     """Return what each mechanism earns, from the results of the ablations."""
-    names = [name for each in results for name in each.case.contenders if is_ablated(name)]
+    names = [name for each in results for name in each.case.contenders if is_variant(name)]
     return [
         Earned(
-            mechanism=mechanism(name),
+            name=mechanism(name) or name,
+            is_mechanism=mechanism(name) is not None,
             effects=tuple(_effect(each, name) for each in results if name in each.case.contenders),
         )
         for name in dict.fromkeys(names)
     ]
 
 
-def _effect(result: Result, without: str) -> Effect:
+def _effect(result: Result, variant: str) -> Effect:
+    without, with_it = (OURS, variant) if adds(variant) else (variant, OURS)
     return Effect(
         case=result.case.name,
         workload=result.case.workload,
-        p90=time_ratio(result, without, OURS, P90),
-        mean=time_ratio(result, without, OURS, MEAN),
+        p90=time_ratio(result, without, with_it, P90),
+        mean=time_ratio(result, without, with_it, MEAN),
     )

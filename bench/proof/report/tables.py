@@ -154,7 +154,7 @@ def _ablations(results: Results) -> str:
     lines = []
     for each in earned(ordered):
         effects = {effect.case: effect for effect in each.effects}
-        line = [each.mechanism]
+        line = [each.name]
         for result in ordered:
             effect = effects.get(result.case.name)
             line.append(
@@ -163,8 +163,7 @@ def _ablations(results: Results) -> str:
                 else f"{cells.interval(effect.p90, none='-')}<br>"
                 f"{cells.interval(effect.mean, none='-')}"
             )
-        word = "keep" if each.stays else "lose"
-        lines.append([*line, str(each.earns_in), str(each.costs_in), f"**{word}**"])
+        lines.append([*line, str(each.earns_in), str(each.costs_in), each.verdict])
     return cells.markdown([*head, "earns in", "costs in", ""], lines)
 
 

@@ -25,6 +25,8 @@ TTFT_S: Mapping[str, float] = {
     "ours-without-prefetch": 1.5,
     "ours-without-copies": 0.98,
     "ours-without-rhythm": 0.8,
+    "ours-with-growth": 0.8,
+    "ours-true-rates": 0.8,
     "sglang": 3.0,
     "vllm": 2.5,
     "oracle": 0.9,
@@ -116,9 +118,8 @@ def record(number: int, *, ttft_s: float | None = 1.0, **more: Any) -> Record:
 
 
 def failed(number: int, status: int | None = 503, **more: Any) -> Record:
-    return record(
-        number, ttft_s=None, error=f"{status}: no", status=status, cached_tokens={}, **more
-    )
+    known: dict[str, Any] = {"error": f"{status}: no", "cached_tokens": {}}
+    return record(number, ttft_s=None, status=status, **(known | more))
 
 
 def case(**more: Any) -> Case:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.proof.case import DISK_TOKENS_PER_S, is_ablated, is_peer
+from bench.proof.case import DISK_TOKENS_PER_S, is_peer, is_variant
 from bench.proof.cases import (
     FIRST_SEED,
     HEADLINE_LOADS,
@@ -52,9 +52,9 @@ def test_ablations_have_ours_and_every_mechanism_and_nothing_else() -> None:
     for each in CASES:
         if each.set == "ablations":
             assert each.contenders[0] == "ours"
-            assert set(each.contenders[1:]) == {name for name in NAMES if is_ablated(name)}
+            assert set(each.contenders[1:]) == {name for name in NAMES if is_variant(name)}
         else:
-            assert not any(is_ablated(name) for name in each.contenders)
+            assert not any(is_variant(name) for name in each.contenders)
 
 
 def test_published_seeds_are_none_that_constants_are_tuned_on() -> None:

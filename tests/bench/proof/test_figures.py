@@ -50,6 +50,8 @@ def test_a_request_that_was_never_sent_is_a_failure() -> None:
     found = told([record(0), record(1)], [0, 1, 2, 3])
     assert (found.requests, found.errors, found.unsent) == (4, 2, 2)
     assert (found.ttft_p50_s, found.ttft_p90_s) == (1.0, None)
+    told_of = told([record(0), failed(1), failed(2, status=None, error="not sent: no answer")])
+    assert (told_of.errors, told_of.unsent) == (2, 1)
 
 
 def test_only_the_reported_requests_count_whenever_they_were_due() -> None:

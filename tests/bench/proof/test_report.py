@@ -76,9 +76,11 @@ def test_the_matrix_compares_ours_with_the_best_peer(results: list[Result]) -> N
 def test_the_ablations_end_in_a_word(results: list[Result]) -> None:
     text = table("ablations", results)
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines()}
-    assert rows["prefetch"].endswith("| 9 | 0 | **keep** |")
-    assert rows["rhythm"].endswith("| 0 | 10 | **lose** |")
-    assert rows["copies"].endswith("| 0 | 0 | **lose** |")
+    assert rows["prefetch"].endswith("| 9 | 0 | keep |")
+    assert rows["rhythm"].endswith("| 0 | 10 | lose |")
+    assert rows["copies"].endswith("| 0 | 0 | lose |")
+    assert rows["growth"].endswith("| 9 | 0 | keep |")
+    assert rows["ours-true-rates"].endswith("| 0 | 10 |  |")
 
 
 def effect(workload: str, low: float, value: float, high: float) -> Effect:
@@ -102,12 +104,13 @@ def effect(workload: str, low: float, value: float, high: float) -> Effect:
 def test_a_mechanism_stays_where_it_earns_and_costs_nowhere(
     effects: list[Effect], stays: bool
 ) -> None:
-    assert Earned(mechanism="m", effects=tuple(effects)).stays is stays
+    told = Earned(name="m", is_mechanism=True, effects=tuple(effects))
+    assert told.verdict == ("keep" if stays else "lose")
 
 
 def test_what_a_mechanism_earns_is_paired_by_seed(results: list[Result]) -> None:
-    by_name = {each.mechanism: each for each in earned(of_set(results, "ablations"))}
-    assert set(by_name) == {"prefetch", "copies", "rhythm"}
+    by_name = {each.name: each for each in earned(of_set(results, "ablations"))}
+    assert set(by_name) == {"prefetch", "copies", "rhythm", "growth", "ours-true-rates"}
     first = by_name["prefetch"].effects[0].p90
     assert first is not None
     assert [first.value, first.low] == pytest.approx([1.5, 1.5])
