@@ -56,6 +56,13 @@ def _passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
     return CIMultiDict(each for each in every if each[0].lower() not in _OF_THE_CONNECTION)
 
 
+def application(proxy: BareProxy) -> web.Application:
+    """Return what serves every path by a proxy."""
+    app = web.Application(client_max_size=_MAX_BODY_BYTES)
+    app.router.add_route("*", "/{path:.*}", proxy.forward)
+    return app
+
+
 async def serve(port: int, urls: Sequence[str]) -> None:
     """Serve until SIGTERM or SIGINT."""
     session = aiohttp.ClientSession(
@@ -65,8 +72,7 @@ async def serve(port: int, urls: Sequence[str]) -> None:
         auto_decompress=False,
     )
     async with session:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        app.router.add_route("*", "/{path:.*}", BareProxy(session, itertools.cycle(urls)).forward)
+        app = application(BareProxy(session, itertools.cycle(urls)))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port, backlog=1024).start()

@@ -56,9 +56,9 @@ def _text(chars: int, lines: Sequence[str], draw: random.Random) -> str:
     drawn: list[str] = []
     missing = chars
     while missing > 0:
-        drawn.append(draw.choice(lines))
-        missing -= len(drawn[-1]) + 1
-    return "\n".join(drawn)[:chars]
+        drawn.append(draw.choice(lines) + "\n")
+        missing -= len(drawn[-1])
+    return "".join(drawn)[:chars]
 
 
 def body(case: Case, messages: Sequence[dict[str, str]]) -> bytes:

@@ -1,0 +1,140 @@
+"""The whole of it: contenders as they are started, and one small run."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from bench.overhead.__main__ import main
+from bench.overhead.case import DEFAULT as CASES
+from bench.overhead.contenders import (
+    BARE_PROXY,
+    DEFAULT,
+    DIRECT,
+    OURS_TEXT,
+    OURS_TOKENS,
+    check_knows_tokens,
+    entries,
+    fleet,
+    urls,
+)
+from bench.replay.contenders import peers
+from bench.replay.contenders.contender import CannotRun, Running
+from bench.simulator.api.vocabulary import make_tokenizer
+from router.config import load_router_config
+
+REPLICAS = [{"url": "http://127.0.0.1:8001"}, {"url": "http://127.0.0.1:8002"}]
+
+
+def test_every_default_contender_is_known_and_only_one_needs_telling_replicas() -> None:
+    known = entries(peers.PeersPython(None))
+    assert set(DEFAULT) <= set(known)
+    assert [name for name in DEFAULT if known[name].needs_telling] == [OURS_TOKENS]
+
+
+def test_ours_is_told_of_nothing_but_its_replicas(tmp_path: Path) -> None:
+    """Its defaults are what is measured."""
+    launch = entries(peers.PeersPython(None))[OURS_TEXT].contender.launch
+    assert launch is not None
+    command = launch(fleet(REPLICAS, tmp_path), tmp_path).command
+    config = load_router_config(command[-1])
+    assert [each.url for each in config.replicas] == [each["url"] for each in REPLICAS]
+    assert config.tokenizer.path is None
+    assert (config.policy, config.admission.enabled) == ("ttft", True)
+
+
+@pytest.mark.parametrize("name", [BARE_PROXY, *DEFAULT[2:4]])
+def test_others_are_told_of_every_replica(name: str, tmp_path: Path) -> None:
+    launch = entries(peers.PeersPython(Path("python")))[name].contender.launch
+    assert launch is not None
+    command = launch(fleet(REPLICAS, tmp_path), tmp_path).command
+    assert {each["url"] for each in REPLICAS} <= set(command)
+
+
+def test_clients_of_nobody_go_to_the_replicas_themselves(tmp_path: Path) -> None:
+    to = fleet(REPLICAS, tmp_path)
+    assert urls(Running(url=None, pid=None), to) == tuple(each["url"] for each in REPLICAS)
+    assert urls(Running(url="http://h:1", pid=1), to) == ("http://h:1",)
+
+
+@contextmanager
+def explaining(answer: dict[str, Any]) -> Iterator[Running]:
+    """A router that explains every prompt like this."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield Running(url=f"http://127.0.0.1:{server.server_port}", pid=None)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def explained(exact: bool, matched: Sequence[int]) -> dict[str, Any]:
+    candidates = [{"matched_tokens": {"gpu": each}} for each in matched]
+    return {"exact_tokens": exact, "prompt_tokens": 100, "candidates": candidates}
+
+
+def test_a_router_that_knows_what_it_was_sent_by_its_tokens_is_let_in() -> None:
+    with explaining(explained(True, [0, 96])) as running:
+        check_knows_tokens(running, b"{}")
+
+
+@pytest.mark.parametrize("answer", [explained(True, [0, 16]), explained(False, [96, 0])])
+def test_a_router_that_measured_would_be_by_text_is_not(answer: dict[str, Any]) -> None:
+    with explaining(answer) as running, pytest.raises(CannotRun, match="of 100 tokens"):
+        check_knows_tokens(running, b"{}")
+
+
+@pytest.mark.slow
+def test_a_small_run_measures_everybody_and_nothing_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tokenizer(tmp_path / "tokenizer")
+    out = tmp_path / "out" / "overhead.json"
+    names = [DIRECT, BARE_PROXY, OURS_TEXT, OURS_TOKENS]
+    cases = ["1k-slow", "1k-whole", "conversation-piece"]
+    options = ["--tokenizer", str(tmp_path / "tokenizer"), "--json", str(out)]
+    assert main(["--quick", "--contender", *names, "--case", *cases, *options]) == 0
+    shown = capsys.readouterr().out
+    assert "left out" not in shown
+    assert all(name in shown for name in (*names, *cases))
+    report = json.loads(out.read_text())
+    assert report["left_out"] == {}
+    assert [each["case"] for each in report["cases"]] == cases
+    for case in report["cases"]:
+        found = {each["contender"]: each for each in case["contenders"]}
+        assert list(found) == names
+        assert {each["requests"] for each in found.values()} == {case["requests"]}
+        assert {each["errors"] for each in found.values()} == {0}
+        assert found[DIRECT]["cpu_ms"] is None
+        for name in names[1:]:
+            assert found[name]["cpu_ms"]["median"] > 0
+            memory = found[name]["stream_kib"]
+            assert (memory is not None) == (case["case"] == "1k-slow")
+
+
+def test_a_case_or_contender_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (["--case", "2k-whole"], ["--contender", "nginx"], ["--rounds", "0"]):
+        with pytest.raises(SystemExit):
+            main(wrong)
+    told = capsys.readouterr().err
+    assert all(name in told for name in (CASES[0], DIRECT, "0 is less than 1"))
