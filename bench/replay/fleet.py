@@ -12,12 +12,12 @@ from typing import Any, Final, Literal
 from bench.ttft import BenchError
 from router.processes import ChildFailed, ProcessGroup, tail
 
-CPU_TOKENS: Final = {"ample": 800_000, "scarce": 40_000}
-"""What a replica's CPU RAM holds, by regime."""
+CPU_TOKENS: Final = {"ample": 800_000, "equal": 200_000, "scarce": 40_000}
+"""What a replica's CPU RAM holds, by regime: 4, 1 and 0.2 times what its GPU cache does."""
 DISK_TOKENS_PER_S: Final = {"fast": 20_000.0, "slow": 4_000.0}
 """Reading from disk: faster than prefill, or slower than it."""
 
-Cpu = Literal["ample", "scarce"]
+Cpu = Literal["ample", "equal", "scarce"]
 Disk = Literal["fast", "slow"]
 
 _READY_S: Final = 120.0
