@@ -4,6 +4,8 @@ The environment is made on demand, once, under a cache folder; or the user
 names the Python of one that is there.
 """
 
+import os
+import re
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +28,7 @@ _RECOMMENDED: Final = (
     *("--balance-abs-threshold", "32", "--balance-rel-threshold", "1.1"),
 )
 """What vllm-router's documentation of its policies starts cache_aware with."""
+_PROXY: Final = re.compile(r"(all|https?)_proxy", re.IGNORECASE)
 _SESSION_TTL_S: Final = 600
 """How long kv_aware keeps to a session's replica; its documentation names no time."""
 
@@ -132,4 +135,9 @@ def _launch(command: list[str], fleet: Fleet, eviction_s: float) -> Launch:
         workers = fetch(f"{url}/workers")["workers"]
         return sum(bool(each["is_healthy"]) for each in workers) == len(fleet.replicas)
 
-    return Launch(command=command, url=url, is_ready=is_ready)
+    return Launch(command=command, url=url, is_ready=is_ready, environment=_without_proxies())
+
+
+def _without_proxies() -> dict[str, str]:
+    """Return the environment without its HTTP proxies: both would ask them for the replicas."""
+    return {name: value for name, value in os.environ.items() if not _PROXY.fullmatch(name)}

@@ -142,6 +142,19 @@ def test_every_port_of_a_peer_is_its_own(tmp_path: Path) -> None:
         assert option("--port", told) != option("--prometheus-port", told)
 
 
+def test_a_peer_asks_no_proxy_for_its_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "https_proxy", "MY_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    launch = KNOWN["vllm-round-robin"].launch
+    assert launch is not None
+    environment = launch(fleet(tmp_path), tmp_path).environment
+    assert environment is not None
+    assert {"HTTP_PROXY", "https_proxy"}.isdisjoint(environment)
+    assert {"MY_PROXY", "PATH"} <= environment.keys()
+
+
 def test_sessions_are_named_and_ended_as_each_peer_wants_it() -> None:
     headers = {name: each.session_header for name, each in KNOWN.items()}
     assert headers.pop("sglang-manual") == "x-smg-routing-key"
