@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.aiperf.client import Workload
-from bench.aiperf.real import REPLICAS, real
+from bench.aiperf.real import NAMES, real
 from bench.aiperf.simulated import OPTIONS, simulated
 from bench.aiperf.stage import Stage
+from bench.calibration.replica import MACHINE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,11 @@ FLEETS: Final = {
             ttft_bound_ms=1000,
             seed=1,
         ),
-        settings={"replicas": REPLICAS},
+        settings={
+            "replicas": len(NAMES),
+            "gpu_tokens": MACHINE.shape.gpu_tokens,
+            "cpu_tokens": MACHINE.cpu_tokens,
+            "disk_tokens": MACHINE.disk_tokens,
+        },
     ),
 }

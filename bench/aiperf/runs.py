@@ -44,14 +44,11 @@ def measure(fleet: Fleet, workload: Workload, program: Path) -> dict[str, Run]:
     with tempfile.TemporaryDirectory(prefix="warmroute-") as made:
         directory = Path(made)
         with fleet.start(directory) as stage:
-            say(f"{ROUTER}: starting")
             router = [stage.start_router()]
             runs = {ROUTER: _profile(stage, workload, program, router, directory / ROUTER)}
             stage.group.stop(stage.router)
             urls = [each.url for each in stage.replicas]
             for name, is_alone in DIRECT.items():
-                say(f"{name}: emptying the caches")
-                stage.empty()
                 load = workload.share(len(urls)) if is_alone else workload
                 asked = urls[:1] if is_alone else urls
                 runs[name] = _profile(stage, load, program, asked, directory / name)
@@ -61,6 +58,8 @@ def measure(fleet: Fleet, workload: Workload, program: Path) -> dict[str, Run]:
 def _profile(
     stage: Stage, workload: Workload, program: Path, urls: Sequence[str], work: Path
 ) -> Run:
+    say(f"{work.name}: on empty caches")
+    stage.empty()
     work.mkdir()
     told = arguments(workload, model=stage.model, urls=urls)
     wall_s = profile(program, told, group=stage.group, tokenizer=stage.tokenizer, work=work)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.replica.tiers import ReplicaTiers, call
+from bench.calibration.under_load.stage import empty
+from bench.replica.tiers import ReplicaTiers
 from router.processes import ProcessGroup
 
 
@@ -24,6 +25,4 @@ class Stage:
     def empty(self) -> None:
         """Have every replica forget all KV, in all tiers."""
         for replica in self.replicas:
-            replica.wait_idle()
-            replica.empty_gpu()
-            call(f"{replica.agent_url}/clear", {})
+            empty(replica)

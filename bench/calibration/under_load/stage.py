@@ -32,9 +32,12 @@ class Played:
 
 
 def start_router(
-    group: ProcessGroup, work: Path, name: str, fleet: Fleet, rates: Mapping[str, float]
+    group: ProcessGroup, work: Path, name: str, fleet: Fleet, rates: Mapping[str, float] | None
 ) -> str:
-    """Start a router that knows a fleet's rates from the start; return its URL when it serves."""
+    """Start a router that knows a fleet's rates from the start; return its URL when it serves.
+
+    None: it knows what any router does.
+    """
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     entries = [
@@ -46,7 +49,7 @@ def start_router(
         work / f"{name}.yaml",
         port=port,
         replicas=entries,
-        rates=router_rates(rates, fleet.kv_bytes_per_token),
+        rates=router_rates(rates, fleet.kv_bytes_per_token) if rates else None,
         controller=None,
     )
     group.start(name, router_command(config), None, work / f"{name}.log")
