@@ -31,7 +31,7 @@ class KvAware(KvInformedRule):
     ) -> None:
         """Take the router's credits of lower tiers, as shares of a block on the GPU."""
         super().__init__(replicas)
-        self._credits = credits
+        self._credits = dict(credits)
 
     def pick(self, asked: Asked, healthy: Sequence[int], now_s: float) -> int:
         """Send a request to the least score."""
