@@ -13,7 +13,7 @@ from bench.discrete.rules.rule import Asked
 class Aibrix(CountingRule):
     """The greatest match whose requests are at most a standard deviation over the mean.
 
-    AIBrix 0.4, `prefix-cache`: `pkg/plugins/gateway/algorithms/prefix_cache.go` and
+    AIBrix 0.5, `prefix-cache`: `pkg/plugins/gateway/algorithms/prefix_cache.go` and
     `pkg/utils/prefixcacheindexer/hash.go`. Where requests in flight, as the gateway counts
     them, are uneven by more than `imbalance`, the least loaded, equal ones by chance.
     Matches are compared by whole percents; of equal ones the less loaded is tried first.

@@ -27,8 +27,8 @@ class DynamoWeights:
 class Dynamo(KvInformedRule):
     """Least prefill blocks to do, active ones and the prompt's own, plus blocks of decodes.
 
-    Dynamo 1.0, `docs/components/router/router-concepts.md` and `router-configuration.md`,
-    `lib/kv-router/src/scheduling/selector/default.rs` and `sequences/`. The tiers are a
+    Dynamo 1.3, its documentation's "Routing Concepts" and "Configuration and Tuning"
+    (`docs/components/router/router-concepts.md`, `router-configuration.md`); `lib/kv-router/src/scheduling/selector/default.rs` and `sequences/`. The tiers are a
     chain: host blocks count where those on the device end, disk blocks after these. Blocks
     of decodes are those of the prompts in flight, each counted once a replica. Its
     temperature is 0 by default: the least cost, equal ones by chance.
