@@ -3,14 +3,15 @@
 Each rule's docstring names its source. All of them: replicas that are equal are tried in
 the order of their numbers where the original goes by its registry's order; prompts are
 full blocks, so a match ends at a block where trees of characters end within one; bounds in
-characters take 4 of them as a token. What the originals do beside picking (retries,
-queues, circuit breakers) is the driver's, or left out: none queues by default.
+characters take 4 of them as a token, where the original does not fix it. What the originals
+do beside picking (retries, circuit breakers) is the driver's, or left out; none queues
+requests by default.
 
 - `sglang-cache-aware`: a leaf of its tree is cut block by block, not whole; a prompt that
   ends within another one does not make that one more recent.
 - `vllm-cache-aware`, `vllm-cache-aware-tuned`: the same. The page that recommends 0.5 / 32
   / 1.1 also lists a cut every 30 s and 10,000 nodes, which its command does not set.
-- `vllm-kv-aware`: its source is not public; the rule is what the program logs and does.
+- `vllm-kv-aware`: by the program, not its source: the rule is what 0.1.17 logs and does.
 - `vllm-kv-aware-sessions`: no time to live is recommended for sessions; 3,600 s is what the
   router keeps sessions for elsewhere.
 - `power-of-two`: load is the requests in flight; the loads that it could ask replicas for

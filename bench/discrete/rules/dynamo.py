@@ -28,7 +28,8 @@ class Dynamo(KvInformedRule):
     """Least prefill blocks to do, active ones and the prompt's own, plus blocks of decodes.
 
     Dynamo 1.3, its documentation's "Routing Concepts" and "Configuration and Tuning"
-    (`docs/components/router/router-concepts.md`, `router-configuration.md`); `lib/kv-router/src/scheduling/selector/default.rs` and `sequences/`. The tiers are a
+    (`docs/components/router/router-concepts.md`, `router-configuration.md`), and
+    `lib/kv-router/src`: `scheduling/selector/default.rs`, `sequences/`. The tiers are a
     chain: host blocks count where those on the device end, disk blocks after these. Blocks
     of decodes are those of the prompts in flight, each counted once a replica. Its
     temperature is 0 by default: the least cost, equal ones by chance.
