@@ -7,6 +7,7 @@ but how long the requests that run now will go on decoding beside it.
 import math
 from dataclasses import dataclass
 
+from bench.simulator.model.rates import Rates
 from bench.simulator.model.request import SimRequest
 from bench.simulator.model.scheduler import ReplicaModel
 
@@ -18,6 +19,8 @@ class Estimate:
     ttft_s: float
     busy_s: float
     """Time of the replica that the request takes: its load and its prefill."""
+    queue_s: float
+    """Until the replica could begin with it, were its KV there."""
 
 
 def estimate(model: ReplicaModel, request: SimRequest, now_s: float) -> Estimate:
@@ -37,17 +40,18 @@ def estimate(model: ReplicaModel, request: SimRequest, now_s: float) -> Estimate
     loaded = min(len(tiers) * chunk_tokens, max(0, known - gpu_tokens)) if tiers else 0
     load_s = loaded / rates.load_tokens_per_s
     fetch_s = sum(tier != "cpu" for tier in tiers) * chunk_tokens / rates.disk_tokens_per_s
-    ahead = sum(each.remaining_prefill for each in model.running if each.is_prefilling)
-    ahead -= model.tokens_in_step
-    ahead += sum(each.remaining_prefill for each in model.waiting)
-    ahead += sum(each.remaining_prefill for _, each in model.loading)
-    queue_s = max(
-        _step_rest_s(model, now_s) + _prefill_s(model, ahead), _room_s(model, request, gpu_blocks)
-    )
-    own_s = _prefill_s(model, ahead + own_tokens) - _prefill_s(model, ahead)
+    decode_s = _decode_s(model)
+    ahead = [*model.running, *model.waiting, *(each for _, each in model.loading)]
+    ahead_tokens = sum(each.remaining_prefill for each in ahead) - model.tokens_in_step
+    ahead_s = sum(_prefill_s(rates, each) for each in ahead if each.remaining_prefill)
+    ahead_s += _steps(model, ahead_tokens) * decode_s - rates.prefill_s(model.tokens_in_step)
+    queue_s = max(_step_rest_s(model, now_s) + ahead_s, _room_s(model, request, gpu_blocks))
+    prefill_s = rates.prefill_s(own_tokens, known)
+    own_s = prefill_s + _steps(model, own_tokens) * decode_s
     return Estimate(
         ttft_s=max(queue_s, fetch_s) + load_s + own_s,
-        busy_s=load_s + own_tokens / rates.prefill_tokens_per_s,
+        busy_s=load_s + prefill_s,
+        queue_s=queue_s,
     )
 
 
@@ -55,12 +59,21 @@ def _step_rest_s(model: ReplicaModel, now_s: float) -> float:
     return 0.0 if model.step_end_s is None else max(0.0, model.step_end_s - now_s)
 
 
-def _prefill_s(model: ReplicaModel, tokens: int) -> float:
-    """Return how long it takes to compute so many tokens beside the present decodes."""
+def _prefill_s(rates: Rates, request: SimRequest) -> float:
+    tokens = request.remaining_prefill
+    return rates.prefill_s(tokens, request.prefill_end - tokens)
+
+
+def _steps(model: ReplicaModel, tokens: int) -> int:
+    """Return how many steps it takes to compute so many tokens beside the present decodes."""
     decoding = sum(not each.is_prefilling for each in model.running)
-    per_step = max(1, model.shape.max_batched_tokens - decoding)
-    steps = math.ceil(tokens / per_step)
-    return steps * model.rates.decode_s(decoding) + model.rates.prefill_s(tokens)
+    return math.ceil(tokens / max(1, model.shape.max_batched_tokens - decoding))
+
+
+def _decode_s(model: ReplicaModel) -> float:
+    """Return what the present decodes add to each step."""
+    decoding = [each for each in model.running if not each.is_prefilling]
+    return model.rates.decode_s(len(decoding), sum(each.computed for each in decoding))
 
 
 def _room_s(model: ReplicaModel, request: SimRequest, gpu_blocks: int) -> float:

@@ -59,6 +59,8 @@ class SimRequest:
     """Of its full blocks those that were given their keys."""
     stored_chunks: int = 0
     """Chunks that were offered to the tiers below the GPU."""
+    is_looked_up: bool = False
+    """Whether the tiers below the GPU were asked for it since it began to wait."""
     is_over: bool = False
     """Finished or cancelled."""
 

@@ -32,7 +32,8 @@ def _steady() -> float:
 class ReplicaModel:
     """The queue, the batch and the GPU cache of one replica.
 
-    ``noise`` gives the factor on the duration of each step.
+    ``noise`` gives the factor on the duration of each step. ``foresees``: what waiting
+    requests will compute is kept track of, for `known_tokens`; else what is there counts.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ReplicaModel:
         tiers: LowerTiers,
         *,
         noise: Callable[[], float] = _steady,
+        foresees: bool = True,
     ) -> None:
         self.shape = shape
         self.rates = rates
@@ -56,6 +58,7 @@ class ReplicaModel:
         """Whether a waiting request was told by the tiers to ask again."""
         self._tiers = tiers
         self._noise = noise
+        self._foresees = foresees
         self._step: Step | None = None
         self._load_free_s = 0.0
         self._storing: deque[tuple[float, Sequence[bytes]]] = deque()
@@ -75,9 +78,10 @@ class ReplicaModel:
             )
         self.advance(now_s)
         request.arrived_s = now_s
-        request.expected_tokens = request.prompt_tokens - self.known_tokens(request)
-        for key in self._prompt_keys(request):
-            self._promised[key] = self._promised.get(key, 0) + 1
+        if self._foresees:
+            request.expected_tokens = request.prompt_tokens - self.known_tokens(request)
+            for key in self._prompt_keys(request):
+                self._promised[key] = self._promised.get(key, 0) + 1
         self.totals.requests += 1
         self.waiting.append(request)
         self._look_again(now_s)
@@ -330,12 +334,16 @@ class ReplicaModel:
         while budget > 0 and self.waiting and len(self.running) < self.shape.max_sequences:
             request = self.waiting[0]
             gpu_blocks = self.blocks.match(request)
+            has_room = self.blocks.has_room(request, gpu_blocks)
+            if not has_room and request.is_looked_up:
+                break  # a long prompt's lookup takes its time, and would be in vain
+            request.is_looked_up = True
             found = self._tiers.find(request, gpu_blocks * self.shape.block_tokens)
             if found is None:
                 self.is_blocked = True
                 skipped.append(self.waiting.popleft())
                 continue
-            if not self.blocks.has_room(request, gpu_blocks):
+            if not has_room:
                 break
             self.waiting.popleft()
             self.blocks.admit(request, gpu_blocks)
@@ -367,13 +375,17 @@ class ReplicaModel:
         """Give back all that a request has; it is in no queue any more."""
         request.is_over = True
         self.blocks.release(request)
+        if self._foresees:
+            self._keep_no_promise(request)
+        self._tiers.forget(request)
+
+    def _keep_no_promise(self, request: SimRequest) -> None:
         for key in self._prompt_keys(request):
             left = self._promised[key] - 1
             if left:
                 self._promised[key] = left
             else:
                 del self._promised[key]
-        self._tiers.forget(request)
 
     def check(self) -> None:
         """Raise AssertionError if the state contradicts itself."""
@@ -383,5 +395,5 @@ class ReplicaModel:
         assert not any(each.is_over for each in [*holding, *self.waiting])
         assert not any(each.num_blocks for each in self.waiting)
         assert [at_s for at_s, _ in self._storing] == sorted(at_s for at_s, _ in self._storing)
-        asked = [*holding, *self.waiting]
+        asked = [*holding, *self.waiting] if self._foresees else []
         assert self._promised == Counter(key for each in asked for key in self._prompt_keys(each))

@@ -6,16 +6,47 @@ chunk are its key, again and again, so that whoever loads it can tell.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from bench.simulator.model.lower_tiers import Found
 from bench.simulator.model.request import SimRequest
-from cacheengine.engine import CacheEngine, Presence, Promotion
+from cacheengine.engine import Presence, Promotion, StoreReservation
 
 _LOOKUP_PIN_S: Final = 10.0
 """As the real one has it, in model seconds."""
+
+
+class Engine(Protocol):
+    """What of `cacheengine.engine.CacheEngine` a scheduler calls."""
+
+    def lookup(self, key: bytes) -> Presence:
+        """Say where a chunk is."""
+
+    def try_hold(self, key: bytes) -> int | None:
+        """Hold a chunk if it is ready."""
+
+    def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
+        """Keep chunks until `release`; return their slots."""
+
+    def release(self, keys: Collection[bytes]) -> None:
+        """End one hold of each chunk."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note a use of chunks."""
+
+    def prepare_store(self, keys: Sequence[bytes]) -> StoreReservation | None:
+        """Reserve slots for those of the chunks that are not there."""
+
+    def complete_store(self, keys: Collection[bytes]) -> None:
+        """Make reserved chunks visible."""
+
+    def promote(self, keys: Sequence[bytes], *, pin_s: float) -> Promotion:
+        """Bring a prefix into the pool."""
+
+    def match(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the tier of each chunk, up to the first that is nowhere."""
 
 
 @dataclass(slots=True)
@@ -29,17 +60,27 @@ class _Asked:
 
 
 class EngineTiers:
-    """`LowerTiers` over an engine. ``on_promoted`` is called, on any thread, when one ended."""
+    """`LowerTiers` over an engine. ``on_promoted`` is called, on any thread, when one ended.
+
+    ``view`` gives a slot's bytes, to be written and compared; None: there are none.
+    ``is_shared``: other threads change the engine, too, so that what a step has looked up
+    must be held until it is used.
+    """
 
     def __init__(
         self,
-        engine: CacheEngine,
+        engine: Engine,
         *,
+        chunk_tokens: int,
+        view: Callable[[int], memoryview] | None = None,
+        is_shared: bool = True,
         speed: float = 1.0,
         on_promoted: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
-        self._chunk_tokens = engine.layout.chunk_tokens
+        self._chunk_tokens = chunk_tokens
+        self._view = view
+        self._is_shared = is_shared
         self._pin_s = _LOOKUP_PIN_S / speed
         self._on_promoted = on_promoted
         self._asked: dict[str, _Asked] = {}
@@ -76,8 +117,9 @@ class EngineTiers:
         for key in keys:
             if key in self._step_holds:
                 hits += 1
-            elif self._engine.try_hold(key) is not None:
-                self._step_holds.add(key)
+            elif self._found(key):
+                if self._is_shared:
+                    self._step_holds.add(key)
                 hits += 1
             else:
                 match self._engine.lookup(key):
@@ -94,14 +136,22 @@ class EngineTiers:
                         waits = True
         return None if waits else hits
 
+    def _found(self, key: bytes) -> bool:
+        """Whether a chunk can be loaded; it is held if another thread could evict it."""
+        if self._is_shared:
+            return self._engine.try_hold(key) is not None
+        return self._engine.lookup(key) is Presence.CPU
+
     def begin_load(self, request: SimRequest) -> None:
         """Hold the chunks that were found, and see that they are the right ones."""
         asked = self._asked[request.id]
         slots = self._engine.hold(asked.loads, held_before=True)
         self._note_use(asked, asked.loads)
         self._being_loaded.update(asked.loads)
+        if self._view is None:
+            return
         for key, slot in zip(asked.loads, slots, strict=True):
-            view = self._engine.view(slot)
+            view = self._view(slot)
             self.wrong_chunks += bytes(view[: len(key)]) != key[: len(view)]
 
     def end_load(self, request: SimRequest) -> None:
@@ -126,8 +176,10 @@ class EngineTiers:
         if reservation is None:
             return ()  # no room for any: they are offered again at the next step
         request.stored_chunks = end
+        if self._view is None:
+            return reservation.keys
         for key, slot in zip(reservation.keys, reservation.slots, strict=True):
-            view = self._engine.view(slot)
+            view = self._view(slot)
             view[:] = (key * (len(view) // len(key) + 1))[: len(view)]
         return reservation.keys
 

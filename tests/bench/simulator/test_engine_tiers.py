@@ -42,7 +42,12 @@ class Bench:
             make_threads=threads_for_memory,
         )
         self.promoted = threading.Event()
-        self.tiers = EngineTiers(self.engine, on_promoted=self.promoted.set)
+        self.tiers = EngineTiers(
+            self.engine,
+            chunk_tokens=CHUNK,
+            view=self.engine.view,
+            on_promoted=self.promoted.set,
+        )
         self.model: ReplicaModel = model(self.tiers, gpu_tokens=gpu_tokens)
 
     def waits(self) -> None:

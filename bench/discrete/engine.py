@@ -1,0 +1,172 @@
+"""A replica's cache engine in model time: the engine's own decisions, modelled I/O.
+
+`cacheengine.residency` decides, as in a replica; the disk here is a device that
+reads and writes one batch after another, each way at its own rate. Bytes are none:
+a chunk counts as many as it has tokens.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from bench.simulator.model.machine import Machine
+from cacheengine.decisions import Presence, StoreReservation, Todo
+from cacheengine.events import KeyEventRecord
+from cacheengine.eviction import make_policy
+from cacheengine.index import CpuIndex
+from cacheengine.ledger import Ledger
+from cacheengine.promotion import Promotion
+from cacheengine.residency import Residency
+from cacheengine.stats import EngineStats
+from cacheengine.tier_index import TierIndex
+from cacheengine.tiers.base import GetOutcome, PutOutcome
+
+_READ_BATCH: Final = 4
+"""Chunks in a read, as a disk tier's are."""
+_WRITE_BATCH: Final = 16
+"""Chunks in a write: more than a disk tier's, since nobody waits for one."""
+_PUT_QUEUE_SHARE: Final = 0.5
+"""The default of ``put_queue_share``."""
+_DISK: Final = "disk"
+
+
+class ModelEngine:
+    """What of `cacheengine.engine.CacheEngine` a replica's scheduler and agent call.
+
+    ``on_events`` hears what the tiers gained and lost, as it happens.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        on_events: Callable[[Sequence[KeyEventRecord]], None],
+    ) -> None:
+        self.chunk_tokens = machine.shape.chunk_tokens
+        self._read_s = self.chunk_tokens / machine.rates.disk_tokens_per_s
+        self._write_s = self.chunk_tokens / machine.rates.disk_write_tokens_per_s
+        self._loop = asyncio.get_running_loop()
+        self._on_events = on_events
+        self._disk = TierIndex(machine.disk_chunks * self.chunk_tokens, self.chunk_tokens)
+        cpu = CpuIndex(machine.cpu_chunks, make_policy("LRU"))
+        self._state = Residency(
+            Ledger(cpu, [self._disk], chunk_bytes=self.chunk_tokens),
+            max_queued_puts=max(1, int(_PUT_QUEUE_SHARE * machine.cpu_chunks)),
+        )
+        self._reading = self._writing = False
+
+    # --- what a scheduler asks
+
+    def lookup(self, key: bytes) -> Presence:
+        """Say where a chunk is. There is no remote tier to be asked: nothing follows."""
+        return self._state.presence(key, self._loop.time())
+
+    def try_hold(self, key: bytes) -> int | None:
+        """Hold a chunk if it is ready."""
+        return self._state.try_hold(key)
+
+    def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
+        """Keep chunks until `release`; end their pins."""
+        return self._state.hold(keys, held_before=held_before)
+
+    def release(self, keys: Collection[bytes]) -> None:
+        """End one hold of each chunk."""
+        with self._deciding() as state:
+            state.release(keys, self._loop.time())
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note a use of chunks."""
+        self._state.touch(keys)
+
+    def prepare_store(self, keys: Sequence[bytes]) -> StoreReservation | None:
+        """Reserve room for those of the chunks that are not there."""
+        with self._deciding() as state:
+            return state.prepare_store(keys, self._loop.time())
+
+    def complete_store(
+        self, keys: Collection[bytes], *, success: bool = True, prefetched: bool = False
+    ) -> None:
+        """Make reserved chunks visible, or give their room back."""
+        with self._deciding() as state:
+            state.complete_store(keys, self._loop.time(), success=success, prefetched=prefetched)
+
+    def promote(self, keys: Sequence[bytes], *, pin_s: float) -> Promotion:
+        """Bring a prefix into CPU RAM and pin it."""
+        with self._deciding() as state:
+            return state.promote(keys, pin_s, self._loop.time())
+
+    def match(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the tier of each chunk, up to the first that is nowhere."""
+        return self._state.match(keys, self._loop.time())
+
+    # --- what a bench asks
+
+    def stats(self) -> EngineStats:
+        """Return the counters so far; a chunk's bytes are its tokens."""
+        return self._state.counts()
+
+    def clear_cpu(self) -> None:
+        """Forget what lies in CPU RAM, as a replica does that dies; the disk keeps its own."""
+        with self._deciding() as state:
+            state.clear(("cpu",))
+
+    def check(self) -> None:
+        """Raise AssertionError if the state contradicts itself."""
+        self._state.check()
+
+    # --- what follows from decisions
+
+    @contextmanager
+    def _deciding(self) -> Iterator[Residency]:
+        yield self._state
+        todo = self._state.take_todo()
+        if todo is not None:
+            self._start(todo)
+
+    def _start(self, todo: Todo) -> None:
+        for name, keys in todo.deletes.items():
+            self._state.puts[name].deleted(keys)
+        if todo.gets[_DISK]:
+            self._read_next()
+        if todo.puts[_DISK]:
+            self._write_next()
+        for promotion, outcome, chunks in todo.settled:
+            promotion.settle(outcome, chunks)
+        if todo.has_news:
+            self._on_events(self._state.events.take())
+
+    def _read_next(self) -> None:
+        if self._reading:
+            return
+        entries = self._state.promotions.take(_DISK, _READ_BATCH)
+        if not entries:
+            return
+        self._reading = True
+
+        def read() -> None:
+            self._reading = False
+            with self._deciding() as state:
+                outcomes = [GetOutcome.OK] * len(entries)
+                state.promotions.end(self._disk, entries, outcomes, self._loop.time())
+            self._read_next()
+
+        self._loop.call_later(len(entries) * self._read_s, read)
+
+    def _write_next(self) -> None:
+        if self._writing:
+            return
+        with self._deciding() as state:
+            entries, victims = state.puts[_DISK].begin(_WRITE_BATCH, self._loop.time())
+            state.puts[_DISK].deleted(victims)
+        if not entries:
+            return
+        self._writing = True
+
+        def written() -> None:
+            self._writing = False
+            with self._deciding() as state:
+                outcomes = [PutOutcome.STORED] * len(entries)
+                state.puts[_DISK].end(entries, outcomes, self._loop.time())
+            self._write_next()
+
+        self._loop.call_later(len(entries) * self._write_s, written)

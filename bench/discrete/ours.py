@@ -1,0 +1,258 @@
+"""Warmroute's own judgment in model time: the fleet, the admission and the staging of a router.
+
+Only what they reach by sockets is modelled: agents (`bench.discrete.staging`), event
+streams (replicas tell their listeners) and the answers. Reading a prompt takes no time.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from bench.discrete.health import Health
+from bench.discrete.replica import AnswerCut, ModelReplica, ReplicaDown
+from bench.discrete.sent import Sent
+from bench.discrete.staging import ModelAgent, Network
+from bench.simulator.model.machine import Machine
+from cacheengine.keys import HashScheme
+from cacheengine.wire import InstanceInfo, TierInfo
+from router.admission import Gate
+from router.admitting import Admission
+from router.config import RatesConfig, ReplicaConfig, RouterConfig
+from router.errors import NoReplica, RateLimited
+from router.fleet import Fleet
+from router.keyring import PromptKeyring
+from router.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
+from router.policy import Decision
+from router.preparing import Preparer
+from router.promised import Promised
+from router.replica import Tier
+
+_TICK_S: Final = 1.0
+_CHUNK_BYTES_PER_TOKEN: Final = 131_072
+"""Of a model of 8 billion parameters: so that rates in bytes mean what they mean to people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How our router is set up: what an ablation changes."""
+
+    sections: dict[str, Any] = field(default_factory=dict)
+    """Of the router's configuration, beside its replicas."""
+    true_rates: bool = False
+    """Start from the machine's rates, where others start from the defaults."""
+    copies: bool = True
+
+
+def _true_rates(machine: Machine) -> RatesConfig:
+    rates = machine.rates
+    return RatesConfig(
+        prefill_tokens_per_s=rates.prefill_tokens_per_s,
+        cpu_load_bytes_per_s=rates.load_tokens_per_s * _CHUNK_BYTES_PER_TOKEN,
+        disk_bytes_per_s=rates.disk_tokens_per_s * _CHUNK_BYTES_PER_TOKEN,
+        peer_bytes_per_s=rates.peer_tokens_per_s * _CHUNK_BYTES_PER_TOKEN,
+    )
+
+
+class OurRouter:
+    """A router before model replicas."""
+
+    def __init__(self, replicas: Sequence[ModelReplica], settings: Settings) -> None:
+        self._replicas = replicas
+        machine = replicas[0].machine
+        self._config = RouterConfig(
+            replicas=tuple(
+                ReplicaConfig(
+                    url=f"http://r{each.slot}:1",
+                    instance_id=f"r{each.slot}",
+                    agent_url=f"http://r{each.slot}:2",
+                )
+                for each in replicas
+            ),
+            rates=_true_rates(machine) if settings.true_rates else RatesConfig(),
+            **settings.sections,
+        )
+        self._loop = asyncio.get_running_loop()
+        self.fleet = Fleet(self._config)
+        self.network = Network()
+        by_agent = {f"http://r{each.slot}:2": each for each in replicas}
+        self._agents = {
+            url: ModelAgent(each, by_agent, self.network) for url, each in by_agent.items()
+        }
+        self._admission = Admission(Gate(self.fleet), self._loop.time)
+        self._preparer = Preparer(
+            self._config, self.fleet, self._agents.__getitem__, self._loop.time
+        )
+        self._copies = settings.copies
+        self._health = Health(replicas, self._health_changed)
+        self._refused = 0
+        for each in replicas:
+            self._meet(each)
+            each.listeners.append(self)
+        self._tasks = [
+            self._loop.create_task(self._tick()),
+            self._loop.create_task(self._health.watch()),
+        ]
+
+    # --- requests
+
+    async def answer(self, sent: Sent) -> None:
+        """Answer as `router.proxy.Proxy` does: admit, stage, forward, learn."""
+        with self._preparer.early.turn(sent.session):
+            keyring = PromptKeyring(sent.prompt)
+            failed: list[str] = []
+            try:
+                for _ in range(self._config.retries + 1):
+                    if await self._try(sent, keyring, failed):
+                        return
+            except RateLimited as refused:
+                self._refused += 1
+                sent.failed(refused.status, refused.message, self._loop.time())
+                return
+            except NoReplica as none:
+                sent.failed(none.status, none.message, self._loop.time())
+                return
+            sent.failed(503, "no replica could be reached", self._loop.time())
+
+    async def _try(self, sent: Sent, keyring: PromptKeyring, failed: list[str]) -> bool:
+        """Send a request to one replica; False while another may still be tried."""
+
+        def place(now_s: float, promised: Promised) -> Decision:
+            return self.fleet.place(
+                keyring,
+                model=None,
+                session=sent.session,
+                exclude=tuple(failed),
+                promised=promised,
+                streamed=sent.streamed,
+                now_s=now_s,
+            )
+
+        admitted = await self._admission.admit(place, at_once=bool(failed))
+        decision, ticket = admitted.decision, admitted.ticket
+        replica = self._replicas[decision.plan.slot]
+        ok, cached_tokens = False, None
+        began = False
+
+        def first_token(now_s: float) -> None:
+            nonlocal began
+            began = True
+            sent.began(now_s)
+            if sent.streamed:
+                ticket.first_byte(now_s)
+                self._admission.wake()
+
+        try:
+            self._preparer.early.chosen(decision)
+            prepared = await self._preparer.prepare(decision)
+            if prepared.waited_s > 0:
+                ticket.sent(self._loop.time())
+            sent.record.headers = {"reason": str(decision.reason), **prepared.headers()}
+            sent.record.predicted_ttft_s = decision.predicted_ttft_s
+            serving = replica.submit(sent.prompt, sent.output_tokens, first_token)
+            await serving.done
+            if not sent.streamed:
+                ticket.first_byte(self._loop.time(), streamed=False)
+            ok, cached_tokens = True, serving.request.cached.total
+            sent.served(replica.slot, serving.request, self._loop.time())
+        except ReplicaDown:
+            failed.append(decision.replica_id)
+            self._health.suspect(replica)
+            return False
+        except AnswerCut:
+            self._health.suspect(replica)
+            if not began or not sent.streamed:
+                failed.append(decision.replica_id)
+                return False
+            sent.failed(200, "the answer broke off", self._loop.time())
+        except ValueError as error:
+            sent.failed(400, str(error), self._loop.time())
+        finally:
+            ticket.finish(
+                self._loop.time(),
+                ok=ok,
+                cached_tokens=cached_tokens,
+                output_tokens=sent.output_tokens,
+            )
+            self._admission.wake()
+        return True
+
+    def counts(self) -> dict[str, float]:
+        """Return refusals, and what was moved between replicas."""
+        return {"refused": self._refused, "copied_tokens": self.network.moved_tokens}
+
+    # --- what replicas tell
+
+    def stored(self, replica: int, tier: Tier, keys: Sequence[int]) -> None:
+        """Take over what a tier gained."""
+        if tier is Tier.GPU:
+            self._apply(replica, BlocksStored(tier, keys))
+        else:
+            self.fleet.index.add(replica, tier, keys)
+
+    def removed(self, replica: int, tier: Tier, keys: Sequence[int]) -> None:
+        """Take over what a tier lost."""
+        if tier is Tier.GPU:
+            self._apply(replica, BlocksRemoved(tier, keys))
+        else:
+            self.fleet.index.remove(replica, tier, keys)
+
+    def cleared(self, replica: int) -> None:
+        """Forget a GPU's cache."""
+        self._apply(replica, GpuCleared())
+
+    def _apply(self, replica: int, event: KvEvent) -> None:
+        self.fleet.apply_kv(f"r{replica}", KvBatch(seq=0, ts=0.0, events=[event]))
+
+    def _meet(self, replica: ModelReplica) -> None:
+        """Learn who a replica is, as its agent tells."""
+        machine = replica.machine
+        per_chunk = machine.shape.chunk_tokens * _CHUNK_BYTES_PER_TOKEN
+        name = f"r{replica.slot}"
+        self.fleet.up(name)
+        self.fleet.apply_info(
+            name,
+            InstanceInfo(
+                instance_id=name,
+                incarnation="model",
+                model="model",
+                hash_algorithm=HashScheme().algorithm,
+                hash_seed="",
+                block_tokens=machine.shape.block_tokens,
+                chunk_tokens=machine.shape.chunk_tokens,
+                chunk_bytes=per_chunk,
+                tiers={
+                    "cpu": TierInfo(capacity_bytes=machine.cpu_chunks * per_chunk, used_bytes=0)
+                },
+                transfer_port=1 if self._copies else None,
+                layout="model",
+            ),
+        )
+        self.fleet.following_kv(name)
+        self.fleet.replicas[name].shape_checked = True
+
+    def _health_changed(self, replica: ModelReplica, is_up: bool) -> None:
+        name = f"r{replica.slot}"
+        if is_up:
+            self.fleet.up(name)
+        else:
+            self.fleet.down(name)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.fleet.tick(self._loop.time())
+
+    async def stop(self) -> None:
+        """End what runs in the background."""
+        for task in self._tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._tasks)
+        await self._preparer.stop()
+
+
+def with_sections(settings: Settings, **sections: Any) -> Settings:
+    """Return settings with other sections of the router's configuration."""
+    return replace(settings, sections={**settings.sections, **sections})

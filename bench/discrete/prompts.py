@@ -1,0 +1,86 @@
+"""Prompts without text: what of two prompts is equal follows from the numbers of their spans."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from bench.workloads.session import Span
+from cacheengine.keys import HashScheme
+
+
+@dataclass(eq=False, slots=True)
+class ModelPrompt:
+    """A prompt by the keys of its blocks (`router.keyring.PromptView`).
+
+    Those of the answer that is to come follow: a replica stores them as it computes them.
+    """
+
+    keys: Sequence[bytes] = field(repr=False)
+    """Keys of the full blocks of prompt and answer, first to last, 8 bytes each."""
+    prompt_blocks: int
+    token_count: int
+    token_ids: Sequence[int] = (0,)
+    text: str = ""
+
+    @property
+    def affinity(self) -> bytes:
+        """What equal prompts have in common: their first block."""
+        return self.keys[0] if self.prompt_blocks else b""
+
+    def lora(self, adapters: object) -> None:
+        """Return None: there are no adapters here."""
+
+    def chain(
+        self, scheme: HashScheme, block_tokens: int, *, lora: tuple[str, str] | None = None
+    ) -> list[bytes]:
+        """Return the keys of the prompt's blocks."""
+        return list(self.keys[: self.prompt_blocks])
+
+    def text_chain(self) -> list[int]:
+        """Return nothing: there is no text."""
+        return []
+
+
+class Conversation:
+    """The blocks of a session's prompts: each turn's begins with all that was said before."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._chain: list[bytes] = []
+        self._last = b"\0" * 8
+        self._open = array("q")
+        """Of the last block, which is not full: numbers, first and last token of its spans."""
+        self._open_tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens said so far."""
+        return len(self._chain) * self._block_tokens + self._open_tokens
+
+    def turn(self, spans: Iterable[Span], answer: Span) -> ModelPrompt:
+        """Say the spans, then the answer; return the prompt that asks for the answer."""
+        for span in spans:
+            self._say(span)
+        tokens, blocks = self.tokens, len(self._chain)
+        self._say(answer)
+        # The last token of an answer is never run: nothing follows it.
+        run = (self.tokens - 1) // self._block_tokens
+        return ModelPrompt(self._chain[:run], blocks, tokens)
+
+    def _say(self, span: Span) -> None:
+        said = 0
+        while said < span.tokens:
+            tokens = min(self._block_tokens - self._open_tokens, span.tokens - said)
+            self._open.extend((span.number, said, said + tokens))
+            self._open_tokens += tokens
+            said += tokens
+            if self._open_tokens == self._block_tokens:
+                self._close_block()
+
+    def _close_block(self) -> None:
+        self._last = xxhash.xxh3_64_digest(self._last + self._open.tobytes())
+        self._chain.append(self._last)
+        self._open = array("q")
+        self._open_tokens = 0

@@ -1,0 +1,203 @@
+"""One replica in model time: the simulated replica's model over the engine's own decisions."""
+
+import asyncio
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final, Protocol
+
+from bench.discrete.engine import ModelEngine
+from bench.discrete.prompts import ModelPrompt
+from bench.simulator.model.lower_tiers import LowerTiers
+from bench.simulator.model.machine import Machine
+from bench.simulator.model.news import Cleared, Removed, Stored
+from bench.simulator.model.request import SimRequest
+from bench.simulator.model.scheduler import ReplicaModel
+from bench.simulator.storage.engine_tiers import EngineTiers
+from cacheengine.events import KeyEventRecord
+from router.prefix_index import keys64
+from router.replica import Tier
+
+_FIRST_AND_LAST: Final = 10**9
+"""An answer's caller hears of its first token, and of so many more: of no other but the last."""
+_LOOK_AGAIN_S: Final = 0.02
+"""Between looks at a request that waits for a lower tier and that no event will wake."""
+
+
+_TIERS: Final = {each.value: each for each in Tier}
+
+
+class ReplicaDown(Exception):  # noqa: N818  (what happened, in words)
+    """Nobody listens there."""
+
+
+class AnswerCut(Exception):  # noqa: N818  (what happened, in words)
+    """The replica has died before an answer's end."""
+
+
+class Listener(Protocol):
+    """A router, as a replica's events reach it."""
+
+    def stored(self, replica: int, tier: Tier, keys: Sequence[int]) -> None:
+        """Hear that a tier holds blocks now (of a lower tier: chunks, by their last block)."""
+
+    def removed(self, replica: int, tier: Tier, keys: Sequence[int]) -> None:
+        """Hear that a tier does not hold blocks any more."""
+
+    def cleared(self, replica: int) -> None:
+        """Hear that a GPU's cache was emptied."""
+
+
+@dataclass(eq=False, slots=True)
+class Serving:
+    """A request at a replica."""
+
+    request: SimRequest
+    on_first_token: Callable[[float], None]
+    done: "asyncio.Future[None]"
+    """Ends with the answer, or with `AnswerCut`."""
+    has_begun: bool = field(default=False)
+
+
+class ModelReplica:
+    """Serves `submit`, on the present event loop.
+
+    ``noise`` is the standard deviation of the logarithm of a step's duration;
+    ``foresees`` as in `ReplicaModel`; ``shared`` tiers take the place of its own.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        machine: Machine,
+        *,
+        seed: int = 0,
+        noise: float = 0.0,
+        foresees: bool = False,
+        shared: LowerTiers | None = None,
+    ) -> None:
+        self.slot = slot
+        self.machine = machine
+        self.is_alive = True
+        self.listeners: list[Listener] = []
+        self.engine = ModelEngine(machine, self._tiers_changed)
+        self._tiers = EngineTiers(
+            self.engine,
+            chunk_tokens=machine.shape.chunk_tokens,
+            is_shared=False,
+            on_promoted=self._wake,
+        )
+        chooser = random.Random(f"{seed} {slot}")
+        self.model = ReplicaModel(
+            machine.shape,
+            machine.rates,
+            self._tiers if shared is None else shared,
+            noise=lambda: chooser.lognormvariate(0.0, noise) if noise else 1.0,
+            foresees=foresees,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._serving: dict[SimRequest, Serving] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._numbers = count(1)
+
+    def submit(
+        self, prompt: ModelPrompt, output_tokens: int, on_first_token: Callable[[float], None]
+    ) -> Serving:
+        """Put a request into the queue. Raises `ReplicaDown`, and ValueError if it never fits."""
+        if not self.is_alive:
+            raise ReplicaDown
+        step = self.machine.shape.blocks_per_chunk
+        request = SimRequest(
+            id=str(next(self._numbers)),
+            prompt_tokens=prompt.token_count,
+            output_tokens=output_tokens,
+            block_keys=prompt.keys,
+            chunk_keys=prompt.keys[step - 1 :: step],
+            emit_every=_FIRST_AND_LAST,
+        )
+        self.model.arrive(request, self._loop.time())
+        serving = Serving(request, on_first_token, self._loop.create_future())
+        self._serving[request] = serving
+        self._settle()
+        return serving
+
+    def die(self) -> None:
+        """Cut all answers and forget the GPU and CPU RAM; the disk keeps what it has."""
+        self.is_alive = False
+        for serving in list(self._serving.values()):
+            self.model.cancel(serving.request, self._loop.time())
+            serving.done.set_exception(AnswerCut())
+        self._serving.clear()
+        self.model.clear_gpu()
+        self._settle()
+        self.engine.clear_cpu()
+
+    def come_back(self) -> None:
+        """Serve again, with an empty GPU."""
+        self.is_alive = True
+
+    def _wake(self) -> None:
+        self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        if self.model.is_blocked:
+            self.model.poke(self._loop.time())
+        else:
+            self.model.advance(self._loop.time())
+        self._settle()
+
+    def _settle(self) -> None:
+        """Tell what has happened, and come back when more will have."""
+        for event in self.model.take_events():
+            match event:
+                case Stored(request, first, end):
+                    keys = _numbers(request.block_keys[first:end])
+                    for each in self.listeners:
+                        each.stored(self.slot, Tier.GPU, keys)
+                case Removed(gone):
+                    keys = _numbers(gone)
+                    for each in self.listeners:
+                        each.removed(self.slot, Tier.GPU, keys)
+                case Cleared():
+                    for each in self.listeners:
+                        each.cleared(self.slot)
+        for request, _, at_s in self.model.take_news():
+            self._hear(self._serving[request], at_s)
+        self._set_timer()
+
+    def _hear(self, serving: Serving, at_s: float) -> None:
+        if not serving.has_begun:
+            serving.has_begun = True
+            serving.on_first_token(at_s)
+        if serving.request.finished_s is not None:
+            del self._serving[serving.request]
+            serving.done.set_result(None)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        next_s = self.model.next_s()
+        if self.model.is_blocked:
+            again_s = self._loop.time() + _LOOK_AGAIN_S
+            next_s = again_s if next_s is None else min(next_s, again_s)
+        if next_s is not None:
+            self._timer = self._loop.call_at(next_s, self._look)
+
+    def _tiers_changed(self, records: Sequence[KeyEventRecord]) -> None:
+        for record in records:
+            keys = keys64(record.keys)
+            for each in self.listeners:
+                tell = each.stored if record.stored else each.removed
+                tell(self.slot, _TIERS[record.tier], keys)
+
+
+def _numbers(keys: Sequence[bytes]) -> list[int]:
+    return keys64(keys) if keys else []
+
+
+def numbers_of(prompt: ModelPrompt) -> "array[int]":
+    """Return the keys of a prompt's full blocks as numbers."""
+    return array("Q", _numbers(prompt.keys[: prompt.prompt_blocks]))
