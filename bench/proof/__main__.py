@@ -98,10 +98,15 @@ def _list(arguments: argparse.Namespace) -> int:
     lines = []
     for each in cases:
         made = store.find(each.name)
-        runs = len(each.seeds) * len(each.contenders)
-        lines.append([each.name, str(runs), f"{each.requests:,}", _state(each, made, sources)])
-    _say(cells.plain(["case", "runs", "requests", "result"], lines))
-    _say(f"{sum(len(each.seeds) * len(each.contenders) for each in cases):,} runs in all")
+        amount = [str(each.plays), f"{each.requests:,}"]
+        lines.append([each.name, *amount, _state(each, made, sources)])
+    _say(cells.plain(["case", "plays", "requests each", "result"], lines))
+    for name in dict.fromkeys(each.set for each in cases):
+        plays = [each for each in cases if each.set == name]
+        _say(
+            f"{name}: {len(plays)} cases, {sum(each.plays for each in plays):,} plays, "
+            f"{sum(each.plays * each.requests for each in plays) / 1e6:.1f} M requests reported"
+        )
     return 0
 
 

@@ -3,6 +3,7 @@
 It is a complete description: what is run follows from it, a seed and a contender.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -23,7 +24,8 @@ LABEL_TOLERANCE: Final = 0.03
 
 OURS: Final = "ours"
 SHARED_CACHE: Final = "shared-infinite-cache"
-BOUNDS: Final = ("oracle", SHARED_CACHE, "no-queue")
+ORACLE: Final = "oracle"
+BOUNDS: Final = (ORACLE, SHARED_CACHE, "no-queue")
 """Contenders that no router could be. What is neither one of these nor ours is a peer."""
 _WITHOUT: Final = f"{OURS}-without-"
 _WITH: Final = f"{OURS}-with-"
@@ -36,6 +38,11 @@ class Search:
     low: float = 0.2
     high: float = 1.4
     tolerance: float = 0.04
+
+    @property
+    def most_plays(self) -> int:
+        """How often a workload is played to find it."""
+        return max(0, math.ceil(math.log2((self.high - self.low) / self.tolerance)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,12 @@ class Case:
             rates=replace(MACHINE.rates, disk_tokens_per_s=DISK_TOKENS_PER_S[self.disk]),
             cpu_tokens=round(self.ram * MACHINE.shape.gpu_tokens),
         )
+
+    @property
+    def plays(self) -> int:
+        """How often a workload is played in all."""
+        each = 1 if self.search is None else self.search.most_plays
+        return each * len(self.seeds) * len(self.contenders)
 
     @property
     def fleet_tokens_per_s(self) -> float:

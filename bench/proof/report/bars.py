@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from bench.proof.case import OURS, SHARED_CACHE
-from bench.proof.cases import HEADLINE_LOADS, HEADLINE_RAM
+from bench.proof.cases import HEADLINE_LOADS, HEADLINE_ONLY, HEADLINE_RAM
 from bench.proof.kept.result import Result
 from bench.proof.report import cells
 from bench.proof.report.compare import (
@@ -47,7 +47,12 @@ class Bar:
 
 def bars(results: Sequence[Result]) -> list[Bar]:
     """Return every bar of the proof."""
-    return [*_p90_bars(results), *_goodput_bars(results), *_nowhere_worse(results)]
+    return [
+        *_p90_bars(results),
+        *_goodput_bars(results),
+        *_nowhere_worse(results),
+        *_left_out(results),
+    ]
 
 
 def _p90_bars(results: Sequence[Result]) -> Iterator[Bar]:
@@ -137,6 +142,15 @@ def _against_best(result: Result) -> Iterator[tuple[str, str, Estimate | None]]:
         best = best_peer(result, metric)
         if best is not None:
             yield what, best, time_ratio(result, OURS, best, metric)
+
+
+def _left_out(results: Sequence[Result]) -> Iterator[Bar]:
+    """Yield whether the peers that most cases do without are never the best where all are."""
+    best = {best_peer(each, P90): each for each in results if each.case.set == "headline"}
+    wrong = [f"{name} in {best[name].case.name}" for name in best if name in HEADLINE_ONLY]
+    if best:
+        told = ", ".join(wrong) + ": take it out of HEADLINE_ONLY" if wrong else "none is"
+        yield _bar("no peer that is left out of the other cases is the best", not wrong, told, "")
 
 
 def _find(results: Sequence[Result], set_name: str, regime: tuple[object, ...]) -> Result | None:

@@ -49,7 +49,7 @@ def _goodputs(result: Result) -> str:
 
 
 def _times(result: Result) -> str:
-    head = ["", "TTFT mean", "less ours", "p50", "p90", "p99", "whole p50", "p90"]
+    head = ["", "TTFT mean", "less ours", "p50", "p90", "p99", "whole p50", "whole p90"]
     head += ["in time", "errors", "429s"]
     lines = []
     for name in result.case.contenders:
@@ -79,6 +79,8 @@ _QUANTILES: Final = (
 
 
 def _less_ours(result: Result, name: str) -> str:
+    if OURS not in result.case.contenders:
+        return "-"
     theirs, ours = times(result, name, "ttft_mean_s"), times(result, OURS, "ttft_mean_s")
     pairs = [(a, b) for a, b in zip(theirs, ours, strict=True) if a is not None and b is not None]
     if name == OURS or not pairs:

@@ -57,6 +57,19 @@ def test_ablations_have_ours_and_every_mechanism_and_nothing_else() -> None:
             assert not any(is_variant(name) for name in each.contenders)
 
 
+def test_peers_that_are_never_the_best_are_compared_on_the_headline_alone() -> None:
+    cases = all_cases([*NAMES, "round-robin"])
+    with_it = {each.set for each in cases if "round-robin" in each.contenders}
+    assert with_it == {"headline", "goodput"}
+
+
+def test_a_case_says_how_often_a_workload_is_played() -> None:
+    (one,) = chosen(CASES, ["goodput-agents-ram1"])
+    assert one.plays == 5 * 5 * len(one.contenders)
+    (other,) = chosen(CASES, ["headline-agents-ram1-load0.8"])
+    assert other.plays == 5 * len(other.contenders)
+
+
 def test_published_seeds_are_none_that_constants_are_tuned_on() -> None:
     assert all(min(each.seeds) >= FIRST_SEED > 100 for each in CASES)
 

@@ -161,7 +161,7 @@ def test_bars_are_met_where_ours_is_far_ahead(results: list[Result]) -> None:
     assert found["agents, RAM 1, 80%: p90 at most 0.5 of the best peer's"] == "met"
     assert found["agents, RAM 4: goodput at least 1.5 of the best peer's"] == "met"
     assert set(found.values()) <= {"met", "unknown"}
-    assert len(found) == 8 + 4 + 2 + 6
+    assert len(found) == 8 + 4 + 2 + 6 + 1
 
 
 def test_a_bar_is_missed_where_ours_is_behind(results: list[Result]) -> None:
@@ -176,6 +176,23 @@ def test_a_bar_is_missed_where_ours_is_behind(results: list[Result]) -> None:
     assert states(bars(failing))["agents, RAM 4, 95%: p90 at most 0.5 of the best peer's"] == (
         "not met"
     )
+
+
+def test_a_peer_that_is_left_out_elsewhere_must_not_be_the_best(results: list[Result]) -> None:
+    renamed = [
+        replace(
+            each,
+            case=replace(each.case, contenders=("ours", "round-robin")),
+            runs=[
+                replace(row, contender="round-robin") if row.contender == "vllm" else row
+                for row in each.runs
+            ],
+        )
+        for each in of_set(results, "headline")
+    ]
+    found = {each.what: each for each in bars(renamed)}
+    bar = found["no peer that is left out of the other cases is the best"]
+    assert (bar.state, "round-robin in headline-" in bar.found) == ("not met", True)
 
 
 def test_a_bar_without_a_result_is_unknown_and_says_what_to_make() -> None:
@@ -253,6 +270,11 @@ def test_a_result_is_shown_with_the_difference_to_ours() -> None:
     assert re.split(r"\s{2,}", ours)[2] == "-"
     assert float(re.split(r"\s{2,}", vllm)[2].split(" ")[0]) == pytest.approx(1.8, rel=0.02)
     assert text.startswith("headline-agents-ram1-load0.8: 3 seeds of 20 requests, prefill binds")
+
+
+def test_a_result_without_ours_is_shown_too() -> None:
+    text = show(made(case(contenders=("vllm", "oracle"))))
+    assert [line.split()[0] for line in text.splitlines()[2:4]] == ["vllm", "oracle"]
 
 
 def kept(contender: str, times_s: Sequence[float | None]) -> Columns:
