@@ -20,8 +20,8 @@ from bench.overhead.load.talk import GO, Line, Outcome, Plan
 from bench.processes import Usage, session_usage
 from bench.ttft import BenchError
 
-SETTLE_S: Final = 0.2
-"""After a contender's last answer, before anything else is measured: KV events come later."""
+_SETTLE_S: Final = 0.2
+"""After the last answer a contender is still busy: with its books, and with KV events."""
 _LEAST_OPEN: Final = 0.5
 """Share of a case's streams that must be open at once for their memory to be told."""
 
@@ -107,13 +107,13 @@ def measure(
                 stream_bytes = (during.resident_bytes - before.resident_bytes) / streams
 
         outcome = begin(note_open)
+        time.sleep(_SETTLE_S)
         after, replicas_after = watched.use(), session_usage(watched.replicas_pid)
     used = Used(
         cpu_s=None if before is None or after is None else after.cpu_s - before.cpu_s,
         stream_bytes=stream_bytes,
         replicas_cpu_s=replicas_after.cpu_s - replicas_before.cpu_s,
     )
-    time.sleep(SETTLE_S)
     return sample(number, outcome, used)
 
 
