@@ -108,6 +108,8 @@ def _launch_real(
         *("--num-gpu-blocks-override", str(machine.shape.gpu_blocks + 1)),
     ]
     environment = replica_environment(platform, index, of=_SHARES)
+    # vLLM leaves its sockets where temporary files go: they are to go with the rest.
+    environment |= {"TMPDIR": str(work)}
     command = replica_command(config, vllm_args)
     group.start(name, command, environment, work / f"{name}.log")
     return ReplicaTiers(
