@@ -45,8 +45,8 @@ class Columns:
     reason: list[int]
     predicted_ms: list[int]
     """What the router predicted for the first token."""
-    held_ms: list[int]
-    """How long the router held the request."""
+    before_ms: list[int]
+    """From sending the request to its arrival at a replica: held, or waiting for KV there."""
 
     @property
     def sessions(self) -> list[int]:
@@ -73,7 +73,7 @@ class Columns:
             "status": self.failed.get(self.number[at], 200),
             "reason": _named(self.reasons, self.reason, at),
             "predicted_ms": self.predicted_ms[at] if self.predicted_ms else None,
-            "held_ms": self.held_ms[at] if self.held_ms else None,
+            "before_ms": self.before_ms[at] if self.before_ms else None,
         }
 
 
@@ -98,8 +98,8 @@ def columns(contender: str, seed: int, told: Iterable[Record]) -> Columns:
         failed={each.number: each.status or 0 for each in records if not answered(each)},
         reasons=reasons,
         reason=_indices([each.headers.get("reason") for each in records], reasons),
-        predicted_ms=_milliseconds(records, "predicted-ttft-ms"),
-        held_ms=_milliseconds(records, "held-ms"),
+        predicted_ms=_milliseconds([each.predicted_ttft_s for each in records]),
+        before_ms=_milliseconds([_before_s(each) for each in records]),
     )
 
 
@@ -127,11 +127,17 @@ def _indices(values: Sequence[str | None], names: Sequence[str]) -> list[int]:
     return [_NONE if each is None else index[each] for each in values]
 
 
-def _milliseconds(records: Sequence[Record], header: str) -> list[int]:
-    told = [each.headers.get(header) for each in records]
-    if all(each is None for each in told):
+def _milliseconds(seconds: Sequence[float | None]) -> list[int]:
+    """Return whole milliseconds, -1 for None; nothing where there is nothing but zeros."""
+    if not any(seconds):
         return []
-    return [_NONE if each is None else round(float(each)) for each in told]
+    return [_NONE if each is None else round(each * 1000) for each in seconds]
+
+
+def _before_s(record: Record) -> float | None:
+    if record.ttft_s is None or record.replica_ttft_s is None:
+        return None
+    return max(0.0, record.ttft_s - record.replica_ttft_s)
 
 
 def _named(names: Sequence[str], column: Sequence[int], at: int) -> str | None:

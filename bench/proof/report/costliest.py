@@ -58,7 +58,7 @@ def summary(requests: Sequence[Lost], count: int) -> str:
 def costliest_table(requests: Sequence[Lost], other: str) -> str:
     """Return a line for each request: both decisions, with what was found where."""
     head = ["request", "turn", "due s", "tokens", "lost s", "ours: reason", "replica", "TTFT s"]
-    head += ["predicted", "held", "gpu/cpu/disk", "computed", f"{other}: replica", "TTFT s"]
+    head += ["predicted", "before", "gpu/cpu/disk", "computed", f"{other}: replica", "TTFT s"]
     head += ["gpu/cpu/disk", "computed"]
     return cells.plain(head, [_line(each) for each in requests])
 
@@ -75,7 +75,7 @@ def _line(each: Lost) -> list[str]:
         str(mine["replica"]),
         _seconds(mine["ttft_ms"]),
         _seconds(mine["predicted_ms"]),
-        _seconds(mine["held_ms"]),
+        _seconds(mine["before_ms"]),
         _tiers(mine),
         str(mine["computed"]),
         str(other["replica"]),

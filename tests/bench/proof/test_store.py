@@ -111,12 +111,21 @@ def test_changed_files_are_named(tmp_path: Path) -> None:
 
 
 def test_records_keep_what_is_needed_to_explain_a_request() -> None:
-    headers = {"reason": "session", "predicted-ttft-ms": "900.4", "held-ms": "12"}
+    more = {"headers": {"reason": "session"}, "predicted_ttft_s": 0.9004}
     told = columns(
         "ours",
         101,
         [
-            record(7, turn=1, ttft_s=1.2345, headers=headers, instance_id="b", due_s=3.14159),
+            record(
+                7,
+                turn=1,
+                ttft_s=1.2345,
+                instance_id="b",
+                due_s=3.14159,
+                arrived_s=10.0,
+                first_token_s=11.0,
+                **more,
+            ),
             record(6, headers={}),
             failed(9, status=429, instance_id=None),
             failed(10, status=None),
@@ -132,7 +141,7 @@ def test_records_keep_what_is_needed_to_explain_a_request() -> None:
     assert read.row(1) == {
         "turn": 1, "due_s": 3.1, "prompt_tokens": 1000, "ttft_ms": 1234, "replica": "b",
         "gpu": 200, "cpu": 100, "disk": 0, "computed": 700, "status": 200,
-        "reason": "session", "predicted_ms": 900, "held_ms": 12,
+        "reason": "session", "predicted_ms": 900, "before_ms": 234,
     }  # fmt: skip
     assert (read.row(2)["replica"], read.row(2)["status"]) == (None, 429)
     assert columns("x", 1, [record(0)]).reason == []
