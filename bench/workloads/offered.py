@@ -29,6 +29,7 @@ GENERATED: Final[Mapping[str, Callable[[int], Iterator[Session]]]] = {
 """All workloads; without a trace each is generated."""
 TRACED: Final = ("conversation", "agents")
 """Workloads that can be read from a trace."""
+_MOST_LOAD: Final = 5.0
 PAUSING: Final = ("agents", "rounds", "mixture")
 """Workloads whose sessions have pauses."""
 
@@ -119,7 +120,7 @@ def offered(
     slots than there are. A disk may be offered more than it reads: what it does
     not deliver is computed anew.
     """
-    _check(workload, trace=trace, pause_scale=pause_scale)
+    _check(workload, load=load, trace=trace, pause_scale=pause_scale)
     endless = (stretched(each, pause_scale) for each in _endless(workload, seed, trace))
     pacer = Pacer(endless, requests=requests, replicas=replicas, machine=machine)
     try:
@@ -132,13 +133,15 @@ def offered(
     return found
 
 
-def _check(workload: str, *, trace: Path | None, pause_scale: float) -> None:
+def _check(workload: str, *, load: float, trace: Path | None, pause_scale: float) -> None:
     if workload not in GENERATED:
         raise BenchError(f"there is no workload {workload}: give one of {', '.join(GENERATED)}")
     if trace is not None and workload not in TRACED:
         raise BenchError(
             f"{workload} is generated and reads no trace: give one for {' or '.join(TRACED)}"
         )
+    if not 0 < load <= _MOST_LOAD:
+        raise BenchError(f"load is {load:g}: give one above 0, up to {_MOST_LOAD:g}")
     if pause_scale != 1.0 and workload not in PAUSING:
         raise BenchError(
             f"{workload} has no pauses that could be stretched: stretch {', '.join(PAUSING)}"

@@ -26,10 +26,18 @@ FILLING_REQUESTS: Final = 5_000
 TOLERANCE: Final = 0.03
 """How far the measured load may be off its label, of the label."""
 
-_AIM: Final = 0.005
-_TRIALS: Final = 40
+_AIM: Final = 0.01
+_TRIALS: Final = 8
+"""Of gaps between sessions, for one beginning of the window."""
+_WHOLE_STEPS: Final = 4
+"""Trials after which the gap is moved by half of what seems to be missing."""
+_BEGINNINGS: Final = 6
+"""Of the window, each later than the one before by half of the warm-up."""
 _PROBED: Final = 1_000
 """Sessions whose lengths and loads are looked at before any has a start."""
+_FARTHEST: Final = 1.5
+"""Factor by which the gap may differ from what the sessions' mean work asks for: a window
+that has its load at another gap only is one of few requests, not of the steady state."""
 _SETTLED: Final = 0.99
 """Share of the steady state's sessions that are under way when the window begins."""
 
@@ -99,6 +107,23 @@ class Window:
         return sorted(firsts[due.session] + due.turn for due in self.reported)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """A gap between sessions, and the load that it gives."""
+
+    gap_s: float
+    dues: Sequence[tuple[float, int, int]]
+    """As `Due` has them; of many trials one is kept."""
+    first: int
+    begin_s: float
+    end_s: float
+    load: float
+
+    def error(self, load: float) -> float:
+        """Return how far it is off a label, of the label."""
+        return abs(self.load / load - 1)
+
+
 class Pacer:
     """Looks for the gap between sessions that gives a load."""
 
@@ -111,6 +136,7 @@ class Pacer:
         self._machine = machine
         self._ideal = IdealRun(machine.rates, machine.shape)
         self._planned: list[Planned] = []
+        self._needed = _PROBED
         self._plan(_PROBED)
         lengths_s = [each.length_s for each in self._planned]
         self._settled_s = settled_s(lengths_s)
@@ -120,47 +146,67 @@ class Pacer:
 
         Raises `BenchError` where that is off by more than `TOLERANCE`.
         """
-        probed_s = sum(each.work_s for each in self._planned[:_PROBED])
-        gap_s = probed_s / _PROBED / (load * self._replicas)
-        best: Window | None = None
-        for trial in range(_TRIALS):
-            window = self._window(gap_s)
-            if best is None or abs(window.load - load) < abs(best.load - load):
-                best = window
-            if abs(best.load / load - 1) <= _AIM:
-                break
-            # Where single requests weigh much, full steps would jump to and fro.
-            gap_s *= (window.load / load) ** (1.0 if trial < 5 else 0.5)
-        assert best is not None
-        if abs(best.load / load - 1) > TOLERANCE:
+        # Where single requests weigh much, loads jump to and fro: then the window
+        # begins later, and the search anew.
+        found: list[_Trial] = []
+        for later in range(_BEGINNINGS):
+            found.append(self._search(load, later / 2))
+            if found[-1].error(load) <= _AIM:
+                return self._kept(found[-1])
+        best = min(found, key=lambda each: each.error(load))
+        if best.error(load) > TOLERANCE:
             raise BenchError(
-                f"load {load:g} cannot be reached with {self._requests} requests: {best.load:.3f} "
-                "is the nearest; give more requests, so that a single one weighs less"
+                f"load {load:g} cannot be reached with {self._requests} requests: "
+                f"{best.load:.3f} is the nearest; give more requests, so that a single one "
+                "weighs less"
             )
-        return best
+        return self._kept(best)
 
-    def _window(self, gap_s: float) -> Window:
-        count = _PROBED
+    def _search(self, load: float, later: float) -> _Trial:
+        """Return the best of some trials whose loads come nearer and nearer to the label."""
+        work_s = sum(each.work_s for each in self._planned[:_PROBED]) / _PROBED
+        gap_s = expected_s = work_s / (load * self._replicas)
+        trials: list[_Trial] = []
+        while len(trials) < _TRIALS:
+            trials.append(self._trial(gap_s, later))
+            if trials[-1].error(load) <= _AIM / 2:
+                break
+            gap_s *= (trials[-1].load / load) ** (1.0 if len(trials) < _WHOLE_STEPS else 0.5)
+            gap_s = min(max(gap_s, expected_s / _FARTHEST), expected_s * _FARTHEST)
+        return min(trials, key=lambda each: each.error(load))
+
+    def _trial(self, gap_s: float, later: float) -> _Trial:
+        """Try a gap; ``later`` stretches the warm-up by that share."""
         while True:
+            count = self._needed
             self._plan(count)
             dues = self._dues(gap_s, count)
             # A later session may begin before requests that are due after the last start.
             known_s = self._planned[count - 1].session.start_s * gap_s
-            begin_s = max(self._settled_s, self._filled_s(dues))
+            begin_s = (1 + later) * max(self._settled_s, self._filled_s(dues))
             first = bisect_left(dues, begin_s, key=itemgetter(0))
             end = self._end(dues, first)
-            if end is not None and dues[end].at_s <= known_s:
-                return self._measured(gap_s, dues[:end], first, begin_s, dues[end].at_s)
-            count += max(_PROBED, count // 2)
+            if end is not None and dues[end][0] <= known_s:
+                end_s = dues[end][0]
+                work_s = self._work_s(dues[first:end])
+                return _Trial(
+                    gap_s=gap_s,
+                    dues=dues[:end],
+                    first=first,
+                    begin_s=begin_s,
+                    end_s=end_s,
+                    load=work_s / self._replicas / (end_s - begin_s),
+                )
+            self._needed += max(_PROBED, count // 2)
 
-    def _dues(self, gap_s: float, count: int) -> list[Due]:
+    def _dues(self, gap_s: float, count: int) -> list[tuple[float, int, int]]:
         return sorted(
-            Due(each.session.start_s * gap_s + turn.offset_s, index, number)
+            (each.session.start_s * gap_s + turn.offset_s, index, number)
             for index, each in enumerate(itertools.islice(self._planned, count))
             for number, turn in enumerate(each.turns)
         )
 
-    def _filled_s(self, dues: Sequence[Due]) -> float:
+    def _filled_s(self, dues: Sequence[tuple[float, int, int]]) -> float:
         """Return when enough requests were due, and as many tokens as all caches hold."""
         left_tokens = self._replicas * (self._machine.shape.gpu_tokens + self._machine.cpu_tokens)
         least = min(WARM_UP_REQUESTS, self._requests)
@@ -169,32 +215,31 @@ class Pacer:
                 return at_s
             turn = self._planned[session].turns[number]
             left_tokens -= turn.computed_tokens + turn.output_tokens
-        return dues[-1].at_s
+        return dues[-1][0]
 
-    def _end(self, dues: Sequence[Due], first: int) -> int | None:
+    def _end(self, dues: Sequence[tuple[float, int, int]], first: int) -> int | None:
         """Return where the requests of the window end: those due together stay together."""
         end = first + self._requests
-        while end < len(dues) and dues[end].at_s == dues[end - 1].at_s:
+        while end < len(dues) and dues[end][0] == dues[end - 1][0]:
             end += 1
         return end if end < len(dues) else None
 
-    def _measured(
-        self, gap_s: float, dues: list[Due], first: int, begin_s: float, end_s: float
-    ) -> Window:
-        rates = self._machine.rates
-        work_s = 0.0
-        for due in itertools.islice(dues, first, None):
-            turn = self._planned[due.session].turns[due.turn]
-            work_s += rates.prefill_s(turn.computed_tokens, turn.matched_tokens)
-        started = 1 + max(due.session for due in dues)
+    def _work_s(self, dues: Sequence[tuple[float, int, int]]) -> float:
+        """Return the prefill that an infinite cache leaves of these, of one replica."""
+        prefill_s = self._machine.rates.prefill_s
+        turns = (self._planned[session].turns[number] for _, session, number in dues)
+        return sum(prefill_s(turn.computed_tokens, turn.matched_tokens) for turn in turns)
+
+    def _kept(self, trial: _Trial) -> Window:
+        started = 1 + max(session for _, session, _ in trial.dues)
         return Window(
             planned=self._planned[:started],
-            gap_s=gap_s,
-            dues=dues,
-            first=first,
-            begin_s=begin_s,
-            end_s=end_s,
-            load=work_s / self._replicas / (end_s - begin_s),
+            gap_s=trial.gap_s,
+            dues=[Due(*each) for each in trial.dues],
+            first=trial.first,
+            begin_s=trial.begin_s,
+            end_s=trial.end_s,
+            load=trial.load,
         )
 
     def _plan(self, count: int) -> None:
