@@ -100,7 +100,7 @@ class Reader:
         """Ask by one router while the replica is in a state."""
         self.leave_on_disk()
         replica = self._stage.replica
-        read_before = replica.disk_read_bytes()
+        read_before, looked_up_before_s = replica.disk_read_bytes(), replica.looked_up_s()
         with _others(self._stage, variant, state, seed) as before_it:
             answer = self._ask(variant, self._warm_prompt)
         return Sample(
@@ -110,6 +110,7 @@ class Reader:
             ttft_s=answer.ttft_s,
             held_s=float(answer.headers["x-warmroute-held-ms"]) / 1000,
             read_bytes=replica.disk_read_bytes() - read_before,
+            looked_up_s=replica.looked_up_s() - looked_up_before_s,
             in_time=is_in_time(answer.headers),
             matched=known_to_router(answer),
             before_it_ttft_s=before_it.result().ttft_s if before_it else None,

@@ -29,6 +29,8 @@ class Sample:
     """Of that: held in the router until the replica could soon begin."""
     read_bytes: int
     """Read from disk meanwhile."""
+    looked_up_s: float
+    """How long it waited in vLLM for KV on its way to CPU RAM, by vLLM's own clock."""
     in_time: bool
     """Whether all of the prefix was in CPU RAM when the request was forwarded."""
     matched: str
@@ -69,6 +71,7 @@ def figures(samples: Sequence[Sample], state: str, variant: str) -> dict[str, An
         "median_ttft_s": asdict(median_s(samples, state, variant)),
         "median_saved_s": asdict(saved_s(samples, state, variant)),
         "median_held_s": statistics.median(each.held_s for each in some),
+        "median_looked_up_s": statistics.median(each.looked_up_s for each in some),
         "in_time_share": statistics.fmean(each.in_time for each in some),
         "median_read_bytes": statistics.median(each.read_bytes for each in some),
         "median_before_it_ttft_s": _median_before(some),
@@ -82,14 +85,18 @@ def conditions(samples: Sequence[Sample]) -> list[tuple[str, str]]:
 
 def table(samples: Sequence[Sample]) -> str:
     """Return a line for each state and variant: TTFT, what is saved, what was read."""
-    header = f"{'replica':<10}{'prefetch':<16}{'TTFT s':>24}{'saved s':>26}{'in time':>9}{'MiB':>7}"
+    header = (
+        f"{'replica':<10}{'prefetch':<16}{'TTFT s':>24}{'saved s':>26}"
+        f"{'waited s':>10}{'in time':>9}{'MiB':>7}"
+    )
     lines = [header, "-" * len(header)]
     for state, variant in conditions(samples):
         told = figures(samples, state, variant)
         saved = "" if variant == WITHOUT else str(saved_s(samples, state, variant))
         lines.append(
             f"{state:<10}{variant:<16}{median_s(samples, state, variant)!s:>24}{saved:>26}"
-            f"{told['in_time_share']:>9.0%}{told['median_read_bytes'] / 2**20:>7.0f}"
+            f"{told['median_looked_up_s']:>10.3f}{told['in_time_share']:>9.0%}"
+            f"{told['median_read_bytes'] / 2**20:>7.0f}"
         )
     return "\n".join(lines)
 

@@ -145,6 +145,10 @@ class ReplicaTiers:
         """Return how much the engine has read from its disk tier since its start."""
         return int(metric(self.agent_url, "warmroute_engine_tier_get_bytes_total", tier="disk"))
 
+    def looked_up_s(self) -> float:
+        """Return for how long, all together, vLLM's requests have waited for lower tiers' KV."""
+        return self._count("vllm:kv_offload_lookup_async_delay_seconds_sum")
+
     def _count(self, name: str) -> float:
         """Return a figure of vLLM's metrics."""
         return metric(self.url, name)

@@ -122,7 +122,7 @@ def _line(seed: Seed, fleet: str) -> str:
     return (
         f"{fleet:<10}{ttft['p50']:>9.3f}{ttft['p90']:>8.3f}{ttft['p99']:>8.3f}{ttft['mean']:>8.3f}"
         f"{told['failed']:>7}{hits['gpu']:>10.0f}{hits['cpu']:>9.0f}{hits['disk']:>9.0f}"
-        f"{gone['gpu_blocks']:>13}{gone['cpu_chunks']:>7.0f}{gone['disk_chunks']:>6.0f}"
+        f"{gone['gpu_blocks'] or 0:>13}{gone['cpu_chunks']:>7.0f}{gone['disk_chunks']:>6.0f}"
     )
 
 

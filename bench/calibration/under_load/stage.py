@@ -26,9 +26,10 @@ class Played:
 
     records: Sequence[Record]
     counts: Counts
-    gpu_evicted_blocks: int
-    idle_share: float
-    """Of the machine's cores meanwhile."""
+    gpu_evicted_blocks: int | None
+    """None: nobody counted."""
+    idle_share: float | None
+    """Of the machine's cores meanwhile; None where no time passed."""
 
 
 def start_router(

@@ -20,6 +20,7 @@ from bench.calibration.under_load.__main__ import (
 )
 from bench.calibration.under_load.client import answer_ids, note_answer
 from bench.calibration.under_load.counts import Counts, removed_from_gpu
+from bench.calibration.under_load.model import play_in_model_time, with_rates
 from bench.calibration.under_load.report import (
     REAL,
     Seed,
@@ -285,6 +286,27 @@ def test_sessions_go_through_a_router_to_the_end_and_all_that_they_do_is_counted
         "python -m bench.calibration.under_load --load 0.1 --seeds 1 --seed 3 --rounds 1 "
         "--warm-up-s 0.5 --window-s 1.5"
     )
+
+
+def test_the_model_plays_the_same_requests_and_the_servers_own_time_is_added() -> None:
+    work = offered(CORE, replicas=2, load=0.8, warm_up_s=5.0, window_s=20.0, seed=4)
+    slow_server = replace(CORE, rates=replace(RATES, request_s=0.5))
+    plain = play_in_model_time(CORE, work, replicas=2, seed=4)
+    later = play_in_model_time(slow_server, work, replicas=2, seed=4)
+    assert [each.number for each in plain.records] == list(range(TURNS * len(work.sessions)))
+    assert all(each.ok for each in plain.records)
+    hits = sum(sum(each.cached_tokens.values()) for each in plain.records)
+    counts = plain.counts
+    assert counts.gpu_hit_tokens + counts.cpu_hit_tokens + counts.disk_hit_tokens == hits > 0
+    for one, other in zip(plain.records, later.records, strict=True):
+        assert one.ttft_s is not None
+        assert other.ttft_s == pytest.approx(one.ttft_s + 0.5)
+
+
+def test_rates_that_the_model_does_not_know_are_left_out() -> None:
+    machine = with_rates(MACHINE, {"step_s": 0.5, "of_another_kind": 1.0})
+    assert machine.rates == Rates(step_s=0.5)
+    assert machine.shape == MACHINE.shape
 
 
 def _hurried(work: Offered) -> Offered:

@@ -32,6 +32,7 @@ def _sample(number: int, variant: str, ttft_s: float, state: str = "idle") -> Sa
         ttft_s=ttft_s,
         held_s=0.0,
         read_bytes=2**20,
+        looked_up_s=0.0,
         in_time=variant != "none",
         matched="disk 8000",
     )
