@@ -82,6 +82,8 @@ def arguments(workload: Workload, *, model: str, urls: Sequence[str]) -> list[st
         *("--isl", str(workload.turn_tokens), "--isl-stddev", str(workload.turn_tokens_stddev)),
         *("--osl", str(workload.answer_tokens)),
         *("--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0"),
+        # The words of a small model, put together, are other tokens than it said.
+        "--use-server-token-count",
         *("--concurrency", str(workload.concurrency)),
         *("--goodput", f"time_to_first_token:{workload.ttft_bound_ms}"),
         *("--random-seed", str(workload.seed)),
