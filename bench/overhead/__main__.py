@@ -38,6 +38,8 @@ from bench.ttft import BenchError, machine
 
 _MODEL: Final = Path.home() / ".cache" / "warmroute-overhead" / "model"
 _EVENTS: Final = 200
+_BUSY_SHARE: Final = 0.3
+"""Load average a core, before anything is started, from which on latencies are others' too."""
 _QUICK_CASES: Final = ("1k-slow", "1k-piece", "conversation-piece")
 _QUICK_SHARE: Final = 4
 _QUICK_STREAMS: Final = 40
@@ -59,9 +61,30 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
 
 def run(arguments: argparse.Namespace, command: Sequence[str]) -> None:
     """Measure, print the tables, write the report; raise `BenchError`."""
+    wanted = chosen_cases(arguments)
+    load_average = _load_average()
+    results = measured(arguments, wanted)
+    for each in wanted:
+        print(table(each, case_figures(results, each, arguments.contender)), end="\n\n")
+    for name, why in results.why_not.items():
+        print(f"{name} was left out: {why}")
+    if arguments.json:
+        head = {"command": shlex.join(command), "load_average": load_average}
+        write_report(arguments.json, head | report(arguments, results, wanted))
+
+
+def _load_average() -> float:
+    """Return how many processes want a core now, and say so where that is others' work."""
+    found = os.getloadavg()[0]
+    if found > _BUSY_SHARE * (os.cpu_count() or 1):
+        print(f"others are at work on this machine: load average {found:.1f}", file=sys.stderr)
+    return found
+
+
+def measured(arguments: argparse.Namespace, wanted: Sequence[Case]) -> Results:
+    """Make the prompts and run all rounds; raise `BenchError`."""
     known = contenders.entries(peers.PeersPython(arguments.peers_python))
     entries = {name: known[name] for name in arguments.contender}
-    wanted = chosen_cases(arguments)
     telling = any(each.needs_telling for each in entries.values())
     tokenizer = arguments.tokenizer or make_model(_MODEL)
     results = Results()
@@ -70,31 +93,21 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> None:
         prepared = prepare(Path(made), wanted, tokenizer, telling=telling, seed=arguments.seed)
         for number in range(1 if arguments.quick else arguments.rounds):
             run_round(number, entries, wanted, prepared, results, connections=arguments.connections)
-    for each in wanted:
-        print(table(each, case_figures(results, each, list(entries))), end="\n\n")
-    for name, why in results.why_not.items():
-        print(f"{name} was left out: {why}")
-    if arguments.json:
-        write_report(arguments.json, report(command, arguments, results, wanted, list(entries)))
+    return results
 
 
 def report(
-    command: Sequence[str],
-    arguments: argparse.Namespace,
-    results: Results,
-    wanted: Sequence[Case],
-    names: Sequence[str],
+    arguments: argparse.Namespace, results: Results, wanted: Sequence[Case]
 ) -> dict[str, object]:
-    """Return everything measured, ready for JSON."""
+    """Return every figure, and what it must be read with, ready for JSON."""
     return {
         "what": "what a router itself costs before replicas that answer at once",
-        "command": shlex.join(command),
-        "machine": {**machine(), "load_average": os.getloadavg()},
+        "machine": machine(),
         "peers": list(peers.PACKAGES),
         "connections": arguments.connections,
         "tokenizer": "of bench.replica.model" if arguments.tokenizer is None else "given",
         "left_out": results.why_not,
-        "cases": as_json(results, wanted, names),
+        "cases": as_json(results, wanted, arguments.contender),
     }
 
 
