@@ -105,7 +105,6 @@ DEFAULT: Final = (
     "64k-piece",
     "conversation-piece",
     "1k-piece-paced",
-    "16k-piece-paced",
     "64k-piece-paced",
     "conversation-piece-paced",
 )
