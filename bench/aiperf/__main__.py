@@ -24,6 +24,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Final
 
 from bench.aiperf.client import Workload, aiperf
 from bench.aiperf.fleets import FLEETS, Fleet
@@ -31,10 +32,13 @@ from bench.aiperf.report import check_nameless, table
 from bench.aiperf.runs import ROUTER, Run, measure, say
 from bench.command import positive
 from bench.environments import NotInstalled
+from bench.proof.kept.tree import Tree
 from bench.replica.local import CannotStart
 from bench.replica.tiers import NotThere
 from bench.ttft import BenchError, machine
 from router.processes import ChildFailed
+
+ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 def keep(
@@ -105,28 +109,28 @@ def _workload(fleet: Fleet, arguments: argparse.Namespace) -> Workload:
     return replace(fleet.workload, **given)
 
 
-def check_clean(commit: object) -> None:
-    """Raise `BenchError` unless this is what git calls a tree that is as committed."""
-    if commit is None or str(commit).endswith("-dirty"):
-        raise BenchError(f"--out: results are kept of a commit alone, and this is {commit}")
-
-
 def measure_all(arguments: argparse.Namespace, command: str) -> None:
     """Do what the command line says; raise what stood in the way."""
-    here = {**machine(), "load_average": os.getloadavg()}
-    if arguments.out:
-        check_clean(here["commit"])
+    commit = _clean_commit() if arguments.out else None
     program = aiperf()
     for name in arguments.fleet:
         fleet = FLEETS[name]
         workload = _workload(fleet, arguments)
         say(f"== {fleet.what}: {workload.conversations} conversations")
+        here = {**machine(), "commit": commit, "load_average": os.getloadavg()}
         runs = measure(fleet, workload, program)
         print(f"{runs[ROUTER].table}\n")
         title = f"{fleet.what}, TTFT bound {workload.ttft_bound_ms} ms"
         print(table(title, {each: run.figures for each, run in runs.items()}) + "\n")
         if arguments.out:
             keep(arguments.out / name, fleet, workload, runs, {"command": command, "machine": here})
+
+
+def _clean_commit() -> str:
+    """Return what results are kept of; raises `BenchError` for a tree with changes."""
+    tree = Tree(ROOT)
+    tree.require_clean()
+    return tree.commit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
