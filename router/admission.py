@@ -49,8 +49,6 @@ class Held:
     """Of that replica."""
     may_queue_s: float
     """With how much work before it there it would have gone."""
-    would_block: bool
-    """Whether it is long and would begin before those whose KV is still being loaded."""
     worth_s: float
     """How long waiting for it is better than any other replica, be that idle."""
     roster: int
@@ -119,7 +117,6 @@ class Gate:
 
     def pump(self, now_s: float) -> Sequence[tuple[Waiting, End]]:
         """Return whose waiting ends: may go now, cannot be placed, or has waited too long."""
-        self._fleet.unseen.pass_time(now_s)
         ended: list[tuple[Waiting, End]] = [
             (each, self._too_late(each, now_s)) for each in self._line.expired(now_s)
         ]
@@ -139,8 +136,7 @@ class Gate:
         """When to `pump` at the latest, as seen at ``now_s``; infinite while nobody waits."""
         if not len(self):
             return inf
-        next_s = min(self._ready_s, self._line.next_deadline_s, now_s + _RECHECK_S)
-        return min(next_s, max(now_s, self._fleet.unseen.next_s))
+        return min(self._ready_s, self._line.next_deadline_s, now_s + _RECHECK_S)
 
     def leave(self, waiting: Waiting) -> None:
         """Forget a request that waits no longer; nothing if its waiting has ended."""
@@ -188,14 +184,13 @@ class Gate:
             wanted=decision.replica_id,
             slot=decision.plan.slot,
             may_queue_s=may_queue_s,
-            would_block=cost.busy_s > self._config.dispatch_ahead_s and not cost.fetch_s,
             worth_s=min(idle_s.values(), default=inf) - own_s,
             roster=self._fleet.roster_version,
         )
 
     def _may_go(self, held: Held, service_s: float, now_s: float) -> bool:
         """Whether its replica can take a newcomer, and nobody waits for it who is before that."""
-        if not _has_room(held, self._queue_s(held.wanted, now_s), self._fleet):
+        if not _fits(self._queue_s(held.wanted, now_s), held.may_queue_s):
             return False
         before = self._line.ahead_of(service_s, now_s)
         return all(each.item.wanted != held.wanted for each in before)
@@ -259,7 +254,7 @@ class _Scan:
 
     def is_ready(self, held: Held) -> bool:
         """Whether a request may go to the replica it wants (yes also if that is not up)."""
-        return _has_room(held, self._queues_s.get(held.wanted, 0.0), self._fleet)
+        return _fits(self._queues_s.get(held.wanted, 0.0), held.may_queue_s)
 
     def pass_by(self, waiting: Waiting) -> None:
         """Count one who goes on waiting as work before those behind."""
@@ -293,31 +288,12 @@ class _Scan:
     def next_ready_s(self, waiting: Sequence[Waiting]) -> float:
         """When the next of these, or any busy replica, will be ready if all goes as predicted."""
         queues_s = self._queues_s
-        # Who waits for others' KV is woken by their first tokens.
-        held = [each.item for each in waiting if not _waits_for_loads(each.item, self._fleet)]
+        held = [each.item for each in waiting]
         after_s = [queues_s.get(each.wanted, 0.0) - each.may_queue_s for each in held]
         if after_s:
             busy_s = (queue_s - self._ahead_s for queue_s in queues_s.values())
             after_s += [each for each in busy_s if each > _CLOSE_S]
         return self.now_s + max(0.0, min(after_s, default=inf))
-
-
-def _has_room(held: Held, queue_s: float, fleet: Fleet) -> bool:
-    """Whether a request may go to its replica, which has so much work before it."""
-    return _fits(queue_s, held.may_queue_s) and not _waits_for_loads(held, fleet)
-
-
-def _waits_for_loads(held: Held, fleet: Fleet) -> bool:
-    """Whether a request waits until those before it have begun, so as not to run before them.
-
-    A replica begins with what is there. A prefill of 13 s kept a short request waiting for all
-    of it that had been sent before, and whose KV was on its way from disk, or even only from
-    CPU RAM to the GPU.
-    """
-    replica = fleet.replicas.get(held.wanted)
-    if replica is None or replica.state is not State.UP:
-        return False
-    return held.would_block and replica.loading > 0
 
 
 def _about(service_s: float) -> float:

@@ -124,7 +124,7 @@ class Fleet:
         if plan.session is not None:
             self.sessions.note(plan.session, plan.slot, now_s)
         cost = replica.rates.cost(plan.work)
-        if decision.prefetch_keys or decision.copy is not None:
+        if decision.is_staged:
             replica.fetch(cost.fetch_s, now_s)
         self._turn += 1
         for recent in (self._recent, replica.recent):

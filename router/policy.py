@@ -154,6 +154,11 @@ class Decision:
     """Id of the session's home when this was decided, if it could take the request."""
     plan: Plan = field(repr=False, compare=False)
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether KV is to be brought to the replica's CPU RAM before the request is sent."""
+        return bool(self.prefetch_keys) or self.copy is not None
+
 
 def busy_weight(busy: float) -> float:
     """Return how much a replica's time counts when so much of all replicas' time is taken."""

@@ -20,7 +20,7 @@ class PrefillLine:
     Holds an entry for each request that has joined and not left.
     """
 
-    __slots__ = ("_due_s", "_last", "_ready_s", "_work_s", "free_at_s")
+    __slots__ = ("_due_s", "_last", "_work_s", "free_at_s")
 
     def __init__(self) -> None:
         self.free_at_s = 0.0
@@ -28,39 +28,30 @@ class PrefillLine:
         self._last = 0
         self._work_s: dict[int, float] = {}
         self._due_s: dict[int, float] = {}
-        self._ready_s: dict[int, float] = {}
 
     def queue_s(self, now_s: float) -> float:
         """Return how long a request that comes now would wait."""
         return max(0.0, self.free_at_s - now_s)
 
     def end_s(self, token: int) -> float | None:
-        """Return when a prefill will be done, as things stand; None if it is not here any more.
-
-        That is late where one behind it waits for its KV.
-        """
+        """Return when a prefill will be done, as things stand; None if it is not here any more."""
         if token not in self._work_s:
             return None
         return self.free_at_s - sum(work_s for each, work_s in self._work_s.items() if each > token)
 
-    def join(self, work_s: float, now_s: float, *, fetched_s: float = 0.0) -> int:
-        """Add a prefill; return the token with which it must `leave` or `give_up`.
-
-        ``fetched_s``: until its KV is there. The replica is taken for reserved
-        until then: a long prefill sent into the gap would be run to its end.
-        """
+    def join(self, work_s: float, now_s: float) -> int:
+        """Add a prefill; return the token with which it must `leave` or `give_up`."""
         self._last += 1
         self._work_s[self._last] = work_s
-        self._ready_s[self._last] = now_s + fetched_s
-        self.free_at_s = max(self.free_at_s, now_s + fetched_s) + work_s
+        self.free_at_s = max(self.free_at_s, now_s) + work_s
         self._due_s[self._last] = self.free_at_s
         return self._last
 
     def leave(self, token: int, now_s: float, *, just_now: bool = True) -> None:
-        """Note a first token. Who came before and was due has been computed, too, unseen.
+        """Note a first token. A prefill before it that was due has been computed, too, unseen.
 
-        Who is overtaken before that waits for its KV, or is not sent yet: a
-        replica lets others go first, and its work is still to come.
+        One that is overtaken before that waits for its KV: the replica lets others go
+        first, and its work is still to come.
 
         ``just_now``: whether it came now; else at some time before, as when an
         answer that is not streamed begins with its last token.
@@ -71,9 +62,7 @@ class PrefillLine:
         for each in overtaken:
             if self._due_s[each] <= now_s:
                 self._take(each)
-        free_at_s = now_s
-        for each, work_s in self._work_s.items():
-            free_at_s = max(free_at_s, self._ready_s[each]) + work_s
+        free_at_s = now_s + sum(self._work_s.values())
         if not just_now:
             free_at_s = min(free_at_s, max(self.free_at_s, now_s))
         self.free_at_s = free_at_s
@@ -90,7 +79,6 @@ class PrefillLine:
     def _take(self, token: int) -> float | None:
         """Take a prefill out; return its seconds, None if it is not here."""
         self._due_s.pop(token, None)
-        self._ready_s.pop(token, None)
         return self._work_s.pop(token, None)
 
     def __repr__(self) -> str:

@@ -195,7 +195,7 @@ class Proxy:
             self._preparer.early.chosen(decision)
             prepared = await self._preparer.prepare(decision)
             _note_prepared(exchange, prepared)
-            if prepared.waited_s > 0:
+            if decision.is_staged or prepared.waited_s > 0:
                 ticket.sent(self._clock())
             async with self._upstream.open(
                 request.method,

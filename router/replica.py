@@ -118,8 +118,6 @@ class Replica:
     recent: RecentWork = field(default_factory=RecentWork)
     errors: PredictionErrors = field(default_factory=PredictionErrors)
     """Of its TTFTs."""
-    loading: int = 0
-    """Requests that it was given and cannot begin at once: their KV is yet to be loaded."""
     started: int = 0
     """Requests that it was given, ever."""
     waiting: int = 0

@@ -53,13 +53,20 @@ class Ticket:
         replica.waiting += 1
         replica.started += 1
         self._number = replica.started
-        self._loads = decision.plan.work.load_bytes > 0
-        replica.loading += self._loads
         self._waits = True
         self._cost = cost
-        self._line_token = replica.line.join(cost.busy_s, now_s, fetched_s=cost.fetched_s)
         self._unseen = unseen
-        self._unseen_number = None if decision.plan.streamed else self._watch()
+        self._unseen_number: int | None = None
+        self._line_token: int | None = None
+        # While a request's KV is staged, its replica has nothing of it to compute: taken for
+        # work before them, it held others in the router while replicas were idle.
+        if not decision.is_staged:
+            self._join(now_s)
+
+    def _join(self, now_s: float) -> None:
+        self._line_token = self._replica.line.join(self._cost.busy_s, now_s)
+        if not self._decision.plan.streamed and self._unseen_number is None:
+            self._unseen_number = self._watch()
 
     def _watch(self) -> int:
         plan = self._decision.plan
@@ -69,15 +76,16 @@ class Ticket:
 
     def _due_s(self) -> float:
         """Return when the first token is to come, as predicted now; at once if it has, unseen."""
-        end_s = self._replica.line.end_s(self._line_token)
+        end_s = None if self._line_token is None else self._replica.line.end_s(self._line_token)
         return -inf if end_s is None else end_s + self._cost.base_s
 
     def sent(self, now_s: float) -> None:
         """Note that the replica is asked only now: others may have been in the meantime."""
         if self._finished or self._ttft_s is not None:
             return
-        self._replica.line.give_up(self._line_token, now_s)
-        self._line_token = self._replica.line.join(self._cost.busy_s, now_s)
+        if self._line_token is not None:
+            self._replica.line.give_up(self._line_token, now_s)
+        self._join(now_s)
 
     def _end_waiting(self) -> None:
         """Count the request as decoding from now on; later calls change nothing."""
@@ -85,7 +93,6 @@ class Ticket:
             return
         self._waits = False
         self._replica.waiting -= 1
-        self._replica.loading -= self._loads
         self._replica.decoding += 1
         if self._unseen_number is not None:
             self._unseen.remove(self._replica.slot, self._unseen_number)
@@ -105,7 +112,8 @@ class Ticket:
         self._lag_s = max(0.0, lag_s)
         self._was_alone &= self._replica.started == self._number
         self._streamed = streamed
-        self._replica.line.leave(self._line_token, now_s, just_now=streamed)
+        if self._line_token is not None:
+            self._replica.line.leave(self._line_token, now_s, just_now=streamed)
 
     def finish(
         self,
@@ -126,7 +134,8 @@ class Ticket:
         self._end_waiting()
         self._replica.decoding -= 1
         if self._ttft_s is None:
-            self._replica.line.give_up(self._line_token, now_s)
+            if self._line_token is not None:
+                self._replica.line.give_up(self._line_token, now_s)
             self._withdraw()
             return
         if ok and self._streamed:

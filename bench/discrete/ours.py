@@ -146,7 +146,7 @@ class OurRouter:
         try:
             self._preparer.early.chosen(decision)
             prepared = await self._preparer.prepare(decision)
-            if prepared.waited_s > 0:
+            if decision.is_staged or prepared.waited_s > 0:
                 ticket.sent(self._loop.time())
             sent.record.headers = {"reason": str(decision.reason), **prepared.headers()}
             sent.record.predicted_ttft_s = decision.predicted_ttft_s

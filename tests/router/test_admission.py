@@ -206,35 +206,20 @@ def fetching() -> Driver:
     return driver
 
 
-def test_a_long_one_does_not_slip_in_before_one_whose_kv_is_loaded() -> None:
-    """The replica would begin with it, and run it to its end."""
+def test_a_request_whose_kv_is_fetched_holds_no_other_back_until_it_is_sent() -> None:
+    """Its replica has nothing of it to compute meanwhile, and would be idle."""
     driver = fetching()
-    assert not driver.ask("long", 10.0)
+    assert driver.fleet.replicas["r0"].line.queue_s(0.0) == 0.0
+    assert driver.ask("long", 10.0)
     driver.admitted["fetching"].ticket.sent(0.1)
-    assert driver.pump(0.2) == ""
-    driver.answer("fetching", 0.3)
-    assert driver.pump(0.3) == "long"
+    assert driver.fleet.replicas["r0"].line.queue_s(0.1) > 9.0
 
 
-def test_a_load_that_is_given_up_holds_nobody_up() -> None:
+def test_a_request_that_is_given_up_while_its_kv_is_fetched_leaves_nothing() -> None:
     driver = fetching()
-    assert not driver.ask("long", 10.0)
     driver.admitted["fetching"].ticket.finish(0.2, ok=False)
-    assert driver.pump(0.2) == "long"
-    assert driver.fleet.replicas["r0"].loading == 0
-
-
-def test_nobody_waits_for_a_load_at_a_replica_that_is_gone() -> None:
-    driver = fetching()
-    assert not driver.ask("long", 10.0)
-    driver.fleet.down("r0")
-    driver.pump(0.1)
-    assert isinstance(driver.refused["long"], NoReplica)
-
-
-def test_a_short_one_may_go_before_a_load_ends() -> None:
-    driver = fetching()
-    assert driver.ask("short", 0.2)
+    assert driver.fleet.replicas["r0"].line.queue_s(0.2) == 0.0
+    assert driver.in_flight() == 0
 
 
 # --- who does not wait

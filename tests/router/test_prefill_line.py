@@ -62,15 +62,6 @@ def test_who_is_overtaken_before_its_time_is_still_to_be_computed() -> None:
     assert line.queue_s(11.0) == 0.0
 
 
-def test_a_replica_is_reserved_for_whom_kv_is_being_fetched() -> None:
-    line = PrefillLine()
-    line.join(0.5, 0.0, fetched_s=2.0)
-    assert line.queue_s(0.0) == pytest.approx(2.5)
-    quick = line.join(0.1, 0.0)
-    line.leave(quick, 1.0)
-    assert line.queue_s(1.0) == pytest.approx(1.5), "it is not ready before 2.0"
-
-
 def test_an_end_that_was_not_seen_when_it_came_is_no_news() -> None:
     """Answers that are not streamed begin with their last token."""
     line = PrefillLine()

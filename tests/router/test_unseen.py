@@ -7,7 +7,6 @@ import pytest
 
 from cacheengine.keys import key64
 from cacheengine.wire import Snapshot, pack_keys
-from router.admission import Gate
 from router.fleet import Fleet
 from router.replica import Replica, Tier
 from router.ticket import Ticket
@@ -30,8 +29,8 @@ def in_cpu_ram(fleet: Fleet, prompt: GivenPrompt) -> None:
     fleet.apply_snapshot("r0", Snapshot(incarnation="one", seq=0, tiers=packed))
 
 
-def counts(replica: Replica) -> tuple[int, int, int]:
-    return replica.waiting, replica.loading, replica.decoding
+def counts(replica: Replica) -> tuple[int, int]:
+    return replica.waiting, replica.decoding
 
 
 def test_its_prefill_is_over_when_that_was_predicted() -> None:
@@ -39,16 +38,16 @@ def test_its_prefill_is_over_when_that_was_predicted() -> None:
     in_cpu_ram(fleet, prompt)
     replica = fleet.replicas["r0"]
     ticket, due_s = start(fleet, prompt)
-    assert counts(replica) == (1, 1, 0)
+    assert counts(replica) == (1, 0)
     assert 0.0 < due_s < 2.0
     fleet.tick(due_s - 0.001)
-    assert counts(replica) == (1, 1, 0)
+    assert counts(replica) == (1, 0)
     fleet.tick(due_s + 0.001)
-    assert counts(replica) == (0, 0, 1)
+    assert counts(replica) == (0, 1)
     ticket.first_byte(20.0, streamed=False)
-    assert counts(replica) == (0, 0, 1)
+    assert counts(replica) == (0, 1)
     ticket.finish(20.0, ok=True)
-    assert counts(replica) == (0, 0, 0)
+    assert counts(replica) == (0, 0)
 
 
 def test_a_streamed_one_waits_until_its_first_token() -> None:
@@ -89,12 +88,12 @@ def test_the_event_of_its_last_block_ends_its_prefill() -> None:
     tickets = [start(fleet, prompt)[0] for _ in range(2)]
     stored(fleet, "r0", Tier.CPU, blocks(prompt))
     stored(fleet, "r0", Tier.GPU, blocks(prompt)[:-1])
-    assert counts(replica) == (2, 1, 0), "the second finds what the first one loads"
+    assert counts(replica) == (2, 0), "the second finds what the first one loads"
     stored(fleet, "r0", Tier.GPU, blocks(prompt)[-1:])
-    assert counts(replica) == (0, 0, 2)
+    assert counts(replica) == (0, 2)
     for ticket in tickets:
         ticket.finish(20.0, ok=False)
-    assert counts(replica) == (0, 0, 0)
+    assert counts(replica) == (0, 0)
 
 
 def test_events_of_another_replica_tell_nothing() -> None:
@@ -121,7 +120,7 @@ def test_one_that_ends_before_its_time_is_forgotten() -> None:
     assert repr(fleet.unseen).startswith("<Unseen 0 ")
     fleet.tick(due_s + 1.0)
     assert fleet.unseen.next_s == float("inf")
-    assert counts(fleet.replicas["r0"]) == (0, 0, 0)
+    assert counts(fleet.replicas["r0"]) == (0, 0)
 
 
 def test_one_that_fails_after_its_time_is_released_and_withdraws_its_claim() -> None:
@@ -129,7 +128,7 @@ def test_one_that_fails_after_its_time_is_released_and_withdraws_its_claim() -> 
     ticket, due_s = start(fleet, prompt)
     fleet.tick(due_s + 0.001)
     ticket.finish(5.0, ok=False)
-    assert counts(fleet.replicas["r0"]) == (0, 0, 0)
+    assert counts(fleet.replicas["r0"]) == (0, 0)
     assert place(fleet, prompt, 5.0).matched_tokens == {}
 
 
@@ -152,21 +151,9 @@ def test_its_decoding_is_no_burst_and_no_prefill() -> None:
     assert (candidate.waiting, candidate.in_flight, candidate.queue_s) == (0, 10, 0.0)
 
 
-def test_a_long_one_waits_for_its_load_no_longer_than_predicted() -> None:
+def test_a_long_prompt_does_not_wait_for_an_answer_whose_kv_was_loaded() -> None:
     """The load takes a fraction of a second, the answer 20; a prompt of 16 s was held for both."""
     driver, prompt = Driver(make_learned_fleet()), tokens(8192)
     in_cpu_ram(driver.fleet, prompt)
-    ticket, due_s = start(driver.fleet, prompt)
-    assert not driver.ask("long", 16.0)
-    assert driver.pump(0.0) == ""
-    assert driver.gate.next_pump_s(0.0) == pytest.approx(due_s)
-    assert driver.pump(due_s - 0.001) == ""
-    assert driver.pump(due_s + 0.001) == "long"
-    ticket.first_byte(20.0, streamed=False)
-    ticket.finish(20.0, ok=True)
-
-
-def test_nobody_is_woken_for_it_where_nobody_waits() -> None:
-    fleet = make_fleet(1)
-    start(fleet, tokens(1000))
-    assert Gate(fleet).next_pump_s(0.0) == float("inf")
+    start(driver.fleet, prompt)
+    assert driver.ask("long", 16.0)
