@@ -31,8 +31,6 @@ _LOOKS_PER_PUMP: Final = 8
 """Placings of either kind in one pump: nothing else runs meanwhile."""
 _CLOSE_S: Final = 1e-6
 """A queue that is longer than it may be by less than this is not: sums of times are not exact."""
-_ALIKE: Final = 1.25
-_ALIKE_S: Final = 0.01
 _RECHECK_S: Final = 0.25
 """At least so often is the line looked at: KV that has come, or a replica that is up
 again, may have changed where a request would go."""
@@ -96,7 +94,7 @@ class Gate:
         decision = place(now_s, Promised())
         cost = self._cost(decision)
         if not at_once and self._holds:
-            before = self._line.ahead_of(_about(cost.busy_s), now_s)
+            before = self._line.ahead_of(self._about_s(cost.busy_s), now_s)
             if any(each.item.slot == decision.plan.slot for each in before):
                 decision = place(now_s, _promised(before))
                 cost = self._cost(decision)
@@ -167,6 +165,16 @@ class Gate:
             return admitted
         self._line.revalue(waiting, cost.busy_s)
         return None
+
+    def _about_s(self, service_s: float) -> float:
+        """Return the most that a service may be elsewhere, or seem to be, and be this one's equal.
+
+        Rates differ a little from replica to replica: a request that is placed by what waits
+        before it at one must see that at the others, too, or a burst of equal prompts ends
+        where it was looked at last.
+        """
+        judgment = self._fleet.judgment
+        return service_s * judgment.alike + judgment.alike_s
 
     def _cost(self, decision: Decision) -> Cost:
         return self._fleet.replicas[decision.replica_id].rates.cost(decision.plan.work)
@@ -294,15 +302,6 @@ class _Scan:
             busy_s = (queue_s - self._ahead_s for queue_s in queues_s.values())
             after_s += [each for each in busy_s if each > _CLOSE_S]
         return self.now_s + max(0.0, min(after_s, default=inf))
-
-
-def _about(service_s: float) -> float:
-    """Return the most that a service may be elsewhere, or seem to be, and be this one's equal.
-
-    Rates differ a little from replica to replica: who is placed by those before it at one
-    must see them all at the others, or a burst of equals ends where it was last looked.
-    """
-    return service_s * _ALIKE + _ALIKE_S
 
 
 def _promised(waiting: Sequence[Waiting]) -> Promised:

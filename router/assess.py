@@ -5,16 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from router.costs import Cost, Part, Work
+from router.judgment import Judgment
 from router.keyring import PromptKeys
 from router.matches import ChunkRun, Match
 from router.policy import CandidateCost, with_busy_s
 from router.prefix_index import PrefixIndex
 from router.promised import Promised
 from router.replica import Replica, Tier
-
-_LEAST_COPY_GAIN_S: Final = 0.15
-"""A copy that saves less is not worth asking two agents for: that takes them time, too, which
-is not in the rates."""
 
 _SLOW: Final = {Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
 
@@ -81,6 +78,7 @@ class Assessor:
         prompt_tokens: int,
         *,
         busy_weight: float,
+        judgment: Judgment,
         donors: Sequence[tuple[Replica, int]] = (),
         promised: Promised,
         turns_to_come: float = 0.0,
@@ -89,6 +87,7 @@ class Assessor:
         self._index = index
         self._prompt_tokens = prompt_tokens
         self._busy_weight = busy_weight
+        self._judgment = judgment
         self._donors = donors
         self._promised = promised
         self._turns_to_come = turns_to_come
@@ -138,7 +137,7 @@ class Assessor:
             deeper = donor_blocks > blocks and _may_fetch(replica, donor)
             if deeper and (offer := self._offer(donor, replica, keys, match)):
                 way = self._way_with(offer, replica, keys, matched, own)
-                if way.copy_gain_s >= _LEAST_COPY_GAIN_S:
+                if way.copy_gain_s >= self._judgment.least_copy_gain_s:
                     ways.append(way)
         if len(ways) == 1:
             return own
@@ -146,7 +145,7 @@ class Assessor:
         return min(
             ways,
             key=lambda way: with_busy_s(
-                way.cost.ttft_s, way.cost.busy_s, waiting, self._busy_weight
+                way.cost.ttft_s, way.cost.busy_s, waiting, self._busy_weight, self._judgment
             ),
         )
 

@@ -35,30 +35,9 @@ Pure: no clock, no I/O.
 from dataclasses import dataclass
 from enum import IntEnum
 from math import exp, log, sqrt
-from typing import Final
 
 from router.config import RatesConfig
-
-_BASE_S: Final = 0.01
-"""Start of what every request takes whatever it holds; learned like the rest."""
-_ATTENTION_TOKENS: Final = 32_768.0
-"""Start of the context length at which attending to it doubles a token's cost
-(that of an 8B model of 4096 wide); learned like the rest."""
-
-_NOISE: Final = 0.1
-"""N: variance of one observation's logarithm. TTFTs scatter by about 30%."""
-_TAIL: Final = 4.0
-"""Degrees of freedom of the noise; the fewer, the less an outlier moves."""
-_DRIFT: Final = 0.002
-"""Variance that a rate gains with each observation that concerns it: replicas change."""
-_MEASURED: Final = 0.02
-"""Variance of a rate that the engine itself measured."""
-_KINSHIP: Final = 0.2
-"""Variance between replicas of one fleet: most are alike, some are half as fast."""
-_SLIGHT: Final = 1e-3
-"""The decode slowdown that learning starts from where none is configured."""
-_FREEDOM: Final = log(1e4)
-"""How far a rate may be learned away from its start, or from what was measured."""
+from router.judgment import DEFAULT, Learning
 
 
 class Part(IntEnum):
@@ -138,13 +117,14 @@ class Cost:
 class Rates:
     """One replica's learned rates; starts from the configured ones."""
 
-    def __init__(self, config: RatesConfig) -> None:
+    def __init__(self, config: RatesConfig, learning: Learning = DEFAULT.learning) -> None:
+        self._learning = learning
         per_token_s = 1 / config.prefill_tokens_per_s
         self._start = [
-            log(_BASE_S),
+            log(self._learning.base_s),
             log(per_token_s),
-            log(per_token_s / _ATTENTION_TOKENS),
-            log(per_token_s * max(config.decode_slowdown, _SLIGHT)),
+            log(per_token_s / self._learning.attention_tokens),
+            log(per_token_s * max(config.decode_slowdown, self._learning.slight_slowdown)),
             -log(config.cpu_load_bytes_per_s),
             -log(config.disk_bytes_per_s),
             -log(config.remote_bytes_per_s),
@@ -210,17 +190,19 @@ class Rates:
             self._set(part, self._start[part])
             for other in Part:
                 self._covariance[part][other] = self._covariance[other][part] = 0.0
-            self._covariance[part][part] = _MEASURED
+            self._covariance[part][part] = self._learning.measured
 
     def take_over(self, other: "Rates") -> None:
         """Start from what another has learned, less surely; what was measured here stays."""
         for part in Part:
-            if self._covariance[part][part] <= _MEASURED:
+            if self._covariance[part][part] <= self._learning.measured:
                 continue
             self._set(part, other._log[part])
             for row in Part:
                 self._covariance[part][row] = self._covariance[row][part] = 0.0
-            self._covariance[part][part] = min(1.0, other._covariance[part][part] + _KINSHIP)
+            self._covariance[part][part] = min(
+                1.0, other._covariance[part][part] + self._learning.kinship
+            )
 
     def _learn(self, shares: dict[Part, float], error: float) -> None:
         """Correct the parts by the logarithm of observed over predicted; see the module."""
@@ -229,8 +211,10 @@ class Rates:
             sum(row[part] * share for part, share in shares.items()) for row in covariance
         ]
         unsure = sum(with_shares[part] * share for part, share in shares.items())
-        surprise = error**2 / (unsure + _NOISE)
-        spread = unsure + _NOISE * (_TAIL + surprise) / (_TAIL + 1)
+        surprise = error**2 / (unsure + self._learning.noise)
+        spread = unsure + self._learning.noise * (self._learning.tail + surprise) / (
+            self._learning.tail + 1
+        )
         for part, moved in zip(Part, with_shares, strict=True):
             if moved:
                 self._set(part, self._log[part] + moved * error / spread)
@@ -245,7 +229,7 @@ class Rates:
     def _drift(self, part: Part, share: float) -> None:
         """Make a part less sure, but never less than at the start."""
         row = self._covariance[part]
-        row[part] += _DRIFT * share
+        row[part] += self._learning.drift * share
         if row[part] > 1.0:
             shrink = 1 / sqrt(row[part])
             for other in Part:
@@ -273,7 +257,7 @@ class Rates:
 
     def _set(self, part: Part, value: float) -> None:
         start = self._start[part]
-        value = min(start + _FREEDOM, max(start - _FREEDOM, value))
+        value = min(start + self._learning.freedom, max(start - self._learning.freedom, value))
         self._log[part] = value
         self._seconds[part] = exp(value)
 

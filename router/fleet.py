@@ -14,6 +14,7 @@ from cacheengine.wire import MAX_PINNED_SHARE, EventBatch, InstanceInfo, Snapsho
 from router.config import RouterConfig
 from router.costs import Part
 from router.growth import RecentWork
+from router.judgment import DEFAULT, Judgment
 from router.keyring import PromptKeyring, PromptView
 from router.kv_events import (
     BlocksRemoved,
@@ -52,17 +53,18 @@ _MEASURED_TIERS: Final = {Tier.CPU: Part.LOAD, Tier.DISK: Part.DISK, Tier.REMOTE
 class Fleet:
     """The replicas of one router; see the module."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, judgment: Judgment = DEFAULT) -> None:
         self.config = config
+        self.judgment = judgment
         self.replicas = Replicas()
         for slot, each in enumerate(config.replicas):
-            self.replicas[each.name] = Replica.new(slot, each, config.rates)
+            self.replicas[each.name] = Replica.new(slot, each, config.rates, judgment)
         self._roster = Roster(self.replicas)
         self.index = PrefixIndex(config.index.max_keys)
-        self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s)
+        self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, judgment)
         self.unseen = Unseen()
         self._turn = 0
-        self._recent = RecentWork()
+        self._recent = RecentWork(judgment)
         self._teacher_observations = 0
 
     # --- requests
@@ -97,16 +99,21 @@ class Fleet:
             home=None if session is None else self.sessions.home(session, now_s),
             turn=self._turn,
             busy_of_late=self._recent.share(now_s) / len(self.replicas),
-            turns_to_come=0.0 if session is None else self.sessions.lengths.turns_to_come,
+            turns_to_come=self._turns_to_come(session),
             promised=promised or Promised(),
             streamed=streamed,
             now_s=now_s,
         )
         eligible = self._roster.eligible(model, exclude, bound_to)
-        decision = decide(ask, eligible, self.index, self.config)
+        decision = decide(ask, eligible, self.index, self.config, self.judgment)
         if bound_to is not None:
             return replace(decision, reason=Reason.BOUND)
         return replace(decision, reason=Reason.RETRY) if exclude else decision
+
+    def _turns_to_come(self, session: str | None) -> float:
+        if session is None or not self.judgment.counts_growth:
+            return 0.0
+        return self.sessions.lengths.turns_to_come
 
     @property
     def roster_version(self) -> int:
@@ -138,6 +145,7 @@ class Fleet:
             cost=cost,
             learned=self._teach,
             unseen=self.unseen,
+            judgment=self.judgment,
         )
 
     def _teach(self, replica: Replica) -> None:

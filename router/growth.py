@@ -20,29 +20,19 @@ Pure: no clock, no I/O.
 from math import exp
 from typing import Final
 
-_MEMORY_S: Final = 30.0
-"""Time constant of what counts as recent: long beside a turn, short beside a session."""
-_PATIENCE_S: Final = 60.0
-"""Time constant with which a session that says nothing comes to count as over."""
+from router.judgment import DEFAULT, Judgment
+
 _LEAST_SESSIONS: Final = 1.0
 """No fewer count as over: else a few that go on would be taken to go on without end."""
-_SUPPOSED_SESSIONS: Final = 2.0
-_SUPPOSED_TURNS: Final = 24.0
-"""What is known of later turns before any has come: a dozen a session, taken lightly. People ask
-a few times, agents dozens of times; to suppose too few gathers agents who begin together on one
-replica for all their turns, to suppose too many computes once more what they share."""
-_REMEMBERED_SESSIONS: Final = 1000.0
-"""About so many of the last sessions count."""
-_MOST_SHARE: Final = 0.9
-"""Beyond, the queue itself tells."""
 
 
 class RecentWork:
     """How busy a replica has been of late."""
 
-    __slots__ = ("_as_of_s", "_busy_s", "_requests")
+    __slots__ = ("_as_of_s", "_busy_s", "_judgment", "_requests")
 
-    def __init__(self) -> None:
+    def __init__(self, judgment: Judgment = DEFAULT) -> None:
+        self._judgment = judgment
         self._busy_s = 0.0
         self._requests = 0.0
         self._as_of_s = 0.0
@@ -56,18 +46,18 @@ class RecentWork:
 
     def share(self, now_s: float) -> float:
         """Return the recent requests' seconds in a second."""
-        return self._busy_s * self._kept(now_s) / _MEMORY_S
+        return self._busy_s * self._kept(now_s) / self._judgment.recent_s
 
     def growth_s(self, turns_to_come: float, now_s: float) -> float:
         """Return what a session's turns to come would cost here; see the module."""
         if not self._requests or not turns_to_come:
             return 0.0
-        share = min(_MOST_SHARE, self.share(now_s))
+        share = min(self._judgment.most_share, self.share(now_s))
         mean_s = self._busy_s / self._requests
         return 2 * turns_to_come * mean_s * share / (1 - share)
 
     def _kept(self, now_s: float) -> float:
-        return exp(min(0.0, self._as_of_s - now_s) / _MEMORY_S)
+        return exp(min(0.0, self._as_of_s - now_s) / self._judgment.recent_s)
 
     def __repr__(self) -> str:
         return f"<RecentWork {self._busy_s:.3f} s as of {self._as_of_s:.3f}>"
@@ -76,21 +66,22 @@ class RecentWork:
 class SessionLengths:
     """How many turns sessions have after their first."""
 
-    __slots__ = ("_as_of_s", "_later_turns", "_open", "_over")
+    __slots__ = ("_as_of_s", "_judgment", "_later_turns", "_open", "_over")
 
-    def __init__(self) -> None:
-        self._later_turns = _SUPPOSED_TURNS
-        self._over = _SUPPOSED_SESSIONS
+    def __init__(self, judgment: Judgment = DEFAULT) -> None:
+        self._judgment = judgment
+        self._later_turns = judgment.supposed_turns
+        self._over = judgment.supposed_sessions
         self._open = 0.0
         self._as_of_s = 0.0
 
     def note(self, now_s: float, *, idle_s: float | None) -> None:
         """Count a session's first turn (None), or one so long after the one before."""
-        ended = self._open * _over_after(now_s - self._as_of_s)
+        ended = self._open * self._over_after(now_s - self._as_of_s)
         self._as_of_s = now_s
         # One that was taken for over in part, and comes back, is open again.
-        back = 0.0 if idle_s is None else _over_after(idle_s)
-        kept = exp(-ended / _REMEMBERED_SESSIONS)
+        back = 0.0 if idle_s is None else self._over_after(idle_s)
+        kept = exp(-ended / self._judgment.remembered_sessions)
         self._open += (1.0 if idle_s is None else back) - ended
         self._over = max(_LEAST_SESSIONS, self._over * kept + ended - back)
         self._later_turns = self._later_turns * kept + (idle_s is not None)
@@ -100,10 +91,9 @@ class SessionLengths:
         """How many more turns a session has that begins now, on average."""
         return self._later_turns / self._over
 
+    def _over_after(self, idle_s: float) -> float:
+        """Return how sure it is that a session is over that has been idle for so long."""
+        return 1 - exp(-max(0.0, idle_s) / self._judgment.patience_s)
+
     def __repr__(self) -> str:
         return f"<SessionLengths {self._later_turns:.1f} / {self._over:.1f}>"
-
-
-def _over_after(idle_s: float) -> float:
-    """Return how sure it is that a session is over that has been idle for so long."""
-    return 1 - exp(-max(0.0, idle_s) / _PATIENCE_S)

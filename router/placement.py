@@ -17,6 +17,7 @@ from router.assess import Assessment, Assessor
 from router.config import PolicyName, RouterConfig
 from router.costs import Part
 from router.holders import Depth, slots
+from router.judgment import Judgment
 from router.keyring import PromptKeyring, PromptKeys
 from router.policy import (
     CandidateCost,
@@ -67,13 +68,19 @@ class Ask:
     now_s: float
 
 
-def decide(ask: Ask, eligible: Eligible, index: PrefixIndex, config: RouterConfig) -> Decision:
+def decide(
+    ask: Ask,
+    eligible: Eligible,
+    index: PrefixIndex,
+    config: RouterConfig,
+    judgment: Judgment,
+) -> Decision:
     """Return where a request should go; ``eligible`` must not be empty."""
     keyring, now_s = ask.keyring, ask.now_s
     field = _Field(eligible, keyring, index)
     affinity = xxhash.xxh3_64_intdigest(keyring.affinity(ask.session))
     free_at_s = [line.free_at_s for line in eligible.lines]
-    weight = busy_weight(ask.busy_of_late)
+    weight = busy_weight(ask.busy_of_late, judgment)
     home = None if ask.home is None else eligible.by_slot.get(ask.home)
     question = Question(
         affinity=affinity,
@@ -81,6 +88,7 @@ def decide(ask: Ask, eligible: Eligible, index: PrefixIndex, config: RouterConfi
         spill_margin_s=config.sessions.spill_margin_s,
         busy_weight=weight,
         turn=ask.turn,
+        judgment=judgment,
     )
     weighed, foreseen = eligible.replicas, None
     if len(eligible) > MAX_WEIGHED:
@@ -92,6 +100,7 @@ def decide(ask: Ask, eligible: Eligible, index: PrefixIndex, config: RouterConfi
         index,
         keyring.prompt_tokens,
         busy_weight=weight,
+        judgment=judgment,
         donors=field.donors(now_s) if config.prefetch.enabled else (),
         promised=ask.promised,
         turns_to_come=0.0 if home is not None else ask.turns_to_come,

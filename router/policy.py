@@ -14,26 +14,10 @@ import xxhash
 
 from router.config import PolicyName
 from router.costs import Work
-
-_IDLE_WEIGHT: Final = 0.02
-_BUSY_WEIGHT: Final = 1.0
-"""How much a second of the replica's own time counts beside a second of waiting, in a fleet
-that has been idle of late and in one that was busy everywhere. In a busy fleet the second is
-taken from somebody else; in an idle one from nobody, so a burst of one prompt is computed by
-several: what the burst itself takes is no sign of more to come."""
-
-_MORE_OF_A_BURST: Final = 2.0
-"""Of 100 equal prompts read 2 ms apart the mean TTFT in the discrete model is 1.106, 1.091 and
-1.083 s with 0, 1 and 2; that of the conversation trace stays the same within 1%."""
+from router.judgment import DEFAULT, Judgment
 
 _MIX: Final = 0x9E3779B97F4A7C15
 _WORD: Final = (1 << 64) - 1
-
-_NEAR: Final = 0.1
-_NEAR_LEAST_S: Final = 0.005
-_NEAR_MOST_S: Final = 0.02
-"""Costs within this fraction of the best are equal, but never those that differ by more than
-the latter: learned rates differ by noise, and so do all things by a few milliseconds."""
 
 
 class Reason(StrEnum):
@@ -84,9 +68,9 @@ class CandidateCost:
         """The replica's time that the request takes from those behind it."""
         return self.load_s + self.prefill_s
 
-    def score_s(self, busy_weight: float) -> float:
+    def score_s(self, busy_weight: float, judgment: Judgment) -> float:
         """Return what the pick minimizes."""
-        weighed_s = with_busy_s(self.ttft_s, self.busy_s, self.waiting, busy_weight)
+        weighed_s = with_busy_s(self.ttft_s, self.busy_s, self.waiting, busy_weight, judgment)
         return weighed_s + self.growth_s
 
 
@@ -99,9 +83,10 @@ class Question:
     home: str | None = None
     """Id of the session's home."""
     spill_margin_s: float = 0.0
-    busy_weight: float = _IDLE_WEIGHT
+    busy_weight: float = 0.0
     turn: int = 0
     """How many requests were sent before."""
+    judgment: Judgment = DEFAULT
 
 
 Pick = tuple[CandidateCost, Reason]
@@ -160,21 +145,27 @@ class Decision:
         return bool(self.prefetch_keys) or self.copy is not None
 
 
-def busy_weight(busy: float) -> float:
+def busy_weight(busy: float, judgment: Judgment) -> float:
     """Return how much a replica's time counts when so much of all replicas' time is taken."""
-    return _IDLE_WEIGHT + (_BUSY_WEIGHT - _IDLE_WEIGHT) * min(1.0, busy)
+    idle = judgment.idle_weight
+    return idle + (judgment.busy_weight - idle) * min(1.0, busy)
 
 
-def with_busy_s(ttft_s: float, busy_s: float, waiting: int, busy_weight: float) -> float:
+def with_busy_s(
+    ttft_s: float, busy_s: float, waiting: int, busy_weight: float, judgment: Judgment
+) -> float:
     """Return a TTFT and, weighed, the time of the replica, for which so many wait already.
 
-    That time is taken from those who come behind. How busy the fleet was of late tells how many
-    that will be, or how many wait: as many will come again. In a fleet that was idle all who
-    wait but the first are a burst, and three times as many of those are taken to come: to open a
-    replica too many costs nobody anything there, and to open it late helps few.
+    That time is taken from requests that come behind. Their expected number is the larger of
+    what the recent arrival rate gives (``busy_weight``) and the queue's length. In a fleet that
+    was idle, all waiting requests but the first are a burst, and ``more_of_a_burst`` more are
+    taken to come for each: to open a replica too many costs nothing there, and to open it late
+    helps few.
     """
+    if not judgment.weighs_busy:
+        return ttft_s
     burst = (1.0 - busy_weight) * max(0, waiting - 1)
-    to_come = waiting + _MORE_OF_A_BURST * burst
+    to_come = waiting + judgment.more_of_a_burst * burst
     return ttft_s + max(busy_weight, to_come) * busy_s
 
 
@@ -202,16 +193,16 @@ def pick(policy: PolicyName, candidates: Sequence[CandidateCost], question: Ques
 
 def cheapest(candidates: Sequence[CandidateCost], question: Question) -> Pick:
     """Pick the soonest first token; keep a session at home while that costs little."""
-    weight = question.busy_weight
-    best_s = min(each.score_s(weight) for each in candidates)
+    weight, judgment = question.busy_weight, question.judgment
+    best_s = min(each.score_s(weight, judgment) for each in candidates)
     spill = False
     if home := _home(candidates, question):
         soonest_s = min(each.ttft_s for each in candidates)
         if home.ttft_s <= soonest_s + question.spill_margin_s:
             return home, Reason.SESSION_HOME
         spill = True
-    near_s = min(_NEAR_MOST_S, max(_NEAR_LEAST_S, _NEAR * best_s))
-    near = [each for each in candidates if each.score_s(weight) <= best_s + near_s]
+    near_s = min(judgment.near_most_s, max(judgment.near_least_s, judgment.near * best_s))
+    near = [each for each in candidates if each.score_s(weight, judgment) <= best_s + near_s]
     picked = _preferred(near, question)
     return picked, Reason.SESSION_SPILL if spill else _why(picked, candidates)
 

@@ -15,6 +15,7 @@ from cacheengine.keys import HashScheme
 from router.config import RatesConfig, ReplicaConfig
 from router.costs import Rates
 from router.growth import RecentWork
+from router.judgment import DEFAULT, Judgment
 from router.prediction_errors import PredictionErrors
 from router.prefill_line import PrefillLine
 
@@ -126,13 +127,20 @@ class Replica:
     """Requests between first token and end."""
 
     @classmethod
-    def new(cls, slot: int, config: ReplicaConfig, rates: RatesConfig) -> "Replica":
+    def new(
+        cls,
+        slot: int,
+        config: ReplicaConfig,
+        rates: RatesConfig,
+        judgment: Judgment = DEFAULT,
+    ) -> "Replica":
         """Return a replica of which only the configuration is known."""
         return cls(
             id=config.name,
             slot=slot,
             config=config,
-            rates=Rates(rates),
+            rates=Rates(rates, judgment.learning),
+            recent=RecentWork(judgment),
             kv_bytes_per_token=rates.kv_bytes_per_token,
         )
 

@@ -5,9 +5,7 @@ from math import inf
 from typing import Final
 
 from router.growth import SessionLengths
-
-_SPILLS_TO_MOVE: Final = 2
-"""After so many spilled turns in a row the session's KV is elsewhere: its home follows."""
+from router.judgment import DEFAULT, Judgment
 
 _EVICTION_SLACK: Final = 1024
 """When full, this fraction is forgotten at once: to find the oldest is to pass
@@ -27,13 +25,14 @@ class Sessions:
     # A home is one integer, see `_pack`: so the garbage collector passes over
     # the table. To look at a million objects would stop the router for 0.5 s.
 
-    def __init__(self, max_sessions: int, ttl_s: float) -> None:
+    def __init__(self, max_sessions: int, ttl_s: float, judgment: Judgment = DEFAULT) -> None:
         self.max_sessions = max_sessions
         self.ttl_s = ttl_s
         self.evicted = 0
         self._homes: dict[str, int] = {}
         self._expire_next_s = -inf
-        self.lengths = SessionLengths()
+        self.lengths = SessionLengths(judgment)
+        self._spills_to_move = judgment.spills_to_move
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -57,7 +56,7 @@ class Sessions:
         if packed is not None and not self._is_over(_unpack(packed)[0], now_s):
             last_ms, former, spilled = _unpack(packed)
             idle_s = now_s - last_ms / 1000
-            if replica != former and spilled + 1 < _SPILLS_TO_MOVE:
+            if replica != former and spilled + 1 < self._spills_to_move:
                 home, spills = former, spilled + 1
         self.lengths.note(now_s, idle_s=idle_s)
         self._homes[session] = _pack(now_s, home, spills)
@@ -70,7 +69,7 @@ class Sessions:
         homes = [_unpack(packed) for packed in self._homes.values()]
         times = [last_ms for last_ms, _, _ in homes]
         assert times == sorted(times), "the least recently used does not stand first"
-        assert all(spills < _SPILLS_TO_MOVE for _, _, spills in homes)
+        assert all(spills < self._spills_to_move for _, _, spills in homes)
 
     def _is_over(self, last_ms: int, now_s: float) -> bool:
         return last_ms / 1000 + self.ttl_s <= now_s

@@ -3,17 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
-from typing import Final
 
 from router.assess import actual
 from router.costs import Cost, Work
+from router.judgment import Judgment
 from router.policy import Decision
 from router.prefix_index import Claim, PrefixIndex
 from router.replica import Replica
 from router.unseen import Prefill, Unseen
-
-_OTHER_WORK: Final = 2.0
-"""A prefill so many times as long as planned is another one."""
 
 
 class Ticket:
@@ -33,6 +30,7 @@ class Ticket:
         cost: Cost,
         learned: Callable[[Replica], None],
         unseen: Unseen,
+        judgment: Judgment,
     ) -> None:
         """``cost`` is that of the decision's work, as predicted now.
 
@@ -40,6 +38,7 @@ class Ticket:
         ``unseen`` ends its prefill where the answer will not be streamed.
         """
         self._replica = replica
+        self._judgment = judgment
         self._learned = learned
         self._index = index
         self._claim = claim
@@ -146,9 +145,11 @@ class Ticket:
             self._learn(self._work(cached_tokens), self._ttft_s)
 
     def _learn(self, work: Work, ttft_s: float) -> None:
+        if not self._judgment.learns:
+            return
         planned = self._decision.plan.work.new_tokens
         low, high = sorted((planned, work.new_tokens))
-        if not self._was_alone and high > _OTHER_WORK * low:
+        if not self._was_alone and high > self._judgment.learning.other_work * low:
             # In a burst of one prompt one may compute what it was to wait for, and another
             # wait for what it was to compute: queues that were not there, or not foreseen.
             # Taken for real, they would make prefills look twice as fast, or as slow.

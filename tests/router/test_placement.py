@@ -10,6 +10,7 @@ from router import placement
 from router.config import PolicyName, PrefetchConfig, RatesConfig, ReplicaConfig, RouterConfig
 from router.costs import Part
 from router.fleet import Fleet
+from router.judgment import DEFAULT
 from router.policy import Decision
 from router.replica import Tier
 from tests.router.prompts_given import GivenPrompt, tokens
@@ -198,7 +199,7 @@ def test_a_large_fleet_picks_as_well_as_if_all_were_weighed(
 
     def best_s(decision: Decision) -> float:
         picked = next(e for e in decision.candidates if e.replica_id == decision.replica_id)
-        return picked.score_s(0.5)
+        return picked.score_s(0.5, DEFAULT)
 
     few = [place(fleet, prompt) for prompt in prompts]
     assert all(len(each.candidates) <= placement.MAX_WEIGHED for each in few)

@@ -3,6 +3,7 @@
 import pytest
 import xxhash
 
+from router.judgment import DEFAULT
 from router.policy import (
     POLICIES,
     CandidateCost,
@@ -128,11 +129,11 @@ def test_a_burst_is_taken_to_go_on() -> None:
 
 def test_who_waits_in_a_busy_fleet_foretells_fewer_than_in_an_idle_one() -> None:
     def behind(weight: float) -> float:
-        return with_busy_s(0.0, 1.0, waiting=10, busy_weight=weight)
+        return with_busy_s(0.0, 1.0, waiting=10, busy_weight=weight, judgment=DEFAULT)
 
-    assert behind(busy_weight(1.0)) == pytest.approx(10)
-    assert behind(busy_weight(0.5)) == pytest.approx(19, rel=0.02)
-    assert behind(busy_weight(0.0)) == pytest.approx(28, rel=0.02)
+    assert behind(busy_weight(1.0, DEFAULT)) == pytest.approx(10)
+    assert behind(busy_weight(0.5, DEFAULT)) == pytest.approx(19, rel=0.02)
+    assert behind(busy_weight(0.0, DEFAULT)) == pytest.approx(28, rel=0.02)
 
 
 def test_the_only_replica_is_picked_whatever_the_policy() -> None:
