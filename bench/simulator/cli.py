@@ -46,7 +46,7 @@ def _rate(name: str, default: float, text: str) -> _Option:
     )
 
 
-def _seconds(name: str, default: float, text: str) -> _Option:
+def _number(name: str, default: float, text: str) -> _Option:
     return click.option(
         name, type=click.FloatRange(0), default=default, metavar="X", show_default=True, help=text
     )
@@ -66,20 +66,32 @@ def _seconds(name: str, default: float, text: str) -> _Option:
 @_tokens("--disk-tokens", _FLEET.disk_tokens, "Tokens in its disk tier; 0: no disk.", least=0)
 @_rate("--prefill-tokens-per-s", _RATES.prefill_tokens_per_s, "Speed of prefill.")
 @_rate("--load-tokens-per-s", _RATES.load_tokens_per_s, "Speed from CPU RAM to the GPU.")
+@_rate("--store-tokens-per-s", _RATES.store_tokens_per_s, "Speed from the GPU to CPU RAM.")
+@_number(
+    "--transfer-slowdown",
+    _RATES.transfer_slowdown,
+    "By how much a step takes longer while KV comes or goes that way; 0.1 is 10%.",
+)
 @_rate("--disk-tokens-per-s", _RATES.disk_tokens_per_s, "Speed from disk to CPU RAM.")
 @_rate("--peer-tokens-per-s", _RATES.peer_tokens_per_s, "Speed of copies out of a replica.")
-@_seconds("--step-s", _RATES.step_s, "What each step of a replica takes at least, in seconds.")
-@_seconds(
+@_rate("--receive-tokens-per-s", _RATES.receive_tokens_per_s, "Speed of copies into a replica.")
+@_number("--step-s", _RATES.step_s, "What each step of a replica takes at least, in seconds.")
+@_number(
     "--decode-s-per-sequence",
     _RATES.decode_s_per_sequence,
     "What each decoding sequence adds to a step, in seconds.",
 )
-@_seconds(
+@_number(
+    "--decode-s-per-context-token",
+    _RATES.decode_s_per_context_token,
+    "What each token adds whose KV a decoding sequence reads, in seconds.",
+)
+@_number(
     "--attention-tokens",
     _RATES.attention_tokens,
     "Context at which a token's prefill takes twice as long; 0: it never does.",
 )
-@_seconds(
+@_number(
     "--request-s",
     _RATES.request_s,
     "What each request takes before it is queued, in seconds.",

@@ -81,7 +81,9 @@ class Settings:
             "prefill_tokens_per_s": rates.prefill_tokens_per_s * self.speed,
             "cpu_load_bytes_per_s": self.bytes_per_s(rates.load_tokens_per_s),
             "disk_bytes_per_s": self.bytes_per_s(rates.disk_tokens_per_s),
-            "peer_bytes_per_s": self.bytes_per_s(rates.peer_tokens_per_s),
+            "peer_bytes_per_s": self.bytes_per_s(
+                min(rates.peer_tokens_per_s, rates.receive_tokens_per_s)
+            ),
             "kv_bytes_per_token": self.chunk_bytes / self.shape.chunk_tokens,
         }
 

@@ -19,7 +19,7 @@ def render(replica: Replica) -> str:
         ("external_prefix_cache_hits_total", "counter", below),
         ("prompt_tokens_total", "counter", totals.queries),
         ("generation_tokens_total", "counter", totals.generated),
-        ("num_preemptions_total", "counter", 0),
+        ("num_preemptions_total", "counter", totals.preempted),
         ("request_success_total", "counter", totals.finished),
     ]
     labels = f'{{engine="0",model_name="{replica.settings.model}"}}'

@@ -77,9 +77,15 @@ class Batch:
             return Step(now_s, step_s, 1, prefill, decoding)
         count = min(each.steps_to_news() for each in decoding)
         count = min(count, self._blocks.steps_that_fit(decoding))
-        if (ready_s := copies.next_load_s) is not None:
-            count = min(count, max(1, math.ceil((ready_s - now_s) / step_s)))
+        if (until_s := self._alike_until_s(copies)) is not None:
+            count = min(count, max(1, math.ceil((until_s - now_s) / step_s)))
         return Step(now_s, step_s, count, prefill, decoding)
+
+    def _alike_until_s(self, copies: Copies) -> float | None:
+        """Return when steps may be others, since a load has come or a store is over."""
+        slows = self._rates.transfer_slowdown > 0
+        ends_s = (copies.next_load_s, copies.next_store_s if slows else None)
+        return min((each for each in ends_s if each is not None), default=None)
 
     def _go_on_prefilling(self, request: SimRequest, preempted: list[SimRequest]) -> None:
         """Let a running request compute what the budget allows."""

@@ -75,11 +75,12 @@ class PacedTier(LocalTier):
         self._tier.close()
 
 
-class PacedSource:
-    """An engine whose bytes are lent at the speed of the modelled network.
+class PacedEngine:
+    """An engine whose bytes are sent or received at the speed of the modelled network.
 
-    Made for `TransferServer`, which takes each chunk's bytes by `view` right
-    before it sends them; everything else is the engine's own.
+    Made for `TransferServer`, which takes each chunk's bytes by `view` right before it
+    sends them, and for `Fetch`, which takes their place so before it receives them;
+    everything else is the engine's own.
     """
 
     def __init__(self, engine: CacheEngine, pacer: Pacer) -> None:
@@ -87,7 +88,7 @@ class PacedSource:
         self._pacer = pacer
 
     def view(self, slot: int) -> memoryview:
-        """Return a slot's bytes when it is their turn to be sent."""
+        """Return a slot's bytes when it is their turn to be sent or received."""
         view = self._engine.view(slot)
         self._pacer.pass_through(len(view))
         return view

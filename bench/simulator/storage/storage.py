@@ -6,7 +6,7 @@ from typing import Final, cast
 
 from bench.simulator.settings import Settings
 from bench.simulator.storage.memory_disk import MemoryDisk, threads_for_memory
-from bench.simulator.storage.pacing import PacedSource, PacedTier, Pacer
+from bench.simulator.storage.pacing import PacedEngine, PacedTier, Pacer
 from cacheengine.agent import Agent, AgentIdentity
 from cacheengine.chunk import ChunkLayout
 from cacheengine.config import EngineConfig
@@ -55,9 +55,11 @@ def open_storage(
         )
         undo.callback(engine.close, drain_s=1.0)
         meter = TransferMeter()
-        pacer = Pacer(settings.bytes_per_s(settings.rates.peer_tokens_per_s))
-        source = cast("CacheEngine", PacedSource(engine, pacer))
-        server = TransferServer(source, (settings.host, 0), meter)
+        sends, receives = (
+            cast("CacheEngine", PacedEngine(engine, Pacer(settings.bytes_per_s(rate))))
+            for rate in (settings.rates.peer_tokens_per_s, settings.rates.receive_tokens_per_s)
+        )
+        server = TransferServer(sends, (settings.host, 0), meter)
         undo.callback(server.stop)
         server.start()
         assert server.address is not None
@@ -73,7 +75,7 @@ def open_storage(
             kv_replay_port=kv_replay_port,
             transfer_port=server.address[1],
         )
-        agent = Agent(engine, identity, config, meter)
+        agent = Agent(receives, identity, config, meter)
         undo.callback(agent.stop)
         agent.start()
         return Storage(engine=engine, meter=meter, agent=agent, undo=undo.pop_all())

@@ -67,6 +67,7 @@ def check_served(sim: ReplicaModel, asked: Sequence[SimRequest]) -> None:
         assert each.cached.total <= each.prompt_tokens
 
 
+@settings(deadline=None)
 @given(ACTS)
 def test_on_a_gpu_alone(acts: list[Act]) -> None:
     sim = model(gpu_tokens=200, max_sequences=3, max_batched_tokens=30)
