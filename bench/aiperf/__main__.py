@@ -94,6 +94,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="keep the reports there, a folder for each fleet"
     )
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="leave what all processes said")
     arguments = parser.parse_args(argv)
     if arguments.out and arguments.out.is_absolute():
         parser.error("--out: give it relative to here; it is written into what is kept")
@@ -118,7 +119,7 @@ def measure_all(arguments: argparse.Namespace, command: str) -> None:
         workload = _workload(fleet, arguments)
         say(f"== {fleet.what}: {workload.conversations} conversations")
         here = {**machine(), "commit": commit, "load_average": os.getloadavg()}
-        runs = measure(fleet, workload, program)
+        runs = measure(fleet, workload, program, arguments.logs and arguments.logs / name)
         print(f"{runs[ROUTER].table}\n")
         title = f"{fleet.what}, TTFT bound {workload.ttft_bound_ms} ms"
         print(table(title, {each: run.figures for each, run in runs.items()}) + "\n")

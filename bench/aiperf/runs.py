@@ -1,8 +1,10 @@
 """One fleet profiled in every way: through the router, and without it."""
 
+import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -39,11 +41,16 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measure(fleet: Fleet, workload: Workload, program: Path) -> dict[str, Run]:
-    """Start a fleet, profile it in every way, end all of it; raise what stood in the way."""
+def measure(
+    fleet: Fleet, workload: Workload, program: Path, logs: Path | None = None
+) -> dict[str, Run]:
+    """Start a fleet, profile it in every way, end all of it; raise what stood in the way.
+
+    What its processes said is left in ``logs``.
+    """
     with tempfile.TemporaryDirectory(prefix="warmroute-") as made:
         directory = Path(made)
-        with fleet.start(directory) as stage:
+        with _kept_logs(directory, logs), fleet.start(directory) as stage:
             router = [stage.start_router()]
             runs = {ROUTER: _profile(stage, workload, program, router, directory / ROUTER)}
             stage.group.stop(stage.router)
@@ -53,6 +60,19 @@ def measure(fleet: Fleet, workload: Workload, program: Path) -> dict[str, Run]:
                 asked = urls[:1] if is_alone else urls
                 runs[name] = _profile(stage, load, program, asked, directory / name)
     return runs
+
+
+@contextmanager
+def _kept_logs(directory: Path, logs: Path | None) -> Iterator[None]:
+    """Copy all logs of a directory at the end, however it comes."""
+    try:
+        yield
+    finally:
+        if logs:
+            for path in directory.rglob("*.log"):
+                copy = logs / path.relative_to(directory)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
 
 
 def _profile(

@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ from bench.aiperf import __main__ as command
 from bench.aiperf.fleets import FLEETS
 from bench.aiperf.report import Figures
 from bench.aiperf.runs import Run, measure
+from bench.aiperf.stage import Stage
+from bench.ttft import BenchError
 from tests.bench.aiperf.reports import report
 
 ROOT = Path(__file__).parents[3]
@@ -42,11 +47,26 @@ def test_each_run_begins_with_empty_caches(tmp_path: Path) -> None:
     program.write_text(ASKS)
     program.chmod(0o755)
     fleet = FLEETS["simulated"]
-    runs = measure(fleet, fleet.workload, program)
+    runs = measure(fleet, fleet.workload, program, tmp_path / "logs")
     asked = {name: each.figures.requests for name, each in runs.items()}
     assert asked == {"router": 1, "in-turn": 4, "one-replica": 1}
     assert [each.figures.cached_share for each in runs.values()] == [0.0, 0.0, 0.0]
     assert runs["one-replica"].told.count("25") == 1
+    logs = {str(path.relative_to(tmp_path / "logs")) for path in (tmp_path / "logs").rglob("*.log")}
+    assert {"fleet.log", "router/aiperf.log", "in-turn/aiperf.log"} <= logs
+
+
+def test_logs_are_left_when_a_fleet_does_not_start(tmp_path: Path) -> None:
+    @contextmanager
+    def broken(directory: Path) -> Iterator[Stage]:
+        (directory / "replica1.log").write_text("no such device")
+        raise BenchError("replica1 died")
+        yield
+
+    fleet = replace(FLEETS["real"], start=broken)
+    with pytest.raises(BenchError, match="replica1 died"):
+        measure(fleet, fleet.workload, tmp_path / "aiperf", tmp_path / "logs")
+    assert (tmp_path / "logs" / "replica1.log").read_text() == "no such device"
 
 
 def a_run(name: str) -> Run:
