@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from bench.discrete.bounds import Oracle
 from bench.discrete.ours import OurRouter, Settings
@@ -14,6 +14,7 @@ from bench.discrete.replica import ModelReplica
 from bench.discrete.rules.catalogue import rules
 from bench.workloads.session import Session
 from router.config import AdmissionConfig, PrefetchConfig, SessionConfig
+from router.judgment import DEFAULT
 
 OURS: Final = "ours"
 SHARED_CACHE: Final = "shared-infinite-cache"
@@ -42,27 +43,36 @@ def _oracle(replicas: Sequence[ModelReplica], seed: int) -> StoppableRouter:
 
 _PLAIN: Final = Settings()
 
+
+def _section(**sections: object) -> Settings:
+    return Settings(sections=sections)
+
+
+def _judging(**changes: Any) -> Settings:
+    return Settings(judgment=replace(DEFAULT, **changes))
+
+
 ABLATIONS: Final[Mapping[str, Settings]] = MappingProxyType(
     {
-        "ours-without-prefetch": replace(
-            _PLAIN, sections={"prefetch": PrefetchConfig(enabled=False)}
-        ),
-        "ours-without-early-prefetch": replace(
-            _PLAIN, sections={"prefetch": PrefetchConfig(early=False)}
-        ),
-        "ours-with-rhythm": replace(_PLAIN, sections={"prefetch": PrefetchConfig(ahead=True)}),
-        "ours-without-copies": replace(_PLAIN, copies=False),
-        "ours-without-holding": replace(
-            _PLAIN, sections={"admission": AdmissionConfig(enabled=False)}
-        ),
-        "ours-first-come": replace(_PLAIN, sections={"admission": AdmissionConfig(ageing=1e6)}),
-        "ours-without-session-margin": replace(
-            _PLAIN, sections={"sessions": SessionConfig(spill_margin_s=0.0)}
-        ),
-        "ours-true-rates": replace(_PLAIN, true_rates=True),
+        "ours-without-prefetch": _section(prefetch=PrefetchConfig(enabled=False)),
+        "ours-without-early-prefetch": _section(prefetch=PrefetchConfig(early=False)),
+        "ours-with-rhythm": _section(prefetch=PrefetchConfig(ahead=True)),
+        "ours-without-copies": Settings(copies=False),
+        "ours-without-growth": _judging(counts_growth=False),
+        "ours-without-burst-factor": _judging(more_of_a_burst=0.0),
+        "ours-without-busy-weight": _judging(weighs_busy=False),
+        "ours-without-nearness": _judging(near=0.0, near_least_s=0.0, near_most_s=0.0),
+        "ours-without-holding": _section(admission=AdmissionConfig(enabled=False)),
+        "ours-without-shortest-first": _section(admission=AdmissionConfig(ageing=1e6)),
+        "ours-without-learning": _judging(learns=False),
+        "ours-with-true-rates": Settings(true_rates=True),
+        "ours-without-session-margin": _section(sessions=SessionConfig(spill_margin_s=0.0)),
     }
 )
-"""Our router with one mechanism switched off, or another rate to start from."""
+"""Our router with one mechanism switched off, or with one that is off by default.
+
+Without prefetch there are no copies either: both are one section of the configuration.
+"""
 
 PEERS: Final = tuple(rules(1, 1, 1, 0))
 """Other routers' rules, by name."""

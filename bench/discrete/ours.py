@@ -22,6 +22,7 @@ from router.admitting import Admission
 from router.config import RatesConfig, ReplicaConfig, RouterConfig
 from router.errors import NoReplica, RateLimited
 from router.fleet import Fleet
+from router.judgment import DEFAULT, Judgment
 from router.keyring import PromptKeyring
 from router.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
 from router.policy import Decision
@@ -43,6 +44,7 @@ class Settings:
     true_rates: bool = False
     """Start from the machine's rates, where others start from the defaults."""
     copies: bool = True
+    judgment: Judgment = DEFAULT
 
 
 def _true_rates(machine: Machine) -> RatesConfig:
@@ -74,7 +76,7 @@ class OurRouter:
             **settings.sections,
         )
         self._loop = asyncio.get_running_loop()
-        self.fleet = Fleet(self._config)
+        self.fleet = Fleet(self._config, settings.judgment)
         self.network = Network()
         by_agent = {f"http://r{each.slot}:2": each for each in replicas}
         self._agents = {
