@@ -56,9 +56,13 @@ class Offered:
     are compared on these: the same ones, whenever a fleet had them due.
     """
     real_load: float
-    """Prefill that an infinite cache leaves, over what the fleet prefills, in the window."""
+    """Prefill that an infinite cache leaves, over what the fleet can prefill beside its decodes.
+
+    In the window, as the share of the replicas' time that both take; see
+    `bench.workloads.pacing`.
+    """
     raw_load: float
-    """The same with nothing cached."""
+    """Prefill with nothing cached, over the replicas' time."""
     utilization: Mapping[str, float]
     """Of prefill, KV memory, decode slots and disk: what is offered, over what the fleet has.
 
@@ -70,10 +74,10 @@ class Offered:
     crowded: Mapping[str, float]
     """The same where prefill and decodes share the replicas' steps, as they do in a batch.
 
-    A step that decodes then takes 1/(1 - load) as long, at most what a full one
+    A step that decodes then takes 1/(1 - prefill) as long, at most what a full one
     does; KV memory and decode slots are held the longer. Instead of prefill it
-    has ``replica_time``: prefill, the steps that carry it, and decodes. What is
-    above 1 here binds before the prefill does, whatever the router decides.
+    has ``replica_time``, the real load. What is above 1 here binds before the
+    replicas' time does, whatever the router decides.
     """
     working_set_tokens: int
     """Distinct tokens used within `working_set_s`."""
@@ -186,7 +190,7 @@ def _check_reached(found: Offered, what: str, machine: Machine) -> None:
     for resource in (KV_MEMORY, DECODE_SLOTS):
         if found.utilization[resource] > 1:
             raise BenchError(
-                f"{what} is not bound by prefill: {resource} is offered "
+                f"{what} is not bound by the replicas' time: {resource} is offered "
                 f"{found.utilization[resource]:.2f} of what the fleet has; give the machines "
                 "more of it, or a lower load"
             )

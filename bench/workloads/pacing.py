@@ -1,8 +1,10 @@
 """When sessions start, so that an endless workload offers a load in steady state. Pure.
 
-**Load** is the prefill that one infinite cache for all would leave, in seconds
-of one replica, over the seconds of all replicas, in the window that is
-reported; the requests are due as in the ideal run. The window begins when the
+**Load** is the time of one replica that requests take if one infinite cache for all
+leaves as little prefill as can be, over the time of all replicas, in the window that
+is reported: that prefill, the steps that carry it, and what decoding the answers adds
+to steps. A load of 1 is all that a fleet can prefill beside its decodes. The requests
+are due as in the ideal run. The window begins when the
 run is in steady state: when almost as many sessions are under way as there
 ever will be, and the fleet's GPU and CPU caches have been filled once.
 """
@@ -50,7 +52,7 @@ class Planned:
     """It starts in mean gaps, not in seconds."""
     turns: Sequence[IdealTurn]
     work_s: float
-    """Of one replica: the prefill that an infinite cache leaves."""
+    """Of one replica; see `work_s`."""
 
     @property
     def length_s(self) -> float:
@@ -225,10 +227,9 @@ class Pacer:
         return end if end < len(dues) else None
 
     def _work_s(self, dues: Sequence[tuple[float, int, int]]) -> float:
-        """Return the prefill that an infinite cache leaves of these, of one replica."""
-        prefill_s = self._machine.rates.prefill_s
+        """Return the time of one replica that these take."""
         turns = (self._planned[session].turns[number] for _, session, number in dues)
-        return sum(prefill_s(turn.computed_tokens, turn.matched_tokens) for turn in turns)
+        return sum(work_s(turn, self._machine) for turn in turns)
 
     def _kept(self, trial: _Trial) -> Window:
         started = 1 + max(session for _, session, _ in trial.dues)
@@ -244,12 +245,24 @@ class Pacer:
 
     def _plan(self, count: int) -> None:
         """Have so many sessions answered."""
-        rates = self._machine.rates
         while len(self._planned) < count:
             session = next(self._sessions)
             turns = self._ideal.answer(session)
-            work_s = sum(rates.prefill_s(t.computed_tokens, t.matched_tokens) for t in turns)
-            self._planned.append(Planned(session=session, turns=turns, work_s=work_s))
+            total_s = sum(work_s(turn, self._machine) for turn in turns)
+            self._planned.append(Planned(session=session, turns=turns, work_s=total_s))
+
+
+def work_s(turn: IdealTurn, machine: Machine) -> float:
+    """Return the time of one replica that a request takes whose prefix is all cached.
+
+    Its prefill, its part of the steps that carry that, and what each token of its answer
+    adds to a step.
+    """
+    rates = machine.rates
+    prefill_s = rates.prefill_s(turn.computed_tokens, turn.matched_tokens)
+    steps_s = turn.computed_tokens / machine.shape.max_batched_tokens * rates.step_s
+    per_token_s = rates.decode_s(1, turn.prompt_tokens) - rates.step_s
+    return prefill_s + steps_s + turn.output_tokens * per_token_s
 
 
 def settled_s(lengths_s: Sequence[float]) -> float:

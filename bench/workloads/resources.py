@@ -47,9 +47,10 @@ def measure(window: Window, *, replicas: int, machine: Machine) -> Usage:
     contents = Contents(window)
     per_s = 1 / (window.length_s * replicas)
     answered_per_s = sum(window.turn(due).output_tokens for due in window.reported) * per_s
-    computed_per_s = sum(window.turn(due).computed_tokens for due in window.reported) * per_s
+    turns = [window.turn(due) for due in window.reported]
+    prefill = sum(rates.prefill_s(t.computed_tokens, t.matched_tokens) for t in turns) * per_s
     decodes = decoding(answered_per_s, rates)
-    crowded = crowded_decoding(answered_per_s, window.load, rates, shape)
+    crowded = crowded_decoding(answered_per_s, prefill, rates, shape)
     cache_tokens = replicas * (shape.gpu_tokens + machine.cpu_tokens)
     reads = disk_reads(window, contents, cache_tokens)
     lengths_s = [each.length_s for each in window.planned]
@@ -63,17 +64,15 @@ def measure(window: Window, *, replicas: int, machine: Machine) -> Usage:
         return held / (shape.gpu_tokens * replicas)
 
     disk = reads.tokens * per_s / rates.disk_tokens_per_s
-    steps_s = computed_per_s / shape.max_batched_tokens * rates.step_s
-    decodes_s = answered_per_s * rates.decode_s_per_sequence
     return Usage(
         offered={
-            PREFILL: window.load,
+            PREFILL: prefill,
             KV_MEMORY: kv_memory(decodes),
             DECODE_SLOTS: decodes / shape.max_sequences,
             DISK: disk,
         },
         crowded={
-            REPLICA_TIME: window.load + steps_s + decodes_s,
+            REPLICA_TIME: window.load,
             KV_MEMORY: kv_memory(crowded),
             DECODE_SLOTS: crowded / shape.max_sequences,
             DISK: disk,

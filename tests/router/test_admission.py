@@ -38,7 +38,8 @@ def make_fleet(
             replicas=replicas,
             policy=policy,
             rates=RatesConfig(prefill_tokens_per_s=1000.0, kv_bytes_per_token=1000.0),
-            admission=AdmissionConfig(**admission),
+            # Half a second ahead: so that prompts of a few seconds show what is held.
+            admission=AdmissionConfig(**({"dispatch_ahead_s": 0.5} | admission)),
         )
     )
     for each in fleet.replicas.values():
