@@ -42,7 +42,7 @@ _UNITS: Final = {
     "n": (1.0, 0),
 }
 """Of a column's values: the factor to what is shown, and the digits."""
-_NAME_WIDTH: Final = 22
+_NAME_WIDTH: Final = 26
 
 
 def table(title: str, results: Sequence[Figures]) -> str:
