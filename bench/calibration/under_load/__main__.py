@@ -5,34 +5,29 @@
 Starts two real vLLM replicas with the cache engine inside, their GPU and CPU tiers
 too small for all sessions, and takes their times: of one while the other computes, as
 under load each does most of the time. Sends sessions through our router at the load
-that these times give, and then the same sessions to two simulated replicas with the
+that these times give. Then the same sessions go to two simulated replicas with the
 rates that follow, behind a router with the same configuration, and to the same
 replicas in model time.
 
 The TTFTs must be within 20% at p50 and p90. Wants a machine that does nothing else;
-each seed takes about 5 minutes for each of the two fleets.
+each seed takes about 5 minutes for each of the two fleets that the clock goes for.
+With ``--real FILE`` what the real replicas did is kept there, or taken from there when
+it exists: ``--fleet model --rate store_tokens_per_s=50000`` then tells in seconds what
+another rate would change.
 """
 
 import argparse
-import math
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from bench.calibration.__main__ import Measured, warm_up
-from bench.calibration.kinds import Prompts
-from bench.calibration.rates import Times, fit
-from bench.calibration.replica import (
-    Fleet,
-    start_real_fleet,
-    start_simulated_fleet,
-)
-from bench.calibration.target import Target
+from bench.calibration.rates import fit
+from bench.calibration.replica import start_real_fleet, start_simulated_fleet
+from bench.calibration.under_load.kept import RealRun, read_real, write_real
+from bench.calibration.under_load.measure import measure
 from bench.calibration.under_load.model import play_in_model_time, with_rates
 from bench.calibration.under_load.report import REAL, Seed, as_json, is_close, table
 from bench.calibration.under_load.stage import Played, moved_rates, play, start_router
@@ -41,7 +36,7 @@ from bench.command import positive, write_report
 from bench.replica.local import CannotStart
 from bench.replica.tiers import NotThere
 from bench.simulator.model.machine import Machine
-from bench.simulator.model.rates import Shape
+from bench.simulator.model.rates import Rates, Shape
 from bench.ttft import BenchError, machine
 from router.processes import ChildFailed, ProcessGroup
 
@@ -61,9 +56,6 @@ MACHINE: Final = Machine(
 )
 """GPU and CPU tiers that hold six prompts each, and a disk tier for all that live."""
 _REPLICAS: Final = 2
-_SETTLE_S: Final = 0.5
-_BUSY_TOKENS: Final = 2_000
-_BUSY_SEED: Final = -1_000
 
 
 def say(text: str) -> None:
@@ -71,114 +63,94 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measure(fleet: Fleet, *, rounds: int, seed: int) -> Times:
-    """Return the times of the first replica while the others compute."""
-    targets = [Target(each, settle_s=_SETTLE_S) for each in fleet.replicas]
-    for each in targets:
-        warm_up(each)
-    measured, prompts = Measured(), Prompts(seed)
-    with busy(fleet.replicas[1:]):
-        for number in range(rounds):
-            say(f"times of the real replica, round {number + 1} of {rounds}")
-            measured.take(targets[0], prompts)
-    return measured.times()
+def workload(run: RealRun, seed: int) -> Offered:
+    """Return the sessions of a seed, at the load that replicas with the measured rates take."""
+    return offered(
+        with_rates(MACHINE, run.rates),
+        replicas=_REPLICAS,
+        load=run.load,
+        requests=run.requests,
+        seed=seed,
+    )
 
 
-@contextmanager
-def busy(replicas: Sequence[Any]) -> Iterator[None]:
-    """Keep replicas computing prompts, one after the other, for the time of the block."""
-    done = threading.Event()
-
-    def compute(target: Target, prompts: Prompts) -> None:
-        while not done.is_set():
-            target.ask(prompts.next(_BUSY_TOKENS))
-
-    threads = [
-        threading.Thread(target=compute, args=(Target(each), Prompts(_BUSY_SEED - index)))
-        for index, each in enumerate(replicas)
-    ]
-    for each in threads:
-        each.start()
-    try:
-        yield
-    finally:
-        done.set()
-        for each in threads:
-            each.join()
-
-
-def workloads(arguments: argparse.Namespace, rates: Mapping[str, float]) -> dict[int, Offered]:
-    """Return the sessions of each seed, at the load that replicas with these rates can take."""
-    return {
-        seed: offered(
-            with_rates(MACHINE, rates),
-            replicas=_REPLICAS,
+def run_real(arguments: argparse.Namespace, work: Path) -> RealRun:
+    """Start, measure, send and end the real replicas."""
+    with ProcessGroup() as group:
+        say("starting two real replicas")
+        fleet = start_real_fleet(group, work, MACHINE, names=("real1", "real2"))
+        times = measure(fleet, rounds=arguments.rounds, seed=arguments.seed, say=say)
+        rates = asdict(fit(times, batched_tokens=MACHINE.shape.max_batched_tokens))
+        say(f"rates: {rates}")
+        run = RealRun(
+            machine=machine(),
             load=arguments.load,
-            warm_up_s=arguments.warm_up_s,
-            window_s=arguments.window_s,
-            seed=seed,
+            requests=arguments.requests,
+            rounds=arguments.rounds,
+            times=asdict(times),
+            rates=rates,
+            played={},
         )
-        for seed in range(arguments.seed, arguments.seed + arguments.seeds)
+        url = start_router(group, work, "router-real", fleet, rates)
+        played = {}
+        for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+            sessions = workload(run, seed)
+            say(f"real fleet, seed {seed}: {_length(sessions)}")
+            played[seed] = play(fleet, url, sessions, seed=seed)
+        moved = moved_rates(fleet, url)
+        # What was measured of a replica alone is the truer.
+        return replace(run, played=played, rates={**moved, **rates})
+
+
+def run_simulated(run: RealRun, rates: Mapping[str, float], work: Path) -> dict[int, Played]:
+    """Send the same sessions to simulated replicas by the clock."""
+    with ProcessGroup() as group:
+        fleet = start_simulated_fleet(group, work, MACHINE, dict(rates), replicas=_REPLICAS)
+        url = start_router(group, work, "router-simulated", fleet, rates)
+        played = {}
+        for seed in run.played:
+            sessions = workload(run, seed)
+            say(f"simulated fleet, seed {seed}: {_length(sessions)}")
+            played[seed] = play(fleet, url, sessions, seed=seed)
+        return played
+
+
+def run_model(run: RealRun, rates: Mapping[str, float], work: Path) -> dict[int, Played]:
+    """Send the same sessions to the same replicas in model time."""
+    replica = with_rates(MACHINE, rates)
+    return {
+        seed: play_in_model_time(replica, workload(run, seed), replicas=_REPLICAS, seed=seed)
+        for seed in run.played
     }
 
 
-def play_all(
-    fleet: Fleet, router_url: str, work: Mapping[int, Offered], name: str
-) -> dict[int, Played]:
-    """Send the workload of each seed to a fleet."""
-    played = {}
-    for seed, each in work.items():
-        say(f"{name} fleet, seed {seed}: {len(each.sessions)} sessions in {each.end_s:.0f} s")
-        played[seed] = play(fleet, router_url, each, seed=seed)
-    return played
+_FLEETS: Final = {SIMULATED: run_simulated, MODEL: run_model}
 
 
-def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Seed]]:
-    """Start, measure, send and end everything; return what was measured, and the seeds."""
-    with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
-        with ProcessGroup() as group:
-            say("starting two real replicas")
-            fleet = start_real_fleet(group, work, MACHINE, names=("real1", "real2"))
-            times = measure(fleet, rounds=arguments.rounds, seed=arguments.seed)
-            rates = asdict(fit(times, batched_tokens=MACHINE.shape.max_batched_tokens))
-            say(f"rates: {rates}")
-            work_of = workloads(arguments, rates)
-            url = start_router(group, work, "router-real", fleet, rates)
-            real = play_all(fleet, url, work_of, REAL)
-            moved = moved_rates(fleet, url)
-        with ProcessGroup() as group:
-            rates |= {key: value for key, value in moved.items() if key not in rates}
-            fleet = start_simulated_fleet(group, work, MACHINE, rates, replicas=_REPLICAS)
-            url = start_router(group, work, "router-simulated", fleet, rates)
-            simulated = play_all(fleet, url, work_of, SIMULATED)
-    modelled = {
-        seed: play_in_model_time(with_rates(MACHINE, rates), each, replicas=_REPLICAS, seed=seed)
-        for seed, each in work_of.items()
-    }
-    fleets = {REAL: real, SIMULATED: simulated, MODEL: modelled}
-    seeds = [
+def compare(
+    run: RealRun, fleets: Sequence[str], rates: Mapping[str, float], work: Path
+) -> list[Seed]:
+    """Send the sessions of a real run to other fleets; return all beside each other."""
+    played = {REAL: run.played} | {name: _FLEETS[name](run, rates, work) for name in fleets}
+    return [
         Seed(
             seed=seed,
-            offered=each,
-            played={name: played[seed] for name, played in fleets.items()},
+            offered=workload(run, seed),
+            played={name: each[seed] for name, each in played.items()},
         )
-        for seed, each in work_of.items()
+        for seed in run.played
     ]
-    measured = {"times": asdict(times), "rates": rates, "moved_under_load": moved}
-    return measured, seeds
 
 
-def report(
-    arguments: argparse.Namespace, measured: Mapping[str, Any], seeds: Sequence[Seed]
-) -> dict[str, Any]:
+def report(run: RealRun, rates: Mapping[str, float], seeds: Sequence[Seed]) -> dict[str, Any]:
     """Return every figure with the command and the machine, ready for JSON."""
-    given = ("load", "seeds", "seed", "rounds", "warm_up_s", "window_s")
-    options = [f"--{name.replace('_', '-')} {getattr(arguments, name):g}" for name in given]
     return {
         "what": "two simulated replicas beside two real ones under load: the same sessions",
-        "command": f"python -m bench.calibration.under_load {' '.join(options)}",
-        "machine": machine(),
+        "command": f"python -m bench.calibration.under_load --load {run.load:g} "
+        f"--requests {run.requests} --rounds {run.rounds} --seed {seeds[0].seed} "
+        f"--seeds {len(seeds)}",
+        "machine": run.machine,
+        "compared_on": machine(),
         "model": "of bench.replica.model, 27 million parameters",
         "sizes": {
             **asdict(MACHINE.shape),
@@ -186,9 +158,22 @@ def report(
             "disk_tokens": MACHINE.disk_tokens,
             "replicas": _REPLICAS,
         },
-        "measured": measured,
+        "times": run.times,
+        "measured_rates": run.rates,
+        "given_rates": {name: value for name, value in rates.items() if run.rates[name] != value},
         **as_json(seeds),
     }
+
+
+def _length(sessions: Offered) -> str:
+    return f"{len(sessions.sessions)} sessions in {sessions.end_s:.0f} s"
+
+
+def _rate(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    if name not in {each.name for each in fields(Rates)}:
+        raise argparse.ArgumentTypeError(f"there is no rate {name}")
+    return name, float(value)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -197,24 +182,51 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Compare two simulated replicas with two real ones under load.",
     )
     parser.add_argument("--load", type=float, default=0.8, help="default: %(default)s")
+    parser.add_argument(
+        "--requests", type=positive, default=800, help="compared of each seed (%(default)s)"
+    )
     parser.add_argument("--seeds", type=positive, default=3, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="the first (default: %(default)s)")
     parser.add_argument("--rounds", type=positive, default=5, help="of times taken first")
-    parser.add_argument("--warm-up-s", type=float, default=60.0, help="default: %(default)s")
-    parser.add_argument("--window-s", type=float, default=240.0, help="default: %(default)s")
+    parser.add_argument(
+        "--real", type=Path, metavar="FILE", help="keep what the real replicas did, or take it"
+    )
+    parser.add_argument(
+        "--fleet", action="append", choices=_FLEETS, help="to compare with (default: both)"
+    )
+    parser.add_argument(
+        "--rate",
+        action="append",
+        default=[],
+        type=_rate,
+        metavar="NAME=X",
+        help="of the simulated replicas, instead of what was measured",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     arguments = parser.parse_args(argv)
-    for name in ("load", "window_s"):
-        if not 0 < getattr(arguments, name) < math.inf:
-            parser.error(f"--{name.replace('_', '-')}: must be more than 0")
+    arguments.fleet = arguments.fleet or list(_FLEETS)
     return arguments
+
+
+def run(arguments: argparse.Namespace) -> tuple[RealRun, dict[str, float], list[Seed]]:
+    """Do all of it; return the real run, the simulated replicas' rates and the comparison."""
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        if arguments.real is not None and arguments.real.exists():
+            real = read_real(arguments.real)
+        else:
+            real = run_real(arguments, work)
+            if arguments.real is not None:
+                write_real(arguments.real, real)
+        rates = {**real.rates, **dict(arguments.rate)}
+        return real, rates, compare(real, arguments.fleet, rates, work)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and return the exit code: 0 when the simulated TTFTs are close."""
     arguments = _arguments(argv)
     try:
-        measured, seeds = run(arguments)
+        real, rates, seeds = run(arguments)
     except (ChildFailed, CannotStart, BenchError, NotThere, OSError, ValueError) as error:
         say(f"bench.calibration.under_load: {error}")
         return 1
@@ -222,8 +234,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(table(seeds))
     if arguments.json:
-        write_report(arguments.json, report(arguments, measured, seeds))
-    return 0 if all(is_close(seeds, each) for each in (SIMULATED, MODEL)) else 1
+        write_report(arguments.json, report(real, rates, seeds))
+    return 0 if all(is_close(seeds, each) for each in arguments.fleet) else 1
 
 
 if __name__ == "__main__":

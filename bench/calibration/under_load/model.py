@@ -12,7 +12,7 @@ from bench.discrete.play import FleetOptions
 from bench.simulator.model.machine import Machine
 from bench.simulator.model.rates import Rates
 
-_ROUTER: Final = "ours-true-rates"
+_ROUTER: Final = "ours-with-true-rates"
 """The routers of the other fleets start from the measured rates, too."""
 
 

@@ -93,8 +93,7 @@ def table(seeds: Sequence[Seed]) -> str:
         lines += [
             "",
             f"seed {each.seed}: real load {offered.real_load:.2f}, without a cache "
-            f"{offered.raw_load:.2f}, decodes at most {offered.decode_load:.2f}; "
-            f"{len(offered.reported)} requests",
+            f"{offered.raw_load:.2f}; {len(offered.reported)} requests",
             _HEADER,
         ]
         lines += [_line(each, fleet) for fleet in each.played]
@@ -132,7 +131,6 @@ def _seed_as_json(seed: Seed) -> dict[str, Any]:
         "seed": seed.seed,
         "real_load": offered.real_load,
         "raw_load": offered.raw_load,
-        "decode_load_at_most": offered.decode_load,
         "sessions": len(offered.sessions),
         "requests": len(offered.reported),
         "fleets": {fleet: _fleet_figures(seed, fleet) for fleet in fleets},

@@ -1,10 +1,9 @@
 """Calibration under load: the workload, the client, what is counted and how it is compared."""
 
-import argparse
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
@@ -13,13 +12,14 @@ import pytest
 from bench.calibration.replica import TOKENS, start_simulated_fleet
 from bench.calibration.under_load.__main__ import (
     MACHINE,
+    MODEL,
     SIMULATED,
-    play_all,
-    report,
-    workloads,
+    main,
+    workload,
 )
 from bench.calibration.under_load.client import answer_ids, note_answer
 from bench.calibration.under_load.counts import Counts, removed_from_gpu
+from bench.calibration.under_load.kept import RealRun, read_real, write_real
 from bench.calibration.under_load.model import play_in_model_time, with_rates
 from bench.calibration.under_load.report import (
     REAL,
@@ -30,17 +30,12 @@ from bench.calibration.under_load.report import (
     ratio_of,
     table,
 )
-from bench.calibration.under_load.stage import Played, router_rates, start_router
-from bench.calibration.under_load.workload import (
-    TURNS,
-    Offered,
-    offered,
-    prefill_s,
-    token_ids,
-)
+from bench.calibration.under_load.stage import Played, play, router_rates, start_router
+from bench.calibration.under_load.workload import TURNS, Offered, offered, token_ids
 from bench.record import Record
 from bench.simulator.model.machine import Machine
 from bench.simulator.model.rates import Rates
+from bench.ttft import BenchError
 from bench.workloads.session import Span
 from router.processes import ProcessGroup
 
@@ -54,44 +49,28 @@ CORE = replace(MACHINE, rates=RATES)
 
 
 def _offered(machine: Machine = CORE, *, load: float = 0.8, seed: int = 1) -> Offered:
-    return offered(machine, replicas=2, load=load, warm_up_s=60.0, window_s=240.0, seed=seed)
+    return offered(machine, replicas=2, load=load, requests=400, seed=seed)
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8, 0.95])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_load_is_what_it_is_called(load: float, seed: int) -> None:
-    assert _offered(load=load, seed=seed).real_load == pytest.approx(load, rel=0.03)
+    found = _offered(load=load, seed=seed)
+    assert found.real_load == pytest.approx(load, rel=0.03)
+    assert found.raw_load > 2 * found.real_load
+    assert len(found.reported) == 400
 
 
-def test_a_slower_machine_is_sent_less_and_is_as_loaded() -> None:
+def test_a_slower_machine_is_sent_the_same_work_in_more_time() -> None:
     slower = replace(CORE, rates=RATES.slowed(2.0))
     fast, slow = _offered(), _offered(slower)
     assert slow.real_load == pytest.approx(fast.real_load, rel=0.03)
-    assert len(slow.reported) < 0.6 * len(fast.reported)
-
-
-def test_the_load_counts_what_an_infinite_cache_leaves() -> None:
-    one = _offered()
-    assert one.raw_load > 2 * one.real_load
-    assert 0 < one.decode_load < one.real_load / 2
-
-
-def test_reported_requests_are_due_in_the_window_and_numbered_session_by_session() -> None:
-    found = _offered()
-    starts_s = [each.start_s for each in found.sessions]
-    assert starts_s == sorted(starts_s)
-    assert all(len(each.turns) == TURNS for each in found.sessions)
-    assert max(found.reported) < TURNS * len(found.sessions)
-    firsts = {number for number in found.reported if number % TURNS == 0}
-    assert firsts == {
-        TURNS * index
-        for index, start_s in enumerate(starts_s)
-        if found.warm_up_s <= start_s < found.end_s
-    }
+    assert slow.end_s - slow.warm_up_s > 1.7 * (fast.end_s - fast.warm_up_s)
 
 
 def test_no_prompt_is_longer_than_a_replica_takes_and_no_two_documents_are_equal() -> None:
     found = _offered()
+    assert all(len(each.turns) == TURNS for each in found.sessions)
     longest = max(
         sum(turn.tokens + turn.output_tokens for turn in each.turns) for each in found.sessions
     )
@@ -108,14 +87,6 @@ def test_the_same_seed_is_the_same_sessions_and_the_same_tokens() -> None:
     assert token_ids(span, seed=1) == token_ids(span, seed=1)
     assert token_ids(span, seed=1) != token_ids(span, seed=2)
     assert set(token_ids(Span(3, 5_000), seed=1)) <= set(TOKENS)
-
-
-def test_a_prefill_takes_a_step_for_each_batch() -> None:
-    shape = MACHINE.shape
-    rates = replace(RATES, attention_tokens=0.0)
-    assert prefill_s(rates, shape, 2048, 0) == pytest.approx(0.008 + 2048 / 9_900)
-    assert prefill_s(rates, shape, 2049, 0) == pytest.approx(0.016 + 2049 / 9_900)
-    assert prefill_s(RATES, shape, 100, 4_000) > 2.5 * prefill_s(rates, shape, 100, 4_000) - 0.016
 
 
 def _stream(*events: Mapping[str, object]) -> bytes:
@@ -252,44 +223,62 @@ def test_a_router_is_told_the_same_rates_whatever_a_token_weighs() -> None:
     assert real["prefill_tokens_per_s"] == simulated["prefill_tokens_per_s"]
 
 
-def test_sessions_go_through_a_router_to_the_end_and_all_that_they_do_is_counted(
-    tmp_path: Path,
-) -> None:
-    """Before a simulated fleet; the same runs before a real one."""
-    rates = {
-        "step_s": 0.001,
-        "prefill_tokens_per_s": 100_000.0,
-        "load_tokens_per_s": 1e6,
-        "disk_tokens_per_s": 1e6,
-    }
-    arguments = argparse.Namespace(load=0.1, seeds=1, seed=3, rounds=1, warm_up_s=0.5, window_s=1.5)
-    work_of = workloads(arguments, rates)
-    work_of[3] = _hurried(work_of[3])
-    with ProcessGroup() as group:
-        fleet = start_simulated_fleet(group, tmp_path, MACHINE, rates, replicas=2)
-        url = start_router(group, tmp_path, "router", fleet, rates)
-        first = play_all(fleet, url, work_of, REAL)
-        second = play_all(fleet, url, work_of, SIMULATED)
-    records = first[3].records
-    assert len(records) == TURNS * len(work_of[3].sessions)
-    assert not [each.error for each in records if not each.ok]
-    assert {each.instance_id for each in records} <= {"sim1", "sim2"}
-    assert all(each.cached_tokens["all"] > 0 for each in records if each.turn)
-    for played in (first[3], second[3]):  # the second began with empty caches as well
-        assert played.counts.stored_bytes > 0
-        hits = sum(sum(each.cached_tokens.values()) for each in played.records)
-        counts = played.counts
-        assert counts.gpu_hit_tokens + counts.cpu_hit_tokens + counts.disk_hit_tokens == hits
-    seeds = [Seed(seed=3, offered=work_of[3], played={REAL: first[3], SIMULATED: second[3]})]
-    told = report(arguments, {"rates": rates}, seeds)
-    assert told["command"] == (
-        "python -m bench.calibration.under_load --load 0.1 --seeds 1 --seed 3 --rounds 1 "
-        "--warm-up-s 0.5 --window-s 1.5"
+def _run(played: Mapping[int, Played], *, requests: int = 400) -> RealRun:
+    return RealRun(
+        machine={"commit": "abc"},
+        load=0.8,
+        requests=requests,
+        rounds=1,
+        times={},
+        rates=asdict(RATES),
+        played=played,
     )
 
 
+def test_what_the_real_replicas_did_is_kept_whole(tmp_path: Path) -> None:
+    run = _run({3: _seed(3, factor=1.0).played[REAL]})
+    path = tmp_path / "new" / "real.json.gz"
+    write_real(path, run)
+    assert read_real(path) == run
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x1f\x8b damaged"])
+def test_a_file_that_holds_no_run_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "real.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(BenchError, match=r"real\.json\.gz"):
+        read_real(path)
+
+
+def test_a_kept_run_is_compared_with_the_model_at_other_rates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the real run was the model itself: the same rates give the same, others do not."""
+    work = workload(_run({}, requests=60), 4)
+    played = play_in_model_time(CORE, work, replicas=2, seed=4)
+    path = tmp_path / "real.json.gz"
+    write_real(path, _run({4: played}, requests=60))
+    arguments = ["--real", str(path), "--fleet", MODEL]
+    assert main(arguments) == 0
+    assert "model/real TTFT p90: 1.00" in capsys.readouterr().out
+    out = tmp_path / "out.json"
+    assert main([*arguments, "--rate", "prefill_tokens_per_s=3000", "--json", str(out)]) == 1
+    assert "not within 20%" in capsys.readouterr().out
+    told = json.loads(out.read_text())
+    assert told["given_rates"] == {"prefill_tokens_per_s": 3000.0}
+    assert told["measured_rates"]["prefill_tokens_per_s"] == RATES.prefill_tokens_per_s
+    assert told["within_tolerance"] == {MODEL: False}
+    assert told["command"].endswith("--load 0.8 --requests 60 --rounds 1 --seed 4 --seeds 1")
+
+
+def test_a_rate_that_there_is_none_of_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--rate", "courage=1"])
+    assert "there is no rate courage" in capsys.readouterr().err
+
+
 def test_the_model_plays_the_same_requests_and_the_servers_own_time_is_added() -> None:
-    work = offered(CORE, replicas=2, load=0.8, warm_up_s=5.0, window_s=20.0, seed=4)
+    work = offered(CORE, replicas=2, load=0.8, requests=60, seed=4)
     slow_server = replace(CORE, rates=replace(RATES, request_s=0.5))
     plain = play_in_model_time(CORE, work, replicas=2, seed=4)
     later = play_in_model_time(slow_server, work, replicas=2, seed=4)
@@ -309,13 +298,36 @@ def test_rates_that_the_model_does_not_know_are_left_out() -> None:
     assert machine.shape == MACHINE.shape
 
 
-def _hurried(work: Offered) -> Offered:
-    """The same sessions, asking a hundred times as soon."""
-    sessions = [
+def test_sessions_go_through_a_router_to_the_end_and_all_that_they_do_is_counted(
+    tmp_path: Path,
+) -> None:
+    """Before a simulated fleet; the same runs before a real one."""
+    rates = asdict(RATES.slowed(0.05))
+    work = _hurried(_offered(seed=3), sessions=8)
+    with ProcessGroup() as group:
+        fleet = start_simulated_fleet(group, tmp_path, MACHINE, rates, replicas=2)
+        url = start_router(group, tmp_path, "router", fleet, rates)
+        twice = [play(fleet, url, work, seed=3) for _ in range(2)]
+    for played in twice:  # the second began with empty caches as well
+        records = played.records
+        assert len(records) == TURNS * len(work.sessions)
+        assert not [each.error for each in records if not each.ok]
+        assert {each.instance_id for each in records} <= {"sim1", "sim2"}
+        assert all(each.cached_tokens["all"] > 0 for each in records if each.turn)
+        assert played.counts.stored_bytes > 0
+        hits = sum(sum(each.cached_tokens.values()) for each in records)
+        counts = played.counts
+        assert counts.gpu_hit_tokens + counts.cpu_hit_tokens + counts.disk_hit_tokens == hits
+
+
+def _hurried(work: Offered, *, sessions: int) -> Offered:
+    """Some of the sessions, all starting in a second and asking again at once."""
+    some = [
         replace(
             each,
+            start_s=index / sessions,
             turns=tuple(replace(turn, pause_s=turn.pause_s / 100) for turn in each.turns),
         )
-        for each in work.sessions
+        for index, each in enumerate(work.sessions[:sessions])
     ]
-    return replace(work, sessions=sessions)
+    return replace(work, sessions=some)
