@@ -7,9 +7,13 @@ nothing is left to do at the present time, the time of the next timer is the pre
 import asyncio
 import selectors
 from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+
+_LONGEST_S: Final = 8e6
+"""Three months: asyncio takes a timer for due by a billionth of a second, and of later times
+a float cannot tell that."""
 
 
 class Stuck(RuntimeError):  # noqa: N818  (what happened, in a word)
@@ -31,11 +35,18 @@ class _NoSelector(selectors.BaseSelector):
         return selectors.SelectorKey(fileobj, 0, 0, None)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Pass the time until the next timer; raise `Stuck` where there is none."""
+        """Pass the time until the next timer.
+
+        Raises `Stuck` where there is none, and OverflowError at times that are too late.
+        """
         if timeout is None:
             raise Stuck("every task waits and no timer is set")
         if timeout > 0:
             self.waited_s += timeout
+            if self.waited_s > _LONGEST_S:
+                raise OverflowError(
+                    f"model time is {self.waited_s:.0f} s, {_LONGEST_S:.0f} at most"
+                )
         return []
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
@@ -60,18 +71,5 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
     Tasks that it leaves behind are cancelled. Raises what it raises, and `Stuck`.
     """
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(_to_its_end(main))
-    finally:
-        loop.close()
-
-
-async def _to_its_end(main: Coroutine[Any, Any, T]) -> T:
-    try:
-        return await main
-    finally:
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
