@@ -125,6 +125,8 @@ class ModelReplica:
 
     def die(self) -> None:
         """Cut all answers and forget the GPU and CPU RAM; the disk keeps what it has."""
+        self.model.advance(self._loop.time())
+        self._settle()  # what has ended by now was heard
         self.is_alive = False
         for serving in list(self._serving.values()):
             self.model.cancel(serving.request, self._loop.time())
