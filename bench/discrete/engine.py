@@ -18,7 +18,7 @@ from cacheengine.index import CpuIndex
 from cacheengine.ledger import Ledger
 from cacheengine.promotion import Promotion
 from cacheengine.residency import Residency
-from cacheengine.stats import EngineStats
+from cacheengine.stats import BandwidthMeter, EngineStats
 from cacheengine.tier_index import TierIndex
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 
@@ -53,6 +53,7 @@ class ModelEngine:
             Ledger(cpu, [self._disk], chunk_bytes=self.chunk_tokens),
             max_queued_puts=max(1, int(_PUT_QUEUE_SHARE * machine.cpu_chunks)),
         )
+        self._reads = BandwidthMeter()
         self._reading = self._writing = False
 
     # --- what a scheduler asks
@@ -101,6 +102,11 @@ class ModelEngine:
 
     # --- what a bench asks
 
+    @property
+    def read_tokens_per_s(self) -> float:
+        """How fast the disk was read; 0.0 while it was not."""
+        return self._reads.bytes_per_s()
+
     def stats(self) -> EngineStats:
         """Return the counters so far; a chunk's bytes are its tokens."""
         return self._state.counts()
@@ -142,9 +148,11 @@ class ModelEngine:
         if not entries:
             return
         self._reading = True
+        self._reads.start(self._loop.time())
 
         def read() -> None:
             self._reading = False
+            self._reads.stop(self._loop.time(), len(entries) * self.chunk_tokens)
             with self._deciding() as state:
                 outcomes = [GetOutcome.OK] * len(entries)
                 state.promotions.end(self._disk, entries, outcomes, self._loop.time())

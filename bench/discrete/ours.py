@@ -13,7 +13,7 @@ from typing import Any, Final
 from bench.discrete.health import Health
 from bench.discrete.replica import AnswerCut, ModelReplica, ReplicaDown
 from bench.discrete.sent import Sent
-from bench.discrete.staging import ModelAgent, Network
+from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
 from bench.simulator.model.machine import Machine
 from cacheengine.keys import HashScheme
 from cacheengine.wire import InstanceInfo, TierInfo
@@ -31,8 +31,8 @@ from router.promised import Promised
 from router.replica import Tier
 
 _TICK_S: Final = 1.0
-_CHUNK_BYTES_PER_TOKEN: Final = 131_072
-"""Of a model of 8 billion parameters: so that rates in bytes mean what they mean to people."""
+_INFO_EVERY_S: Final = 30.0
+"""As `router.feeds` asks a replica's agent who it is, and how fast its disk was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,9 @@ def _true_rates(machine: Machine) -> RatesConfig:
     rates = machine.rates
     return RatesConfig(
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
-        cpu_load_bytes_per_s=rates.load_tokens_per_s * _CHUNK_BYTES_PER_TOKEN,
-        disk_bytes_per_s=rates.disk_tokens_per_s * _CHUNK_BYTES_PER_TOKEN,
-        peer_bytes_per_s=rates.peer_tokens_per_s * _CHUNK_BYTES_PER_TOKEN,
+        cpu_load_bytes_per_s=rates.load_tokens_per_s * KV_BYTES_PER_TOKEN,
+        disk_bytes_per_s=rates.disk_tokens_per_s * KV_BYTES_PER_TOKEN,
+        peer_bytes_per_s=rates.peer_tokens_per_s * KV_BYTES_PER_TOKEN,
     )
 
 
@@ -95,6 +95,7 @@ class OurRouter:
         self._tasks = [
             self._loop.create_task(self._tick()),
             self._loop.create_task(self._health.watch()),
+            self._loop.create_task(self._ask_infos()),
         ]
 
     # --- requests
@@ -208,11 +209,19 @@ class OurRouter:
         self.fleet.apply_kv(f"r{replica}", KvBatch(seq=0, ts=0.0, events=[event]))
 
     def _meet(self, replica: ModelReplica) -> None:
-        """Learn who a replica is, as its agent tells."""
-        machine = replica.machine
-        per_chunk = machine.shape.chunk_tokens * _CHUNK_BYTES_PER_TOKEN
+        """Begin to follow a replica."""
         name = f"r{replica.slot}"
         self.fleet.up(name)
+        self._take_info(replica)
+        self.fleet.following_kv(name)
+        self.fleet.replicas[name].shape_checked = True
+
+    def _take_info(self, replica: ModelReplica) -> None:
+        """Learn who a replica is, as its agent tells."""
+        machine = replica.machine
+        per_chunk = machine.shape.chunk_tokens * KV_BYTES_PER_TOKEN
+        read_bytes_per_s = replica.engine.read_tokens_per_s * KV_BYTES_PER_TOKEN
+        name = f"r{replica.slot}"
         self.fleet.apply_info(
             name,
             InstanceInfo(
@@ -225,14 +234,17 @@ class OurRouter:
                 chunk_tokens=machine.shape.chunk_tokens,
                 chunk_bytes=per_chunk,
                 tiers={
-                    "cpu": TierInfo(capacity_bytes=machine.cpu_chunks * per_chunk, used_bytes=0)
+                    "cpu": TierInfo(capacity_bytes=machine.cpu_chunks * per_chunk, used_bytes=0),
+                    "disk": TierInfo(
+                        capacity_bytes=machine.disk_chunks * per_chunk,
+                        used_bytes=0,
+                        read_bytes_per_s=read_bytes_per_s,
+                    ),
                 },
                 transfer_port=1 if self._copies else None,
                 layout="model",
             ),
         )
-        self.fleet.following_kv(name)
-        self.fleet.replicas[name].shape_checked = True
 
     def _health_changed(self, replica: ModelReplica, is_up: bool) -> None:
         name = f"r{replica.slot}"
@@ -245,6 +257,13 @@ class OurRouter:
         while True:
             await asyncio.sleep(_TICK_S)
             self.fleet.tick(self._loop.time())
+
+    async def _ask_infos(self) -> None:
+        while True:
+            await asyncio.sleep(_INFO_EVERY_S)
+            for each in self._replicas:
+                if each.is_alive:
+                    self._take_info(each)
 
     async def stop(self) -> None:
         """End what runs in the background."""

@@ -16,6 +16,8 @@ _CALL_S: Final = 0.002
 _WINDOW: Final = 4
 """Chunks that are on their way from one replica to another together."""
 _LOAN_PIN_S: Final = 10.0
+KV_BYTES_PER_TOKEN: Final = 131_072
+"""Of a model of 8 billion parameters: so that rates in bytes mean what they mean to people."""
 
 
 class Network:
@@ -30,10 +32,10 @@ class Network:
         self, source: ModelReplica, destination: ModelReplica, tokens: int, now_s: float
     ) -> float:
         """Send so many tokens' KV; return when it will have come."""
-        sent_s = max(now_s, self._sends_until_s.get(source.slot, 0.0))
-        sent_s += tokens / source.machine.rates.peer_tokens_per_s
-        came_s = max(now_s, self._receives_until_s.get(destination.slot, 0.0))
-        came_s += tokens / destination.machine.rates.receive_tokens_per_s
+        leaves_s = max(now_s, self._sends_until_s.get(source.slot, 0.0))
+        sent_s = leaves_s + tokens / source.machine.rates.peer_tokens_per_s
+        comes_s = max(leaves_s, self._receives_until_s.get(destination.slot, 0.0))
+        came_s = comes_s + tokens / destination.machine.rates.receive_tokens_per_s
         self._sends_until_s[source.slot] = sent_s
         self._receives_until_s[destination.slot] = came_s
         self.moved_tokens += tokens
@@ -67,7 +69,8 @@ class ModelAgent:
             promoted=counts.promoted,
             pending=counts.pending,
             missing=counts.missing,
-            promoted_bytes=promotion.promoted_bytes,
+            # An engine's bytes are tokens here.
+            promoted_bytes=promotion.promoted_bytes * KV_BYTES_PER_TOKEN,
         )
 
     async def move(self, request: MoveRequest) -> MoveReply:
@@ -126,7 +129,7 @@ class ModelAgent:
             state="failed" if arrived < len(keys) else "done",
             asked_chunks=len(keys),
             arrived_chunks=arrived,
-            moved_bytes=moved * self._replica.machine.shape.chunk_tokens,
+            moved_bytes=moved * self._replica.machine.shape.chunk_tokens * KV_BYTES_PER_TOKEN,
             error=error if arrived < len(keys) else "",
         )
 
