@@ -103,20 +103,39 @@ class Oracle:
         self._pumping = self._loop.create_task(self._pump_often())
 
     async def answer(self, sent: Sent) -> None:
-        """Hold a request until its best replica can soon begin; send it there."""
+        """Hold a request until its best replica can soon begin; send it there.
+
+        One whose replica dies before it has begun to answer is held anew.
+        """
+        while not await self._try(sent):
+            pass
+
+    async def _try(self, sent: Sent) -> bool:
         waiting = self._note(sent)
         self._pump()
         slot = await waiting.released
         replica = self._replicas[slot]
+        began = False
+
+        def first_token(now_s: float) -> None:
+            nonlocal began
+            began = True
+            sent.began(now_s)
+
         try:
-            serving = replica.submit(sent.prompt, sent.output_tokens, sent.began)
+            serving = replica.submit(sent.prompt, sent.output_tokens, first_token)
             await serving.done
             sent.served(slot, serving.request, self._loop.time())
-        except (ReplicaDown, AnswerCut):
-            sent.failed(503, "the replica has died", self._loop.time())
+        except ReplicaDown:
+            return False
+        except AnswerCut:
+            if not began or not sent.streamed:
+                return False
+            sent.failed(200, "the answer broke off", self._loop.time())
         except ValueError as error:
             sent.failed(400, str(error), self._loop.time())
         self._pump()
+        return True
 
     def _note(self, sent: Sent) -> _Waiting:
         step = self._replicas[0].machine.shape.blocks_per_chunk
@@ -128,26 +147,33 @@ class Oracle:
             chunk_keys=sent.prompt.keys[step - 1 :: step],
         )
         waiting = _Waiting(sent, asked, self._loop.time(), self._loop.create_future())
-        _, best = self._best(waiting)
-        waiting.busy_s = best.busy_s
+        if (found := self._best(waiting)) is not None:
+            waiting.busy_s = found[1].busy_s
         self._waiting.append(waiting)
         return waiting
 
-    def _best(self, waiting: _Waiting) -> tuple[ModelReplica, Estimate]:
+    def _best(self, waiting: _Waiting) -> tuple[ModelReplica, Estimate] | None:
+        """Return the replica that is best for a request; None while all are dead."""
         now_s = self._loop.time()
         estimates = [
             (each, estimate(each.model, waiting.asked, now_s))
             for each in self._replicas
             if each.is_alive
         ]
-        return min(estimates, key=lambda one: one[1].ttft_s + _BUSY_WEIGHT * one[1].busy_s)
+        return min(
+            estimates,
+            key=lambda one: one[1].ttft_s + _BUSY_WEIGHT * one[1].busy_s,
+            default=None,
+        )
 
     def _pump(self) -> None:
         """Send those whose best replica has little before them."""
         now_s = self._loop.time()
         self._waiting.sort(key=lambda each: each.order(now_s))
         for waiting in list(islice(self._waiting, _LOOKS)):
-            replica, best = self._best(waiting)
+            if (found := self._best(waiting)) is None:
+                return
+            replica, best = found
             waiting.busy_s = best.busy_s
             if best.queue_s <= _AHEAD_S:
                 self._waiting.remove(waiting)
