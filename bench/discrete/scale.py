@@ -19,8 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.command import positive, write_report
-from bench.discrete.fleet_model import FleetModel, Machine, ModelPrompt
+from bench.discrete.prompts import ModelPrompt
 from bench.ttft import machine, percentile
+from cacheengine.keys import HashScheme
+from router.config import IndexConfig, ReplicaConfig, RouterConfig, SessionConfig
 from router.fleet import Fleet
 from router.keyring import PromptKeyring
 from router.placement import MAX_WEIGHED
@@ -148,21 +150,31 @@ def measure(replicas: int, sessions: int, index_keys: int, decisions: int) -> Ro
 
 def make_fleet(replicas: int, index_keys: int, sessions: int) -> Fleet:
     """Return a fleet of which nothing is known yet."""
-    model = FleetModel(
-        replicas, Machine(), max_keys=2 * index_keys + 100_000, max_sessions=sessions
+    configs = tuple(
+        ReplicaConfig(url=f"http://r{slot}:1", instance_id=f"r{slot}", agent_url="x")
+        for slot in range(replicas)
     )
-    for each in model.fleet.replicas.values():
-        assert each.shape is not None
-        each.shape = KeyShape(
-            scheme=each.shape.scheme, block_tokens=_BLOCK_TOKENS, blocks_per_chunk=_BLOCKS_PER_CHUNK
+    fleet = Fleet(
+        RouterConfig(
+            replicas=configs,
+            index=IndexConfig(max_keys=2 * index_keys + 100_000),
+            sessions=SessionConfig(max_sessions=sessions),
         )
-    return model.fleet
+    )
+    shape = KeyShape(
+        scheme=HashScheme(), block_tokens=_BLOCK_TOKENS, blocks_per_chunk=_BLOCKS_PER_CHUNK
+    )
+    for name, each in fleet.replicas.items():
+        fleet.up(name)
+        each.shape, each.has_events, each.incarnation = shape, True, "model"
+        each.transfer_port = 1
+    return fleet
 
 
 def fill_index(fleet: Fleet, index_keys: int, chooser: random.Random) -> list[int]:
     """Give the replicas documents until there are so many keys; return the documents."""
     slots = [each.slot for each in fleet.replicas.values()]
-    system = _prompt(0).blocks[:_SYSTEM_BLOCKS]
+    system = _blocks(0)[:_SYSTEM_BLOCKS]
     for slot in slots:
         fleet.index.add(slot, Tier.GPU, system)
     documents = []
@@ -170,7 +182,7 @@ def fill_index(fleet: Fleet, index_keys: int, chooser: random.Random) -> list[in
     while len(fleet.index) < index_keys:
         number += 1
         documents.append(number)
-        blocks = _prompt(number).blocks[: chooser.randrange(128, _PROMPT_BLOCKS)]
+        blocks = _blocks(number)[: chooser.randrange(128, _PROMPT_BLOCKS)]
         chunks = blocks[_BLOCKS_PER_CHUNK - 1 :: _BLOCKS_PER_CHUNK]
         holders = chooser.sample(slots, min(len(slots), 8 if number % 10 == 0 else 1))
         for slot in holders:
@@ -205,10 +217,14 @@ def print_row(row: Row) -> None:
 
 def _prompt(document: int) -> ModelPrompt:
     """Return a prompt of the system's blocks and a document's."""
+    keys = [number.to_bytes(8, "big") for number in _blocks(document)]
+    return ModelPrompt(keys, len(keys), _PROMPT_BLOCKS * _BLOCK_TOKENS)
+
+
+def _blocks(document: int) -> list[int]:
     first = (document << 12) + (1 << 40)
     own = [_spread(first + at) for at in range(_PROMPT_BLOCKS - _SYSTEM_BLOCKS)]
-    system = [_spread(at) for at in range(_SYSTEM_BLOCKS)]
-    return ModelPrompt(blocks=system + own, token_count=_PROMPT_BLOCKS * _BLOCK_TOKENS)
+    return [_spread(at) for at in range(_SYSTEM_BLOCKS)] + own
 
 
 def _spread(number: int) -> int:

@@ -17,6 +17,7 @@ from bench.discrete.staging import KV_BYTES_PER_TOKEN
 from bench.workloads.session import Span
 from router.config import AdmissionConfig, RatesConfig
 from router.costs import Part
+from router.policy import Reason
 from router.replica import State, Tier
 from tests.bench.discrete.building import (
     in_model_time,
@@ -103,6 +104,17 @@ async def test_what_replicas_tell_is_known_at_once() -> None:
     bench.router.fleet.tick(bench.loop.time())
     held = index.held(1)
     assert (held.get(Tier.GPU, 0), held.get(Tier.CPU, 0), held[Tier.DISK]) == (0, 0, 10)
+    await bench.stop()
+
+
+@in_model_time
+async def test_a_record_tells_the_routers_reason_and_prediction() -> None:
+    bench = Bench()
+    first = await bench.ask(200, session="s")
+    assert first.record.headers["reason"] == str(Reason.NO_INFORMATION)
+    assert (first.record.predicted_ttft_s or 0.0) > 0
+    again = await bench.ask(220, session="s")
+    assert again.record.headers["reason"] == str(Reason.SESSION_HOME)
     await bench.stop()
 
 

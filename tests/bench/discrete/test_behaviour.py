@@ -1,0 +1,147 @@
+"""What the router's judgment makes of bursts, sessions and large fleets."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Final
+
+import pytest
+
+from bench.discrete.contenders import OURS, play
+from bench.discrete.ours import OurRouter, Settings, with_sections
+from bench.discrete.play import Contender, FleetOptions, StoppableRouter, play_with
+from bench.discrete.replica import ModelReplica
+from bench.record import Record
+from bench.simulator.model.machine import Machine
+from bench.workloads.session import Session, Span, Turn, prompt_tokens
+from router.config import AdmissionConfig, SessionConfig
+from tests.bench.discrete.building import talk
+
+FLEET: Final = FleetOptions(replicas=8, machine=Machine(cpu_tokens=40_000), noise=0.0)
+
+
+class Kept:
+    """Our router, and a look at it after a play."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.routers: list[OurRouter] = []
+
+    def __call__(self, replicas: Sequence[ModelReplica], seed: int) -> StoppableRouter:
+        self.routers.append(OurRouter(replicas, self._settings))
+        return self.routers[-1]
+
+    def play(self, sessions: Sequence[Session], options: FleetOptions) -> Sequence[Record]:
+        return play_with(Contender(make=self), sessions, options).records
+
+    def check(self) -> None:
+        """Nothing is in flight, and the tables hold together."""
+        for router in self.routers:
+            assert all(each.in_flight == 0 for each in router.fleet.replicas.values())
+            router.fleet.index.check()
+            router.fleet.sessions.check()
+
+
+def burst(requests: int, tokens: int, apart_s: float = 0.0) -> list[Session]:
+    """Equal prompts, one after the other; they belong to no session."""
+    return [Session(apart_s * at, (Turn((Span(1, tokens),), 1),)) for at in range(requests)]
+
+
+def test_a_burst_is_computed_once_a_replica_and_stampedes_nobody() -> None:
+    """100 equal prompts at once: replicas compute them, each once at most, and share the rest."""
+    ours = Kept(Settings())
+    records = ours.play(burst(100, 8_192), FLEET)
+    ours.check()
+    assert all(each.ok for each in records)
+    computed = [each for each in records if each.computed_tokens > 4_096]
+    assert len(computed) <= 8
+    assert max(each.ttft_s or 0.0 for each in records) < 8_192 / 8_000 + 100 * 0.15
+
+
+def test_a_burst_opens_all_replicas_while_it_is_still_read() -> None:
+    """Each of 40 equal prompts comes 2 ms after the one before, as a router reads them."""
+    records = play(OURS, burst(40, 8_063, apart_s=0.002), FLEET).records
+    assert sum(not each.cached_tokens["gpu"] for each in records) == 8
+
+
+def test_late_binding_serves_the_short_ones_first() -> None:
+    settings = with_sections(Settings(), admission=AdmissionConfig(dispatch_ahead_s=0.1))
+    texts = count(1)
+
+    def one(at_s: float, tokens: int) -> Session:
+        return Session(at_s, (Turn((Span(next(texts), tokens),), 1),))
+
+    warm = [one(0.0, 512)]
+    long = [one(10.0, 51_200) for _ in range(2)]
+    short = [one(10.1 + at, 512) for at in range(5)]
+    ours = Kept(settings)
+    records = ours.play([*warm, *long, *short], replace(FLEET, replicas=1))
+    ours.check()
+    served = sorted(records, key=lambda each: each.sent_s + (each.ttft_s or 0.0))
+    assert [each.prompt_tokens for each in served[1:]] == [51_200, *[512] * 5, 51_200]
+
+
+def conversations(sessions: int, turns: int, chooser: random.Random) -> list[Session]:
+    """Sessions behind one system prompt, each turn some seconds after the answer before."""
+    texts = count(2)
+    return [
+        talk(
+            *((chooser.randrange(500, 6_000), 20) for _ in range(turns)),
+            start_s=chooser.uniform(0.0, 30.0),
+            pause_s=chooser.uniform(5.0, 15.0),
+            name=f"s{session}",
+            texts=texts,
+            shared=(Span(1, 512),),
+        )
+        for session in range(sessions)
+    ]
+
+
+def test_the_same_policy_code_runs_a_thousand_replicas() -> None:
+    """Turns find their prefix, nothing leaks, and the router's tables hold together."""
+    given = conversations(60, 3, random.Random(3))
+    ours = Kept(with_sections(Settings(), sessions=SessionConfig(max_sessions=40)))
+    small = Machine(cpu_tokens=20_000, disk_tokens=100_000)
+    records = ours.play(given, replace(FLEET, replicas=1_000, machine=small))
+    ours.check()
+    assert all(each.ok for each in records)
+    assert len(ours.routers[0].fleet.sessions) == 40
+    computed = sum(each.computed_tokens for each in records)
+    fresh = sum(turn.tokens + turn.output_tokens for each in given for turn in each.turns)
+    # What is new must be computed once.
+    assert computed <= 1.2 * fresh < prompt_tokens(given)
+
+
+def test_sessions_that_share_a_prompt_do_not_gather_on_one_replica() -> None:
+    """All begin with one prompt of tools, which the first to come has computed somewhere."""
+    chooser = random.Random(5)
+    texts = count(2)
+    given = [
+        talk(
+            *((chooser.randrange(1_000, 4_000), 200) for _ in range(6)),
+            start_s=1.5 * number,
+            pause_s=2.0,
+            name=f"s{number}",
+            texts=texts,
+            shared=(Span(1, 16_000),),
+        )
+        for number in range(32)
+    ]
+    records = play(OURS, given, replace(FLEET, replicas=4)).records
+    assert all(each.ok for each in records)
+    firsts = Counter(each.instance_id for each in records if not each.turn)
+    assert len(firsts) == 4
+    assert max(firsts.values()) <= 16
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_sessions_find_their_kv_whatever_the_noise(seed: int) -> None:
+    given = conversations(24, 5, random.Random(seed))
+    records = play(OURS, given, replace(FLEET, noise=0.1, seed=seed)).records
+    assert all(each.ok for each in records)
+    later = [each for each in records if each.turn]
+    found = sum(sum(each.cached_tokens.values()) for each in later)
+    before = sum(each.prompt_tokens for each in records if each.turn < 4)
+    assert found >= 0.95 * before
