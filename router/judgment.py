@@ -62,8 +62,10 @@ class Judgment:
     least_copy_gain_s: float = 0.15
     """Seconds. A copy that saves less is not worth asking two agents for: that takes them
     time, too, which is not in the rates."""
-    counts_growth: bool = True
-    """Whether what a new session's later turns would wait counts where it begins."""
+    counts_growth: bool = False
+    """Whether what a new session's later turns would wait counts where it begins. It spreads
+    agents that begin together, and costs them more hits than it saves them waiting: p90 of
+    agents in model time 3.2 s with it, 2.6 s without."""
     recent_s: float = 30.0
     """Seconds. Time constant of what counts as recent: long beside a turn, short beside a
     session."""

@@ -58,7 +58,7 @@ ABLATIONS: Final[Mapping[str, Settings]] = MappingProxyType(
         "ours-without-early-prefetch": _section(prefetch=PrefetchConfig(early=False)),
         "ours-with-rhythm": _section(prefetch=PrefetchConfig(ahead=True)),
         "ours-without-copies": Settings(copies=False),
-        "ours-without-growth": _judging(counts_growth=False),
+        "ours-with-growth": _judging(counts_growth=True),
         "ours-without-burst-factor": _judging(more_of_a_burst=0.0),
         "ours-without-busy-weight": _judging(weighs_busy=False),
         "ours-without-nearness": _judging(near=0.0, near_least_s=0.0, near_most_s=0.0),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from bench.simulator.model.machine import Machine
+from bench.simulator.model.rates import Shape
 
 Disk = Literal["fast", "slow"]
 Fault = Literal["slow-replica", "dies-and-returns"]
@@ -15,8 +16,15 @@ Fault = Literal["slow-replica", "dies-and-returns"]
 DISK_TOKENS_PER_S: Final[dict[Disk, float]] = {"fast": 20_000.0, "slow": 4_000.0}
 """Reading from disk: faster than prefill, or slower than it."""
 REPLICAS: Final = 8
-MACHINE: Final = Machine()
-"""A replica's, but for its RAM and disk, which are the case's."""
+MACHINE: Final = Machine(
+    shape=Shape(gpu_tokens=600_000, block_tokens=512, chunk_tokens=512, max_batched_tokens=1024)
+)
+"""A replica's, but for its RAM and disk, which are the case's.
+
+Its KV cache is that of an 8-billion-parameter model (128 KiB a token) on a GPU of 141 GB.
+With less, agents' running requests need more KV memory than there is before prefill is
+scarce. Blocks are the traces' own.
+"""
 ALSO_BOUNDS_S: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
 """Shares of requests that meet these are kept beside the one that goodput is of."""
 LABEL_TOLERANCE: Final = 0.03
