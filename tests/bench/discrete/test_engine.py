@@ -193,6 +193,18 @@ async def test_a_full_disk_loses_what_was_not_used_for_longest() -> None:
 
 
 @in_model_time
+async def test_what_a_full_disk_has_lost_can_be_written_again() -> None:
+    bench = Bench(cpu_chunks=2, disk_chunks=2)
+    await bench.store_down(1, 2, 3)
+    assert bench.tiers(1) == ["nowhere"]
+    await bench.store_down(1, 4, 5)
+    assert bench.tiers(1, 4, 5) == ["nowhere", "cpu", "cpu"]
+    assert bench.engine.stats().disk.puts == 6
+    bench.engine.clear_cpu()
+    assert bench.tiers(4, 5) == ["disk", "disk"]
+
+
+@in_model_time
 async def test_a_replica_without_a_disk_forgets_what_leaves_its_ram() -> None:
     bench = Bench(cpu_chunks=2, disk_chunks=0)
     await bench.store_down(1, 2, 3)

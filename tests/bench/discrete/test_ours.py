@@ -79,6 +79,18 @@ async def test_a_record_tells_the_routers_reason_and_prediction() -> None:
 
 
 @in_model_time
+async def test_of_an_answer_that_is_not_streamed_the_router_sees_no_first_token() -> None:
+    bench = Bench(1)
+    rates = bench.router.fleet.replicas["r0"].rates
+    whole = await bench.ask(200, answer=50, streamed=False)
+    assert whole.record.ttft_s == pytest.approx(0.22)
+    assert rates.observations == 0
+    await bench.ask(200, text=2, answer=50)
+    assert rates.observations == 1
+    await bench.stop()
+
+
+@in_model_time
 async def test_a_prompt_on_disk_is_prefetched_before_it_is_sent() -> None:
     bench = Bench(1, gpu_tokens=400, cpu_tokens=400, disk_tokens_per_s=50_000.0)
     for text in (1, 2):

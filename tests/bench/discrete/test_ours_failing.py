@@ -46,6 +46,18 @@ async def test_an_answer_that_had_not_begun_is_tried_elsewhere() -> None:
 
 
 @in_model_time
+async def test_who_dies_and_is_back_at_once_is_not_tried_again() -> None:
+    bench = Bench()
+    asking = bench.loop.create_task(bench.ask(400))
+    await asyncio.sleep(0.1)
+    (busy,) = (each for each in bench.replicas if each.model.running)
+    busy.die()
+    busy.come_back()
+    assert (await asking).record.instance_id == f"r{1 - busy.slot}"
+    await bench.stop()
+
+
+@in_model_time
 async def test_a_stream_that_has_begun_breaks_off_and_other_answers_do_not() -> None:
     for streamed in (True, False):
         bench = Bench()

@@ -131,6 +131,17 @@ async def test_an_answer_that_has_not_begun_is_tried_elsewhere(bench: Bench) -> 
 
 
 @before_a_rule
+async def test_who_dies_and_is_back_at_once_is_not_tried_again(bench: Bench) -> None:
+    def flicker() -> None:
+        bench.replicas[0].die()
+        bench.replicas[0].come_back()
+
+    bench.after(0.05, flicker)
+    assert (await bench.ask(95)).record.instance_id == "r1"
+    assert bench.rule.offered == [[0, 1], [1]]
+
+
+@before_a_rule
 async def test_a_stream_that_has_begun_breaks_off(bench: Bench) -> None:
     bench.after(0.15, bench.replicas[0].die)
     asked = await bench.ask(95, answer=50)
