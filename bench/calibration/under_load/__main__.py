@@ -45,16 +45,20 @@ MODEL: Final = "model"
 """The same replicas in model time."""
 MACHINE: Final = Machine(
     shape=Shape(
-        gpu_tokens=24_576,
+        gpu_tokens=32_768,
         block_tokens=128,
         chunk_tokens=256,
         max_batched_tokens=2048,
         max_sequences=8,
     ),
-    cpu_tokens=24_576,
-    disk_tokens=262_144,
+    cpu_tokens=49_152,
+    disk_tokens=393_216,
 )
-"""GPU and CPU tiers that hold six prompts each, and a disk tier for all that live."""
+"""GPU and CPU tiers that hold some prompts each, and a disk tier for all that live.
+
+With a CPU tier of half the size a simulated fleet does not keep up: what is to be read
+from disk finds no room beside what is being stored.
+"""
 _REPLICAS: Final = 2
 
 
