@@ -60,13 +60,15 @@ async def compare(
     ValueError or KeyError when the answer is not one of /tokenize.
     """
     url = f"{replica_url.rstrip('/')}/tokenize"
+    # The router's session adds none by itself, and without it vLLM answers 400.
+    typed = {**(headers or {}), "Content-Type": "application/json"}
     compared = False
     max_model_len: int | None = None
     for probe in probes:
         expected = ours(probe)
         if expected is None:
             continue
-        async with session.post(url, json=probe, headers=headers) as response:
+        async with session.post(url, json=probe, headers=typed) as response:
             if response.status in (400, 422):
                 continue
             response.raise_for_status()

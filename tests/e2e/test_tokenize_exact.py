@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from router.tokens import PromptReader, Trust
+from router.upstream import client_session
 
 pytestmark = pytest.mark.vllm
 
@@ -104,7 +105,7 @@ async def test_chat_completions_are_read_as_tokenize_is(
 
 
 async def test_the_replica_confirms_the_reader(vllm_url: str, reader: PromptReader) -> None:
-    async with aiohttp.ClientSession() as session:
+    async with client_session() as session:
         assert await reader.verify(session, vllm_url)
     assert reader.text_trust is Trust.CONFIRMED
     assert reader.chat_trust is Trust.CONFIRMED

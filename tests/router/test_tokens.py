@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestServer
 from cacheengine.keys import HashScheme, prompt_extra_keys
 from router.errors import BadRequest, ConfigError
 from router.tokens import TEXT_PIECE_CHARS, Prompt, PromptReader, Trust
+from router.upstream import client_session
 from tests.router.chat_shapes import CALL, TEMPLATES, USER, WEATHER
 from tests.router.test_encoder import LONG
 from tests.router.tokenizer_makers import gpt2, llama3, write_model
@@ -301,15 +302,22 @@ def test_models_that_vllm_renders_in_its_own_way_have_no_chat_tokens(tmp_path: P
 
 
 class Replica:
-    """A scripted /tokenize: the tokens of ``model``'s reader, spoiled by ``spoil``."""
+    """A scripted /tokenize: the tokens of ``model``'s reader, spoiled by ``spoil``.
+
+    A body that does not say it is JSON is refused, as vLLM refuses it.
+    """
 
     def __init__(self, model: Path, spoil: Callable[[dict[str, Any], list[int]], Any]) -> None:
         self.reader = PromptReader.load(model)
         self.spoil = spoil
         self.asked = 0
+        self.keys: set[str | None] = set()
 
     async def tokenize(self, request: web.Request) -> web.Response:
         self.asked += 1
+        self.keys.add(request.headers.get("Authorization"))
+        if request.content_type != "application/json":
+            return web.json_response({"error": {}}, status=400)
         body = await request.json()
         prompt: Prompt = self.reader.read_now("/tokenize", body)
         answer = self.spoil(body, prompt.token_ids or [])
@@ -320,15 +328,21 @@ class Replica:
 
 @pytest.fixture
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as opened:
+    """The router's own, which adds no header by itself."""
+    async with client_session() as opened:
         yield opened
 
 
-async def verified(reader: PromptReader, replica: Replica, session: aiohttp.ClientSession) -> bool:
+async def verified(
+    reader: PromptReader,
+    replica: Replica,
+    session: aiohttp.ClientSession,
+    headers: dict[str, str] | None = None,
+) -> bool:
     app = web.Application()
     app.router.add_post("/tokenize", replica.tokenize)
     async with TestServer(app) as server:
-        return await reader.verify(session, str(server.make_url("")))
+        return await reader.verify(session, str(server.make_url("")), headers=headers)
 
 
 async def test_a_replica_that_agrees_makes_tokens_exact(
@@ -344,6 +358,14 @@ async def test_a_replica_that_agrees_makes_tokens_exact(
     assert reader.read_now(CHAT, chat(USER)).exact
     assert reader.max_model_len == 4096
     assert reader.read_now(CHAT, chat(USER, truncate_prompt_tokens=-1)).exact
+
+
+async def test_a_replica_with_a_key_is_asked_with_it(
+    reader: PromptReader, model: Path, session: aiohttp.ClientSession
+) -> None:
+    replica = Replica(model, lambda body, ids: ids)
+    assert await verified(reader, replica, session, {"Authorization": "Bearer secret"})
+    assert replica.keys == {"Bearer secret"}
 
 
 async def test_another_template_on_the_replica_ends_chat_tokens_only(
