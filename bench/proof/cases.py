@@ -60,15 +60,18 @@ ABLATED: Final = (
     ("mixture", 0.8, 1.0),
 )
 """Workload, load and RAM of the ablations: each where its fleet is busy."""
-LEADING: Final = (
-    "vllm-kv-aware-sessions",
-    "vllm-cache-aware-tuned",
-    "vllm-kv-aware",
-    "llm-d-affinity",
-)
-"""Peers that are compared everywhere; the set ``peers`` shows that no other is the best."""
-SEARCHED: Final = LEADING[:2]
-"""Peers whose goodput is searched for."""
+WITH_SESSIONS: Final = ("vllm-kv-aware-sessions", "vllm-cache-aware-tuned")
+WITHOUT_SESSIONS: Final = ("vllm-kv-aware", "llm-d-affinity")
+LEADING: Final = {
+    "agents": WITH_SESSIONS,
+    "conversation": WITHOUT_SESSIONS,
+    "rounds": WITH_SESSIONS,
+    "unique": WITHOUT_SESSIONS,
+    "burst": WITHOUT_SESSIONS,
+    "mixture": WITH_SESSIONS,
+}
+"""By workload the peers that are compared everywhere; the set ``peers`` shows that no other
+is the best."""
 SEARCH: Final = Search(low=0.4, high=1.1, tolerance=0.06)
 LONG_PAUSES: Final = 5.0
 """Agents that pause so many times as long keep a working set of several times all RAM."""
@@ -81,41 +84,45 @@ def all_cases(names: Iterable[str]) -> list[Case]:
         raise BenchError(f"the driver has no contender {OURS!r}, only: {', '.join(known)}")
     peers = tuple(each for each in known if is_peer(each))
     bounds = tuple(each for each in known if each in BOUNDS)
-    leading = (OURS, *(each for each in peers if each in LEADING))
     cheap = tuple(each for each in bounds if each != ORACLE)
     return [
-        *headline((*leading, *cheap)),
+        *headline(known, cheap),
         *ablations((OURS, *(each for each in known if is_variant(each)))),
-        *goodput((OURS, *(each for each in peers if each in SEARCHED), *cheap)),
-        *workloads(leading),
-        *regimes(leading),
-        *streaming(leading),
-        *faults(leading),
+        *goodput(known, cheap),
+        *workloads(known),
+        *regimes(known),
+        *streaming(known),
+        *faults(known),
         *every_peer((OURS, *peers, *bounds)),
     ]
 
 
-def headline(contenders: tuple[str, ...]) -> list[Case]:
+def leading(workload: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return ours and those of the known peers that lead a workload."""
+    return (OURS, *(each for each in known if each in LEADING[workload]))
+
+
+def headline(known: tuple[str, ...], bounds: tuple[str, ...]) -> list[Case]:
     """Return the traces where RAM holds at least as much as the GPU."""
     return [
-        _case("headline", workload, contenders, load=load, ram=ram)
+        _case("headline", workload, (*leading(workload, known), *bounds), load=load, ram=ram)
         for workload in TRACED
         for ram in HEADLINE_RAM
         for load in HEADLINE_LOADS
     ]
 
 
-def goodput(contenders: tuple[str, ...]) -> list[Case]:
+def goodput(known: tuple[str, ...], bounds: tuple[str, ...]) -> list[Case]:
     """Return the searches; without a queue every load is met, and nothing would be found."""
-    queueing = tuple(each for each in contenders if each != "no-queue")
+    queueing = tuple(each for each in bounds if each != "no-queue")
     return [
-        _case("goodput", workload, queueing, ram=ram, search=SEARCH)
+        _case("goodput", workload, (*leading(workload, known), *queueing), ram=ram, search=SEARCH)
         for workload in TRACED
         for ram in HEADLINE_RAM
     ]
 
 
-def regimes(contenders: tuple[str, ...]) -> list[Case]:
+def regimes(known: tuple[str, ...]) -> list[Case]:
     """Return other loads, RAM, disks and pauses than the headline's."""
     places: list[tuple[float, Disk, float]] = [
         *((min(RAM), "fast", load) for load in LOADS),
@@ -123,18 +130,19 @@ def regimes(contenders: tuple[str, ...]) -> list[Case]:
         *((1.0, "fast", load) for load in LOADS if load not in HEADLINE_LOADS),
     ]
     made = [
-        _case("regimes", workload, contenders, load=load, ram=ram, disk=disk)
+        _case("regimes", workload, leading(workload, known), load=load, ram=ram, disk=disk)
         for workload in TRACED
         for ram, disk, load in places
     ]
-    long = _case("regimes", "agents", contenders, load=0.8, ram=1.0, pause_scale=LONG_PAUSES)
+    agents = leading("agents", known)
+    long = _case("regimes", "agents", agents, load=0.8, ram=1.0, pause_scale=LONG_PAUSES)
     return [*made, long]
 
 
-def workloads(contenders: tuple[str, ...]) -> list[Case]:
+def workloads(known: tuple[str, ...]) -> list[Case]:
     """Return the generated ones."""
     return [
-        _case("workloads", workload, contenders, load=load, ram=ram)
+        _case("workloads", workload, leading(workload, known), load=load, ram=ram)
         for workload in GENERATED
         for ram, load in ((1.0, 0.8), (1.0, 0.95), (min(RAM), 0.8))
     ]
@@ -153,19 +161,19 @@ def ablations(contenders: tuple[str, ...]) -> list[Case]:
     ]
 
 
-def faults(contenders: tuple[str, ...]) -> list[Case]:
+def faults(known: tuple[str, ...]) -> list[Case]:
     """Return the traces with a replica in trouble."""
     return [
-        _case("faults", workload, contenders, load=0.8, fault=fault)
+        _case("faults", workload, leading(workload, known), load=0.8, fault=fault)
         for workload in TRACED
         for fault in FAULTS
     ]
 
 
-def streaming(contenders: tuple[str, ...]) -> list[Case]:
+def streaming(known: tuple[str, ...]) -> list[Case]:
     """Return the mixture as it is, a third of it not streamed, and all of it streamed."""
     return [
-        _case("streaming", "mixture", contenders, load=load, all_streamed=streamed)
+        _case("streaming", "mixture", leading("mixture", known), load=load, all_streamed=streamed)
         for load in HEADLINE_LOADS
         for streamed in (False, True)
     ]
