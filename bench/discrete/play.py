@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from bench.discrete import clock
-from bench.discrete.bounds import SharedCache
 from bench.discrete.faults import Fault, machine_of, run_faults
 from bench.discrete.prompts import Conversation
 from bench.discrete.replica import ModelReplica
-from bench.discrete.sent import Sent
+from bench.discrete.routers.bounds import SharedCache
+from bench.discrete.routers.sent import Sent
 from bench.record import Record
 from bench.simulator.model.machine import Machine
 from bench.workloads.session import Session, Span
@@ -41,7 +41,7 @@ class Run:
 
 
 class StoppableRouter(Protocol):
-    """A contender's router; see `bench.discrete.sent.Router`."""
+    """A contender's router; see `bench.discrete.routers.sent.Router`."""
 
     async def answer(self, sent: Sent) -> None:
         """Have a request answered."""

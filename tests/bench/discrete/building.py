@@ -8,7 +8,7 @@ from typing import Any, Final
 from bench.discrete import clock
 from bench.discrete.prompts import Conversation, ModelPrompt
 from bench.discrete.replica import ModelReplica
-from bench.discrete.sent import Sent
+from bench.discrete.routers.sent import Sent
 from bench.record import Record
 from bench.simulator.model.machine import Machine
 from bench.simulator.model.rates import Rates, Shape

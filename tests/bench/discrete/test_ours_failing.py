@@ -8,9 +8,9 @@ import pytest
 
 from bench.discrete.contenders import OURS, play
 from bench.discrete.faults import Fault
-from bench.discrete.health import PROBE_S
-from bench.discrete.ours import Settings, with_sections
 from bench.discrete.play import FleetOptions
+from bench.discrete.routers.health import PROBE_S
+from bench.discrete.routers.ours import Settings, with_sections
 from router.config import AdmissionConfig
 from router.replica import State
 from tests.bench.discrete.before_ours import Bench

@@ -11,7 +11,7 @@ from bench.discrete.contenders import CONTENDERS, ORACLE, OURS, PEERS, SHARED_CA
 from bench.discrete.faults import Fault
 from bench.discrete.play import Contender, FleetOptions, StoppableRouter, play_with
 from bench.discrete.replica import ModelReplica
-from bench.discrete.sent import Sent
+from bench.discrete.routers.sent import Sent
 from bench.record import Record
 from bench.workloads.session import Session, Span, Turn, prompt_tokens, requests
 from tests.bench.discrete.building import machine, talk

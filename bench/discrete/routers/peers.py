@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
-from bench.discrete.health import Health
 from bench.discrete.replica import AnswerCut, ModelReplica, ReplicaDown, numbers_of
+from bench.discrete.routers.health import Health
+from bench.discrete.routers.sent import Sent
 from bench.discrete.rules.rule import Asked, ReplicaMetrics, Rule
-from bench.discrete.sent import Sent
 
 _RETRIES: Final = 2
 _SCRAPE_S: Final = 0.2

@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from bench.discrete.health import Health
 from bench.discrete.replica import AnswerCut, ModelReplica, ReplicaDown
-from bench.discrete.sent import Sent
+from bench.discrete.routers.health import Health
+from bench.discrete.routers.sent import Sent
 from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
 from bench.simulator.model.machine import Machine
 from cacheengine.keys import HashScheme

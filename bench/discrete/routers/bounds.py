@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Final
 
 from bench.discrete.replica import AnswerCut, ModelReplica, ReplicaDown
-from bench.discrete.sent import Sent
+from bench.discrete.routers.sent import Sent
 from bench.simulator.model.estimate import Estimate, estimate
 from bench.simulator.model.lower_tiers import Found
 from bench.simulator.model.request import SimRequest
