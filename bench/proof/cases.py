@@ -154,7 +154,7 @@ def every_peer(contenders: tuple[str, ...]) -> list[Case]:
 
 
 def ablations(contenders: tuple[str, ...]) -> list[Case]:
-    """Return ours and its variants, each without one mechanism, on every workload."""
+    """Return ours and its variants, each with one mechanism less or one more."""
     return [
         _case("ablations", workload, contenders, load=load, ram=ram)
         for workload, load, ram in ABLATED

@@ -146,11 +146,11 @@ def _against_best(result: Result) -> Iterator[tuple[str, str, Estimate | None]]:
 
 def _left_out(results: Sequence[Result]) -> Iterator[Bar]:
     """Yield whether the peers that most cases do without are not the best where all are."""
-    best = {best_peer(each, P90): each for each in results if each.case.set == "peers"}
+    best = [(best_peer(each, P90), each.case) for each in results if each.case.set == "peers"]
     wrong = [
-        f"{name} in {each.case.name}"
-        for name, each in best.items()
-        if name is not None and name not in LEADING[each.case.workload]
+        f"{name} in {case.name}"
+        for name, case in best
+        if name is not None and name not in LEADING[case.workload]
     ]
     if best:
         told = ", ".join(wrong) + ": add it to LEADING" if wrong else "none is"

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.proof.case import Case
+from bench.proof.case import Case, is_peer
+from bench.proof.cases import LEADING
 from bench.proof.driver import Bench, FleetPlan
 from bench.proof.kept.result import Definition, Result, result
 from bench.proof.make import NothingFinished
@@ -20,6 +21,11 @@ from bench.workloads.session import Session, Span, Turn
 
 MOST_LOAD = 1.25
 """The scripted workload cannot be offered at more."""
+BEST = "vllm-kv-aware-sessions"
+NEXT = "vllm-cache-aware-tuned"
+"""The peers that lead on agents; the first is the better one."""
+LEFT_OUT = "round-robin"
+"""A peer that only the set of all peers has."""
 TTFT_S: Mapping[str, float] = {
     "ours": 1.0,
     "ours-without-prefetch": 1.5,
@@ -27,13 +33,18 @@ TTFT_S: Mapping[str, float] = {
     "ours-without-rhythm": 0.8,
     "ours-with-growth": 0.8,
     "ours-true-rates": 0.8,
-    "sglang": 3.0,
-    "vllm": 2.5,
+    NEXT: 3.0,
+    BEST: 2.5,
+    "llm-d-affinity": 3.0,
+    "vllm-kv-aware": 2.5,
+    LEFT_OUT: 2.6,
     "oracle": 0.9,
     "shared-infinite-cache": 0.8,
     "no-queue": 0.3,
 }
 """Of the first request at a load of 1, by contender."""
+AWAY = 1.5
+"""Times that a peer takes on a workload where it is not among the leading ones."""
 NAMES = tuple(TTFT_S)
 
 
@@ -76,7 +87,7 @@ def offer(
         for number in range(requests // 2)
     ]
     return ScriptedLoad(
-        sessions=[replace(each, name=f"{load}") for each in sessions],
+        sessions=[replace(each, name=f"{workload} {load}") for each in sessions],
         reported=range(requests),
         real_load=load * (1.01 + seed / 100_000),
     )
@@ -84,14 +95,16 @@ def offer(
 
 def play(contender: str, sessions: Sequence[Session], plan: FleetPlan) -> ScriptedRun:
     """Answer later at higher loads, on some seeds, and the later the request."""
-    load = float(sessions[0].name or "1")
+    workload, load = (sessions[0].name or "agents 1").split()
+    away = is_peer(contender) and contender not in LEADING[workload]
+    first_s = TTFT_S[contender] * float(load) * (AWAY if away else 1)
     records = [
         record(
             2 * at + turn,
             turn=turn,
             session=f"s{at}",
             due_s=session.start_s + turn,
-            ttft_s=TTFT_S[contender] * load * (1 + plan.seed % 10 / 50) * (1 + at / len(sessions)),
+            ttft_s=first_s * (1 + plan.seed % 10 / 50) * (1 + at / len(sessions)),
             streamed=session.turns[turn].streamed,
             instance_id=f"r{(at + turn * (contender != 'ours')) % plan.replicas}",
             headers={"reason": "longest-match"} if contender == "ours" else {},
@@ -131,7 +144,7 @@ def case(**more: Any) -> Case:
         "ram": 1.0,
         "requests": 20,
         "seeds": (101, 102, 103),
-        "contenders": ("ours", "sglang", "vllm", "oracle", "shared-infinite-cache", "no-queue"),
+        "contenders": ("ours", NEXT, BEST, "oracle", "shared-infinite-cache", "no-queue"),
         "bound_s": 2.0,
     }
     return Case(**(known | more))

@@ -2,22 +2,27 @@
 
 import pytest
 
-from bench.proof.case import DISK_TOKENS_PER_S, is_peer, is_variant
+from bench.discrete.contenders import PEERS
+from bench.proof.case import BOUNDS, DISK_TOKENS_PER_S, is_peer, is_variant
 from bench.proof.cases import (
     FIRST_SEED,
     HEADLINE_LOADS,
     HEADLINE_RAM,
+    LEADING,
     LOADS,
+    LONG_PAUSES,
     RAM,
     SIZES,
     TRACED,
+    WORKLOADS,
     all_cases,
     chosen,
 )
 from bench.ttft import BenchError
-from tests.bench.proof.scripted import NAMES
+from tests.bench.proof.scripted import BEST, LEFT_OUT, NAMES, NEXT
 
 CASES = all_cases(NAMES)
+PEER_NAMES = (NEXT, BEST, "llm-d-affinity", "vllm-kv-aware", LEFT_OUT)
 
 
 def test_names_are_unique_and_every_set_has_cases() -> None:
@@ -34,21 +39,41 @@ def test_a_headline_has_the_requests_seeds_and_contenders_that_it_needs() -> Non
         for load in HEADLINE_LOADS
     }
     for each in headline:
-        assert each.contenders == (
-            "ours", "sglang", "vllm", "oracle", "shared-infinite-cache", "no-queue",
-        )  # fmt: skip
+        assert each.requests >= 5_000
+        assert len(each.seeds) >= 5
+        two = {"agents": (NEXT, BEST), "conversation": ("llm-d-affinity", "vllm-kv-aware")}
+        cheap = ("shared-infinite-cache", "no-queue")
+        assert each.contenders == ("ours", *two[each.workload], *cheap)
 
 
-def test_the_traces_are_published_in_every_regime_once() -> None:
+def test_two_peers_that_the_driver_has_lead_each_workload_wherever_it_is_compared() -> None:
+    assert {*LEADING} == {*WORKLOADS}
+    for each in all_cases([*NAMES[:1], *PEERS]):
+        peers = {name for name in each.contenders if is_peer(name)}
+        if each.set == "ablations":
+            assert not peers
+        elif each.set == "peers":
+            assert peers == {*PEERS}
+        else:
+            assert peers == {*LEADING[each.workload]}
+            assert len(peers) == 2
+
+
+def test_the_traces_are_published_in_each_of_these_regimes_once() -> None:
     found = [each.regime for each in CASES if each.set in ("headline", "regimes")]
     assert len(found) == len({*found})
+    least, *more = RAM
+    wanted = {("agents", 1.0, "fast", LONG_PAUSES, 0.8)}
     for workload in TRACED:
-        for disk in DISK_TOKENS_PER_S:
-            wanted = {(workload, ram, disk, 1.0, load) for ram in RAM for load in LOADS}
-            assert wanted <= {*found}
+        wanted |= {(workload, ram, "fast", 1.0, load) for ram in (least, 1.0) for load in LOADS}
+        wanted |= {(workload, ram, "fast", 1.0, load) for ram in more for load in HEADLINE_LOADS}
+        wanted |= {(workload, least, "slow", 1.0, 0.8)}
+    assert {*found} == wanted
 
 
 def test_ablations_have_ours_and_every_mechanism_and_nothing_else() -> None:
+    ablated = [each.workload for each in CASES if each.set == "ablations"]
+    assert ablated == ["agents", "conversation", "mixture"]
     for each in CASES:
         if each.set == "ablations":
             assert each.contenders[0] == "ours"
@@ -57,25 +82,28 @@ def test_ablations_have_ours_and_every_mechanism_and_nothing_else() -> None:
             assert not any(is_variant(name) for name in each.contenders)
 
 
-def test_peers_that_are_never_the_best_are_compared_on_the_headline_alone() -> None:
-    cases = all_cases([*NAMES, "round-robin"])
-    with_it = {each.set for each in cases if "round-robin" in each.contenders}
-    assert with_it == {"headline", "goodput"}
+def test_one_set_has_all_peers_and_bounds_on_the_headlines_workloads() -> None:
+    assert {each.set for each in CASES if LEFT_OUT in each.contenders} == {"peers"}
+    some = chosen(CASES, ["peers"])
+    assert [(each.workload, each.load) for each in some] == [(name, 0.8) for name in TRACED]
+    for each in some:
+        assert each.contenders == ("ours", *PEER_NAMES, *BOUNDS)
 
 
 def test_a_case_says_how_often_a_workload_is_played() -> None:
     (one,) = chosen(CASES, ["goodput-agents-ram1"])
-    assert one.plays == 5 * 5 * len(one.contenders)
+    # Between 0.4 and 1.1 loads that are 0.06 apart are found by four halvings.
+    assert one.plays == 4 * 3 * len(one.contenders)
     (other,) = chosen(CASES, ["headline-agents-ram1-load0.8"])
     assert other.plays == 5 * len(other.contenders)
 
 
 def test_published_seeds_are_none_that_constants_are_tuned_on() -> None:
-    assert all(min(each.seeds) >= FIRST_SEED > 100 for each in CASES)
+    assert all(min(each.seeds) >= FIRST_SEED > 200 for each in CASES)
 
 
 def test_kinds_of_contenders() -> None:
-    assert [each for each in NAMES if is_peer(each)] == ["sglang", "vllm"]
+    assert [each for each in NAMES if is_peer(each)] == [*PEER_NAMES]
     assert not is_peer("ours-untold")
 
 
@@ -97,5 +125,5 @@ def test_cases_are_chosen_by_set_name_and_pattern() -> None:
 
 
 def test_a_driver_without_ours_is_refused() -> None:
-    with pytest.raises(BenchError, match="no contender 'ours', only: sglang"):
-        all_cases(["sglang"])
+    with pytest.raises(BenchError, match="no contender 'ours', only: round-robin"):
+        all_cases([LEFT_OUT])

@@ -14,7 +14,7 @@ from bench.proof.make import UNFINISHED, Maker, require_traces
 from bench.ttft import BenchError
 from bench.workloads.session import Session
 from tests.bench.proof import scripted
-from tests.bench.proof.scripted import case, scripted_bench
+from tests.bench.proof.scripted import BEST, NEXT, case, scripted_bench
 
 
 def git(root: Path, *arguments: str) -> None:
@@ -123,7 +123,7 @@ def test_a_stopped_case_goes_on_where_it_was(root: Path) -> None:
     one = case(seeds=(101,))
     with pytest.raises(KeyboardInterrupt):
         maker(root, [], replace(scripted_bench(), play=stopping)).make([one])
-    assert played == ["ours", "sglang", "vllm", "oracle"]
+    assert played == ["ours", NEXT, BEST, "oracle"]
     said: list[str] = []
     assert maker(root, said).make([one]) == []
     assert [line.split(":")[1].strip() for line in said[2:5]] == [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.proof.case import Case, Search
-from bench.proof.cases import all_cases
+from bench.proof.cases import TRACED, all_cases
 from bench.proof.kept.records import Columns, columns
 from bench.proof.kept.result import Result, Row
 from bench.proof.report.ablations import Earned, Effect, earned
@@ -23,7 +23,7 @@ from bench.proof.report.tables import names as table_names
 from bench.proof.report.tables import table
 from bench.proof.statistics import Estimate
 from bench.ttft import BenchError
-from tests.bench.proof.scripted import NAMES, case, failed, made, record
+from tests.bench.proof.scripted import BEST, LEFT_OUT, NAMES, NEXT, case, failed, made, record
 
 
 def small(one: Case) -> Case:
@@ -58,7 +58,7 @@ def test_the_headline_puts_ours_first_then_peers_from_the_best(results: list[Res
     first = text.split("**")[2]
     rows = [line.split("|")[1].strip() for line in first.splitlines() if line.startswith("| ")]
     assert rows == [
-        "", "---", "ours", "vllm", "sglang", "no-queue", "shared-infinite-cache", "oracle",
+        "", "---", "ours", BEST, NEXT, "no-queue", "shared-infinite-cache",
     ]  # fmt: skip
     assert "agents, CPU RAM 1 times the GPU cache" in text
     assert "| goodput (2 s) | p50 at 80% | p90 | p99 | failed | p50 at 95% |" in text
@@ -68,7 +68,8 @@ def test_the_matrix_compares_ours_with_the_best_peer(results: list[Result]) -> N
     text = table("regimes", results)
     # Both are scripted: 1 against 2.5, whatever the seed.
     cell = "0.40 (0.40-0.40)<br>0.40 (0.40-0.40)"
-    assert f"| agents, RAM 0.2, slow disk | {cell} | {cell} | {cell} | {cell} |" in text
+    assert f"| agents, RAM 0.2, fast disk | {cell} | {cell} | {cell} | {cell} |" in text
+    assert f"| agents, RAM 0.2, slow disk | - | {cell} | - | - |" in text
     assert f"| agents, RAM 1, fast disk, pauses 5 times as long | - | {cell} | - | - |" in text
     assert f"| conversation, RAM 4, fast disk | - | {cell} | {cell} | - |" in text
 
@@ -76,11 +77,11 @@ def test_the_matrix_compares_ours_with_the_best_peer(results: list[Result]) -> N
 def test_the_ablations_end_in_a_word(results: list[Result]) -> None:
     text = table("ablations", results)
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines()}
-    assert rows["prefetch"].endswith("| 9 | 0 | keep |")
-    assert rows["rhythm"].endswith("| 0 | 10 | lose |")
+    assert rows["prefetch"].endswith("| 3 | 0 | keep |")
+    assert rows["rhythm"].endswith("| 0 | 3 | lose |")
     assert rows["copies"].endswith("| 0 | 0 | lose |")
-    assert rows["growth"].endswith("| 9 | 0 | keep |")
-    assert rows["ours-true-rates"].endswith("| 0 | 10 |  |")
+    assert rows["growth"].endswith("| 3 | 0 | keep |")
+    assert rows["ours-true-rates"].endswith("| 0 | 3 |  |")
 
 
 def effect(workload: str, low: float, value: float, high: float) -> Effect:
@@ -127,26 +128,26 @@ def with_times(result: Result, contender: str, **figures: Any) -> Result:
 
 
 def test_the_best_peer_is_chosen_by_the_figure_that_is_compared() -> None:
-    one = with_times(made(case()), "sglang", ttft_mean_s=0.1)
-    assert best_peer(one, "ttft_p90_s") == "vllm"
-    assert best_peer(one, "ttft_mean_s") == "sglang"
-    failing = with_times(one, "vllm", ttft_p90_s=None)
-    assert best_peer(failing, "ttft_p90_s") == "sglang"
+    one = with_times(made(case()), NEXT, ttft_mean_s=0.1)
+    assert best_peer(one, "ttft_p90_s") == BEST
+    assert best_peer(one, "ttft_mean_s") == NEXT
+    failing = with_times(one, BEST, ttft_p90_s=None)
+    assert best_peer(failing, "ttft_p90_s") == NEXT
     assert best_peer(made(case(contenders=("ours", "oracle"))), "ttft_p90_s") is None
 
 
 def test_a_goodput_beyond_the_search_is_told_as_a_bound() -> None:
     search = case(set="goodput", load=None, search=Search(), bound_s=2.0)
     one = made(search)
-    assert best_goodput_peer(one) == "vllm"
-    ratio = goodput_ratio(one, "ours", "vllm")
+    assert best_goodput_peer(one) == BEST
+    ratio = goodput_ratio(one, "ours", BEST)
     assert ratio is not None
     assert (ratio.beyond, ratio.estimate.value > 2) == ("", True)
     generous = made(replace(search, bound_s=5.0))
-    above = goodput_ratio(generous, "ours", "vllm")
+    above = goodput_ratio(generous, "ours", BEST)
     assert above is not None
     assert above.beyond == "at least"
-    below = goodput_ratio(generous, "vllm", "ours")
+    below = goodput_ratio(generous, BEST, "ours")
     assert below is not None
     assert below.beyond == "at most"
     assert "≥ " in show(generous)
@@ -161,14 +162,14 @@ def test_bars_are_met_where_ours_is_far_ahead(results: list[Result]) -> None:
     assert found["agents, RAM 1, 80%: p90 at most 0.5 of the best peer's"] == "met"
     assert found["agents, RAM 4: goodput at least 1.5 of the best peer's"] == "met"
     assert set(found.values()) <= {"met", "unknown"}
-    assert len(found) == 8 + 4 + 2 + 6 + 1
+    assert len(found) == 8 + 4 + 2 + 7 + 1
 
 
 def test_a_bar_is_missed_where_ours_is_behind(results: list[Result]) -> None:
     slow = [with_times(each, "ours", ttft_p90_s=9.0) for each in results]
     found = {each.what: each for each in bars(slow)}
     one = found["agents, RAM 1, 80%: p90 at most 0.5 of the best peer's"]
-    assert (one.state, one.found.endswith("of vllm")) == ("not met", True)
+    assert (one.state, one.found.endswith(f"of {BEST}")) == ("not met", True)
     worse = found["regimes: nowhere worse than the best peer by more than 5% beyond the interval"]
     assert worse.state == "not met"
     assert "regimes-agents-ram0.2-load0.5 p90" in worse.found
@@ -179,20 +180,15 @@ def test_a_bar_is_missed_where_ours_is_behind(results: list[Result]) -> None:
 
 
 def test_a_peer_that_is_left_out_elsewhere_must_not_be_the_best(results: list[Result]) -> None:
-    renamed = [
-        replace(
-            each,
-            case=replace(each.case, contenders=("ours", "round-robin")),
-            runs=[
-                replace(row, contender="round-robin") if row.contender == "vllm" else row
-                for row in each.runs
-            ],
-        )
-        for each in of_set(results, "headline")
-    ]
-    found = {each.what: each for each in bars(renamed)}
-    bar = found["no peer that is left out of the other cases is the best"]
-    assert (bar.state, "round-robin in headline-" in bar.found) == ("not met", True)
+    what = "no peer that is left out of the other cases is the best"
+    with_all = of_set(results, "peers")
+    assert states(bars(with_all))[what] == "met"
+    for name, missed_in in ((LEFT_OUT, {*TRACED}), ("vllm-kv-aware", {"agents"})):
+        ahead = [with_times(each, name, ttft_p90_s=0.5) for each in with_all]
+        (bar,) = [each for each in bars(ahead) if each.what == what]
+        assert bar.state == "not met"
+        for workload in TRACED:
+            assert (f"{name} in peers-{workload}" in bar.found) == (workload in missed_in)
 
 
 def test_a_bar_without_a_result_is_unknown_and_says_what_to_make() -> None:
@@ -252,12 +248,12 @@ def test_a_table_that_is_unknown_or_empty_says_what_to_do(results: list[Result])
 
 
 def test_infinite_times_are_told_as_such() -> None:
-    one = with_times(made(case()), "sglang", ttft_p90_s=None, errors=5)
+    one = with_times(made(case()), NEXT, ttft_p90_s=None, errors=5)
     text = table("headline", [one])
-    (row,) = [line for line in text.splitlines() if line.startswith("| sglang")]
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {NEXT}")]
     assert "| ∞ |" in row
     assert "25.0%" in row
-    ratio = time_ratio(one, "sglang", "ours", "ttft_p90_s")
+    ratio = time_ratio(one, NEXT, "ours", "ttft_p90_s")
     assert ratio is not None
     assert ratio.value == float("inf")
     assert "∞" in show(one)
@@ -266,15 +262,15 @@ def test_infinite_times_are_told_as_such() -> None:
 def test_a_result_is_shown_with_the_difference_to_ours() -> None:
     text = show(made(case()))
     (ours, *_) = [line for line in text.splitlines() if line.startswith("ours")]
-    (vllm, *_) = [line for line in text.splitlines() if line.startswith("vllm")]
+    (peer, *_) = [line for line in text.splitlines() if line.startswith(BEST)]
     assert re.split(r"\s{2,}", ours)[2] == "-"
-    assert float(re.split(r"\s{2,}", vllm)[2].split(" ")[0]) == pytest.approx(1.8, rel=0.02)
+    assert float(re.split(r"\s{2,}", peer)[2].split(" ")[0]) == pytest.approx(1.8, rel=0.02)
     assert text.startswith("headline-agents-ram1-load0.8: 3 seeds of 20 requests, prefill binds")
 
 
 def test_a_result_without_ours_is_shown_too() -> None:
-    text = show(made(case(contenders=("vllm", "oracle"))))
-    assert [line.split()[0] for line in text.splitlines()[2:4]] == ["vllm", "oracle"]
+    text = show(made(case(contenders=(BEST, "oracle"))))
+    assert [line.split()[0] for line in text.splitlines()[2:4]] == [BEST, "oracle"]
 
 
 def kept(contender: str, times_s: Sequence[float | None]) -> Columns:
@@ -304,7 +300,8 @@ def test_the_costliest_requests_come_first_with_both_decisions() -> None:
 
 def test_plots_are_written(tmp_path: Path, results: list[Result]) -> None:
     def records(result: Result) -> list[Columns]:
-        return [kept("ours", [1.0, None, 2.0]), kept("vllm", [2.0, 3.0, 4.0])]
+        ours, peer, *_ = result.case.contenders
+        return [kept(ours, [1.0, None, 2.0]), kept(peer, [2.0, 3.0, 4.0])]
 
     written = write_plots(tmp_path, results, records)
     assert [path.name for path in written] == ["goodput.png", "ttft.png"]

@@ -15,7 +15,7 @@ from bench.proof.run import Ran, Task, run
 from bench.ttft import BenchError
 from bench.workloads.session import Session
 from tests.bench.proof import scripted
-from tests.bench.proof.scripted import case, made, offer, play, scripted_bench
+from tests.bench.proof.scripted import BEST, NEXT, case, made, offer, play, scripted_bench
 
 
 def ran(one: Case, contender: str = "ours", seed: int = 101, **more: Any) -> Ran:
@@ -61,7 +61,7 @@ def test_a_pool_gives_what_one_process_gives() -> None:
 def test_what_has_run_is_not_run_again() -> None:
     finished = Remembered()
     told: list[tuple[int, int]] = []
-    one = case(seeds=(101,), contenders=("ours", "sglang", "vllm"))
+    one = case(seeds=(101,), contenders=("ours", NEXT, BEST))
     finished.runs["ours"] = ran(one)
     found = run_case(
         one,
@@ -72,7 +72,7 @@ def test_what_has_run_is_not_run_again() -> None:
     )
     assert found[0] is finished.runs["ours"]
     assert told == [(2, 3), (3, 3)]
-    assert set(finished.runs) == {"ours", "sglang", "vllm"}
+    assert set(finished.runs) == {"ours", NEXT, BEST}
 
 
 @dataclass

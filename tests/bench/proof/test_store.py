@@ -14,7 +14,7 @@ from bench.proof.make import NothingFinished
 from bench.proof.pool import run_case
 from bench.proof.run import Ran, Task, run
 from bench.ttft import BenchError
-from tests.bench.proof.scripted import case, failed, made, record, scripted_bench
+from tests.bench.proof.scripted import BEST, case, failed, made, record, scripted_bench
 
 
 def runs() -> list[Ran]:
@@ -152,7 +152,7 @@ def test_which_records_are_kept() -> None:
     assert [each.contender for each in kept_columns(case(), rans)] == [*case().contenders]
     small = case(set="regimes")
     assert [each.contender for each in kept_columns(small, rans)] == [
-        "ours", "vllm", "oracle", "shared-infinite-cache",
+        "ours", BEST, "oracle", "shared-infinite-cache",
     ]  # fmt: skip
     assert [each.contender for each in kept_columns(case(set="ablations"), rans)] == ["ours"]
 
