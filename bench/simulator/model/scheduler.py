@@ -14,7 +14,7 @@ was evicted meanwhile.
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from bench.simulator.model.batch import Batch
+from bench.simulator.model.batch import Batch, Step
 from bench.simulator.model.blocks import Blocks
 from bench.simulator.model.copies import Copies
 from bench.simulator.model.foresight import Foresight
@@ -22,7 +22,6 @@ from bench.simulator.model.lower_tiers import Found, LowerTiers
 from bench.simulator.model.news import BlockEvent, News, Totals
 from bench.simulator.model.rates import Rates, Shape
 from bench.simulator.model.request import CachedTokens, SimRequest
-from bench.simulator.model.step import Step
 
 
 def _steady() -> float:
