@@ -12,6 +12,7 @@ from bench.discrete.routers.bounds import Oracle
 from bench.discrete.routers.ours import OurRouter, Settings
 from bench.discrete.routers.peers import RuleRouter
 from bench.discrete.rules.catalogue import rules
+from bench.replay.bound import REPLICA, no_queue
 from bench.workloads.session import Session
 from router.config import AdmissionConfig, PrefetchConfig, SessionConfig
 from router.judgment import DEFAULT
@@ -19,6 +20,7 @@ from router.judgment import DEFAULT
 OURS: Final = "ours"
 SHARED_CACHE: Final = "shared-infinite-cache"
 ORACLE: Final = "oracle"
+NO_QUEUE: Final = REPLICA
 
 
 def _ours(settings: Settings) -> Contender:
@@ -88,9 +90,16 @@ CONTENDERS: Final[Mapping[str, Contender]] = MappingProxyType(
 )
 
 
+NAMES: Final = (*CONTENDERS, NO_QUEUE)
+"""All that `play` plays."""
+
+
 def play(contender: str, sessions: Sequence[Session], options: FleetOptions) -> Run:
     """Play sessions through a contender, by its name; deterministic.
 
-    Raises KeyError for a name that is none of `CONTENDERS`.
+    Raises KeyError for a name that is none of `NAMES`.
     """
+    if contender == NO_QUEUE:
+        machine = options.machine
+        return Run(records=no_queue(sessions, machine.rates, machine.shape), counts={})
     return play_with(CONTENDERS[contender], sessions, options)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from bench.discrete.contenders import CONTENDERS, play
+from bench.discrete.contenders import NAMES, play
 from bench.discrete.faults import Fault
 from bench.discrete.play import FleetOptions, Run
 from bench.proof.driver import Bench, FleetPlan
@@ -25,7 +25,7 @@ def bench(traces: Mapping[str, Path]) -> Bench:
 
 def contenders() -> tuple[str, ...]:
     """Return the names of all contenders."""
-    return tuple(CONTENDERS)
+    return NAMES
 
 
 def play_plan(contender: str, sessions: Sequence[Session], plan: FleetPlan) -> Run:
