@@ -77,7 +77,7 @@ class Assessor:
         index: PrefixIndex,
         prompt_tokens: int,
         *,
-        busy_weight: float,
+        busy: float,
         judgment: Judgment,
         donors: Sequence[tuple[Replica, int]] = (),
         promised: Promised,
@@ -86,7 +86,7 @@ class Assessor:
     ) -> None:
         self._index = index
         self._prompt_tokens = prompt_tokens
-        self._busy_weight = busy_weight
+        self._busy = busy
         self._judgment = judgment
         self._donors = donors
         self._promised = promised
@@ -145,7 +145,7 @@ class Assessor:
         return min(
             ways,
             key=lambda way: with_busy_s(
-                way.cost.ttft_s, way.cost.busy_s, waiting, self._busy_weight, self._judgment
+                way.cost.ttft_s, way.cost.busy_s, waiting, self._busy, self._judgment
             ),
         )
 

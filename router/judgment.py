@@ -41,12 +41,10 @@ class Learning:
 class Judgment:
     """What the pick, the growth of sessions and the line of waiting requests go by."""
 
-    idle_weight: float = 0.02
-    busy_weight: float = 1.0
-    """Seconds per second: what a second of the replica's own time counts beside a second of
-    waiting, in a fleet that has been idle of late and in one that was busy everywhere. In a
-    busy fleet the second is taken from another request; in an idle one from none, so a burst
-    of one prompt is computed by several replicas."""
+    most_behind: float = 16.0
+    """Requests. How many are taken at most to wait behind one in a busy fleet: a second of the
+    replica's time counts so many times beside a second of waiting. Agents in model time at
+    95% load, p90: 23.8 s with 1, 15.1 with 4, 12.0 with 16, 15.8 with 32."""
     weighs_busy: bool = True
     """Whether the replica's time counts at all."""
     more_of_a_burst: float = 2.0

@@ -26,7 +26,6 @@ from router.policy import (
     Plan,
     Question,
     Reason,
-    busy_weight,
     pick,
 )
 from router.prefix_index import PrefixIndex
@@ -80,13 +79,12 @@ def decide(
     field = _Field(eligible, keyring, index)
     affinity = xxhash.xxh3_64_intdigest(keyring.affinity(ask.session))
     free_at_s = [line.free_at_s for line in eligible.lines]
-    weight = busy_weight(ask.busy_of_late, judgment)
     home = None if ask.home is None else eligible.by_slot.get(ask.home)
     question = Question(
         affinity=affinity,
         home=None if home is None else home.id,
         spill_margin_s=config.sessions.spill_margin_s,
-        busy_weight=weight,
+        busy=ask.busy_of_late,
         turn=ask.turn,
         judgment=judgment,
     )
@@ -99,7 +97,7 @@ def decide(
     assessor = Assessor(
         index,
         keyring.prompt_tokens,
-        busy_weight=weight,
+        busy=ask.busy_of_late,
         judgment=judgment,
         donors=field.donors(now_s) if config.prefetch.enabled else (),
         promised=ask.promised,

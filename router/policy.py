@@ -68,9 +68,9 @@ class CandidateCost:
         """The replica's time that the request takes from those behind it."""
         return self.load_s + self.prefill_s
 
-    def score_s(self, busy_weight: float, judgment: Judgment) -> float:
+    def score_s(self, busy: float, judgment: Judgment) -> float:
         """Return what the pick minimizes."""
-        weighed_s = with_busy_s(self.ttft_s, self.busy_s, self.waiting, busy_weight, judgment)
+        weighed_s = with_busy_s(self.ttft_s, self.busy_s, self.waiting, busy, judgment)
         return weighed_s + self.growth_s
 
 
@@ -83,7 +83,8 @@ class Question:
     home: str | None = None
     """Id of the session's home."""
     spill_margin_s: float = 0.0
-    busy_weight: float = 0.0
+    busy: float = 0.0
+    """Share of the fleet's time that was taken of late."""
     turn: int = 0
     """How many requests were sent before."""
     judgment: Judgment = DEFAULT
@@ -145,28 +146,32 @@ class Decision:
         return bool(self.prefetch_keys) or self.copy is not None
 
 
-def busy_weight(busy: float, judgment: Judgment) -> float:
-    """Return how much a replica's time counts when so much of all replicas' time is taken."""
-    idle = judgment.idle_weight
-    return idle + (judgment.busy_weight - idle) * min(1.0, busy)
+def left_behind(busy: float, judgment: Judgment) -> float:
+    """Return how many requests wait behind one, when so much of the replicas' time is taken.
+
+    The mean number in an M/M/1 queue of that utilization, ``busy / (1 - busy)``, bounded by
+    `Judgment.most_behind`: each of them waits longer by what the replica spends on this one.
+    """
+    most = judgment.most_behind
+    return most if busy * (1.0 + most) >= most else busy / (1.0 - busy)
 
 
 def with_busy_s(
-    ttft_s: float, busy_s: float, waiting: int, busy_weight: float, judgment: Judgment
+    ttft_s: float, busy_s: float, waiting: int, busy: float, judgment: Judgment
 ) -> float:
     """Return a TTFT and, weighed, the time of the replica, for which so many wait already.
 
     That time is taken from requests that come behind. Their expected number is the larger of
-    what the recent arrival rate gives (``busy_weight``) and the queue's length. In a fleet that
-    was idle, all waiting requests but the first are a burst, and ``more_of_a_burst`` more are
-    taken to come for each: to open a replica too many costs nothing there, and to open it late
-    helps few.
+    what the share of the fleet's time that was taken of late (``busy``) gives, and the queue's
+    length. In a fleet that was idle, all waiting requests but the first are a burst, and
+    ``more_of_a_burst`` more are taken to come for each: to open a replica too many costs
+    nothing there, and to open it late helps few.
     """
     if not judgment.weighs_busy:
         return ttft_s
-    burst = (1.0 - busy_weight) * max(0, waiting - 1)
+    burst = max(0.0, 1.0 - busy) * max(0, waiting - 1)
     to_come = waiting + judgment.more_of_a_burst * burst
-    return ttft_s + max(busy_weight, to_come) * busy_s
+    return ttft_s + max(left_behind(busy, judgment), to_come) * busy_s
 
 
 def salt_of(replica_id: str) -> int:
@@ -193,8 +198,8 @@ def pick(policy: PolicyName, candidates: Sequence[CandidateCost], question: Ques
 
 def cheapest(candidates: Sequence[CandidateCost], question: Question) -> Pick:
     """Pick the soonest first token; keep a session at home while that costs little."""
-    weight, judgment = question.busy_weight, question.judgment
-    best_s = min(each.score_s(weight, judgment) for each in candidates)
+    busy, judgment = question.busy, question.judgment
+    best_s = min(each.score_s(busy, judgment) for each in candidates)
     spill = False
     if home := _home(candidates, question):
         soonest_s = min(each.ttft_s for each in candidates)
@@ -202,7 +207,7 @@ def cheapest(candidates: Sequence[CandidateCost], question: Question) -> Pick:
             return home, Reason.SESSION_HOME
         spill = True
     near_s = min(judgment.near_most_s, max(judgment.near_least_s, judgment.near * best_s))
-    near = [each for each in candidates if each.score_s(weight, judgment) <= best_s + near_s]
+    near = [each for each in candidates if each.score_s(busy, judgment) <= best_s + near_s]
     picked = _preferred(near, question)
     return picked, Reason.SESSION_SPILL if spill else _why(picked, candidates)
 

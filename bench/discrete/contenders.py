@@ -63,6 +63,7 @@ ABLATIONS: Final[Mapping[str, Settings]] = MappingProxyType(
         "ours-with-growth": _judging(counts_growth=True),
         "ours-without-burst-factor": _judging(more_of_a_burst=0.0),
         "ours-without-busy-weight": _judging(weighs_busy=False),
+        "ours-without-load-in-busy-weight": _judging(most_behind=1.0),
         "ours-without-nearness": _judging(near=0.0, near_least_s=0.0, near_most_s=0.0),
         "ours-without-holding": _section(admission=AdmissionConfig(enabled=False)),
         "ours-without-shortest-first": _section(admission=AdmissionConfig(ageing=1e6)),

@@ -1,11 +1,13 @@
 """Where sessions begin: where their later turns will wait least, for them and for others."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from router.fleet import Fleet
 from router.growth import RecentWork, SessionLengths
+from router.judgment import DEFAULT, Judgment
 from router.replica import Tier
 from tests.router.prompts_given import GivenPrompt, tokens
 from tests.router.test_explanation import sentence
@@ -13,6 +15,8 @@ from tests.router.test_fleet import blocks, stored
 from tests.router.test_placement import make_fleet
 
 TOOLS_TOKENS = 640
+COUNTING = replace(DEFAULT, counts_growth=True)
+"""Growth is off by default."""
 
 
 def busy(share: float, now_s: float = 0.0) -> RecentWork:
@@ -77,7 +81,7 @@ def test_the_length_of_sessions_is_learned_and_follows_them() -> None:
 
 def test_agents_that_begin_one_soon_after_the_other_spread_while_replicas_are_idle() -> None:
     """Nobody has taken a later turn when the last of them begins, and all share the tools."""
-    fleet = make_fleet(8)
+    fleet = make_fleet(8, judgment=COUNTING)
     homes = []
     for agent in range(6):
         own = range(10_000 * (1 + agent), 10_000 * (1 + agent) + 2 * TOOLS_TOKENS)
@@ -88,7 +92,7 @@ def test_agents_that_begin_one_soon_after_the_other_spread_while_replicas_are_id
 
 
 def test_agents_with_one_prompt_of_tools_do_not_all_go_to_who_holds_it() -> None:
-    fleet, now_s = make_fleet(8), 0.0
+    fleet, now_s = make_fleet(8, judgment=COUNTING), 0.0
     homes: dict[int, str] = {}
     for newest in range(10):
         for agent in range(newest + 1):
@@ -109,6 +113,11 @@ def test_who_has_no_session_goes_to_the_holder() -> None:
     assert fleet.place(prompt, model=None, session="new", now_s=0.0).replica_id == "r1"
 
 
+def test_by_default_a_session_begins_where_its_first_token_comes_soonest() -> None:
+    fleet, prompt = warm_and_busy(DEFAULT)
+    assert fleet.place(prompt, model=None, session="new", now_s=0.0).replica_id == "r0"
+
+
 def test_why_it_went_where_it_holds_nothing_is_told() -> None:
     fleet, prompt = warm_and_busy()
     said = sentence(fleet, prompt, session="new")
@@ -126,8 +135,8 @@ def answer(fleet: Fleet, prompt: GivenPrompt, session: str, now_s: float) -> str
     return decision.replica_id
 
 
-def warm_and_busy() -> tuple[Fleet, GivenPrompt]:
-    fleet, prompt = make_fleet(2, prefetch=False), tokens(TOOLS_TOKENS)
+def warm_and_busy(judgment: Judgment = COUNTING) -> tuple[Fleet, GivenPrompt]:
+    fleet, prompt = make_fleet(2, prefetch=False, judgment=judgment), tokens(TOOLS_TOKENS)
     stored(fleet, "r0", Tier.GPU, blocks(prompt))
     for _ in range(20):
         fleet.replicas["r0"].recent.note(0.5, 0.0)

@@ -10,7 +10,7 @@ from router import placement
 from router.config import PolicyName, PrefetchConfig, RatesConfig, ReplicaConfig, RouterConfig
 from router.costs import Part
 from router.fleet import Fleet
-from router.judgment import DEFAULT
+from router.judgment import DEFAULT, Judgment
 from router.policy import Decision
 from router.replica import Tier
 from tests.router.prompts_given import GivenPrompt, tokens
@@ -18,7 +18,12 @@ from tests.router.test_fleet import BLOCK, CHUNK, blocks, chunks, info, snapshot
 
 
 def make_fleet(
-    count: int, *, policy: PolicyName = "ttft", prefetch: bool = True, **changes: Any
+    count: int,
+    *,
+    policy: PolicyName = "ttft",
+    prefetch: bool = True,
+    judgment: Judgment = DEFAULT,
+    **changes: Any,
 ) -> Fleet:
     """Return a fleet of replicas that can exchange chunks, 1,000 tokens and 1 MB a second each."""
     fleet = Fleet(
@@ -35,7 +40,8 @@ def make_fleet(
                 disk_bytes_per_s=1e8,
                 peer_bytes_per_s=1e8,
             ),
-        )
+        ),
+        judgment,
     )
     for name in list(fleet.replicas):
         fleet.up(name)

@@ -9,7 +9,7 @@ from router.policy import (
     CandidateCost,
     Question,
     Reason,
-    busy_weight,
+    left_behind,
     pick,
     with_busy_s,
 )
@@ -128,12 +128,19 @@ def test_a_burst_is_taken_to_go_on() -> None:
 
 
 def test_who_waits_in_a_busy_fleet_foretells_fewer_than_in_an_idle_one() -> None:
-    def behind(weight: float) -> float:
-        return with_busy_s(0.0, 1.0, waiting=10, busy_weight=weight, judgment=DEFAULT)
+    def behind(busy: float) -> float:
+        return with_busy_s(0.0, 1.0, waiting=20, busy=busy, judgment=DEFAULT)
 
-    assert behind(busy_weight(1.0, DEFAULT)) == pytest.approx(10)
-    assert behind(busy_weight(0.5, DEFAULT)) == pytest.approx(19, rel=0.02)
-    assert behind(busy_weight(0.0, DEFAULT)) == pytest.approx(28, rel=0.02)
+    assert behind(1.0) == pytest.approx(20)
+    assert behind(0.5) == pytest.approx(39)
+    assert behind(0.0) == pytest.approx(58)
+
+
+def test_the_busier_the_fleet_the_more_wait_behind() -> None:
+    assert left_behind(0.0, DEFAULT) == 0
+    assert left_behind(0.5, DEFAULT) == pytest.approx(1)
+    assert left_behind(0.8, DEFAULT) == pytest.approx(4)
+    assert left_behind(0.99, DEFAULT) == left_behind(3.0, DEFAULT) == DEFAULT.most_behind
 
 
 def test_the_only_replica_is_picked_whatever_the_policy() -> None:

@@ -77,13 +77,13 @@ def test_a_labelled_load_is_reported_with_what_was_measured(tmp_path: Path) -> N
 def test_of_a_matrix_the_impossible_cases_are_told_and_the_others_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Agents at 80% need more KV memory than these replicas have; single prompts do not."""
-    cases = tuple(Case(workload=each, requests=1000) for each in ("agents", "unique"))
+    """Agents at 110% need more KV memory than these replicas have; single prompts do not."""
+    cases = tuple(Case(workload=each, load=1.1, requests=1000) for each in ("agents", "unique"))
     monkeypatch.setitem(MATRICES, "workloads", cases)
     assert main(["--matrix", "workloads", "--contender", "no-queue"]) == 1
     told = capsys.readouterr()
-    assert "agents at load 0.8 is not bound by prefill: kv_memory" in told.err
-    assert "unique, scarce cpu, fast disk, load 0.8: 1000 requests" in told.out
+    assert "agents at load 1.1 is not bound by the replicas' time: kv_memory" in told.err
+    assert "unique, scarce cpu, fast disk, load 1.1: 1000 requests" in told.out
 
 
 def test_a_time_scale_is_for_traces() -> None:
