@@ -8,7 +8,7 @@ from router.costs import Cost, Part, Work
 from router.judgment import Judgment
 from router.keyring import PromptKeys
 from router.matches import ChunkRun, Match
-from router.policy import CandidateCost, with_busy_s
+from router.policy import CandidateCost, with_taken_s
 from router.prefix_index import PrefixIndex
 from router.promised import Promised
 from router.replica import Replica, Tier
@@ -68,8 +68,8 @@ class Assessor:
 
     ``turns_to_come`` are those of a session that will be at home where this one goes;
     ``donors`` are replicas that hold much of it, each with how many blocks, of which
-    others may get what they lack; ``busy_weight`` is the policy's; ``promised`` is
-    what replicas will be given before it, beside what they have.
+    others may get what they lack; ``promised`` is what replicas will
+    be given before it, beside what they have; ``busy_share`` is the fleet's.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class Assessor:
         index: PrefixIndex,
         prompt_tokens: int,
         *,
-        busy: float,
         judgment: Judgment,
         donors: Sequence[tuple[Replica, int]] = (),
         promised: Promised,
+        busy_share: float,
         turns_to_come: float = 0.0,
         now_s: float,
     ) -> None:
         self._index = index
         self._prompt_tokens = prompt_tokens
-        self._busy = busy
         self._judgment = judgment
         self._donors = donors
         self._promised = promised
+        self._busy_share = busy_share
         self._turns_to_come = turns_to_come
         self._now_s = now_s
 
@@ -114,6 +114,7 @@ class Assessor:
             fetch_s=cost.fetched_s,
             load_s=cost.load_s,
             prefill_s=cost.prefill_s,
+            busy_share=self._share(replica),
             growth_s=replica.recent.growth_s(self._turns_to_come, self._now_s),
         )
         return Assessment(replica=replica, candidate=candidate, keys=keys, match=match, way=way)
@@ -141,13 +142,22 @@ class Assessor:
                     ways.append(way)
         if len(ways) == 1:
             return own
-        waiting = self._waiting(replica)
-        return min(
-            ways,
-            key=lambda way: with_busy_s(
-                way.cost.ttft_s, way.cost.busy_s, waiting, self._busy, self._judgment
-            ),
-        )
+        waiting, busy_share = self._waiting(replica), self._share(replica)
+
+        def score_s(way: Way) -> float:
+            return with_taken_s(
+                way.cost.ttft_s,
+                busy_s=way.cost.busy_s,
+                fetch_s=way.cost.fetched_s,
+                waiting=waiting,
+                busy_share=busy_share,
+                judgment=self._judgment,
+            )
+
+        return min(ways, key=score_s)
+
+    def _share(self, replica: Replica) -> float:
+        return (replica.recent.share(self._now_s) + self._busy_share) / 2
 
     def _waiting(self, replica: Replica) -> int:
         return replica.waiting + self._promised.requests(replica.slot)

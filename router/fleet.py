@@ -98,7 +98,7 @@ class Fleet:
             session=session,
             home=None if session is None else self.sessions.home(session, now_s),
             turn=self._turn,
-            busy_of_late=self._recent.share(now_s) / len(self.replicas),
+            busy_share=self._recent.share(now_s) / len(self.replicas),
             turns_to_come=self._turns_to_come(session),
             promised=promised or Promised(),
             streamed=streamed,

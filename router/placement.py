@@ -56,7 +56,7 @@ class Ask:
     """Slot of the session's home."""
     turn: int
     """How many requests were sent before."""
-    busy_of_late: float
+    busy_share: float
     """Share of the fleet's time that recent requests took; above 1 it falls behind."""
     turns_to_come: float
     """How many the session is likely to have after this one, if it begins; 0 without one."""
@@ -84,7 +84,6 @@ def decide(
         affinity=affinity,
         home=None if home is None else home.id,
         spill_margin_s=config.sessions.spill_margin_s,
-        busy=ask.busy_of_late,
         turn=ask.turn,
         judgment=judgment,
     )
@@ -97,10 +96,10 @@ def decide(
     assessor = Assessor(
         index,
         keyring.prompt_tokens,
-        busy=ask.busy_of_late,
         judgment=judgment,
         donors=field.donors(now_s) if config.prefetch.enabled else (),
         promised=ask.promised,
+        busy_share=ask.busy_share,
         turns_to_come=0.0 if home is not None else ask.turns_to_come,
         now_s=now_s,
     )

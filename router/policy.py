@@ -57,6 +57,10 @@ class CandidateCost:
     growth_s: float = 0.0
     waiting: int = 0
     """Requests there, or promised to it, that have no first token yet."""
+    busy_share: float = 0.0
+    """Share of its time that recent requests took, half of it the replica's own and half the
+    fleet's: an idle replica's time is worth something where others are busy. Above 1 it falls
+    behind."""
 
     @property
     def matched(self) -> int:
@@ -68,9 +72,16 @@ class CandidateCost:
         """The replica's time that the request takes from those behind it."""
         return self.load_s + self.prefill_s
 
-    def score_s(self, busy: float, judgment: Judgment) -> float:
+    def score_s(self, judgment: Judgment) -> float:
         """Return what the pick minimizes."""
-        weighed_s = with_busy_s(self.ttft_s, self.busy_s, self.waiting, busy, judgment)
+        weighed_s = with_taken_s(
+            self.ttft_s,
+            busy_s=self.busy_s,
+            fetch_s=self.fetch_s,
+            waiting=self.waiting,
+            busy_share=self.busy_share,
+            judgment=judgment,
+        )
         return weighed_s + self.growth_s
 
 
@@ -83,8 +94,6 @@ class Question:
     home: str | None = None
     """Id of the session's home."""
     spill_margin_s: float = 0.0
-    busy: float = 0.0
-    """Share of the fleet's time that was taken of late."""
     turn: int = 0
     """How many requests were sent before."""
     judgment: Judgment = DEFAULT
@@ -146,32 +155,42 @@ class Decision:
         return bool(self.prefetch_keys) or self.copy is not None
 
 
-def left_behind(busy: float, judgment: Judgment) -> float:
-    """Return how many requests wait behind one, when so much of the replicas' time is taken.
+def left_behind(busy_share: float, judgment: Judgment) -> float:
+    """Return how many requests wait behind one, when so much of a replica's time is taken.
 
-    The mean number in an M/M/1 queue of that utilization, ``busy / (1 - busy)``, bounded by
-    `Judgment.most_behind`: each of them waits longer by what the replica spends on this one.
+    The mean number in an M/M/1 queue of that utilization r, ``r / (1 - r)``, bounded by
+    `Judgment.least_behind` and `Judgment.most_behind`: each of them waits longer by what the
+    replica spends on this one.
     """
     most = judgment.most_behind
-    return most if busy * (1.0 + most) >= most else busy / (1.0 - busy)
+    if busy_share * (1.0 + most) >= most:
+        return most
+    return max(judgment.least_behind, busy_share / (1.0 - busy_share))
 
 
-def with_busy_s(
-    ttft_s: float, busy_s: float, waiting: int, busy: float, judgment: Judgment
+def with_taken_s(
+    ttft_s: float,
+    *,
+    busy_s: float,
+    fetch_s: float,
+    waiting: int,
+    busy_share: float,
+    judgment: Judgment,
 ) -> float:
     """Return a TTFT and, weighed, the time of the replica, for which so many wait already.
 
-    That time is taken from requests that come behind. Their expected number is the larger of
-    what the share of the fleet's time that was taken of late (``busy``) gives, and the queue's
-    length. In a fleet that was idle, all waiting requests but the first are a burst, and
-    ``more_of_a_burst`` more are taken to come for each: to open a replica too many costs
-    nothing there, and to open it late helps few.
+    That time, and a part of its transfers', is taken from requests that come behind. Their
+    expected number is the larger of what the share of time that was taken of late
+    (``busy_share``) gives, and the queue's length. At a replica that was idle, all waiting
+    requests but the first are a burst, and ``more_of_a_burst`` more are taken to come for
+    each: to open a replica too many costs nothing there, and to open it late helps few.
     """
     if not judgment.weighs_busy:
         return ttft_s
-    burst = max(0.0, 1.0 - busy) * max(0, waiting - 1)
+    burst = max(0.0, 1.0 - busy_share) * max(0, waiting - 1)
     to_come = waiting + judgment.more_of_a_burst * burst
-    return ttft_s + max(left_behind(busy, judgment), to_come) * busy_s
+    taken_s = busy_s + judgment.fetch_weight * fetch_s
+    return ttft_s + max(left_behind(busy_share, judgment), to_come) * taken_s
 
 
 def salt_of(replica_id: str) -> int:
@@ -198,18 +217,19 @@ def pick(policy: PolicyName, candidates: Sequence[CandidateCost], question: Ques
 
 def cheapest(candidates: Sequence[CandidateCost], question: Question) -> Pick:
     """Pick the soonest first token; keep a session at home while that costs little."""
-    busy, judgment = question.busy, question.judgment
-    best_s = min(each.score_s(busy, judgment) for each in candidates)
-    spill = False
-    if home := _home(candidates, question):
+    judgment = question.judgment
+    best_s = min(each.score_s(judgment) for each in candidates)
+    home = _home(candidates, question)
+    if home:
         soonest_s = min(each.ttft_s for each in candidates)
         if home.ttft_s <= soonest_s + question.spill_margin_s:
             return home, Reason.SESSION_HOME
-        spill = True
     near_s = min(judgment.near_most_s, max(judgment.near_least_s, judgment.near * best_s))
-    near = [each for each in candidates if each.score_s(busy, judgment) <= best_s + near_s]
+    near = [each for each in candidates if each.score_s(judgment) <= best_s + near_s]
     picked = _preferred(near, question)
-    return picked, Reason.SESSION_SPILL if spill else _why(picked, candidates)
+    if home is None:
+        return picked, _why(picked, candidates)
+    return picked, Reason.SESSION_HOME if picked is home else Reason.SESSION_SPILL
 
 
 def longest_prefix(candidates: Sequence[CandidateCost], question: Question) -> Pick:

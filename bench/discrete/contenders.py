@@ -61,6 +61,7 @@ ABLATIONS: Final[Mapping[str, Settings]] = MappingProxyType(
         "ours-with-rhythm": _section(prefetch=PrefetchConfig(ahead=True)),
         "ours-without-copies": Settings(copies=False),
         "ours-with-growth": _judging(counts_growth=True),
+        "ours-without-fetch-weight": _judging(fetch_weight=0.0),
         "ours-without-burst-factor": _judging(more_of_a_burst=0.0),
         "ours-without-busy-weight": _judging(weighs_busy=False),
         "ours-without-load-in-busy-weight": _judging(most_behind=1.0),

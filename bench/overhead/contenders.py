@@ -1,4 +1,4 @@
-"""Who is measured, and how each is started: ours and the peers as their users start them."""
+"""The contenders, and how each is started: ours and the peers as their users start them."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ class Entry:
 
 
 def entries(python: peers.PeersPython) -> dict[str, Entry]:
-    """Return everybody who can be measured, by name."""
+    """Return all contenders, by name."""
     text = Contender(name=OURS_TEXT, launch=_ours(OURS_TEXT, knows_tokens=False))
     tokens = Contender(name=OURS_TOKENS, launch=_ours(OURS_TOKENS, knows_tokens=True))
     made = [

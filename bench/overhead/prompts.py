@@ -1,4 +1,4 @@
-"""Bodies of requests, made before anything is measured and read by who sends and who answers.
+"""Bodies of requests, made before anything is measured; the client and the fake replica read them.
 
 Texts are lines of the standard library's source, drawn anew for each prompt:
 real text to a tokenizer, and no prompt begins as another does.

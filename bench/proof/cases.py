@@ -22,8 +22,8 @@ class Size:
 
 SIZES: Final = {
     "headline": Size(requests=5_000, seeds=5),
-    "ablations": Size(requests=1_500, seeds=3),
-    "goodput": Size(requests=2_000, seeds=2),
+    "ablations": Size(requests=1_000, seeds=3),
+    "goodput": Size(requests=1_500, seeds=2),
     "workloads": Size(requests=1_000, seeds=2),
     "regimes": Size(requests=1_000, seeds=2),
     "streaming": Size(requests=1_500, seeds=2),

@@ -458,11 +458,12 @@ def test_a_replica_that_tells_nothing_is_remembered_by_text() -> None:
     first = place(fleet, prompt)
     assert first.reason is Reason.NO_INFORMATION
     fleet.start(first, 0.0).finish(1.0, ok=False)
-    ticket = fleet.start(place(fleet, prompt, 1.0), 1.0)
+    second = place(fleet, prompt, 1.0)
+    ticket = fleet.start(second, 1.0)
     ticket.first_byte(1.5)
     ticket.finish(2.0, ok=True)
     again = place(fleet, prompt, 600.0)
-    assert again.replica_id == first.replica_id
+    assert again.replica_id == second.replica_id
     assert again.matched_tokens == {Tier.GPU: 2048}
     longer = GivenPrompt(None, "a" * 8192 + "b" * 5000)
     assert place(fleet, longer, 600.0).matched_tokens == {Tier.GPU: 2048}

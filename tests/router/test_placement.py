@@ -205,7 +205,7 @@ def test_a_large_fleet_picks_as_well_as_if_all_were_weighed(
 
     def best_s(decision: Decision) -> float:
         picked = next(e for e in decision.candidates if e.replica_id == decision.replica_id)
-        return picked.score_s(0.5, DEFAULT)
+        return picked.score_s(DEFAULT)
 
     few = [place(fleet, prompt) for prompt in prompts]
     assert all(len(each.candidates) <= placement.MAX_WEIGHED for each in few)

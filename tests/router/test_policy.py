@@ -11,7 +11,7 @@ from router.policy import (
     Reason,
     left_behind,
     pick,
-    with_busy_s,
+    with_taken_s,
 )
 
 QUESTION = Question(affinity=1)
@@ -129,7 +129,9 @@ def test_a_burst_is_taken_to_go_on() -> None:
 
 def test_who_waits_in_a_busy_fleet_foretells_fewer_than_in_an_idle_one() -> None:
     def behind(busy: float) -> float:
-        return with_busy_s(0.0, 1.0, waiting=20, busy=busy, judgment=DEFAULT)
+        return with_taken_s(
+            0.0, busy_s=1.0, fetch_s=0.0, waiting=20, busy_share=busy, judgment=DEFAULT
+        )
 
     assert behind(1.0) == pytest.approx(20)
     assert behind(0.5) == pytest.approx(39)
@@ -137,7 +139,7 @@ def test_who_waits_in_a_busy_fleet_foretells_fewer_than_in_an_idle_one() -> None
 
 
 def test_the_busier_the_fleet_the_more_wait_behind() -> None:
-    assert left_behind(0.0, DEFAULT) == 0
+    assert left_behind(0.0, DEFAULT) == DEFAULT.least_behind
     assert left_behind(0.5, DEFAULT) == pytest.approx(1)
     assert left_behind(0.8, DEFAULT) == pytest.approx(4)
     assert left_behind(0.99, DEFAULT) == left_behind(3.0, DEFAULT) == DEFAULT.most_behind
