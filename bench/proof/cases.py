@@ -56,6 +56,7 @@ HEADLINE_RAM: Final = (1.0, 4.0)
 FAULTS: Final[tuple[Fault, ...]] = ("slow-replica", "dies-and-returns")
 ABLATED: Final = (
     ("agents", 0.8, 1.0),
+    ("agents", 0.95, 1.0),
     ("conversation", 0.8, 1.0),
     ("mixture", 0.8, 1.0),
 )
