@@ -46,14 +46,12 @@ class Judgment:
     computes less is better."""
     most_behind: float = 16.0
     """Requests. How many are taken at most to wait behind one in a busy fleet: a second of the
-    replica's time counts so many times beside a second of waiting. Agents in model time at
-    95% load, p90: 23.8 s with 1, 15.1 with 4, 12.0 with 16, 15.8 with 32."""
+    replica's time counts so many times beside a second of waiting. The
+    ablation `without-load-in-busy-weight` is a bound of 1."""
     fetch_weight: float = 0.5
     """Seconds per second: what a second of fetching or copying takes from requests that come
     behind, beside a second of computing. Transfers are shared, and what they bring evicts
-    what others would find: in an overloaded fleet of agents (110%) copies that cost nothing
-    made replicas compute half as much again. Mean TTFT there in model time: 16.6 s with 0,
-    11.8 with 0.3, 16.7 with 3; of conversations at 95%: 5.0 with 0 or 0.3, 5.8 with 1."""
+    what others would find. Chosen on two seeds; its ablation is not beyond the interval."""
     weighs_busy: bool = True
     """Whether the replica's time counts at all."""
     more_of_a_burst: float = 2.0

@@ -378,7 +378,7 @@ def test_a_long_line_for_one_replica_does_not_hide_the_others() -> None:
 def test_a_burst_of_equal_prompts_is_computed_once() -> None:
     """The others wait for the one that computes what they share, and then all go at once."""
     driver = Driver(make_fleet(4))
-    names = [f"n{number}" for number in range(12)]
+    names = [f"n{number}" for number in range(16)]
     gone = [name for name in names if driver.ask(name, text(8192))]
     assert gone == ["n0"]
     driver.answer("n0", 2.1)

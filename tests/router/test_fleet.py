@@ -217,7 +217,7 @@ def test_a_claim_is_confirmed_by_events_and_then_outlives_its_time() -> None:
 
 
 def test_a_request_that_failed_withdraws_its_claim() -> None:
-    fleet, prompt = make_fleet(1), tokens(640)
+    fleet, prompt = make_fleet(), tokens(640)
     ticket = fleet.start(place(fleet, prompt), 0.0)
     assert place(fleet, prompt).matched_tokens == {Tier.GPU: 640}
     ticket.finish(1.0, ok=False)

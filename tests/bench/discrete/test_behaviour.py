@@ -132,8 +132,7 @@ def test_sessions_that_share_a_prompt_do_not_gather_on_one_replica() -> None:
     records = play(OURS, given, replace(FLEET, replicas=4)).records
     assert all(each.ok for each in records)
     firsts = Counter(each.instance_id for each in records if not each.turn)
-    # The load needs no fourth: it would compute the tools once more.
-    assert len(firsts) >= 3
+    assert len(firsts) == 4
     assert max(firsts.values()) <= 16
 
 
