@@ -64,9 +64,11 @@ def matched_at(router: Router, replica: Replica, prompt: list[int]) -> dict[str,
     return {}
 
 
-def warm_one(fleet: Fleet, router: Router, prompt: list[int]) -> tuple[Replica, Replica]:
+def warm_one(
+    fleet: Fleet, router: Router, prompt: list[int], **headers: str
+) -> tuple[Replica, Replica]:
     """Send a prompt once; return the replica that holds it now, and the other."""
-    served = Served(router, prompt)
+    served = Served(router, prompt, **headers)
     holder, other = fleet.replicas
     if served.replica != holder.name:
         holder, other = other, holder
@@ -187,14 +189,16 @@ def test_without_anything_a_replica_still_serves(fleet: Fleet, router: Router) -
 
 def test_kill_restart_and_what_the_disk_remembers(fleet: Fleet, router: Router) -> None:
     prompt = fresh_prompt(5 * CHUNK_TOKENS + 20, seed=90)
-    holder, other = warm_one(fleet, router, prompt)
+    session = {"x-session-id": "chat-2"}
+    holder, other = warm_one(fleet, router, prompt, **session)
 
-    # A request that is cut before its first byte: its replica dies in the prefill.
+    # A request that is cut before its first byte: its replica dies in the prefill. Its session
+    # keeps it at home, where without one a copy to the idle replica may cost as little.
     long_prompt = prompt + fresh_prompt(2500, seed=91)
     waiting_before = holder.vllm_metric("vllm:num_requests_running")
     assert waiting_before == 0
     results: list[Served] = []
-    sender = threading.Thread(target=lambda: results.append(Served(router, long_prompt)))
+    sender = threading.Thread(target=lambda: results.append(Served(router, long_prompt, **session)))
     sender.start()
     wait_until("the holder computes", lambda: holder.vllm_metric("vllm:num_requests_running") == 1)
     holder.kill()
