@@ -33,7 +33,7 @@ from bench.proof.report import cells
 from bench.proof.report.bars import bars
 from bench.proof.report.compare import P90, best_peer
 from bench.proof.report.costliest import costliest_table, lost, summary
-from bench.proof.report.readme import part_from, rewritten
+from bench.proof.report.readme import PAGES, part_from, rewritten
 from bench.proof.report.show import show
 from bench.ttft import BenchError
 
@@ -128,11 +128,12 @@ def _readme(arguments: argparse.Namespace) -> int:
 
     store = Store(arguments.results)
     results = _results(store)
-    before = arguments.readme.read_text(encoding="utf-8")
-    shown = os.path.relpath(store.directory.resolve(), arguments.readme.resolve().parent)
-    after = rewritten(before, part_from(results, Path(shown).as_posix()))
-    arguments.readme.write_text(after, encoding="utf-8")
-    _say(f"{arguments.readme} {'is as it was' if after == before else 'rewritten'}")
+    for page in arguments.page:
+        before = page.read_text(encoding="utf-8")
+        shown = os.path.relpath(store.directory.resolve(), page.resolve().parent)
+        after = rewritten(before, part_from(results, Path(shown).as_posix()))
+        page.write_text(after, encoding="utf-8")
+        _say(f"{page} {'is as it was' if after == before else 'rewritten'}")
     for path in write_plots(store.directory, results, store.records):
         _say(f"written to {path}")
     return 0
@@ -178,7 +179,10 @@ _COMMANDS: Final[Mapping[str, tuple[Callable[[argparse.Namespace], int], str]]] 
     "list": (_list, "list the cases, and which are made"),
     "try": (_try, "run a case on the tree as it is, and keep nothing"),
     "show": (_show, "show what a case's result says"),
-    "readme": (_readme, "rewrite the README's marked parts and the plots"),
+    "readme": (
+        _readme,
+        "rewrite the marked parts of README.md and bench/results/README.md, and the plots",
+    ),
     "check": (_check, "say which bars are met; exit code 0: all"),
     "costliest": (_costliest, "show the requests on which ours lost most"),
 }
@@ -218,7 +222,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--first-seed", type=positive, metavar="N", help="to tune on: below those of the results"
     )
     made["try"].add_argument("--contender", nargs="+", metavar="NAME", help="only these")
-    made["readme"].add_argument("--readme", type=Path, default=ROOT / "README.md")
+    made["readme"].add_argument(
+        "--page", type=Path, nargs="+", default=[ROOT / page for page in PAGES]
+    )
     made["costliest"].add_argument("--against", metavar="NAME", help="default: the best peer")
     made["costliest"].add_argument("--count", type=positive, default=20, metavar="N")
     return parser.parse_args(argv)

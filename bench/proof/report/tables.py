@@ -29,6 +29,7 @@ _SETS: Final = {
     "ablations": ("ablations",),
     "faults": ("faults",),
     "streaming": ("streaming",),
+    "peers": ("peers",),
 }
 """Which sets a table is made of."""
 
@@ -201,6 +202,18 @@ def _streaming(results: Results) -> str:
     return cells.markdown(head, lines)
 
 
+def _peers(results: Results) -> str:
+    """Return a row for each contender: p90 of TTFT and its mean in each case."""
+    head = [""]
+    for each in results:
+        head += [f"{each.case.workload}, {_load(each.case)}: p90 of TTFT", "mean"]
+    lines = [
+        [name, *(cells.interval(time(each, name, of)) for each in results for of in (P90, MEAN))]
+        for name in _order(results)
+    ]
+    return cells.markdown(head, lines)
+
+
 def _load(case: Case) -> str:
     return _percent(case.load or 0.0)
 
@@ -216,4 +229,5 @@ _MAKERS: Final[Mapping[str, Callable[[Results], str]]] = {
     "ablations": _ablations,
     "faults": _faults,
     "streaming": _streaming,
+    "peers": _peers,
 }

@@ -9,7 +9,7 @@ import pytest
 from bench.proof.case import LABEL_TOLERANCE
 from bench.proof.kept.store import Store
 from bench.proof.kept.tree import RESULTS, is_unused
-from bench.proof.report.readme import part_from, rewritten
+from bench.proof.report.readme import PAGES, part_from, rewritten
 
 ROOT = Path(__file__).resolve().parents[3]
 STORE = Store(ROOT / RESULTS / "proof")
@@ -51,11 +51,13 @@ def test_nothing_lies_there_that_no_result_names() -> None:
     assert there == named
 
 
-def test_the_readme_says_what_the_results_say() -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_the_pages_say_what_the_results_say(page: str) -> None:
     """Where it fails: python -m bench.proof readme."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
     results = [STORE.read(name) for name in STORE.names()]
-    assert rewritten(text, part_from(results, f"{RESULTS}/proof")) == text
+    directory = STORE.directory.relative_to((ROOT / page).parent).as_posix()
+    assert rewritten(text, part_from(results, directory)) == text
 
 
 def test_a_run_imports_nothing_that_results_are_not_told_to_follow_from() -> None:
