@@ -24,10 +24,10 @@ SIZES: Final = {
     "headline": Size(requests=5_000, seeds=5),
     "ablations": Size(requests=1_000, seeds=3),
     "goodput": Size(requests=1_500, seeds=2),
-    "workloads": Size(requests=1_000, seeds=2),
-    "regimes": Size(requests=1_000, seeds=2),
-    "streaming": Size(requests=1_500, seeds=2),
-    "faults": Size(requests=1_500, seeds=2),
+    "workloads": Size(requests=1_000, seeds=4),
+    "regimes": Size(requests=1_000, seeds=4),
+    "streaming": Size(requests=1_500, seeds=4),
+    "faults": Size(requests=1_500, seeds=4),
     "peers": Size(requests=1_000, seeds=2),
 }
 """By set, the most important first: two cores take hours for all of them."""
