@@ -13,7 +13,8 @@ The TTFTs must be within 20% at p50 and p90. Wants a machine that does nothing e
 each seed takes about 5 minutes for each of the two fleets that the clock goes for.
 With ``--real FILE`` what the real replicas did is kept there, or taken from there when
 it exists: ``--fleet model --rate store_tokens_per_s=50000`` then tells in seconds what
-another rate would change.
+another rate would change. With ``--fit`` how much slower a replica is under load than
+alone is taken from the first seed (`fitting`), and the others are compared.
 """
 
 import argparse
@@ -26,10 +27,19 @@ from typing import Any, Final
 
 from bench.calibration.rates import fit
 from bench.calibration.replica import start_real_fleet, start_simulated_fleet
+from bench.calibration.under_load.fitting import FITTED, fitted
 from bench.calibration.under_load.kept import RealRun, read_real, write_real
 from bench.calibration.under_load.measure import measure
 from bench.calibration.under_load.model import play_in_model_time, with_rates
-from bench.calibration.under_load.report import REAL, Seed, as_json, is_close, table
+from bench.calibration.under_load.report import (
+    REAL,
+    SHARES,
+    Seed,
+    as_json,
+    is_close,
+    table,
+    ttfts_s,
+)
 from bench.calibration.under_load.stage import Played, moved_rates, play, start_router
 from bench.calibration.under_load.workload import Offered, offered
 from bench.command import positive, write_report
@@ -37,7 +47,7 @@ from bench.replica.local import CannotStart
 from bench.replica.tiers import NotThere
 from bench.simulator.model.machine import Machine
 from bench.simulator.model.rates import Rates, Shape
-from bench.ttft import BenchError, machine
+from bench.ttft import BenchError, machine, percentile
 from router.processes import ChildFailed, ProcessGroup
 
 SIMULATED: Final = "simulated"
@@ -146,13 +156,36 @@ def compare(
     ]
 
 
+def fit_on_first(run: RealRun, rates: Mapping[str, float]) -> tuple[dict[str, float], RealRun]:
+    """Return the rates fitted on the first seed of a run, and the rest of the run.
+
+    Raises `bench.ttft.BenchError` where there is no other seed to compare.
+    """
+    first, *others = run.played
+    if not others:
+        raise BenchError("--fit takes one seed to fit on: --seeds must be 2 or more")
+    work = workload(run, first)
+
+    def quantiles(played: Played) -> dict[str, float]:
+        times_s = ttfts_s(Seed(seed=first, offered=work, played={MODEL: played}), MODEL)
+        return {name: percentile(times_s, SHARES[name]) for name in FITTED}
+
+    def play_with(tried: Mapping[str, float]) -> dict[str, float]:
+        replica = with_rates(MACHINE, tried)
+        return quantiles(play_in_model_time(replica, work, replicas=_REPLICAS, seed=first))
+
+    found = fitted(rates, quantiles(run.played[first]), play_with)
+    say(f"fitted on seed {first}: {found}")
+    return found, replace(run, played={each: run.played[each] for each in others})
+
+
 def report(run: RealRun, rates: Mapping[str, float], seeds: Sequence[Seed]) -> dict[str, Any]:
     """Return every figure with the command and the machine, ready for JSON."""
     return {
         "what": "two simulated replicas beside two real ones under load: the same sessions",
         "command": f"python -m bench.calibration.under_load --load {run.load:g} "
-        f"--requests {run.requests} --rounds {run.rounds} --seed {seeds[0].seed} "
-        f"--seeds {len(seeds)}",
+        f"--requests {run.requests} --rounds {run.rounds} --seed {min(run.played)} "
+        f"--seeds {len(run.played)}",
         "machine": run.machine,
         "compared_on": machine(),
         "model": "of bench.replica.model, 27 million parameters",
@@ -164,7 +197,8 @@ def report(run: RealRun, rates: Mapping[str, float], seeds: Sequence[Seed]) -> d
         },
         "times": run.times,
         "measured_rates": run.rates,
-        "given_rates": {name: value for name, value in rates.items() if run.rates[name] != value},
+        "fitted_on": [each for each in run.played if each not in {one.seed for one in seeds}],
+        "other_rates": {name: value for name, value in rates.items() if run.rates[name] != value},
         **as_json(seeds),
     }
 
@@ -206,6 +240,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME=X",
         help="of the simulated replicas, instead of what was measured",
     )
+    parser.add_argument(
+        "--fit", action="store_true", help="fit the rates on the first seed, compare the others"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     arguments = parser.parse_args(argv)
     arguments.fleet = arguments.fleet or list(_FLEETS)
@@ -223,7 +260,10 @@ def run(arguments: argparse.Namespace) -> tuple[RealRun, dict[str, float], list[
             if arguments.real is not None:
                 write_real(arguments.real, real)
         rates = {**real.rates, **dict(arguments.rate)}
-        return real, rates, compare(real, arguments.fleet, rates, work)
+        compared = real
+        if arguments.fit:
+            rates, compared = fit_on_first(real, rates)
+        return real, rates, compare(compared, arguments.fleet, rates, work)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from bench.calibration.under_load.__main__ import (
 )
 from bench.calibration.under_load.client import answer_ids, note_answer
 from bench.calibration.under_load.counts import Counts, removed_from_gpu
+from bench.calibration.under_load.fitting import PREFILL
 from bench.calibration.under_load.kept import RealRun, read_real, write_real
 from bench.calibration.under_load.model import play_in_model_time, with_rates
 from bench.calibration.under_load.report import (
@@ -265,10 +266,35 @@ def test_a_kept_run_is_compared_with_the_model_at_other_rates(
     assert main([*arguments, "--rate", "prefill_tokens_per_s=3000", "--json", str(out)]) == 1
     assert "not within 20%" in capsys.readouterr().out
     told = json.loads(out.read_text())
-    assert told["given_rates"] == {"prefill_tokens_per_s": 3000.0}
+    assert told["other_rates"] == {"prefill_tokens_per_s": 3000.0}
     assert told["measured_rates"]["prefill_tokens_per_s"] == RATES.prefill_tokens_per_s
     assert told["within_tolerance"] == {MODEL: False}
     assert told["command"].endswith("--load 0.8 --requests 60 --rounds 1 --seed 4 --seeds 1")
+
+
+def test_rates_are_fitted_on_the_first_seed_and_the_others_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the real replicas were a fifth slower than the times taken of one alone."""
+    truth = with_rates(CORE, {**asdict(RATES), PREFILL: RATES.prefill_tokens_per_s / 1.2})
+    run = _run({}, requests=60)
+    played = {
+        seed: play_in_model_time(truth, workload(run, seed), replicas=2, seed=seed)
+        for seed in (4, 5)
+    }
+    path, out = tmp_path / "real.json.gz", tmp_path / "out.json"
+    write_real(path, _run(played, requests=60))
+    arguments = ["--real", str(path), "--fleet", MODEL, "--fit", "--json", str(out)]
+    assert main(arguments) == 0
+    told = json.loads(out.read_text())
+    assert told["fitted_on"] == [4]
+    assert [each["seed"] for each in told["seeds"]] == [5]
+    assert told["other_rates"] == {PREFILL: pytest.approx(RATES.prefill_tokens_per_s / 1.2)}
+    assert told["ttft_ratio_to_real"][MODEL]["p90"]["value"] == pytest.approx(1.0)
+
+    write_real(path, _run({4: played[4]}, requests=60))
+    assert main(arguments) == 1
+    assert "--seeds must be 2 or more" in capsys.readouterr().err
 
 
 def test_a_rate_that_there_is_none_of_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
