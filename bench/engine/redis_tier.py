@@ -129,8 +129,8 @@ class Bench:
 
     def _stock(self, operation: str, threads: int) -> float:
         pipeline = self._tier.batch_chunks
-        # It asks in whole pipelines; when that makes more than it was told, and its timer
-        # looks just after the last answer, it takes its clients to be lost.
+        # redis-benchmark asks in whole pipelines. When that makes more than `-n` and its
+        # timer looks just after the last answer, it takes its clients to be lost, and ends.
         values = math.ceil(len(self._sources) / pipeline) * pipeline
         command = ["redis-benchmark", "-p", str(self._port), "-d", str(self._value_bytes)]
         # It has one key by default: with so many, each is there after the puts.

@@ -10,7 +10,7 @@ rates that follow, behind a router with the same configuration, and to the same
 replicas in model time.
 
 The TTFTs must be within 20% at p50 and p90. Wants a machine that does nothing else;
-each seed takes about 5 minutes for each of the two fleets that the clock goes for.
+each seed takes 5 to 20 minutes for each of the two fleets that the clock goes for.
 With ``--real FILE`` what the real replicas did is kept there, or taken from there when
 it exists: ``--fleet model --rate store_tokens_per_s=50000`` then tells in seconds what
 another rate would change. With ``--fit`` how much slower a replica is under load than
@@ -27,16 +27,16 @@ from typing import Any, Final
 
 from bench.calibration.rates import fit
 from bench.calibration.replica import start_real_fleet, start_simulated_fleet
-from bench.calibration.under_load.fitting import FITTED, fitted
+from bench.calibration.under_load.fitting import fitted
 from bench.calibration.under_load.kept import RealRun, read_real, write_real
 from bench.calibration.under_load.measure import measure
 from bench.calibration.under_load.model import play_in_model_time, with_rates
 from bench.calibration.under_load.report import (
     REAL,
-    SHARES,
     Seed,
     as_json,
     is_close,
+    quantiles_s,
     table,
     ttfts_s,
 )
@@ -47,7 +47,7 @@ from bench.replica.local import CannotStart
 from bench.replica.tiers import NotThere
 from bench.simulator.model.machine import Machine
 from bench.simulator.model.rates import Rates, Shape
-from bench.ttft import BenchError, machine, percentile
+from bench.ttft import BenchError, machine
 from router.processes import ChildFailed, ProcessGroup
 
 SIMULATED: Final = "simulated"
@@ -168,7 +168,7 @@ def fit_on_first(run: RealRun, rates: Mapping[str, float]) -> tuple[dict[str, fl
 
     def quantiles(played: Played) -> dict[str, float]:
         times_s = ttfts_s(Seed(seed=first, offered=work, played={MODEL: played}), MODEL)
-        return {name: percentile(times_s, SHARES[name]) for name in FITTED}
+        return quantiles_s(times_s)
 
     def play_with(tried: Mapping[str, float]) -> dict[str, float]:
         replica = with_rates(MACHINE, tried)
@@ -181,11 +181,12 @@ def fit_on_first(run: RealRun, rates: Mapping[str, float]) -> tuple[dict[str, fl
 
 def report(run: RealRun, rates: Mapping[str, float], seeds: Sequence[Seed]) -> dict[str, Any]:
     """Return every figure with the command and the machine, ready for JSON."""
+    fitted_on = sorted({*run.played} - {each.seed for each in seeds})
     return {
         "what": "two simulated replicas beside two real ones under load: the same sessions",
         "command": f"python -m bench.calibration.under_load --load {run.load:g} "
         f"--requests {run.requests} --rounds {run.rounds} --seed {min(run.played)} "
-        f"--seeds {len(run.played)}",
+        f"--seeds {len(run.played)}{' --fit' if fitted_on else ''}",
         "machine": run.machine,
         "compared_on": machine(),
         "model": "of bench.replica.model, 27 million parameters",
@@ -197,7 +198,7 @@ def report(run: RealRun, rates: Mapping[str, float], seeds: Sequence[Seed]) -> d
         },
         "times": run.times,
         "measured_rates": run.rates,
-        "fitted_on": [each for each in run.played if each not in {one.seed for one in seeds}],
+        "fitted_on": fitted_on,
         "other_rates": {name: value for name, value in rates.items() if run.rates[name] != value},
         **as_json(seeds),
     }

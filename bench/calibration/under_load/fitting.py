@@ -1,9 +1,10 @@
 """Rates of the model replicas that make one seed's TTFTs those of the real ones. Pure.
 
 Times taken of one replica miss what shares the cores with it under load: stores, the
-router, the client. At 80% of the load 5% of a rate are twice the median TTFT, so that
-no time taken alone is good enough. How much slower a replica computes and steps under
-load is therefore read off one seed's real TTFTs; the other seeds tell whether it holds.
+router, the client. At 80% of the load a few percent of a rate change the median TTFT
+twofold, so that no time taken alone is good enough. How much slower a replica computes
+and steps under load is therefore read off one seed's real TTFTs; the other seeds tell
+whether it holds.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ Quantiles = Mapping[str, float]
 
 
 def candidates(rates: Mapping[str, float]) -> Iterator[dict[str, float]]:
-    """Return the rates to be tried, those that were measured first."""
+    """Return the rates to be tried, the measured ones first."""
     for longer, slower in product(LONGER_STEPS, SLOWDOWNS):
         yield {**rates, PREFILL: rates[PREFILL] / slower, STEP: rates[STEP] * longer}
 

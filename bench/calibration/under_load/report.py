@@ -55,6 +55,11 @@ def place_of(record: Record) -> str:
     return next(tier for tier in reversed(PLACES) if held.get(tier))
 
 
+def quantiles_s(times_s: Sequence[float]) -> dict[str, float]:
+    """Return the quantiles of TTFTs that are told, by name."""
+    return {name: percentile(times_s, share) for name, share in SHARES.items()}
+
+
 def ratio_of(seeds: Sequence[Seed], fleet: str, share: float) -> Estimate | None:
     """Return simulated over real TTFT at a quantile, over the seeds."""
     mine, real = (
@@ -148,7 +153,7 @@ def _fleet_figures(seed: Seed, fleet: str) -> dict[str, Any]:
         "answered": len(records),
         "failed": sum(not each.ok for each in played.records),
         "ttft_s": {
-            **{name: percentile(times_s, share) for name, share in SHARES.items()},
+            **quantiles_s(times_s),
             "mean": statistics.fmean(times_s),
         },
         "by_place": {place: _place_figures(records, place) for place in PLACES},

@@ -1,4 +1,4 @@
-"""The README's tables, by name, from the results that are there. Pure."""
+"""The pages' tables, by name, from the results that are there. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -10,6 +10,7 @@ from bench.proof.report.ablations import earned
 from bench.proof.report.compare import (
     MEAN,
     P90,
+    Metric,
     best_peer,
     failed,
     goodput_over_seeds,
@@ -195,11 +196,7 @@ def _streaming(results: Results) -> str:
         f"{'all streamed' if each.case.all_streamed else 'a third whole'}, {_load(each.case)}"
         for each in ordered
     ]
-    lines = [
-        [name, *(cells.interval(time(each, name, P90)) for each in ordered)]
-        for name in _order(ordered)
-    ]
-    return cells.markdown(head, lines)
+    return cells.markdown(head, _times(ordered, P90))
 
 
 def _peers(results: Results) -> str:
@@ -207,11 +204,15 @@ def _peers(results: Results) -> str:
     head = [""]
     for each in results:
         head += [f"{each.case.workload}, {_load(each.case)}: p90 of TTFT", "mean"]
-    lines = [
-        [name, *(cells.interval(time(each, name, of)) for each in results for of in (P90, MEAN))]
+    return cells.markdown(head, _times(results, P90, MEAN))
+
+
+def _times(results: Results, *figures: Metric) -> list[list[str]]:
+    """Return a row for each contender: its figures in one result after the other."""
+    return [
+        [name, *(cells.interval(time(each, name, of)) for each in results for of in figures)]
         for name in _order(results)
     ]
-    return cells.markdown(head, lines)
 
 
 def _load(case: Case) -> str:

@@ -288,6 +288,7 @@ def test_rates_are_fitted_on_the_first_seed_and_the_others_compared(
     assert main(arguments) == 0
     told = json.loads(out.read_text())
     assert told["fitted_on"] == [4]
+    assert told["command"].endswith("--seed 4 --seeds 2 --fit")
     assert [each["seed"] for each in told["seeds"]] == [5]
     assert told["other_rates"] == {PREFILL: pytest.approx(RATES.prefill_tokens_per_s / 1.2)}
     assert told["ttft_ratio_to_real"][MODEL]["p90"]["value"] == pytest.approx(1.0)
