@@ -64,6 +64,14 @@ def matched_at(router: Router, replica: Replica, prompt: list[int]) -> dict[str,
     return {}
 
 
+def wait_known(router: Router, replica: Replica, prompt: list[int], **tokens: int) -> None:
+    """Wait until the router believes that a replica holds so many tokens of a prompt in tiers."""
+    wait_until(
+        f"the router knows that {replica.name} holds {tokens}",
+        lambda: matched_at(router, replica, prompt).items() >= tokens.items(),
+    )
+
+
 def warm_one(
     fleet: Fleet, router: Router, prompt: list[int], **headers: str
 ) -> tuple[Replica, Replica]:
@@ -96,10 +104,7 @@ def test_the_same_prompt_goes_to_the_replica_that_holds_it(fleet: Fleet) -> None
         for seed in range(50, 54):
             prompt = fresh_prompt(1100, seed=seed)
             holder, _ = warm_one(fleet, uncopied, prompt)
-            wait_until(
-                "the router knows what is held",
-                lambda: matched_at(uncopied, holder, prompt).get("gpu") == 1024,
-            )
+            wait_known(uncopied, holder, prompt, gpu=1024)
             again = Served(uncopied, prompt)
             assert again.replica == holder.name
             assert again.headers["x-warmroute-reason"] == "longest-match"
@@ -125,10 +130,7 @@ def test_disk_kv_is_prefetched_before_the_request_is_forwarded(
     holder, _ = warm_one(fleet, router, prompt)
     holder.empty_gpu()
     holder.empty_cpu()
-    wait_until(
-        "the router knows that only the disk holds it",
-        lambda: matched_at(router, holder, prompt).get("disk") == 5 * CHUNK_TOKENS,
-    )
+    wait_known(router, holder, prompt, disk=5 * CHUNK_TOKENS)
     served = Served(router, prompt)
     assert served.replica == holder.name
     assert served.matched("disk") == 5 * CHUNK_TOKENS
@@ -215,10 +217,7 @@ def test_kill_restart_and_what_the_disk_remembers(fleet: Fleet, router: Router) 
     # It comes back with its disk tier, and nobody tells the router.
     holder.start()
     holder.wait_ready()
-    wait_until(
-        "the router knows the disk tier again",
-        lambda: matched_at(router, holder, prompt).get("disk", 0) == 5 * CHUNK_TOKENS,
-    )
+    wait_known(router, holder, prompt, disk=5 * CHUNK_TOKENS)
     assert holder.tiers_of(prompt) == ["disk"] * 5
     before = other.ask(prompt)
     answer = holder.ask(prompt)
