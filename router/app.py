@@ -11,26 +11,17 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
-from router.accept import PROMPTED, PROMPTLESS
-from router.admission import Gate
-from router.admitting import Admission
-from router.agent_client import AgentClient
-from router.api import Api
-from router.bindings import Bindings
+from router.admission import Admission, Gate
 from router.config import RouterConfig
-from router.controller import Controller
-from router.controller_registry import Configured
-from router.error_answers import Handler, errors_answered
-from router.feeds import Feeds
-from router.fleet import Fleet
-from router.health import HealthMonitor, Listener, authorization
-from router.metrics import Metrics, ReplicaGauges
-from router.preparing import Preparer
-from router.prompt_source import PromptSource, ServedModel
-from router.proxy import Proxy, Sinks
-from router.records import Cause, RequestRecord, log_record
-from router.replica import State
-from router.upstream import Upstream, client_session
+from router.controller import Configured, Controller
+from router.feeds import Feeds, HealthMonitor, Listener, authorization
+from router.fleet import Fleet, State
+from router.http import Handler, errors_answered
+from router.own_endpoints import Api
+from router.prompt import PromptSource, ServedModel
+from router.proxy import PROMPTED, PROMPTLESS, Bindings, Proxy, Sinks, Upstream, client_session
+from router.record import Cause, Metrics, ReplicaGauges, RequestRecord, log_record
+from router.staging import AgentClient, Preparer
 
 log = logging.getLogger("warmroute")
 

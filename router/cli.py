@@ -10,11 +10,9 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from router import up as fleet_up
-from router.config import RouterConfig, load_router_config, router_config
-from router.errors import ConfigError
+from router.config import ConfigError, RouterConfig, load_router_config, router_config
 from router.explain import ExplainFailed, ask, table
-from router.processes import ChildFailed
+from router.launch import ChildFailed, commands_text, load_any, load_fleet_file, run_fleet
 
 _PLUGINS: Final = "warmroute.commands"
 EXIT_CONFIG: Final = 2
@@ -142,7 +140,7 @@ def check_config(config_path: Path) -> None:
     it cannot.
     """
     try:
-        config = fleet_up.load_any(config_path)
+        config = load_any(config_path)
     except ConfigError as error:
         _exit(error)
     click.echo(json.dumps(_plain(config), indent=2))
@@ -166,11 +164,11 @@ def up(config_path: Path, print_commands: bool) -> None:
     on SIGTERM, or when one of the processes dies.
     """
     try:
-        fleet = fleet_up.load_fleet_file(config_path)
+        fleet = load_fleet_file(config_path)
         if print_commands:
-            click.echo(fleet_up.commands_text(fleet))
+            click.echo(commands_text(fleet))
             return
-        fleet_up.run(fleet, say=click.echo)
+        run_fleet(fleet, say=click.echo)
     except ConfigError as error:
         _exit(error)
     except ChildFailed as error:

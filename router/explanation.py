@@ -6,11 +6,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from router.config import RouterConfig
-from router.costs import Part, Rates
-from router.fleet import Fleet
-from router.policy import CandidateCost, Decision, Reason
-from router.replica import Replica, State
-from router.tokens import Prompt
+from router.fleet import CandidateCost, Decision, Fleet, Reason, Replica, State
+from router.latency import Part, Rates
+from router.prompt import Prompt
 
 SHOWN: Final = 16
 """Candidates that are shown, the soonest; beside the pick and the session's home."""

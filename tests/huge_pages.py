@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.hugepages import HugePages
+from cacheengine.memory.hugepages import HugePages
 
 _NUMBER = Path("/proc/sys/vm/nr_hugepages")
 

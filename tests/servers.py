@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.launch import free_ports
-from cacheengine.tiers.stores.channels import Deadline, PlainChannel
-from cacheengine.tiers.stores.resp import Conversation, command
+from cacheengine.launch.launch import free_ports
+from cacheengine.tiers.stores.redis.channels import Deadline, PlainChannel
+from cacheengine.tiers.stores.redis.resp import Conversation, command
 from tests.processes import ServerProcess
 
 

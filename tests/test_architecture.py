@@ -1,70 +1,84 @@
 """The directions between modules, and what every public thing owes its reader."""
 
 import ast
-import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Each row may import the rows after it and its own, never one before it.
-# A module that is not named is a part of its row's work (`ROUTER_PARTS`), or new:
-# then say here where it belongs.
-ROUTER_LAYERS = (
-    ("__main__", "cli"),
-    ("up", "serve", "explain", "processes"),
-    ("app",),
-    ("api", "proxy", "health", "controller", "metrics"),
-    ("admitting",),
-    ("admission",),
-    ("policy", "upstream", "prefetch", "feeds", "fleet"),
-    ("prefix_index", "holders", "matches", "sessions", "tokens"),
-    ("replica", "config", "errors"),
-)
+# Which rooms a room may import. A new room is added here, with a face that says the same.
+ROUTER_ROOMS = {
+    "config": set(),
+    "residency": set(),
+    "http": {"config"},
+    "prompt": {"config"},
+    "latency": {"config"},
+    "launch": {"config"},
+    "record": {"latency"},
+    "fleet": {"config", "residency", "latency"},
+    "admission": {"config", "latency", "fleet"},
+    "staging": {"config", "residency", "fleet"},
+    "controller": {"config", "http", "staging"},
+    "feeds": {"config", "prompt", "residency", "fleet", "staging", "record"},
+    "proxy": {
+        *("config", "http", "prompt", "residency", "latency", "fleet"),
+        *("admission", "staging", "record"),
+    },
+}
+ENGINE_ROOMS = {
+    "identity": set(),
+    "memory": set(),
+    "record": set(),
+    "tiers": set(),
+    "residency": {"record", "tiers"},
+    "settings": {"memory", "residency", "tiers"},
+    "engine": {"identity", "memory", "record", "residency", "settings", "tiers"},
+    "transfer": {"engine", "residency"},
+    "agent": {"engine", "residency", "settings", "transfer"},
+    "launch": {"identity", "settings"},
+    "connector": {
+        *("identity", "memory", "settings", "tiers", "engine", "transfer", "agent", "launch"),
+    },
+}
+ROOMS: dict[str, dict[str, set[str]]] = {"router": ROUTER_ROOMS, "cacheengine": ENGINE_ROOMS}
+LARGEST_ROOM_MODULES = 12
 
 ROUTER_MAY_IMPORT_OF_ENGINE = {"cacheengine.keys", "cacheengine.wire"}
 
-ENGINE_LAYERS = (
-    ("connector", "agent", "cli", "launch"),
-    ("transfer",),
-    ("engine",),
-    ("index", "eviction", "tiers"),
-    ("pool", "chunk", "keys"),
-)
-
 PURE = (
-    "router.policy",
-    "router.placement",
-    "router.assess",
-    "router.keyring",
-    "router.roster",
-    "router.waiting_line",
-    "router.admission",
-    "router.costs",
-    "router.prediction_errors",
-    "router.prefill_line",
-    "router.prefix_index",
-    "router.holders",
-    "router.matches",
-    "router.sessions",
-    "router.session_chains",
-    "router.rhythm",
-    "router.fleet",
-    "router.unseen",
-    "router.controller_registry",
-    "cacheengine.index",
-    "cacheengine.eviction",
-    "cacheengine.tier_index",
-    "cacheengine.remote_index",
-    "cacheengine.residency",
-    "cacheengine.ledger",
-    "cacheengine.puts",
-    "cacheengine.promotions",
-    "cacheengine.pins",
+    "router.fleet.policy",
+    "router.fleet.placement",
+    "router.fleet.options",
+    "router.residency.block_hashes",
+    "router.fleet.eligibility",
+    "router.admission.queue",
+    "router.admission.gate",
+    "router.latency.ttft_model",
+    "router.latency.prediction_errors",
+    "router.latency.prefill_queue",
+    "router.residency.prefix_index",
+    "router.residency.replica_sets",
+    "router.residency.matches",
+    "router.fleet.sessions",
+    "router.staging.session_chains",
+    "router.fleet.rhythm",
+    "router.fleet.fleet",
+    "router.fleet.unseen",
+    "router.controller.registry",
+    "cacheengine.residency.pool_index",
+    "cacheengine.residency.eviction",
+    "cacheengine.residency.local_index",
+    "cacheengine.residency.shared_index",
+    "cacheengine.residency.deciding",
+    "cacheengine.residency.state",
+    "cacheengine.residency.cascade",
+    "cacheengine.residency.promotions",
+    "cacheengine.residency.operator_pins",
 )
 IMPURE_IMPORTS = {
     "aiohttp",
@@ -108,6 +122,15 @@ def imports(path: Path, *, at_runtime: bool = True) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def imported_modules(path: Path) -> Iterator[str]:
+    """Yield the modules that a file imports, for types too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
 def _type_checking_only(tree: ast.Module) -> set[ast.AST]:
     """Return the nodes under ``if TYPE_CHECKING:``."""
     found: set[ast.AST] = set()
@@ -117,34 +140,52 @@ def _type_checking_only(tree: ast.Module) -> set[ast.AST]:
     return found
 
 
-def _layer(name: str, layers: tuple[tuple[str, ...], ...], package: str) -> int | None:
+def _room(name: str, package: str) -> str | None:
+    """Return the room of a module; None for those beside the rooms, and other packages'."""
     parts = name.split(".")
-    if parts[0] != package or len(parts) < 2:
-        return None
-    return next((i for i, layer in enumerate(layers) if parts[1] in layer), None)
+    return (
+        parts[1] if len(parts) > 1 and parts[0] == package and parts[1] in ROOMS[package] else None
+    )
 
 
-@pytest.mark.parametrize(
-    ("package", "layers"), [("router", ROUTER_LAYERS), ("cacheengine", ENGINE_LAYERS)]
-)
-def test_imports_go_one_way(package: str, layers: tuple[tuple[str, ...], ...]) -> None:
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_what_they_may_and_by_its_face(package: str) -> None:
     wrong = []
     for name, path in modules(package).items():
-        mine = _layer(name, layers, package)
-        if mine is None:
-            continue
-        for imported in imports(path):
-            theirs = _layer(imported, layers, package)
-            if theirs is not None and theirs < mine:
+        mine = _room(name, package)
+        for imported in imported_modules(path):
+            theirs = _room(imported, package)
+            if theirs is None or theirs == mine:
+                continue
+            if mine is not None and theirs not in ROOMS[package][mine]:
                 wrong.append(f"{name} imports {imported}")
+            if imported != f"{package}.{theirs}":
+                wrong.append(f"{name} passes by the face of {theirs}: {imported}")
     assert not wrong
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_every_room_is_listed_and_has_a_face(package: str) -> None:
+    folders = {each.parent.name for each in (ROOT / package).glob("*/__init__.py")}
+    assert folders == set(ROOMS[package])
+    for room, may_import in ROOMS[package].items():
+        told = ast.get_docstring(ast.parse((ROOT / package / room / "__init__.py").read_text()))
+        assert told is not None
+        _, _, last = " ".join(told.split()).rpartition("Imports ")
+        assert {each for each in may_import if each not in last} == set(), room
+
+
+@pytest.mark.parametrize("package", ["router", "cacheengine", "bench"])
+def test_no_folder_has_more_modules_than_one_takes_in(package: str) -> None:
+    sizes = Counter(path.parent for path in modules(package).values() if path.stem != "__init__")
+    assert {str(each): n for each, n in sizes.items() if n > LARGEST_ROOM_MODULES} == {}
 
 
 @pytest.mark.parametrize("package", ["router", "cacheengine", "bench"])
 def test_imports_have_no_cycles(package: str) -> None:
     known = modules(package)
     graph = {
-        name: {each for each in imports(path) if each in known and each != name}
+        name: {each for each in _closest(imports(path), known) if each != name}
         for name, path in known.items()
     }
     done: set[str] = set()
@@ -158,6 +199,12 @@ def test_imports_have_no_cycles(package: str) -> None:
 
     for name in graph:
         walk(name, ())
+
+
+def _closest(imported: Iterable[str], known: Container[str]) -> set[str]:
+    """Return the known modules: a room's module that is imported from its face, not the face."""
+    found = {each for each in imported if each in known}
+    return found - {each.rpartition(".")[0] for each in found}
 
 
 def test_the_router_takes_only_keys_and_wire_from_the_engine() -> None:
@@ -271,14 +318,3 @@ def test_the_router_loads_neither_torch_nor_vllm() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
-
-
-def test_every_name_in_the_layers_is_a_module() -> None:
-    gone = [
-        f"{package}.{name}"
-        for package, layers in (("router", ROUTER_LAYERS), ("cacheengine", ENGINE_LAYERS))
-        for layer in layers
-        for name in layer
-        if name != "__main__" and importlib.util.find_spec(f"{package}.{name}") is None
-    ]
-    assert not gone

@@ -5,9 +5,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from cacheengine.config import load_engine_config
-from router.config import ControllerConfig, load_router_config
-from router.up import load_fleet_file
+from cacheengine.settings.settings import load_engine_config
+from router.config.settings import ControllerConfig, load_router_config
+from router.launch.up import load_fleet_file
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 INSTANCES = ("instance1", "instance2")

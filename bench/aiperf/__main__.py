@@ -36,7 +36,7 @@ from bench.proof.kept.tree import Tree
 from bench.replica.local import CannotStart
 from bench.replica.tiers import NotThere
 from bench.ttft import BenchError, machine
-from router.processes import ChildFailed
+from router.launch.processes import ChildFailed
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 

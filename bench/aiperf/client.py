@@ -14,7 +14,7 @@ from typing import Final, Self
 
 from bench.environments import installed
 from bench.ttft import BenchError
-from router.processes import ChildDied, ProcessGroup, tail
+from router.launch.processes import ChildDied, ProcessGroup, tail
 
 PACKAGES: Final = ("aiperf==0.13.0",)
 DIRECTORY: Final = Path.home() / ".cache" / "warmroute-aiperf"

@@ -10,7 +10,7 @@ from bench.calibration.replica import MACHINE, start_real_fleet
 from bench.calibration.under_load.stage import start_router
 from bench.replica.text import real_text
 from bench.replica.tiers import ReplicaTiers, call
-from router.processes import ProcessGroup
+from router.launch.processes import ProcessGroup
 
 NAMES: Final = ("replica1", "replica2")
 

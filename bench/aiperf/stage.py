@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench.calibration.under_load.stage import empty
 from bench.replica.tiers import ReplicaTiers
-from router.processes import ProcessGroup
+from router.launch.processes import ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True)

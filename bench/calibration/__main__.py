@@ -31,7 +31,7 @@ from bench.command import positive, write_report
 from bench.replica.local import CannotStart
 from bench.replica.tiers import NotThere
 from bench.ttft import BenchError, machine
-from router.processes import ChildFailed, ProcessGroup
+from router.launch.processes import ChildFailed, ProcessGroup
 
 _COLD_TOKENS: Final = (8192, 4096, 2048, 1024, 512, 64)
 """The long ones first: a short one that came soon after what leaves much to be stored, or after

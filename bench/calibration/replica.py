@@ -21,8 +21,8 @@ from bench.replica.tiers import ReplicaTiers, wait_until
 from bench.simulator.cli import simulate
 from bench.simulator.model.machine import Machine
 from bench.simulator.model.rates import Shape
-from cacheengine.launch import free_ports
-from router.processes import ProcessGroup
+from cacheengine.launch.launch import free_ports
+from router.launch.processes import ProcessGroup
 
 _MODEL: Final = "sim"
 _CONTEXT_TOKENS: Final = 16_384

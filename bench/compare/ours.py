@@ -10,11 +10,11 @@ from vllm.v1.kv_offload.base import get_offload_block_hash
 
 from bench.compare.kv import KvSide, OffloadingContender
 from bench.compare.rounds import Workload, serve
-from cacheengine.chunk import ChunkLayout
-from cacheengine.config import EngineConfig
 from cacheengine.connector.manager import WarmrouteManager
-from cacheengine.engine import CacheEngine
-from cacheengine.pool import Pool
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.identity.layout import ChunkLayout
+from cacheengine.memory.pool import Pool
+from cacheengine.settings.settings import EngineConfig
 
 _GB: Final = 1024**3
 _POLL_S: Final = 0.0005

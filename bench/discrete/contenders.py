@@ -14,8 +14,8 @@ from bench.discrete.routers.peers import RuleRouter
 from bench.discrete.rules.catalogue import rules
 from bench.replay.bound import REPLICA, no_queue
 from bench.workloads.session import Session
-from router.config import AdmissionConfig, PrefetchConfig, SessionConfig
-from router.judgment import DEFAULT
+from router.config.judgment import DEFAULT
+from router.config.settings import AdmissionConfig, PrefetchConfig, SessionConfig
 
 OURS: Final = "ours"
 SHARED_CACHE: Final = "shared-infinite-cache"

@@ -1,6 +1,6 @@
 """A replica's cache engine in model time: the engine's own decisions, modelled I/O.
 
-`cacheengine.residency` decides, as in a replica; the disk here is a device that
+`cacheengine.residency.deciding` decides, as in a replica; the disk here is a device that
 reads and writes one batch after another, each way at its own rate. Bytes are none:
 a chunk counts as many as it has tokens.
 """
@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from typing import Final
 
 from bench.simulator.model.machine import Machine
-from cacheengine.decisions import Presence, StoreReservation, Todo
-from cacheengine.events import KeyEventRecord
-from cacheengine.eviction import make_policy
-from cacheengine.index import CpuIndex
-from cacheengine.ledger import Ledger
-from cacheengine.promotion import Promotion
-from cacheengine.residency import Residency
-from cacheengine.stats import BandwidthMeter, EngineStats
-from cacheengine.tier_index import TierIndex
+from cacheengine.record.events import KeyEventRecord
+from cacheengine.record.stats import BandwidthMeter, EngineStats
+from cacheengine.residency.deciding import Residency
+from cacheengine.residency.decisions import Presence, StoreReservation, Todo
+from cacheengine.residency.eviction import make_policy
+from cacheengine.residency.local_index import TierIndex
+from cacheengine.residency.pool_index import CpuIndex
+from cacheengine.residency.promotion import Promotion
+from cacheengine.residency.state import Ledger
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 
 _READ_BATCH: Final = 4
@@ -32,7 +32,7 @@ _DISK: Final = "disk"
 
 
 class ModelEngine:
-    """What of `cacheengine.engine.CacheEngine` a replica's scheduler and agent call.
+    """What of `cacheengine.engine.engine.CacheEngine` a replica's scheduler and agent call.
 
     ``on_events`` hears what the tiers gained and lost, as it happens.
     """

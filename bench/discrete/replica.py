@@ -16,9 +16,9 @@ from bench.simulator.model.news import Cleared, Removed, Stored
 from bench.simulator.model.request import SimRequest
 from bench.simulator.model.scheduler import ReplicaModel
 from bench.simulator.storage.engine_tiers import EngineTiers
-from cacheengine.events import KeyEventRecord
-from router.prefix_index import keys64
-from router.replica import Tier
+from cacheengine.record.events import KeyEventRecord
+from router.residency.prefix_index import keys64
+from router.residency.tiers import Tier
 
 _FIRST_AND_LAST: Final = 10**9
 """An answer's caller hears of its first token, and of so many more: of no other but the last."""

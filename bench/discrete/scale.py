@@ -22,11 +22,11 @@ from bench.command import positive, write_report
 from bench.discrete.prompts import ModelPrompt
 from bench.ttft import machine, percentile
 from cacheengine.keys import HashScheme
-from router.config import IndexConfig, ReplicaConfig, RouterConfig, SessionConfig
-from router.fleet import Fleet
-from router.keyring import PromptKeyring
-from router.placement import MAX_WEIGHED
-from router.replica import KeyShape, Tier
+from router.config.settings import IndexConfig, ReplicaConfig, RouterConfig, SessionConfig
+from router.fleet.fleet import Fleet
+from router.fleet.placement import MAX_WEIGHED
+from router.residency.block_hashes import PromptKeyring
+from router.residency.tiers import KeyShape, Tier
 
 _BLOCK_TOKENS = 16
 _BLOCKS_PER_CHUNK = 16

@@ -7,9 +7,9 @@ from itertools import count
 from typing import Final
 
 from bench.discrete.replica import ModelReplica
-from cacheengine.promotion import Promotion
+from cacheengine.residency.promotion import Promotion
 from cacheengine.wire import MoveReply, MoveRequest, MoveStatus, PrefetchReply
-from router.agent_client import AgentError
+from router.staging.agent_client import AgentError
 
 _CALL_S: Final = 0.002
 """An agent's answer to a call takes so long, beside what it waits for."""
@@ -43,7 +43,7 @@ class Network:
 
 
 class ModelAgent:
-    """What a router asks of one replica's agent (`router.agent_client.StagingAgent`)."""
+    """What a router asks of one replica's agent (`router.staging.agent_client.StagingAgent`)."""
 
     def __init__(
         self, replica: ModelReplica, others: Mapping[str, ModelReplica], network: Network

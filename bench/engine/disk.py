@@ -13,12 +13,12 @@ from bench.engine.cases import MIB, Case, Contender, Step, in_turns, size
 from bench.engine.index import key_of, layout
 from bench.replica.tiers import forget_pages, wait_until
 from bench.ttft import BenchError
-from cacheengine.config import EngineConfig
-from cacheengine.engine import CacheEngine
-from cacheengine.pool import Pool
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.memory.pool import Pool
+from cacheengine.settings.settings import EngineConfig
 from cacheengine.tiers.base import Chunk, PutOutcome
-from cacheengine.tiers.chunk_file import SEAL_BYTES
-from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.disk.chunk_file import SEAL_BYTES
+from cacheengine.tiers.disk.disk import DiskTier
 
 _TIMEOUT_S: Final = 120.0
 

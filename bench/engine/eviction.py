@@ -27,8 +27,8 @@ from typing import Final
 
 from bench.command import positive, write_report
 from bench.ttft import BenchError, machine
-from cacheengine.eviction import POLICY_NAMES, make_policy
-from cacheengine.index import CpuIndex, State
+from cacheengine.residency.eviction import POLICY_NAMES, make_policy
+from cacheengine.residency.pool_index import CpuIndex, State
 
 Request = Sequence[bytes]
 """The keys of a prompt's chunks, in order."""

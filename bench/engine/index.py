@@ -11,10 +11,10 @@ from typing import Final, TypeVar
 
 from bench.engine.cases import Case
 from bench.ttft import BenchError
-from cacheengine.chunk import ChunkLayout
-from cacheengine.config import EngineConfig
-from cacheengine.engine import CacheEngine
-from cacheengine.pool import Pool
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.identity.layout import ChunkLayout
+from cacheengine.memory.pool import Pool
+from cacheengine.settings.settings import EngineConfig
 from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
 
 LOOKUP_CHUNKS: Final = 64

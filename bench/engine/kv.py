@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from bench.ttft import BenchError
 from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.disk.disk import DiskTier
 
 Floats = npt.NDArray[np.float32]
 

@@ -30,12 +30,12 @@ from typing import Final
 from bench.command import positive, write_report
 from bench.engine.bare_redis import BareRedis
 from bench.ttft import BenchError, machine
-from cacheengine.launch import free_ports
+from cacheengine.launch.launch import free_ports
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
-from cacheengine.tiers.remote import RemoteTier
+from cacheengine.tiers.remote.remote import RemoteTier
 from cacheengine.tiers.serde.naive import NaiveSerde
-from cacheengine.tiers.stores.redis import RedisStore
-from cacheengine.tiers.stores.redis_server import RedisServer
+from cacheengine.tiers.stores.redis.redis import RedisStore
+from cacheengine.tiers.stores.redis.redis_server import RedisServer
 
 OURS: Final = "warmroute"
 BARE: Final = "bare pipelined client"

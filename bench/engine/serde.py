@@ -45,7 +45,7 @@ from cacheengine.tiers.serde.base import Serde
 from cacheengine.tiers.serde.cachegen import DEFAULT_STEPS, CacheGenSerde
 from cacheengine.tiers.serde.configured import make_serde
 from cacheengine.tiers.serde.floats import FLOAT_FORMATS
-from router.processes import ChildFailed, ProcessGroup
+from router.launch.processes import ChildFailed, ProcessGroup
 
 _STEPS: Final = (127, 31, 15, 7)
 _CHUNKS: Final = 4

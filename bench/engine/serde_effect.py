@@ -24,8 +24,8 @@ from bench.replica.local import (
 from bench.replica.text import real_text
 from bench.replica.tiers import ReplicaTiers, call, common_prefix
 from bench.ttft import BenchError
-from cacheengine.launch import free_ports
-from router.processes import ProcessGroup
+from cacheengine.launch.launch import free_ports
+from router.launch.processes import ProcessGroup
 
 _MODEL: Final = "serde"
 _CHUNK_TOKENS: Final = 256

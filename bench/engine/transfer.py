@@ -25,10 +25,10 @@ from typing import Final
 
 from bench.command import positive, write_report
 from bench.ttft import machine
-from cacheengine.chunk import ChunkLayout
-from cacheengine.config import EngineConfig
-from cacheengine.engine import CacheEngine
-from cacheengine.pool import Pool
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.identity.layout import ChunkLayout
+from cacheengine.memory.pool import Pool
+from cacheengine.settings.settings import EngineConfig
 from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.server import TransferServer
 from cacheengine.transfer.stats import TransferMeter

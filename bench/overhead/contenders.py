@@ -12,7 +12,7 @@ from bench.replay.contenders import peers
 from bench.replay.contenders.contender import CannotRun, Contender, Launch, Running, fetch
 from bench.replay.fleet import Fleet, FleetOptions, FleetReplica
 from bench.replica.local import router_command
-from cacheengine.launch import free_ports
+from cacheengine.launch.launch import free_ports
 
 DIRECT: Final = "direct"
 BARE_PROXY: Final = "aiohttp-proxy"

@@ -17,7 +17,7 @@ from bench.overhead.measure import Prepared, Watched, measure
 from bench.replay.contenders.contender import CannotRun, start
 from bench.replay.fleet import Fleet
 from bench.ttft import BenchError
-from router.processes import ChildFailed, ProcessGroup, tail
+from router.launch.processes import ChildFailed, ProcessGroup, tail
 
 _REPLICAS: Final = "replicas"
 _READY_S: Final = 60.0

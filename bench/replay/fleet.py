@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from bench.ttft import BenchError
-from router.processes import ChildFailed, ProcessGroup, tail
+from router.launch.processes import ChildFailed, ProcessGroup, tail
 
 CPU_TOKENS: Final = {"ample": 800_000, "equal": 200_000, "scarce": 40_000}
 """What a replica's CPU RAM holds, by regime: 4, 1 and 0.2 times what its GPU cache does."""

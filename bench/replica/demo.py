@@ -31,7 +31,7 @@ from bench.ttft import (
     BenchError,
     ask,
 )
-from router.processes import ChildFailed, ProcessGroup, Progress
+from router.launch.processes import ChildFailed, ProcessGroup, Progress
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CONFIGS: Final = ROOT / "configs"

@@ -49,7 +49,7 @@ from bench.replica.prefetch_stage import (
 from bench.replica.text import real_text
 from bench.replica.tiers import NotThere, common_prefix, metric, wait_until
 from bench.ttft import COLD_QUESTION, WARM_QUESTION, Answer, BenchError, ask
-from router.processes import ChildFailed, ProcessGroup
+from router.launch.processes import ChildFailed, ProcessGroup
 
 _WORK: Final = Path(".warmroute/prefetch")
 _SESSION: Final = "reader"

@@ -19,8 +19,8 @@ from bench.replica.local import (
 )
 from bench.replica.model import SHAPES, make_model
 from bench.replica.tiers import ReplicaTiers, call, wait_until
-from cacheengine.launch import free_ports
-from router.processes import ProcessGroup
+from cacheengine.launch.launch import free_ports
+from router.launch.processes import ProcessGroup
 
 VARIANTS: Final[Mapping[str, Mapping[str, object]]] = {
     "early": {"enabled": True, "early": True},

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.simulator.model.rates import Rates, Shape
-from cacheengine.tiers.chunk_file import SEAL_BYTES
+from cacheengine.tiers.disk.chunk_file import SEAL_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 It answers what the engine holds, executes the controls on request, fetches
 chunks from other replicas, and feeds routers with what changes
 (`cacheengine.wire` has the formats).
+
+Started by connector. Imports engine, transfer, residency and settings.
 """
 
 from cacheengine.agent.identity import AgentIdentity

@@ -10,10 +10,8 @@ from cacheengine.agent.answers import as_json, as_msgpack, decode, number
 from cacheengine.agent.identity import AgentIdentity
 from cacheengine.agent.prompts import Prompts
 from cacheengine.agent.waiting import MAX_WAIT_S, wait_for_news
-from cacheengine.engine import CacheEngine
-from cacheengine.metrics import render_metrics
-from cacheengine.transfer.metrics import render_transfer_metrics
-from cacheengine.transfer.stats import TransferMeter
+from cacheengine.engine import CacheEngine, render_metrics
+from cacheengine.transfer import TransferMeter, render_transfer_metrics
 
 
 class Reading:

@@ -19,15 +19,15 @@ from cacheengine.address import join_host_port
 from cacheengine.agent.answers import errors_as_json
 from cacheengine.agent.control import Control
 from cacheengine.agent.identity import AgentIdentity
-from cacheengine.agent.moves import Moves
-from cacheengine.agent.moving import Moving
+from cacheengine.agent.moves.handler import Moving
+from cacheengine.agent.moves.moves import Moves
 from cacheengine.agent.prompts import Prompts
 from cacheengine.agent.reading import Reading
 from cacheengine.agent.registration import Registrar
 from cacheengine.agent.waiting import wake
-from cacheengine.config import EngineConfig
 from cacheengine.engine import CacheEngine
-from cacheengine.transfer.stats import TransferMeter
+from cacheengine.settings import EngineConfig
+from cacheengine.transfer import TransferMeter
 
 logger = logging.getLogger("vllm.warmroute")
 

@@ -5,7 +5,7 @@ import contextlib
 from typing import Final
 
 from cacheengine.engine import CacheEngine
-from cacheengine.promotion import Promotion
+from cacheengine.residency import Promotion
 
 MAX_WAIT_S: Final = 30.0
 """Longest that a call may ask to wait."""

@@ -1,1 +1,7 @@
-"""The face that vLLM sees; the only place that imports vLLM."""
+"""The face that vLLM sees; the only room that imports vLLM.
+
+`spec` is named to vLLM and makes the rest: `manager` is the scheduler's view of the engine,
+`copy_worker` and `copy_runs` move KV between the GPU and the pool's slots.
+
+Loaded by vLLM. Imports engine, agent, transfer, settings, memory, identity, launch and tiers.
+"""

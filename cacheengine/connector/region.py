@@ -9,12 +9,7 @@ from pathlib import Path
 
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from cacheengine.hugepages import (
-    HUGE_PAGE_BYTES,
-    HugePagesMissing,
-    make_huge_file,
-    pages_of,
-)
+from cacheengine.memory import HUGE_PAGE_BYTES, HugePagesMissing, make_huge_file, pages_of
 
 logger = logging.getLogger("vllm.warmroute")
 

@@ -1,6 +1,6 @@
 """What vLLM loads: the engine as an out-of-tree ``OffloadingSpec``.
 
-Named to vLLM by ``--kv-transfer-config`` (see ``cacheengine.launch``):
+Named to vLLM by ``--kv-transfer-config`` (see ``cacheengine.launch.launch``):
 ``{"kv_connector": "OffloadingConnector", "kv_connector_extra_config":
 {"spec_name": "WarmrouteSpec", "spec_module_path": "cacheengine.connector.spec",
 "block_size": <chunk tokens>}}``. The rest comes from LMCache's configuration.
@@ -27,20 +27,18 @@ from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from cacheengine.agent import Agent, AgentIdentity
-from cacheengine.chunk import ChunkLayout
-from cacheengine.config import EngineConfig, load_engine_config
 from cacheengine.connector.attention import check_attention
 from cacheengine.connector.copy_worker import CpuCopyWorker
 from cacheengine.connector.manager import WarmrouteManager
 from cacheengine.connector.orphan import end_with_parent
 from cacheengine.connector.region import PoolRegion
 from cacheengine.engine import CacheEngine
+from cacheengine.identity import ChunkLayout, weights_identity
 from cacheengine.launch import ReplicaSettings
-from cacheengine.pool import Pool
-from cacheengine.tiers.serde.configured import lossy_name
-from cacheengine.transfer.server import TransferServer
-from cacheengine.transfer.stats import TransferMeter
-from cacheengine.weights import weights_identity
+from cacheengine.memory import Pool
+from cacheengine.settings import EngineConfig, load_engine_config
+from cacheengine.tiers import lossy_name
+from cacheengine.transfer import TransferMeter, TransferServer
 
 logger = logging.getLogger("vllm.warmroute")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from cacheengine.engine import CacheEngine
-from cacheengine.promotion import Promotion
+from cacheengine.residency import Promotion
 
 _PIN_S: Final = 10.0
 """How long a chunk that was read for a transfer is kept for it, if it never comes to be sent."""

@@ -4,10 +4,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cacheengine.chunk import ChunkLayout
-from cacheengine.config import EngineConfig
-from cacheengine.engine import CacheEngine
-from cacheengine.pool import Pool
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.identity.layout import ChunkLayout
+from cacheengine.memory.pool import Pool
+from cacheengine.settings.settings import EngineConfig
 from cacheengine.tiers.base import LocalTier, SharedTier
 
 CHUNK_BYTES = 8192

@@ -12,9 +12,9 @@ import pytest
 
 from cacheengine import wire
 from cacheengine.agent import Agent, AgentIdentity
-from cacheengine.config import EngineConfig
 from cacheengine.keys import HashScheme, chunk_keys, key64
-from cacheengine.stats import EngineStats, TierStats
+from cacheengine.record.stats import EngineStats, TierStats
+from cacheengine.settings.settings import EngineConfig
 from cacheengine.transfer.stats import TransferStats
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys, layout, wait_until
 from tests.cacheengine.conftest import MakeBench

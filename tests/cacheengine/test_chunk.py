@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cacheengine.chunk import ChunkLayout
-from cacheengine.weights import weights_identity
+from cacheengine.identity.layout import ChunkLayout
+from cacheengine.identity.weights import weights_identity
 from tests.cacheengine.building import layout
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine import config_keys
-from cacheengine.config import _PARSERS, ConfigError, EngineConfig, load_engine_config
+from cacheengine.settings import lmcache_keys
+from cacheengine.settings.settings import _PARSERS, ConfigError, EngineConfig, load_engine_config
 
 # The keys in LMCache's documentation ("Configuring LMCache").
 _DOCUMENTED = """
@@ -88,21 +88,21 @@ def test_the_file_is_named_by_the_environment_and_overridden_by_it(tmp_path: Pat
 
 
 def test_every_documented_key_is_known() -> None:
-    known = {*_PARSERS, *config_keys.ALIASES, *config_keys.REFUSED, *config_keys.INERT}
+    known = {*_PARSERS, *lmcache_keys.ALIASES, *lmcache_keys.REFUSED, *lmcache_keys.INERT}
     assert set(_DOCUMENTED.split()) <= known
 
 
 def test_every_key_is_in_one_place_only() -> None:
-    keys = [*_PARSERS, *config_keys.REFUSED, *config_keys.INERT, *config_keys.ALIASES]
+    keys = [*_PARSERS, *lmcache_keys.REFUSED, *lmcache_keys.INERT, *lmcache_keys.ALIASES]
     assert len(keys) == len(set(keys))
-    assert set(config_keys.ALIASES.values()) <= set(keys) - set(config_keys.ALIASES)
+    assert set(lmcache_keys.ALIASES.values()) <= set(keys) - set(lmcache_keys.ALIASES)
 
 
 def test_every_setting_has_a_parser() -> None:
     assert {field.name for field in dataclasses.fields(EngineConfig)} - {"source"} == set(_PARSERS)
 
 
-@pytest.mark.parametrize("key", [*sorted(config_keys.INERT), "extra_config"])
+@pytest.mark.parametrize("key", [*sorted(lmcache_keys.INERT), "extra_config"])
 def test_a_key_without_effect_warns_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
 ) -> None:
@@ -120,9 +120,9 @@ def test_a_switch_that_is_off_does_not_warn(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("key", sorted(config_keys.REFUSED))
+@pytest.mark.parametrize("key", sorted(lmcache_keys.REFUSED))
 def test_a_key_that_asks_for_what_is_not_there_is_an_error(tmp_path: Path, key: str) -> None:
-    harmless, _ = config_keys.REFUSED[key]
+    harmless, _ = lmcache_keys.REFUSED[key]
     for value in harmless:
         _load(tmp_path, f"{key}: {value}")
     _load(tmp_path, f"{key}: null")

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from cacheengine.address import join_host_port, split_host_port
-from cacheengine.cli import replica
-from cacheengine.config import ConfigError, EngineConfig, load_engine_config
+from cacheengine.launch.cli import replica
+from cacheengine.settings.settings import ConfigError, EngineConfig, load_engine_config
 
 
 def load(tmp_path: Path, text: str) -> EngineConfig:

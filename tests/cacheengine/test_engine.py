@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.engine import Presence
+from cacheengine.engine.engine import Presence
 from tests.cacheengine.building import config, key, keys
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier
@@ -188,8 +188,8 @@ def test_statistics_say_what_happened(make_bench: MakeBench) -> None:
 
 
 def test_pool_and_layout_must_agree(make_bench: MakeBench) -> None:
-    from cacheengine.engine import CacheEngine
-    from cacheengine.pool import Pool
+    from cacheengine.engine.engine import CacheEngine
+    from cacheengine.memory.pool import Pool
     from tests.cacheengine.building import layout
 
     with pytest.raises(ValueError, match="slots have 100 bytes"):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.chunk import ChunkLayout
-from cacheengine.config import ConfigError, EngineConfig
-from cacheengine.engine import CacheEngine, Presence
-from cacheengine.pool import Pool
-from cacheengine.tiers.disk import DiskTier
+from cacheengine.engine.engine import CacheEngine, Presence
+from cacheengine.identity.layout import ChunkLayout
+from cacheengine.memory.pool import Pool
+from cacheengine.settings.settings import ConfigError, EngineConfig
+from cacheengine.tiers.disk.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, config, key, keys, layout
 from tests.cacheengine.conftest import MakeBench
 

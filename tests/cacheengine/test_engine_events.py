@@ -1,6 +1,6 @@
 """What followers of the engine are told: replaying events gives the snapshot."""
 
-from cacheengine.engine import CacheEngine
+from cacheengine.engine.engine import CacheEngine
 from cacheengine.keys import key64
 from cacheengine.wire import EventBatch, unpack_keys
 from tests.cacheengine.building import keys

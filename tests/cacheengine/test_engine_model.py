@@ -21,9 +21,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from cacheengine.engine import CacheEngine, Presence, Promotion
-from cacheengine.pool import Pool
-from cacheengine.remote_index import RemoteIndex
+from cacheengine.engine.engine import CacheEngine, Presence, Promotion
+from cacheengine.memory.pool import Pool
+from cacheengine.residency.shared_index import RemoteIndex
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
 from tests.cacheengine.building import CHUNK_BYTES, FakeClock, config, key, layout, payload
 from tests.cacheengine.scripted_tier import Scripted, ScriptedRemote, ScriptedTier

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cacheengine.engine import Presence
-from cacheengine.io_threads import IoThreads
+from cacheengine.engine.engine import Presence
+from cacheengine.engine.io_threads import IoThreads
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.wire import unpack_keys
 from tests.cacheengine.building import Bench, config, key, keys, payload, wait_until
@@ -323,7 +323,7 @@ def test_closing_ends_what_hangs_in_the_remote(
     make_bench: MakeBench, remote: ScriptedRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closing the tier makes its calls fail; until then they may write into the pool."""
-    monkeypatch.setattr("cacheengine.engine._END_S", 1.0)
+    monkeypatch.setattr("cacheengine.engine.engine._END_S", 1.0)
     bench = make_bench(4, remote=remote)
     remote.gets.clear()
     _put_by_others(remote, 1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cacheengine.eviction import POLICY_NAMES, make_policy
+from cacheengine.residency.eviction import POLICY_NAMES, make_policy
 from tests.cacheengine.building import key, keys
 
 

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cacheengine.eviction import Arc, make_policy
-from cacheengine.index import CpuIndex, State
+from cacheengine.residency.eviction import Arc, make_policy
+from cacheengine.residency.pool_index import CpuIndex, State
 from tests.cacheengine.building import key, keys
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.config import load_engine_config
-from cacheengine.hugepages import (
+from cacheengine.memory.hugepages import (
     HUGE_PAGE_BYTES,
     HugePages,
     HugePagesMissing,
@@ -18,6 +17,7 @@ from cacheengine.hugepages import (
     make_huge_file,
     pages_of,
 )
+from cacheengine.settings.settings import load_engine_config
 from tests.huge_pages import counts, free_huge_pages, set_free_huge_pages, set_total_huge_pages
 
 

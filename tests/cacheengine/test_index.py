@@ -2,8 +2,8 @@
 
 import pytest
 
-from cacheengine.eviction import make_policy
-from cacheengine.index import CpuIndex, State
+from cacheengine.residency.eviction import make_policy
+from cacheengine.residency.pool_index import CpuIndex, State
 from tests.cacheengine.building import key, keys
 
 

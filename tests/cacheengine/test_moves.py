@@ -13,8 +13,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from cacheengine import wire
-from cacheengine.agent import moves as moving
-from cacheengine.engine import Presence
+from cacheengine.agent.moves import moves as moving
+from cacheengine.engine.engine import Presence
 from cacheengine.keys import HashScheme, chunk_keys
 from cacheengine.tiers.base import PutOutcome
 from cacheengine.transfer import fetch as fetching

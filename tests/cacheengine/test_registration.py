@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer, unused_port
 from cacheengine import wire
 from cacheengine.agent import Agent
 from cacheengine.agent.registration import Registrar
-from cacheengine.config import EngineConfig
+from cacheengine.settings.settings import EngineConfig
 from tests.cacheengine.building import wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.whole_replica import identity

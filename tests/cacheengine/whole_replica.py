@@ -3,7 +3,7 @@
 import dataclasses
 
 from cacheengine.agent import Agent, AgentIdentity
-from cacheengine.config import EngineConfig
+from cacheengine.settings.settings import EngineConfig
 from cacheengine.transfer.server import TransferServer
 from cacheengine.transfer.stats import TransferMeter
 from tests.cacheengine.building import CHUNK_BYTES, Bench

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bench.replica.model import make_model
-from cacheengine.launch import free_ports
-from router.processes import ProcessGroup
+from cacheengine.launch.launch import free_ports
+from router.launch.processes import ProcessGroup
 from tests.e2e.serving import Replica, Router, start_together
 
 

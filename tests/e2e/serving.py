@@ -22,8 +22,8 @@ from bench.replica.local import (
 )
 from bench.replica.tiers import ReplicaTiers, call, wait_until
 from cacheengine.keys import HashScheme, chunk_keys
-from cacheengine.launch import free_ports
-from router.processes import ProcessGroup
+from cacheengine.launch.launch import free_ports
+from router.launch.processes import ProcessGroup
 
 MODEL = "m"
 MAX_MODEL_TOKENS = 4096

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from bench.replica.tiers import call
-from router.processes import ProcessGroup
+from router.launch.processes import ProcessGroup
 from tests.e2e.serving import (
     CHUNK_TOKENS,
     Replica,

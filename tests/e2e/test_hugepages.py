@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.replica.tiers import wait_until
-from router.processes import ProcessGroup
+from router.launch.processes import ProcessGroup
 from tests.e2e.serving import (
     CHUNK_TOKENS,
     Replica,

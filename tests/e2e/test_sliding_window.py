@@ -13,7 +13,7 @@ import pytest
 
 from bench.replica.tiers import call, wait_until
 from cacheengine.keys import HashScheme, chunk_keys
-from router.processes import ChildDied, ProcessGroup
+from router.launch.processes import ChildDied, ProcessGroup
 from tests.e2e.serving import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,

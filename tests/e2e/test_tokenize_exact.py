@@ -6,8 +6,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.tokens import PromptReader, Trust
-from router.upstream import client_session
+from router.prompt.reader import PromptReader, Trust
+from router.proxy.upstream import client_session
 
 pytestmark = pytest.mark.vllm
 

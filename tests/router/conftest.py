@@ -12,8 +12,8 @@ from aiohttp import web
 from blockbuster import blockbuster_ctx
 
 from router.app import PARTS, Parts, create_app
-from router.config import ReplicaConfig, RouterConfig, TimeoutsConfig
-from router.records import RequestRecord
+from router.config.settings import ReplicaConfig, RouterConfig, TimeoutsConfig
+from router.record.records import RequestRecord
 from tests.cacheengine.conftest import make_bench  # noqa: F401  (a fixture)
 from tests.router.scripted import Scripted, scripted
 

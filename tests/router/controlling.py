@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 from blockbuster import blockbuster_ctx
 
-from router.controller import Controller
-from router.controller_registry import Configured
-from router.upstream import client_session
+from router.controller.controller import Controller
+from router.controller.registry import Configured
+from router.proxy.upstream import client_session
 from tests.router.agent_server import serving
 from tests.router.control_agent import CHUNK_TOKENS, ControlAgent
 

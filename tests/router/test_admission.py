@@ -14,14 +14,20 @@ from hypothesis import strategies as st
 
 from cacheengine.keys import key64
 from cacheengine.wire import Snapshot, pack_keys
-from router.admission import Admitted, Gate, Waiting
-from router.config import AdmissionConfig, PolicyName, RatesConfig, ReplicaConfig, RouterConfig
-from router.costs import Part
-from router.errors import NoReplica, RateLimited
-from router.fleet import Fleet
-from router.policy import Decision
-from router.promised import Promised
-from router.waiting_line import Entry
+from router.admission.gate import Admitted, Gate, Waiting
+from router.admission.queue import Entry
+from router.config.errors import NoReplica, RateLimited
+from router.config.settings import (
+    AdmissionConfig,
+    PolicyName,
+    RatesConfig,
+    ReplicaConfig,
+    RouterConfig,
+)
+from router.fleet.fleet import Fleet
+from router.fleet.policy import Decision
+from router.latency.reserved_work import Promised
+from router.latency.ttft_model import Part
 from tests.router.prompts_given import GivenPrompt, text, tokens
 from tests.router.test_fleet import chunks, info
 

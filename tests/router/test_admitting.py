@@ -13,14 +13,14 @@ import anthropic
 import openai
 import pytest
 
-from router.admission import Gate
-from router.admitting import Admission
-from router.config import AdmissionConfig, RatesConfig, ReplicaConfig, TimeoutsConfig
-from router.errors import Overloaded
-from router.fleet import Fleet as FleetState
-from router.policy import Decision
-from router.promised import Promised
-from router.records import Outcome
+from router.admission.async_gate import Admission
+from router.admission.gate import Gate
+from router.config.errors import Overloaded
+from router.config.settings import AdmissionConfig, RatesConfig, ReplicaConfig, TimeoutsConfig
+from router.fleet.fleet import Fleet as FleetState
+from router.fleet.policy import Decision
+from router.latency.reserved_work import Promised
+from router.record.records import Outcome
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.prompts_given import tokens
 from tests.router.scripted import (

@@ -5,7 +5,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.config import ReplicaConfig
+from router.config.settings import ReplicaConfig
 from tests.router.conftest import Fleet
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from router.config import RouterConfig, load_router_config
-from router.errors import ConfigError
+from router.config.errors import ConfigError
+from router.config.settings import RouterConfig, load_router_config
 
 ONE = "replicas: [{url: 'http://a:1'}]\n"
 

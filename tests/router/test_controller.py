@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from cacheengine import wire
-from router.controller_api import UNSUPPORTED
-from router.controller_events import MAX_EVENTS
-from router.controller_registry import Configured
+from router.controller.api import UNSUPPORTED
+from router.controller.events import MAX_EVENTS
+from router.controller.registry import Configured
 from tests.router.agent_server import serving
 from tests.router.control_agent import CHUNK_TOKENS, ControlAgent
 from tests.router.controlling import TOKENS, Controlled, controlled, with_agents
@@ -357,7 +357,7 @@ async def test_an_agent_that_is_silent_is_not_waited_for(
 ) -> None:
     # Long enough for the other agent, which answers, on a machine that stands still for a moment.
     for name in ("_ANSWER_S", "_CLEAR_S", "_MOVE_S"):
-        monkeypatch.setattr(f"router.agent_client.{name}", 1.0)
+        monkeypatch.setattr(f"router.staging.agent_client.{name}", 1.0)
     one.silent = True
     pin = {"tokens": TOKENS, "instance_id": "one", "location": CPU}
     answer = await control.ok("/health", {"instance_id": "one"})
@@ -542,7 +542,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
     control: Controlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or 128 such clients would keep all others out."""
-    monkeypatch.setattr("router.controller_calls.BODY_S", 0.05)
+    monkeypatch.setattr("router.controller.calls.BODY_S", 0.05)
     url = urlsplit(control.url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     writer.write(b"POST /lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")

@@ -1,7 +1,7 @@
 """The controller's memory of what it was asked to do."""
 
 from cacheengine.wire import MoveStatus
-from router.controller_events import Event, Events, Move, new_event_id
+from router.controller.events import Event, Events, Move, new_event_id
 
 STATUS = MoveStatus(event_id="x", state="done", asked_chunks=1, arrived_chunks=1, moved_bytes=1)
 MOVE = Move(destination="b", agent_url="http://b", agent_event_id="x", chunk_tokens=64)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from router.controller import MAX_REQUESTS
-from router.controller_registry import Configured
+from router.controller.controller import MAX_REQUESTS
+from router.controller.registry import Configured
 from tests.router.agent_server import until
 from tests.router.control_agent import ControlAgent
 from tests.router.controlling import TOKENS, Controlled, controlled, with_agents

@@ -3,13 +3,13 @@
 import pytest
 
 from cacheengine.wire import Heartbeat, Registration
-from router.controller_registry import (
+from router.config.addresses import is_same_url
+from router.controller.registry import (
     MISSED_HEARTBEATS,
     Configured,
     NameTaken,
     Registry,
     RegistryFull,
-    is_same_url,
 )
 
 

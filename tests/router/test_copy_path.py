@@ -10,9 +10,9 @@ from typing import Any, Final
 import aiohttp
 import pytest
 
-from router.config import PrefetchConfig, RatesConfig, ReplicaConfig
-from router.records import Outcome
-from router.replica import Tier
+from router.config.settings import PrefetchConfig, RatesConfig, ReplicaConfig
+from router.record.records import Outcome
+from router.residency.tiers import Tier
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.whole_replica import WholeReplica

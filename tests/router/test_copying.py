@@ -12,13 +12,13 @@ import pytest
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
-from router import copying
-from router.agent_client import AgentClient
-from router.config import PrefetchConfig
-from router.copying import MAX_UNDER_WAY, Copier, CopyOutcome
-from router.costs import Part, Work
-from router.policy import Decision, KvCopy, Plan, Reason
-from router.prefetch import Timing
+from router.config.settings import PrefetchConfig
+from router.fleet.policy import Decision, KvCopy, Plan, Reason
+from router.latency.ttft_model import Part, Work
+from router.staging import peer_copy
+from router.staging.agent_client import AgentClient
+from router.staging.peer_copy import MAX_UNDER_WAY, Copier, CopyOutcome
+from router.staging.prefetch import Timing
 from tests.cacheengine.building import CHUNK_BYTES, config
 from tests.cacheengine.conftest import MakeBench
 from tests.router.agent_server import until
@@ -224,7 +224,7 @@ async def test_a_source_that_hangs_is_left_alone(
 ) -> None:
     gate = threading.Event()
     monkeypatch.setattr(protocol, "send_chunk", lambda *args: gate.wait())
-    monkeypatch.setattr(copying, "_STALL_S", 0.2)
+    monkeypatch.setattr(peer_copy, "_STALL_S", 0.2)
     assert (await run(copier, decision(gain_s=0.0))).timing is Timing.LATE
     await until(lambda: told.failed == ["one"])
     gate.set()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import RatesConfig
-from router.costs import Part, Rates, Work
+from router.config.settings import RatesConfig
+from router.latency.ttft_model import Part, Rates, Work
 
 CONFIG = RatesConfig(
     prefill_tokens_per_s=1000.0,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from router.agent_client import AgentClient
-from router.config import PrefetchConfig, RouterConfig
-from router.costs import Work
-from router.early import EarlyPrefetch
-from router.policy import Decision, Plan, Reason
-from router.prefetch import Prefetcher
-from router.replica import Tier
+from router.config.settings import PrefetchConfig, RouterConfig
+from router.fleet.policy import Decision, Plan, Reason
+from router.latency.ttft_model import Work
+from router.residency.tiers import Tier
+from router.staging.agent_client import AgentClient
+from router.staging.early_prefetch import EarlyPrefetch
+from router.staging.prefetch import Prefetcher
 from tests.cacheengine.building import Bench, FakeClock, config
 from tests.cacheengine.conftest import MakeBench
 from tests.router.agent_server import until

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.encoder import Encoder
-from router.memo import Memo
+from router.prompt.tokenizer.encoder import Encoder
+from router.prompt.tokenizer.token_cache import Memo
 from tests.router.tokenizer_makers import KINDS, SPECIALS, TEXT, texts
 
 WORDS = sorted({word for line in TEXT for word in line.split()})

@@ -10,14 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 from router.cli import main
-from router.config import PolicyName
-from router.costs import Part, Work
+from router.config.settings import PolicyName
 from router.explain import table
 from router.explanation import SHOWN, explanation, seconds_text, why
-from router.fleet import Fleet
-from router.policy import Reason
-from router.promised import Promised
-from router.replica import Tier
+from router.fleet.fleet import Fleet
+from router.fleet.policy import Reason
+from router.latency.reserved_work import Promised
+from router.latency.ttft_model import Part, Work
+from router.residency.tiers import Tier
 from tests.router.conftest import Fleet as Running
 from tests.router.prompts_given import GivenPrompt, tokens
 from tests.router.scripted import chat_events, stream

@@ -12,12 +12,12 @@ import zmq.asyncio
 from aiohttp import web
 
 from cacheengine.keys import HashScheme, chunk_keys, key64
-from router.agent_client import AgentClient, AgentError, HistoryGone
-from router.config import ReplicaConfig, RouterConfig
-from router.feeds import Feeds
-from router.fleet import Fleet
-from router.prefix_index import keys64
-from router.replica import Tier
+from router.config.settings import ReplicaConfig, RouterConfig
+from router.feeds.replica_feed import Feeds
+from router.fleet.fleet import Fleet
+from router.residency.prefix_index import keys64
+from router.residency.tiers import Tier
+from router.staging.agent_client import AgentClient, AgentError, HistoryGone
 from tests.router.agent_server import AgentServer, serving, until
 from tests.router.kv_publisher import KvPublisher, publisher, removed, stored
 from tests.router.prompts_given import tokens
@@ -79,7 +79,7 @@ async def test_changes_follow_the_snapshot() -> None:
 async def test_changes_soon_after_others_are_asked_for_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.feeds._POLL_GAP_S", 0.5)
+    monkeypatch.setattr("router.feeds.replica_feed._POLL_GAP_S", 0.5)
     agent = AgentServer()
     async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
         await agent.change("cpu", True, CHUNKS[:1])

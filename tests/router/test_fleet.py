@@ -7,7 +7,8 @@ import pytest
 
 from cacheengine.keys import DEFAULT_SEED, HashScheme, chunk_keys, key64
 from cacheengine.wire import EventBatch, InstanceInfo, KeyEvent, Snapshot, TierInfo, pack_keys
-from router.config import (
+from router.config.errors import NoReplica, UnknownModel
+from router.config.settings import (
     IndexConfig,
     PolicyName,
     RatesConfig,
@@ -15,13 +16,13 @@ from router.config import (
     RouterConfig,
     SessionConfig,
 )
-from router.costs import Part
-from router.errors import NoReplica, UnknownModel
-from router.fleet import Fleet
-from router.kv_events import BlocksRemoved, BlocksStored, FirstBlocks, GpuCleared, KvBatch
-from router.policy import Decision, Reason
-from router.prefix_index import keys64
-from router.replica import State, Tier
+from router.fleet.fleet import Fleet
+from router.fleet.policy import Decision, Reason
+from router.fleet.replica import State
+from router.latency.ttft_model import Part
+from router.residency.kv_events import BlocksRemoved, BlocksStored, FirstBlocks, GpuCleared, KvBatch
+from router.residency.prefix_index import keys64
+from router.residency.tiers import Tier
 from tests.router.prompts_given import GivenPrompt, text, tokens
 
 SCHEME = HashScheme()

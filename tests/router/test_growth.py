@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from router.fleet import Fleet
-from router.growth import RecentWork, SessionLengths
-from router.judgment import DEFAULT, Judgment
-from router.replica import Tier
+from router.config.judgment import DEFAULT, Judgment
+from router.fleet.fleet import Fleet
+from router.latency.session_load import RecentWork, SessionLengths
+from router.residency.tiers import Tier
 from tests.router.prompts_given import GivenPrompt, tokens
 from tests.router.test_explanation import sentence
 from tests.router.test_fleet import blocks, stored

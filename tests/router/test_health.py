@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 import aiohttp
 import pytest
 
-from router.config import ReplicaConfig, TimeoutsConfig
-from router.health import HealthMonitor, Listener
-from router.prompt_source import ServedModel
-from router.records import Cause
-from router.upstream import client_session
+from router.config.settings import ReplicaConfig, TimeoutsConfig
+from router.feeds.health import HealthMonitor, Listener
+from router.prompt.readers import ServedModel
+from router.proxy.upstream import client_session
+from router.record.records import Cause
 from tests.router.conftest import Wait
 from tests.router.scripted import scripted
 

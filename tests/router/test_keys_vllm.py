@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 
 from cacheengine.keys import ALGORITHMS, HashScheme, key64, prompt_extra_keys
-from router.health import served_models
-from router.kv_events import BlocksStored, FirstBlocks, KvEventReader, explains, find_shape
-from router.tokens import PromptReader
+from router.feeds.health import served_models
+from router.prompt.reader import PromptReader
+from router.residency.kv_events import (
+    BlocksStored,
+    FirstBlocks,
+    KvEventReader,
+    explains,
+    find_shape,
+)
 from tests.router.test_media import image
 
 pytestmark = [

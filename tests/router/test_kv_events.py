@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from cacheengine.keys import HashScheme, key64, prompt_extra_keys
-from router.kv_events import (
+from router.residency.kv_events import (
     Arrival,
     BadEvents,
     BlocksRemoved,
@@ -19,7 +19,7 @@ from router.kv_events import (
     find_shape,
     tier_of,
 )
-from router.replica import Tier
+from router.residency.tiers import Tier
 from tests.router.kv_publisher import payload, removed, stored
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
-from router.kv_events import BadEvents, BlocksStored, KvBatch, KvEventReader
-from router.kv_subscriber import KvEndpoints, KvSubscriber
+from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
+from router.residency.kv_events import BadEvents, BlocksStored, KvBatch, KvEventReader
 from tests.router.kv_publisher import KvPublisher, payload, publisher, stored
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cacheengine.keys import HashScheme
-from router import media
-from router.tokens import Prompt, PromptReader
+from router.prompt import media
+from router.prompt.reader import Prompt, PromptReader
 from tests.router.chat_shapes import TEMPLATES
 from tests.router.test_encoder import LONG
 from tests.router.tokenizer_makers import llama3, write_model

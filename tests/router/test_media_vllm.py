@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from router.tokens import PromptReader
+from router.prompt.reader import PromptReader
 from tests.router.chat_shapes import TEMPLATES
 from tests.router.test_encoder import LONG
 from tests.router.test_tokens_vllm import Oracle

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheengine.keys import HashScheme, prompt_extra_keys
-from router.memo import Memo, Piece
+from router.prompt.tokenizer.token_cache import Memo, Piece
 
 SCHEME = HashScheme("xxhash")
 

@@ -6,13 +6,19 @@ from typing import Any
 import pytest
 
 from cacheengine.wire import InstanceInfo, TierInfo
-from router import placement
-from router.config import PolicyName, PrefetchConfig, RatesConfig, ReplicaConfig, RouterConfig
-from router.costs import Part
-from router.fleet import Fleet
-from router.judgment import DEFAULT, Judgment
-from router.policy import Decision
-from router.replica import Tier
+from router.config.judgment import DEFAULT, Judgment
+from router.config.settings import (
+    PolicyName,
+    PrefetchConfig,
+    RatesConfig,
+    ReplicaConfig,
+    RouterConfig,
+)
+from router.fleet import placement
+from router.fleet.fleet import Fleet
+from router.fleet.policy import Decision
+from router.latency.ttft_model import Part
+from router.residency.tiers import Tier
 from tests.router.prompts_given import GivenPrompt, tokens
 from tests.router.test_fleet import BLOCK, CHUNK, blocks, chunks, info, snapshot, stored
 

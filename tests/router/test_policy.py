@@ -3,8 +3,8 @@
 import pytest
 import xxhash
 
-from router.judgment import DEFAULT
-from router.policy import (
+from router.config.judgment import DEFAULT
+from router.fleet.policy import (
     POLICIES,
     CandidateCost,
     Question,

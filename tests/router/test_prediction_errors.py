@@ -4,7 +4,7 @@ from dataclasses import astuple
 
 import pytest
 
-from router.prediction_errors import KEPT, PredictionErrors
+from router.latency.prediction_errors import KEPT, PredictionErrors
 
 
 def test_nothing_is_said_of_no_answers() -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from router.config import RatesConfig, ReplicaConfig, RouterConfig
-from router.costs import Part
-from router.fleet import Fleet
-from router.prediction_errors import ErrorFigures
-from router.ticket import Ticket
+from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
+from router.fleet.fleet import Fleet
+from router.fleet.in_flight import Ticket
+from router.latency.prediction_errors import ErrorFigures
+from router.latency.ttft_model import Part
 from tests.router.prompts_given import tokens
 
 TOKENS_PER_S, BASE_S, DECODE_SLOWDOWN = 1000.0, 0.02, 0.03

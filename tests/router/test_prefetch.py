@@ -8,12 +8,12 @@ import pytest
 from aiohttp import web
 
 from cacheengine.wire import PrefetchReply
-from router.agent_client import AgentClient
-from router.config import PrefetchConfig, RatesConfig, ReplicaConfig
-from router.costs import Work
-from router.policy import Decision, Plan, Reason
-from router.prefetch import Prefetcher, PrefetchOutcome
-from router.replica import Replica
+from router.config.settings import PrefetchConfig, RatesConfig, ReplicaConfig
+from router.fleet.policy import Decision, Plan, Reason
+from router.fleet.replica import Replica
+from router.latency.ttft_model import Work
+from router.staging.agent_client import AgentClient
+from router.staging.prefetch import Prefetcher, PrefetchOutcome
 from tests.router.agent_server import AgentServer, serving
 
 KEYS = (bytes(range(32)), bytes(range(1, 33)), bytes(range(2, 34)))

@@ -21,8 +21,8 @@ from cacheengine.wire import (
     TierInfo,
     pack_keys,
 )
-from router.config import PrefetchConfig, ReplicaConfig
-from router.records import Outcome
+from router.config.settings import PrefetchConfig, ReplicaConfig
+from router.record.records import Outcome
 from tests.router.conftest import Fleet, Running
 from tests.router.scripted import json_answer
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prefill_line import PrefillLine
+from router.latency.prefill_queue import PrefillLine
 
 
 def test_a_line_queues_one_prefill_behind_another() -> None:

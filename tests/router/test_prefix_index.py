@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cacheengine.keys import HashScheme, key64
-from router.holders import Depth, slots
-from router.matches import LOWER_TIERS, ChunkRun, Match
-from router.prefix_index import Claim, PrefixIndex, keys64
-from router.replica import Tier
+from router.residency.matches import LOWER_TIERS, ChunkRun, Match
+from router.residency.prefix_index import Claim, PrefixIndex, keys64
+from router.residency.replica_sets import Depth, slots
+from router.residency.tiers import Tier
 
 CHAIN = list(range(100, 124))
 KEYS = st.lists(st.sampled_from(CHAIN), max_size=8)

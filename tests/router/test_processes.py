@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.processes import ChildDied, ChildFailed, NotReady, ProcessGroup, Progress, tail
+from router.launch.processes import ChildDied, ChildFailed, NotReady, ProcessGroup, Progress, tail
 
 SERVER = """
 import http.server, sys
@@ -175,7 +175,7 @@ def test_a_signal_to_the_supervisor_ends_all(tmp_path: Path, number: signal.Sign
         f"""
         import sys
         from pathlib import Path
-        from router.processes import ProcessGroup
+        from router.launch.processes import ProcessGroup
         try:
             with ProcessGroup() as group:
                 for name in "ab":

@@ -10,8 +10,8 @@ import openai
 import pytest
 from aiohttp import web
 
-from router.config import ReplicaConfig, TimeoutsConfig
-from router.records import Cause, Outcome
+from router.config.settings import ReplicaConfig, TimeoutsConfig
+from router.record.records import Cause, Outcome
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.scripted import (
     CHAT_ANSWER,

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from router.reading_turns import ReadingTurns
+from router.prompt.tokenizer.reading_turns import ReadingTurns
 
 
 class Readers:

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from router.metrics import Metrics, ReplicaGauges
-from router.prediction_errors import PredictionErrors
-from router.records import Cause, Exchange, FailedTry, Outcome, RequestRecord, log_record
+from router.latency.prediction_errors import PredictionErrors
+from router.record.metrics import Metrics, ReplicaGauges
+from router.record.records import Cause, Exchange, FailedTry, Outcome, RequestRecord, log_record
 
 
 def ended(**known: object) -> RequestRecord:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.rhythm import Expected, Rhythms
+from router.fleet.rhythm import Expected, Rhythms
 
 
 def after(pauses_s: Sequence[float], answer_s: float = 5.0) -> Expected | None:

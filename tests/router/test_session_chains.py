@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.session_chains import SessionChains
+from router.staging.session_chains import SessionChains
 
 KEYS = [bytes([n]) * 32 for n in range(4)]
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.sessions import Sessions
+from router.fleet.sessions import Sessions
 
 
 def test_a_new_session_is_at_home_where_it_goes_first() -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from router.accept import parse
-from router.bindings import Bindings
-from router.prompt_source import local_model
+from router.prompt.readers import local_model
+from router.proxy.request import parse
+from router.proxy.response_owners import Bindings
 
 
 def test_a_binding_is_found_until_others_crowd_it_out() -> None:

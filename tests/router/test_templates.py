@@ -6,7 +6,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from router.templates import ChatTemplate, TemplateRefused
+from router.prompt.templates import ChatTemplate, TemplateRefused
 from tests.router.chat_shapes import TEMPLATES
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}

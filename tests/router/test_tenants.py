@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheengine.keys import DEFAULT_SEED, HashScheme, key64
-from router.config import ReplicaConfig, RouterConfig
-from router.fleet import Fleet
-from router.kv_events import BlocksStored, FirstBlocks, KvBatch
-from router.replica import KeyShape, Replica, Tier
-from router.tokens import Prompt, PromptReader
+from router.config.settings import ReplicaConfig, RouterConfig
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica
+from router.prompt.reader import Prompt, PromptReader
+from router.residency.kv_events import BlocksStored, FirstBlocks, KvBatch
+from router.residency.tiers import KeyShape, Tier
 from tests.router.test_encoder import LONG
 from tests.router.test_media import VISION, image
 from tests.router.tokenizer_makers import llama3, write_model

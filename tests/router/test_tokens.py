@@ -14,9 +14,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from cacheengine.keys import HashScheme, prompt_extra_keys
-from router.errors import BadRequest, ConfigError
-from router.tokens import TEXT_PIECE_CHARS, Prompt, PromptReader, Trust
-from router.upstream import client_session
+from router.config.errors import BadRequest, ConfigError
+from router.prompt.reader import TEXT_PIECE_CHARS, Prompt, PromptReader, Trust
+from router.proxy.upstream import client_session
 from tests.router.chat_shapes import CALL, TEMPLATES, USER, WEATHER
 from tests.router.test_encoder import LONG
 from tests.router.tokenizer_makers import gpt2, llama3, write_model
@@ -427,7 +427,7 @@ async def test_without_a_tokenizer_there_is_nothing_to_verify(
 
 def test_reading_prompts_needs_no_torch_and_no_transformers() -> None:
     code = (
-        "import sys, router.tokens; "
+        "import sys, router.prompt; "
         "print(sorted({'torch', 'vllm', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from router.tokens import Prompt, PromptReader
+from router.prompt.reader import Prompt, PromptReader
 from tests.router.chat_shapes import (
     ANTHROPIC,
     CHAT_OPTIONS,

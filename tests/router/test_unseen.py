@@ -7,9 +7,10 @@ import pytest
 
 from cacheengine.keys import key64
 from cacheengine.wire import Snapshot, pack_keys
-from router.fleet import Fleet
-from router.replica import Replica, Tier
-from router.ticket import Ticket
+from router.fleet.fleet import Fleet
+from router.fleet.in_flight import Ticket
+from router.fleet.replica import Replica
+from router.residency.tiers import Tier
 from tests.router.prompts_given import GivenPrompt, text, tokens
 from tests.router.test_admission import Driver
 from tests.router.test_admission import make_fleet as make_learned_fleet

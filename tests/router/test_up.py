@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from router.errors import ConfigError
-from router.processes import ChildDied
-from router.up import Fleet, Part, commands_text, load_fleet_file, run
+from router.config.errors import ConfigError
+from router.launch.processes import ChildDied
+from router.launch.up import Fleet, Part, commands_text, load_fleet_file, run
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_it_tells_how_to_use_it_and_ends_on_sigterm(
 ) -> None:
     ports = [unused_tcp_port_factory() for _ in range(2)]
     code = (
-        "import sys; from pathlib import Path; from router.up import Fleet, Part, run\n"
+        "import sys; from pathlib import Path; from router.launch.up import Fleet, Part, run\n"
         "def part(name, port):\n"
         f"    folder = Path({str(tmp_path)!r})\n"
         f"    return Part(name=name, argv=(sys.executable, '-c', {SERVER!r}, str(port)),\n"

@@ -8,9 +8,8 @@ import aiohttp
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from router.config import TimeoutsConfig
-from router.records import Cause
-from router.upstream import (
+from router.config.settings import TimeoutsConfig
+from router.proxy.upstream import (
     AnswerCut,
     TryFailed,
     Upstream,
@@ -18,6 +17,7 @@ from router.upstream import (
     forwarded_headers,
     kept_headers,
 )
+from router.record.records import Cause
 from tests.router.scripted import (
     Scripted,
     cut_before_headers,

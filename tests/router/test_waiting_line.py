@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from router.waiting_line import Entry, WaitingLine
+from router.admission.queue import Entry, WaitingLine
 
 SECONDS = st.floats(min_value=0.01, max_value=100.0)
 AGEING = st.floats(min_value=0.05, max_value=5.0)

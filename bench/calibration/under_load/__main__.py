@@ -48,7 +48,7 @@ from bench.replica.tiers import NotThere
 from bench.simulator.model.machine import Machine
 from bench.simulator.model.rates import Rates, Shape
 from bench.ttft import BenchError, machine
-from router.processes import ChildFailed, ProcessGroup
+from router.launch.processes import ChildFailed, ProcessGroup
 
 SIMULATED: Final = "simulated"
 MODEL: Final = "model"

@@ -12,8 +12,8 @@ from bench.calibration.under_load.workload import Offered
 from bench.record import Record
 from bench.replica.local import ROUTER_READY_TIMEOUT_S, router_command, variant
 from bench.replica.tiers import ReplicaTiers, call, metric, wait_until
-from cacheengine.launch import free_ports
-from router.processes import ProcessGroup
+from cacheengine.launch.launch import free_ports
+from router.launch.processes import ProcessGroup
 
 _ROUTER_CONFIG: Final = Path(__file__).resolve().parents[3] / "configs" / "router.yaml"
 _LEARN_TOKENS: Final = 300

@@ -17,22 +17,22 @@ from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
 from bench.simulator.model.machine import Machine
 from cacheengine.keys import HashScheme
 from cacheengine.wire import InstanceInfo, TierInfo
-from router.admission import Gate
-from router.admitting import Admission
-from router.config import RatesConfig, ReplicaConfig, RouterConfig
-from router.errors import NoReplica, RateLimited
-from router.fleet import Fleet
-from router.judgment import DEFAULT, Judgment
-from router.keyring import PromptKeyring
-from router.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
-from router.policy import Decision
-from router.preparing import Preparer
-from router.promised import Promised
-from router.replica import Tier
+from router.admission.async_gate import Admission
+from router.admission.gate import Gate
+from router.config.errors import NoReplica, RateLimited
+from router.config.judgment import DEFAULT, Judgment
+from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
+from router.fleet.fleet import Fleet
+from router.fleet.policy import Decision
+from router.latency.reserved_work import Promised
+from router.residency.block_hashes import PromptKeyring
+from router.residency.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
+from router.residency.tiers import Tier
+from router.staging.stager import Preparer
 
 _TICK_S: Final = 1.0
 _INFO_EVERY_S: Final = 30.0
-"""As `router.feeds` asks a replica's agent who it is, and how fast its disk was."""
+"""As `router.feeds.replica_feed` asks a replica's agent who it is, and how fast its disk was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class OurRouter:
     # --- requests
 
     async def answer(self, sent: Sent) -> None:
-        """Answer as `router.proxy.Proxy` does: admit, stage, forward, learn."""
+        """Answer as `router.proxy.proxy.Proxy` does: admit, stage, forward, learn."""
         with self._preparer.early.turn(sent.session):
             keyring = PromptKeyring(sent.prompt)
             failed: list[str] = []

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from bench.discrete.rules.rule import ReplicaMetrics
-from router.replica import Tier
+from router.residency.tiers import Tier
 
 
 class InFlight:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.replica import Tier
+from router.residency.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

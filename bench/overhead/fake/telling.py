@@ -19,8 +19,8 @@ from bench.overhead.fake.http import Handler
 from bench.overhead.prompts import MODEL, PATH
 from bench.simulator.api.kv_stream import KvStream
 from cacheengine.keys import HashScheme, key64
-from router.errors import BadRequest
-from router.tokens import PromptReader
+from router.config.errors import BadRequest
+from router.prompt.reader import PromptReader
 
 BLOCK_TOKENS: Final = 16
 """vLLM's default."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from bench.replay.fleet import Fleet
 from bench.ttft import BenchError
-from router.processes import ChildFailed, ProcessGroup, tail
+from router.launch.processes import ChildFailed, ProcessGroup, tail
 
 _READY_S: Final = 60.0
 _POLL_S: Final = 0.1

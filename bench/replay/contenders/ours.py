@@ -8,8 +8,8 @@ from typing import Any, Final
 from bench.replay.contenders.contender import Contender, Launch, fetch
 from bench.replay.fleet import Fleet
 from bench.replica.local import router_command
-from cacheengine.launch import free_ports
-from router.config import (
+from cacheengine.launch.launch import free_ports
+from router.config.settings import (
     AdmissionConfig,
     IndexConfig,
     PrefetchConfig,

@@ -12,7 +12,7 @@ from typing import Final
 from bench.environments import NotInstalled, installed
 from bench.replay.contenders.contender import CannotRun, Contender, Launch, fetch
 from bench.replay.fleet import Fleet
-from cacheengine.launch import free_ports
+from cacheengine.launch.launch import free_ports
 
 PACKAGES: Final = ("sglang-router==0.3.2", "vllm-router==0.1.17")
 NEEDS: Final = ("setproctitle", "fastapi", "uvicorn", "requests", "aiohttp", "orjson")

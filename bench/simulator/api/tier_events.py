@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from bench.simulator.api.prompts import SimPrompt
-from cacheengine.events import KeyEventRecord
 from cacheengine.keys import key64
+from cacheengine.record.events import KeyEventRecord
 
 _MEDIUM: Final = {"cpu": "CPU", "disk": "STORAGE", "remote": "STORAGE"}
 _LOCALITY: Final = {"cpu": "LOCAL", "disk": "LOCAL", "remote": "REMOTE"}

@@ -6,7 +6,7 @@ this machine than all the rest, and its own disk's speed would show.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from cacheengine.io_threads import IoThreads, JobRunner
+from cacheengine.engine.io_threads import IoThreads, JobRunner
 from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
 
 

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from cacheengine.engine import CacheEngine
+from cacheengine.engine.engine import CacheEngine
 from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from bench.aiperf.client import TOKENIZER, Workload, arguments, fill_hub, profile
 from bench.ttft import BenchError
-from router.processes import ProcessGroup
+from router.launch.processes import ProcessGroup
 
 WORKLOAD = Workload(
     conversations=100,

@@ -12,7 +12,7 @@ from bench.calibration.rates import FittedRates, Times, fit
 from bench.calibration.replica import SHAPE, start_simulated
 from bench.calibration.report import Row, as_json, rows, table
 from bench.calibration.target import Asked, Target
-from router.processes import ProcessGroup
+from router.launch.processes import ProcessGroup
 
 BATCHED_TOKENS = 2048
 RATES = FittedRates(

@@ -38,7 +38,7 @@ from bench.simulator.model.machine import Machine
 from bench.simulator.model.rates import Rates
 from bench.ttft import BenchError
 from bench.workloads.session import Span
-from router.processes import ProcessGroup
+from router.launch.processes import ProcessGroup
 
 RATES = Rates(
     step_s=0.008,

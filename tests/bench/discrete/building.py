@@ -13,7 +13,7 @@ from bench.record import Record
 from bench.simulator.model.machine import Machine
 from bench.simulator.model.rates import Rates, Shape
 from bench.workloads.session import Session, Span, Turn
-from router.replica import Tier
+from router.residency.tiers import Tier
 
 BLOCK: Final = 10
 CHUNK: Final = 20

@@ -16,7 +16,7 @@ from bench.discrete.routers.ours import OurRouter, Settings, with_sections
 from bench.record import Record
 from bench.simulator.model.machine import Machine
 from bench.workloads.session import Session, Span, Turn, prompt_tokens
-from router.config import AdmissionConfig, SessionConfig
+from router.config.settings import AdmissionConfig, SessionConfig
 from tests.bench.discrete.building import talk
 
 FLEET: Final = FleetOptions(replicas=8, machine=Machine(cpu_tokens=40_000), noise=0.0)

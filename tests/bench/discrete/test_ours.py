@@ -11,10 +11,10 @@ from bench.discrete.play import FleetOptions
 from bench.discrete.routers.ours import Settings
 from bench.discrete.staging import KV_BYTES_PER_TOKEN
 from bench.workloads.session import Span
-from router.config import RatesConfig
-from router.costs import Part
-from router.policy import Reason
-from router.replica import Tier
+from router.config.settings import RatesConfig
+from router.fleet.policy import Reason
+from router.latency.ttft_model import Part
+from router.residency.tiers import Tier
 from tests.bench.discrete.before_ours import Bench
 from tests.bench.discrete.building import (
     in_model_time,

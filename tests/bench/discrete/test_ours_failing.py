@@ -11,8 +11,8 @@ from bench.discrete.faults import Fault
 from bench.discrete.play import FleetOptions
 from bench.discrete.routers.health import PROBE_S
 from bench.discrete.routers.ours import Settings, with_sections
-from router.config import AdmissionConfig
-from router.replica import State
+from router.config.settings import AdmissionConfig
+from router.fleet.replica import State
 from tests.bench.discrete.before_ours import Bench
 from tests.bench.discrete.building import in_model_time, machine, talk
 

@@ -7,7 +7,7 @@ import pytest
 from bench.discrete.prompts import Conversation
 from bench.discrete.replica import AnswerCut, ModelReplica, ReplicaDown, numbers_of
 from bench.workloads.session import Span
-from router.replica import Tier
+from router.residency.tiers import Tier
 from tests.bench.discrete.building import (
     BLOCK,
     Heard,

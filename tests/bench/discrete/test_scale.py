@@ -1,8 +1,8 @@
 """The bench of the router's decision by the size of the fleet."""
 
 from bench.discrete.scale import _blocks, _prompt, fill_sessions, make_fleet, measure
-from router.keyring import PromptKeyring
-from router.replica import Tier
+from router.residency.block_hashes import PromptKeyring
+from router.residency.tiers import Tier
 
 
 def test_it_measures_and_reports() -> None:

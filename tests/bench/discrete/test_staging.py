@@ -8,7 +8,7 @@ import pytest
 from bench.discrete.replica import ModelReplica
 from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
 from cacheengine.wire import MoveRequest, MoveSource, MoveStatus
-from router.agent_client import AgentError
+from router.staging.agent_client import AgentError
 from tests.bench.discrete.building import CHUNK, in_model_time, machine, prompt, served
 from tests.cacheengine.building import keys
 

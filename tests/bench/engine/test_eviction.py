@@ -7,8 +7,8 @@ import pytest
 
 from bench.engine import eviction
 from bench.ttft import BenchError
-from cacheengine.eviction import POLICY_NAMES, make_policy
-from cacheengine.index import CpuIndex
+from cacheengine.residency.eviction import POLICY_NAMES, make_policy
+from cacheengine.residency.pool_index import CpuIndex
 
 
 def _hits(requests: list[list[int]], slots: int, policy: str = "LRU") -> int:

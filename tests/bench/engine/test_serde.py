@@ -18,7 +18,7 @@ from bench.engine.kv import (
 )
 from bench.engine.serde_effect import Answers, compare
 from bench.ttft import BenchError
-from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.disk.disk import DiskTier
 from cacheengine.tiers.serde.base import Serde
 from cacheengine.tiers.serde.cachegen import CacheGenSerde
 from cacheengine.tiers.serde.naive import NaiveSerde

@@ -27,7 +27,7 @@ from bench.overhead.prompts import MODEL, PATH, body
 from bench.simulator.api.kv_stream import KvStream
 from bench.simulator.api.vocabulary import WORDS, make_tokenizer
 from cacheengine.keys import HashScheme
-from router.kv_events import BlocksStored, FirstBlocks, KvEvent, KvEventReader, find_shape
+from router.residency.kv_events import BlocksStored, FirstBlocks, KvEvent, KvEventReader, find_shape
 from tests.bench.overhead.listening import listening
 
 

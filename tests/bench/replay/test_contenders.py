@@ -11,8 +11,8 @@ from bench.replay.__main__ import _arguments, contenders
 from bench.replay.contenders import ours, peers
 from bench.replay.contenders.contender import CannotRun, Contender, Launch, start
 from bench.replay.fleet import Fleet, FleetOptions, FleetReplica, read_fleet
-from router.config import router_config
-from router.processes import ProcessGroup
+from router.config.settings import router_config
+from router.launch.processes import ProcessGroup
 
 
 def fleet(directory: Path, speed: float = 4.0) -> Fleet:

@@ -9,10 +9,10 @@ from bench.simulator.model.rates import Rates
 from bench.simulator.model.scheduler import ReplicaModel
 from bench.simulator.storage.engine_tiers import EngineTiers
 from bench.simulator.storage.memory_disk import MemoryDisk, threads_for_memory
-from cacheengine.chunk import ChunkLayout
-from cacheengine.config import EngineConfig
-from cacheengine.engine import CacheEngine
-from cacheengine.pool import Pool
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.identity.layout import ChunkLayout
+from cacheengine.memory.pool import Pool
+from cacheengine.settings.settings import EngineConfig
 from tests.bench.simulator.building import BLOCK, CHUNK, keys, model, rates, request, run
 
 

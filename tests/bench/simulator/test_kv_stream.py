@@ -9,7 +9,8 @@ from bench.simulator.api.kv_stream import KvStream, encode_events
 from bench.simulator.api.prompts import Prompts, SimPrompt
 from bench.simulator.model.news import BlockEvent, Cleared, Removed, Stored
 from cacheengine.keys import HashScheme, key64
-from router.kv_events import (
+from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
+from router.residency.kv_events import (
     BlocksRemoved,
     BlocksStored,
     FirstBlocks,
@@ -19,8 +20,7 @@ from router.kv_events import (
     KvEventReader,
     find_shape,
 )
-from router.kv_subscriber import KvEndpoints, KvSubscriber
-from router.replica import Tier
+from router.residency.tiers import Tier
 from tests.bench.simulator.building import request
 
 BLOCK = 16

@@ -11,12 +11,12 @@ from bench.simulator.api.kv_stream import encode_events
 from bench.simulator.api.prompts import Prompts
 from bench.simulator.api.tier_events import TierEvents
 from bench.simulator.storage.told_tiers import ToldTiers
-from cacheengine.events import KeyEventRecord
 from cacheengine.keys import HashScheme, key64
-from router.config import ReplicaConfig, RouterConfig
-from router.fleet import Fleet
-from router.kv_events import BlocksRemoved, BlocksStored, KvEventReader
-from router.replica import Tier
+from cacheengine.record.events import KeyEventRecord
+from router.config.settings import ReplicaConfig, RouterConfig
+from router.fleet.fleet import Fleet
+from router.residency.kv_events import BlocksRemoved, BlocksStored, KvEventReader
+from router.residency.tiers import Tier
 from tests.bench.simulator.building import CHUNK, model, request, run
 from tests.bench.simulator.test_engine_tiers import Bench
 

@@ -16,9 +16,9 @@ from bench.simulator.api.vocabulary import (
     tokens_of,
     vocabulary_size,
 )
-from router.probes import CHAT_PROBES, TEXT_PROBES
-from router.tokenizer import load_directory
-from router.tokens import PromptReader
+from router.prompt.reader import PromptReader
+from router.prompt.tokenizer.tokenizer import load_directory
+from router.prompt.tokenizer.verification import CHAT_PROBES, TEXT_PROBES
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.chunk_file import SEAL_BYTES
-from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.disk.chunk_file import SEAL_BYTES
+from cacheengine.tiers.disk.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, payload
 
 FINGERPRINT = "0123456789abcdef" * 2

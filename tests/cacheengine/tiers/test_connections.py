@@ -6,8 +6,8 @@ import pytest
 
 from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.base import StoreError
-from cacheengine.tiers.stores.channels import Deadline
-from cacheengine.tiers.stores.connections import ConnectionPool
+from cacheengine.tiers.stores.redis.channels import Deadline
+from cacheengine.tiers.stores.redis.connections import ConnectionPool
 from tests.cacheengine.building import FakeClock, wait_until
 
 

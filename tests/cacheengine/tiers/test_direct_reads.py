@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.tiers import chunk_file, linux_io
 from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.disk import DiskTier
-from cacheengine.tiers.linux_io import LinuxCalls
+from cacheengine.tiers.disk import chunk_file, linux_io
+from cacheengine.tiers.disk.disk import DiskTier
+from cacheengine.tiers.disk.linux_io import LinuxCalls
 from tests.cacheengine.building import key, keys, payload
 
 CHUNK_BYTES = 64 * 4096

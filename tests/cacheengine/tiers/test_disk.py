@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.chunk_file import SEAL_BYTES, ChunkFile
-from cacheengine.tiers.directories import DirectoryInUse
-from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.disk.chunk_file import SEAL_BYTES, ChunkFile
+from cacheengine.tiers.disk.directories import DirectoryInUse
+from cacheengine.tiers.disk.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
 from tests.cacheengine.tiers.disk_chunks import FINGERPRINT, get, open_disk, put
 

@@ -13,7 +13,7 @@ import pytest
 
 from cacheengine.tiers import disk
 from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.disk.disk import DiskTier
 from tests.cacheengine.building import key, keys, payload
 
 CHUNK_BYTES = 64 * 1024

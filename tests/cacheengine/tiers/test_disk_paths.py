@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.directories import DirectoryInUse
-from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.disk.directories import DirectoryInUse
+from cacheengine.tiers.disk.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
 from tests.cacheengine.tiers.disk_chunks import bytes_under, open_disk, put
 

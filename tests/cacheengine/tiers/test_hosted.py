@@ -15,7 +15,7 @@ import pytest
 
 from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
-from cacheengine.tiers.stores.hosted import HostedStore
+from cacheengine.tiers.stores.hosted.hosted import HostedStore
 from tests.cacheengine.building import wait_until
 from tests.cacheengine.tiers.fake_library import fake_library
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.config_values import BadValue
-from cacheengine.launch import free_ports
+from cacheengine.launch.launch import free_ports
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
-from cacheengine.tiers.stores.infinistore import InfiniStore
+from cacheengine.tiers.stores.infinistore.infinistore import InfiniStore
+from cacheengine.values import BadValue
 from tests.servers import missing
 
 TESTS = Path(__file__).parents[2]
 STAND_INS = TESTS / "stand_ins"
-CLIENT = TESTS.parent / "cacheengine/tiers/stores/infinistore_client.py"
+CLIENT = TESTS.parent / "cacheengine/tiers/stores/infinistore/client.py"
 MIB = 1024 * 1024
 
 

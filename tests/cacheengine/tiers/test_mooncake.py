@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
-from cacheengine.tiers.stores.mooncake import MooncakeStore
+from cacheengine.tiers.stores.mooncake.mooncake import MooncakeStore
 from tests.cacheengine.building import wait_until
 from tests.mooncake_master import MooncakeMaster, check_mooncake, running_master
 
@@ -250,7 +250,7 @@ def test_closing_without_a_master_ends(master: MooncakeMaster, open_store: Open)
 def test_all_that_is_called_is_in_the_library() -> None:
     check_mooncake()
     code = (
-        "from cacheengine.tiers.stores import mooncake_client\n"
+        "from cacheengine.tiers.stores.mooncake import client as mooncake_client\n"
         "from mooncake.store import MooncakeDistributedStore as Store, ReplicateConfig\n"
         "ReplicateConfig().preferred_segment = 'a'\n"
         "import ast, inspect\n"

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from cacheengine.config_values import BadValue
-from cacheengine.tiers.stores.mooncake import MooncakeStore
-from cacheengine.tiers.stores.mooncake_settings import (
+from cacheengine.tiers.stores.mooncake.mooncake import MooncakeStore
+from cacheengine.tiers.stores.mooncake.settings import (
     CONFIG_FILE_VARIABLE,
     DEFAULT_BUFFER_BYTES,
     MooncakeSettings,
     mooncake_settings,
 )
+from cacheengine.values import BadValue
 
 URL = "mooncakestore://localhost:50051/"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cacheengine.tiers.outage import OutageLog
+from cacheengine.tiers.remote.outage import OutageLog
 from cacheengine.tiers.stores.base import StoreError
 from tests.cacheengine.building import FakeClock
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from cacheengine.chunk import ChunkLayout
+from cacheengine.identity.layout import ChunkLayout
 from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.envelope import HEADER_BYTES
-from cacheengine.tiers.remote import RemoteTier
+from cacheengine.tiers.remote.envelope import HEADER_BYTES
+from cacheengine.tiers.remote.remote import RemoteTier
 from cacheengine.tiers.serde.base import Part, Serde, SerdeError
 from cacheengine.tiers.serde.naive import NaiveSerde
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.config import ConfigError, EngineConfig, load_engine_config
-from cacheengine.config_values import BadValue
-from cacheengine.tiers.remote_url import parse_remote_url
-from cacheengine.tiers.stores.redis_server import RedisServer, TlsSettings
+from cacheengine.settings.settings import ConfigError, EngineConfig, load_engine_config
+from cacheengine.tiers.remote.remote_url import parse_remote_url
+from cacheengine.tiers.stores.redis.redis_server import RedisServer, TlsSettings
+from cacheengine.values import BadValue
 
 
 def _server(text: str) -> RedisServer:

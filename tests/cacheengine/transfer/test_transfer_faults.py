@@ -178,9 +178,9 @@ def test_something_else_listens(other: Bench, play: Play) -> None:
 
 
 def test_another_layout_is_refused(source: Bench, serve: Serve, play: Play) -> None:
-    from cacheengine.config import EngineConfig
-    from cacheengine.engine import CacheEngine
-    from cacheengine.pool import Pool
+    from cacheengine.engine.engine import CacheEngine
+    from cacheengine.memory.pool import Pool
+    from cacheengine.settings.settings import EngineConfig
 
     peer = serve(source)
     pool = Pool.allocate(4, CHUNK_BYTES)

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.discrete.rules.dynamo import Dynamo, DynamoWeights
-from router.replica import Tier
+from router.residency.tiers import Tier
 from tests.bench.discrete.rules.asking import Asking
 
 

@@ -1,0 +1,1 @@
+"""Moving and copying chunks between replicas, as controller and routers ask for it."""

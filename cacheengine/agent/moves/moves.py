@@ -1,0 +1,229 @@
+"""Moves of chunks into this replica, from being asked for to their end, and the latest of them."""
+
+import asyncio
+import logging
+import uuid
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import aiohttp
+
+from cacheengine import wire
+from cacheengine.address import split_host_port
+from cacheengine.agent.answers import BadCallError, PeerError, TooMuchError
+from cacheengine.agent.identity import AgentIdentity
+from cacheengine.agent.moves.move import Move
+from cacheengine.agent.peer import PeerAgent
+from cacheengine.agent.waiting import wait_for_promotion
+from cacheengine.engine import CacheEngine
+from cacheengine.transfer import Fetch, TransferMeter
+
+logger = logging.getLogger("vllm.warmroute")
+
+MAX_FETCHES: Final = 4
+"""Moves whose bytes flow at the same time; others wait for them."""
+MAX_RUNNING: Final = 64
+MAX_REMEMBERED: Final = 1000
+_PROMOTE_S: Final = 60.0
+_STOP_S: Final = 8.0
+_SHORTEST_PAUSE_S: Final = 0.002
+_LONGEST_PAUSE_S: Final = 0.256
+
+
+class Moves:
+    """Executes moves into this replica's tiers, and tells how they go.
+
+    Belongs to the agent's loop; bytes flow on threads of its own.
+    """
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        identity: AgentIdentity,
+        session: aiohttp.ClientSession,
+        meter: TransferMeter,
+        *,
+        max_running: int = MAX_RUNNING,
+        max_remembered: int = MAX_REMEMBERED,
+    ) -> None:
+        self._engine = engine
+        self._identity = identity
+        self._session = session
+        self._meter = meter
+        self._max_running = max_running
+        self._max_remembered = max_remembered
+        self._known: OrderedDict[str, Move] = OrderedDict()
+        self._running: dict[asyncio.Task[None], Move] = {}
+        self._free_threads = asyncio.Semaphore(MAX_FETCHES)
+        self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-move")
+
+    async def begin(self, request: wire.MoveRequest, keys: list[bytes]) -> Move:
+        """Ask the source what it has of ``keys``, and start to bring it here.
+
+        Raises `BadCallError` when that cannot work, `PeerError` when the source
+        cannot be asked, `TooMuchError` when too many moves are running.
+        """
+        self._check_tier(request.tier, "this replica", self._engine.tier_info())
+        if request.source.tier is None and not request.copy:
+            raise BadCallError("name the 'tier' of the source that is to lose the chunks, or copy")
+        self._check_room()
+        source = PeerAgent(self._session, request.source.agent_url)
+        info = await source.info()
+        address = self._check_source(request, info)
+        held = (await source.lookup(keys, request.source.tier)).matched_tokens
+        # Others may have begun while the source was asked.
+        self._check_room()
+        move = Move(
+            event_id=uuid.uuid4().hex,
+            keys=keys[: held // self._identity.chunk_tokens],
+            source=source,
+            address=address,
+            old_tier=request.source.tier,
+            new_tier=request.tier,
+            copy=request.copy,
+            pin_s=request.pin_s,
+            stall_s=request.stall_s,
+        )
+        self._remember(move)
+        task = asyncio.create_task(self._run(move))
+        self._running[task] = move
+        task.add_done_callback(lambda done: self._running.pop(done, None))
+        return move
+
+    def get(self, event_id: str) -> Move | None:
+        """Return a move that is running or was among the latest."""
+        return self._known.get(event_id)
+
+    async def stop(self) -> None:
+        """End the moves that are running; what has arrived stays."""
+        tasks = list(self._running)
+        for task, move in self._running.items():
+            if move.fetch is None:
+                task.cancel()
+            else:
+                move.fetch.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_STOP_S)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- what may be moved ---
+
+    def _check_room(self) -> None:
+        if len(self._running) >= self._max_running:
+            raise TooMuchError(f"{len(self._running)} moves are running; try again later")
+
+    def _check_tier(self, tier: str, who: str, tiers: dict[str, wire.TierInfo]) -> None:
+        if tier not in tiers:
+            raise BadCallError(f"{who} has no {tier} tier, only {', '.join(tiers)}")
+
+    def _check_source(
+        self, request: wire.MoveRequest, info: wire.InstanceInfo
+    ) -> tuple[str, int] | None:
+        """Return where the source's chunks are fetched; None if they are here already."""
+        if request.source.tier is not None:
+            self._check_tier(request.source.tier, f"the source, {info.instance_id},", info.tiers)
+        if info.incarnation == self._engine.incarnation:
+            if request.source.tier == request.tier:
+                raise BadCallError(f"from and to the {request.tier} tier of the same replica")
+            return None
+        layout = self._engine.layout.fingerprint()
+        if info.layout != layout:
+            raise BadCallError(
+                f"the chunks of {info.instance_id} have layout {info.layout or 'unknown'}, those "
+                f"here {layout}: model, weights, dtype, chunk_size, parallel sizes and hash seed "
+                "must be equal"
+            )
+        if info.transfer_port is None:
+            raise BadCallError(
+                f"{info.instance_id} gives no chunks away: set distributed_url in its configuration"
+            )
+        try:
+            return split_host_port(request.source.transfer_address)
+        except ValueError as error:
+            raise BadCallError(f"'transfer_address': {error}") from None
+
+    def _remember(self, move: Move) -> None:
+        self._known[move.event_id] = move
+        for event_id, each in list(self._known.items()):
+            if len(self._known) <= self._max_remembered:
+                break
+            if each.over.is_set():
+                del self._known[event_id]
+
+    # --- how it is done ---
+
+    async def _run(self, move: Move) -> None:
+        self._meter.add("moves")
+        try:
+            if move.address is None:
+                await self._move_within(move)
+            else:
+                await self._fetch(move, move.address)
+            if not move.copy:
+                await self._drop_at_source(move)
+        except asyncio.CancelledError:
+            move.error = move.error or "given up: this replica stops"
+        except Exception as error:
+            logger.exception("a move of chunks failed")
+            move.error = f"{type(error).__name__}: {error}"
+        finally:
+            if move.error:
+                self._meter.add("moves_failed")
+                logger.warning("a move of %d chunks failed: %s", len(move.keys), move.error)
+            move.over.set()
+
+    async def _fetch(self, move: Move, address: tuple[str, int]) -> None:
+        async with self._free_threads:
+            # Made now, not before the wait: it looks at what is here already.
+            move.fetch = Fetch(
+                self._engine,
+                move.keys,
+                address,
+                self._meter,
+                tier=move.new_tier,
+                pin_s=move.pin_s,
+                timeout_s=move.stall_s,
+            )
+            loop = asyncio.get_running_loop()
+            fetched = await loop.run_in_executor(self._threads, move.fetch.run)
+        move.held_chunks = fetched.held_chunks
+        move.moved_bytes = fetched.received_bytes
+        move.error = fetched.error
+
+    async def _move_within(self, move: Move) -> None:
+        """Between tiers of this replica: up by promotion; down only what was put there."""
+        if move.new_tier == "cpu":
+            promotion = self._engine.promote(move.keys, pin_s=move.pin_s)
+            await wait_for_promotion(promotion, _PROMOTE_S)
+            move.moved_bytes = promotion.promoted_bytes
+        else:
+            await self._wait_for_puts(move)
+        move.held_chunks = self._engine.held_in(move.keys, move.new_tier)
+        if move.held_chunks < len(move.keys):
+            how = "chunks are put into lower tiers when they are stored, and not again later"
+            move.error = (
+                f"the {move.new_tier} tier has {move.held_chunks} of {len(move.keys)} chunks"
+                + (f"; {how}" if move.new_tier != "cpu" else "")
+            )
+
+    async def _wait_for_puts(self, move: Move) -> None:
+        """Return when none of the chunks is on its way to the lower tier any more."""
+        pause_s = _SHORTEST_PAUSE_S
+        while self._engine.is_putting(move.keys, move.new_tier):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _drop_at_source(self, move: Move) -> None:
+        """Have the source drop exactly what is here now."""
+        keys = move.keys[: move.held_chunks]
+        if not keys or move.old_tier is None:
+            return
+        try:
+            if move.address is None:
+                await asyncio.to_thread(self._engine.clear, [move.old_tier], keys)
+            else:
+                await move.source.clear(keys, move.old_tier)
+        except PeerError as error:
+            kept = f"the source did not drop the {len(keys)} chunks that arrived: {error}"
+            move.error = "; ".join(filter(None, [move.error, kept]))

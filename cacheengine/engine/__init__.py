@@ -1,0 +1,19 @@
+"""The cache engine: slots of a pool, the tiers below it, and the threads that move chunks.
+
+`CacheEngine` is one lock around `cacheengine.residency` and the clock beside it;
+`tier_io` moves bytes between pool and tiers; `configured_tiers` makes the tiers that the
+settings name.
+
+Called by connector, agent and transfer. Imports settings, residency, tiers, memory, identity
+and record; knows nothing of vLLM.
+"""
+
+from cacheengine.engine.engine import CacheEngine, Presence, Promotion
+from cacheengine.engine.metrics import render_metrics
+
+__all__ = [
+    "CacheEngine",
+    "Presence",
+    "Promotion",
+    "render_metrics",
+]

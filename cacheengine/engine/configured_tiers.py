@@ -1,0 +1,124 @@
+"""Which tiers lie below the pool, by configuration."""
+
+import hashlib
+import importlib
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cacheengine.identity import ChunkLayout
+from cacheengine.settings import ConfigError, EngineConfig
+from cacheengine.tiers import (
+    REDIS_SCHEMES,
+    SERDE_NAMES,
+    BlobStore,
+    DiskTier,
+    LocalTier,
+    NullTier,
+    RedisServer,
+    RedisStore,
+    RemoteTier,
+    RemoteUrl,
+    Serde,
+    SharedTier,
+    StoreError,
+    check_remote_ready,
+    make_serde,
+    parse_remote_url,
+)
+from cacheengine.values import BadValue
+
+logger = logging.getLogger("vllm.warmroute")
+
+_ADAPTERS: Final[Mapping[str, tuple[str, str]]] = {
+    "mooncakestore": ("cacheengine.tiers.stores.mooncake.mooncake", "MooncakeStore"),
+    "infinistore": ("cacheengine.tiers.stores.infinistore.infinistore", "InfiniStore"),
+}
+"""Stores whose clients are packages that not everyone has: imported when asked for."""
+
+
+def make_tier(config: EngineConfig, layout: ChunkLayout) -> LocalTier:
+    """Return the tier that the configuration asks for.
+
+    Raises `ConfigError` for a limit below one chunk, OSError for a directory
+    that cannot be used or is another process's.
+    """
+    if not config.local_disk:
+        return NullTier()
+    tier = DiskTier(
+        config.local_disk,
+        layout.fingerprint(),
+        payload_bytes=layout.chunk_bytes,
+        capacity_bytes=config.max_local_disk_bytes,
+        direct=config.disk_direct_reads,
+    )
+    if tier.capacity_bytes < tier.item_bytes:
+        tier.close()
+        raise ConfigError(
+            config.source,
+            "max_local_disk_size",
+            f"{config.max_local_disk_size} GB holds not one chunk of {tier.item_bytes} bytes",
+            f"set at least {2 * tier.item_bytes / 1024**3:.3f}",
+        )
+    return tier
+
+
+def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
+    """Return the remote tier that the configuration asks for, if any.
+
+    A server that cannot be reached now is a warning: its chunks are missed
+    until it can. Raises `ConfigError` for what only a person can mend.
+    """
+    if not config.remote_url:
+        return None
+    try:
+        url = parse_remote_url(config.remote_url)
+        check_remote_ready(config.remote_url)
+        store = _connect(url, config.remote_url, config.extra_config)
+    except BadValue as error:
+        raise ConfigError(config.source, "remote_url", error.problem, error.fix) from None
+    except StoreError as error:
+        fix = "correct it, or remove remote_url"
+        raise ConfigError(config.source, "remote_url", f"{url} {error}", fix) from None
+    serde = _serde(config, layout)
+    tier = RemoteTier(
+        store,
+        layout.fingerprint(),
+        layout.chunk_bytes,
+        serde,
+        readers=_exact_serdes(layout.dtype),
+        server=str(url),
+    )
+    # Asked for nothing in particular, so that a server that is down, or a
+    # wrong password, is said now and not at the first request.
+    if tier.find([hashlib.sha256(b"").digest()]) is not None:
+        logger.info("remote tier: %s answers, %s", url, serde.name)
+    return tier
+
+
+def _connect(url: RemoteUrl, text: str, extra: Mapping[str, Any]) -> BlobStore:
+    if url.scheme in REDIS_SCHEMES:
+        return RedisStore(RedisServer.from_url(url))
+    module, name = _ADAPTERS[url.scheme]
+    adapter = getattr(importlib.import_module(module), name)
+    store: BlobStore = adapter.connect(text, extra)
+    return store
+
+
+def _serde(config: EngineConfig, layout: ChunkLayout) -> Serde:
+    try:
+        return make_serde(config.remote_serde, layout.dtype)
+    except ValueError as error:
+        fix = "choose another remote_serde"
+        raise ConfigError(config.source, "remote_serde", str(error), fix) from None
+
+
+def _exact_serdes(dtype: str) -> list[Serde]:
+    """Return what can read the chunks that other settings of the fleet have stored."""
+    made = []
+    for name in SERDE_NAMES:
+        try:
+            made.append(make_serde(name, dtype))
+        except ValueError:
+            continue  # it cannot encode this type, so nothing was encoded by it
+    return [serde for serde in made if serde.is_exact]

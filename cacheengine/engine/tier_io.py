@@ -1,0 +1,250 @@
+"""The I/O of one lower tier: its threads, its batches, its measured speed.
+
+Decisions are taken under the engine's lock, a batch at a time; bytes move
+without it. A tier's exception is a failure like any other: an entry whose
+read or write never ended would keep its slot for ever.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Final
+
+from cacheengine import wire
+from cacheengine.engine.io_threads import JobRunner
+from cacheengine.memory import Pool
+from cacheengine.record import BandwidthMeter
+from cacheengine.residency import Entry, LowerIndex, Residency
+from cacheengine.settings import EngineConfig
+from cacheengine.tiers import GetOutcome, PutOutcome, SharedTier, Tier
+
+logger = logging.getLogger("vllm.warmroute")
+
+Clock = Callable[[], float]
+Deciding = Callable[[], AbstractContextManager[Residency]]
+MakeThreads = Callable[[str, int], JobRunner]
+
+_REMOTE_READ_THREADS: Final = 4
+_REMOTE_WRITE_THREADS: Final = 2
+_DELETE_BATCH: Final = 64
+_QUESTIONS_PER_CALL: Final = 4096
+
+
+class TierIo:
+    """Reads, writes and deletes of one tier, each kind queued and done in batches.
+
+    ``deciding`` lends the engine's decisions under its lock; what they then
+    ask for comes back in `start`. A job takes from a queue what it finds there,
+    and the queue gets a job with every addition, so nothing waits in it for
+    ever, and a job that finds nothing is over.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        index: LowerIndex,
+        pool: Pool,
+        *,
+        config: EngineConfig,
+        deciding: Deciding,
+        clock: Clock,
+        make_threads: MakeThreads,
+    ) -> None:
+        self._tier = tier
+        self.index = index
+        self.name = index.name
+        self._pool = pool
+        self._deciding = deciding
+        self._clock = clock
+        is_shared = isinstance(tier, SharedTier)
+        self._read_threads = _REMOTE_READ_THREADS if is_shared else config.disk_read_threads
+        self._write_threads = _REMOTE_WRITE_THREADS if is_shared else config.disk_write_threads
+        # These change under the engine's lock only: a batch is taken, counted,
+        # and the decision whether to do it still is made, in one step.
+        self._is_reading = True
+        self._is_writing = True
+        self._being_read = 0
+        self._being_written = 0
+        self._read_meter = BandwidthMeter()
+        self._write_meter = BandwidthMeter()
+        self._readers = make_threads(f"kv-get-{self.name}", self._read_threads)
+        self._writers = make_threads(f"kv-put-{self.name}", self._write_threads)
+        # A thread of its own, so that questions, which requests wait for, do
+        # not queue behind reads; and one only, so that all that come up while
+        # it asks go in its next call.
+        self._asker = make_threads(f"kv-find-{self.name}", 1) if is_shared else None
+
+    def info(self) -> wire.TierInfo:
+        """Return the tier's size and speed, under the engine's lock."""
+        return wire.TierInfo(
+            capacity_bytes=self.index.capacity_bytes,
+            used_bytes=self.index.used_bytes,
+            read_bytes_per_s=self._read_meter.bytes_per_s(),
+            write_bytes_per_s=self._write_meter.bytes_per_s(),
+        )
+
+    def start(self, gets: int, puts: int, deletes: Sequence[bytes], *, asks: bool) -> None:
+        """Do what was decided; the numbers are of those newly queued."""
+        for _ in range(min(gets, self._read_threads)):
+            if not self._readers.submit(self._read_turn):
+                self._read_turn()
+        for _ in range(min(puts, self._write_threads)):
+            if not self._writers.submit(self._write_turn):
+                self._write_turn()
+        for start in range(0, len(deletes), _DELETE_BATCH):
+            batch = deletes[start : start + _DELETE_BATCH]
+            if not self._writers.submit(partial(self._delete, batch)):
+                self._delete(batch)
+        if asks and self._asker is not None and not self._asker.submit(self._ask_turn):
+            self._ask_turn()
+
+    # --- the end ---
+
+    def stop_reading(self) -> None:
+        """Under the engine's lock: reads not begun yet are given up, questions not asked."""
+        self._is_reading = False
+
+    def stop_writing(self) -> None:
+        """Under the engine's lock: puts not begun yet are dropped."""
+        self._is_writing = False
+
+    def stop(self) -> None:
+        """Take no more jobs."""
+        for threads in (self._readers, self._writers, self._asker):
+            if threads is not None:
+                threads.stop()
+
+    def join_writers(self, timeout_s: float) -> bool:
+        """Wait until what is queued is written; False if it is not."""
+        return self._writers.join(timeout_s)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of all threads; False if some still run."""
+        deadline_s = time.monotonic() + timeout_s
+        ended = True
+        for threads in (self._writers, self._readers, self._asker):
+            if threads is not None:
+                ended = threads.join(max(0.0, deadline_s - time.monotonic())) and ended
+        return ended
+
+    # --- reads ---
+
+    def _read_turn(self) -> None:
+        """Read a batch, and see to it that the rest of the queue has its turn."""
+        while self._read_batch() and not self._readers.submit(self._read_turn):
+            pass  # stopped: this thread is the last that comes here
+
+    def _read_batch(self) -> bool:
+        """Read what is next in the queue; return whether more was there."""
+        with self._deciding() as state:
+            queued = state.promotions.waiting(self.name)
+            share = self._share(queued + self._being_read, self._read_threads)
+            entries = state.promotions.take(self.name, share)
+            if not entries:
+                return False
+            is_more = queued > len(entries)
+            if not self._is_reading:
+                state.promotions.give_up(self.index, entries, self._clock())
+                return is_more
+            self._being_read += len(entries)
+            self._read_meter.start(self._clock())
+        outcomes = self._read(entries)
+        with self._deciding() as state:
+            now_s = self._clock()
+            self._read_meter.stop(now_s, outcomes.count(GetOutcome.OK) * self._pool.slot_bytes)
+            self._being_read -= len(entries)
+            state.promotions.end(self.index, entries, outcomes, now_s)
+        return is_more
+
+    def _share(self, chunks: int, threads: int) -> int:
+        """How many of those queued or under way one thread takes: spread first, then batched."""
+        return min(self._tier.batch_chunks, math.ceil(chunks / threads))
+
+    def _read(self, entries: Sequence[Entry]) -> list[GetOutcome]:
+        try:
+            outcomes = self._tier.get_many([(e.key, self._pool.view(e.slot)) for e in entries])
+            if len(outcomes) == len(entries):
+                return outcomes
+            logger.error("%s tier: %d outcomes of %d", self.name, len(outcomes), len(entries))
+        except Exception:
+            logger.exception("%s tier: get failed", self.name)
+        return [GetOutcome.FAILED] * len(entries)
+
+    # --- writes ---
+
+    def _write_turn(self) -> None:
+        """Write a batch, and see to it that the rest of the queue has its turn."""
+        while self._write_batch() and not self._writers.submit(self._write_turn):
+            pass  # stopped: this thread is the last that comes here
+
+    def _write_batch(self) -> bool:
+        """Write what is next in the queue; return whether more was there."""
+        with self._deciding() as state:
+            puts = state.puts[self.name]
+            if not self._is_writing:
+                puts.cancel()
+            share = self._share(puts.waiting + self._being_written, self._write_threads)
+            entries, victims = puts.begin(share, self._clock())
+            if not entries:
+                return False  # it was empty, or all in it were dropped
+            self._being_written += len(entries)
+            is_more = puts.waiting > 0
+        if victims:
+            self._delete(victims)
+        with self._deciding():
+            self._write_meter.start(self._clock())
+        outcomes = self._write(entries)
+        with self._deciding() as state:
+            now_s = self._clock()
+            self._write_meter.stop(now_s, outcomes.count(PutOutcome.STORED) * self._pool.slot_bytes)
+            self._being_written -= len(entries)
+            state.puts[self.name].end(entries, outcomes, now_s)
+        return is_more
+
+    def _write(self, entries: Sequence[Entry]) -> list[PutOutcome]:
+        try:
+            outcomes = self._tier.put_many([(e.key, self._pool.view(e.slot)) for e in entries])
+            if len(outcomes) == len(entries):
+                return outcomes
+            logger.error("%s tier: %d outcomes of %d", self.name, len(outcomes), len(entries))
+        except Exception:
+            logger.exception("%s tier: put failed", self.name)
+        return [PutOutcome.FAILED] * len(entries)
+
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        """Delete chunks, and note that they are gone; on a writer thread."""
+        try:
+            self._tier.delete(keys)
+        except Exception:
+            logger.exception("%s tier: delete failed", self.name)
+        with self._deciding() as state:
+            state.puts[self.name].deleted(keys)
+
+    # --- questions ---
+
+    def _ask_turn(self) -> None:
+        """Ask in one call for all that has come up since the last."""
+        with self._deciding() as state:
+            keys = state.promotions.take_questions(_QUESTIONS_PER_CALL)
+            is_wanted = self._is_reading
+        while keys:
+            found = self._find(keys) if is_wanted else None
+            with self._deciding() as state:
+                state.promotions.answered(keys, found, self._clock())
+                keys = state.promotions.take_questions(_QUESTIONS_PER_CALL)
+                is_wanted = self._is_reading
+
+    def _find(self, keys: Sequence[bytes]) -> list[bool] | None:
+        assert isinstance(self._tier, SharedTier)
+        try:
+            found = self._tier.find(keys)
+        except Exception:
+            logger.exception("%s tier: find failed", self.name)
+            return None
+        if found is not None and len(found) != len(keys):
+            logger.error("%s tier: %d answers to %d", self.name, len(found), len(keys))
+            return None
+        return found

@@ -1,0 +1,158 @@
+"""How a vLLM process is started with the engine inside: arguments and environment.
+
+Pure: the process itself is started by ``cacheengine.launch.cli``.
+"""
+
+import json
+import random
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, Final
+
+from cacheengine.identity import model_options_digest, option_of
+from cacheengine.keys import ALGORITHMS
+
+_SETTINGS_KEY: Final = "warmroute"
+_HASH_FLAG: Final = "--prefix-caching-hash-algo"
+_KV_REPLAY_STEPS: Final = 100_000
+"""Batches of KV events that vLLM keeps for a router that starts later."""
+
+_PORTS: Final = range(20_000, 32_768)
+"""Below those that Linux, unless told otherwise, gives to whoever asks for any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSettings:
+    """What the launcher tells the engine inside vLLM, beside LMCache's configuration."""
+
+    hash_algorithm: str = "sha256"
+    model_options: str = ""
+    """Digest of the options that change a model's KV (`model_options_digest`)."""
+    kv_events_port: int | None = None
+    kv_replay_port: int | None = None
+
+    @classmethod
+    def from_extra_config(cls, extra_config: Mapping[str, Any]) -> "ReplicaSettings":
+        """Read them back from ``kv_connector_extra_config``; absent ones have defaults."""
+        return cls(**extra_config.get(_SETTINGS_KEY, {}))
+
+
+def vllm_arguments(
+    vllm_args: Sequence[str], *, chunk_tokens: int, kv_events_port: int, kv_replay_port: int
+) -> list[str]:
+    """Return the command that serves a model with the engine inside.
+
+    ``vllm_args`` are the user's own and come last. Raises ValueError, naming
+    the option, when they set what only the launcher can.
+    """
+    for option in ("--kv-transfer-config", "--kv-events-config", "--no-enable-prefix-caching"):
+        if any(option_of(arg) == option for arg in vllm_args):
+            raise ValueError(
+                f"{option}: is set by `warmroute replica` itself; leave it out, "
+                "or start vLLM directly"
+            )
+    settings = ReplicaSettings(
+        hash_algorithm=hash_algorithm_of(vllm_args),
+        model_options=model_options_digest(vllm_args),
+        kv_events_port=kv_events_port,
+        kv_replay_port=kv_replay_port,
+    )
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "WarmrouteSpec",
+            "spec_module_path": "cacheengine.connector.spec",
+            "block_size": chunk_tokens,
+            _SETTINGS_KEY: asdict(settings),
+        },
+    }
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        # vLLM binds an endpoint with a wildcard and connects to any other.
+        "endpoint": f"tcp://*:{kv_events_port}",
+        "replay_endpoint": f"tcp://*:{kv_replay_port}",
+        "buffer_steps": _KV_REPLAY_STEPS,
+    }
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        # Answers then say how many prompt tokens were cached: the router learns from it.
+        "--enable-prompt-tokens-details",
+        *_one_kv_group(vllm_args),
+        *vllm_args,
+        "--kv-transfer-config",
+        json.dumps(transfer),
+        "--kv-events-config",
+        json.dumps(events),
+    ]
+
+
+def _one_kv_group(vllm_args: Sequence[str]) -> list[str]:
+    """Return what makes vLLM keep all layers' KV alike, unless the user decides that.
+
+    The engine keeps one KV group. Models with windows in some layers have
+    several, of which this option makes one that keeps every token; for other
+    models it changes nothing. vLLM does so by itself for connectors that
+    cannot say that they know better.
+    """
+    option = "--disable-hybrid-kv-cache-manager"
+    given = {option, option.replace("--", "--no-", 1)}
+    return [] if any(option_of(arg) in given for arg in vllm_args) else [option]
+
+
+def vllm_environment(
+    environment: Mapping[str, str], *, config_path: str, hash_algorithm: str
+) -> dict[str, str]:
+    """Return the environment of that command, from the launcher's own."""
+    added = {"LMCACHE_CONFIG_FILE": config_path}
+    if hash_algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in environment:
+        # Without it vLLM's xxhash schemes draw a random seed at each start:
+        # then no disk tier outlives a restart and no router can match.
+        added["PYTHONHASHSEED"] = "0"
+    return {**environment, **added}
+
+
+def hash_algorithm_of(vllm_args: Sequence[str]) -> str:
+    """Return the value of vLLM's ``--prefix-caching-hash-algo``, or its default.
+
+    Raises ValueError for one that cannot be computed outside vLLM.
+    """
+    algorithm = "sha256"
+    for index, arg in enumerate(vllm_args):
+        if option_of(arg) != _HASH_FLAG:
+            continue
+        if "=" in arg:
+            algorithm = arg.split("=", 1)[1]
+        elif index + 1 < len(vllm_args):
+            algorithm = vllm_args[index + 1]
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"{_HASH_FLAG}: {algorithm!r} is unknown; use {', '.join(ALGORITHMS)}")
+    return algorithm
+
+
+def free_ports(count: int) -> list[int]:
+    """Return TCP ports that nobody listens on now; raises ValueError where there are too few.
+
+    None that the kernel gives to whoever asks for any: vLLM takes its own only
+    when it has been imported, and another replica that starts meanwhile asks for
+    dozens.
+    """
+    free = list(islice(filter(_is_free, random.SystemRandom().sample(_PORTS, len(_PORTS))), count))
+    if len(free) < count:
+        raise ValueError(f"no {count} free ports from {_PORTS.start} to {_PORTS.stop - 1} here")
+    return free
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,282 @@
+"""Every decision of the engine: which chunk is where, who may use it, what moves next.
+
+Pure: no I/O, no clock, no threads. The engine serializes calls, passes the
+time in, and afterwards does what `Residency.take_todo` says.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from cacheengine.record import CPU, EngineStats
+from cacheengine.residency.cascade import Puts
+from cacheengine.residency.decisions import Presence, StoreReservation, Todo
+from cacheengine.residency.eviction import make_policy
+from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.operator_pins import Pins
+from cacheengine.residency.pool_index import CpuIndex, Entry, State
+from cacheengine.residency.promotion import Outcome, Promotion
+from cacheengine.residency.promotions import Promotions
+from cacheengine.residency.shared_index import RemoteIndex
+from cacheengine.residency.state import Ledger
+
+
+class Residency:
+    """Lookups, holds, stores and clearing; the moves and the operators' pins beside."""
+
+    def __init__(self, ledger: Ledger, *, max_queued_puts: int) -> None:
+        self.ledger = ledger
+        self.cpu = ledger.cpu
+        self.stats = ledger.stats
+        self.events = ledger.events
+        # Together they must leave the pool room: what is being put is not evicted.
+        used = sum(index.is_there for index in ledger.lower)
+        share = max(1, max_queued_puts // max(1, used))
+        self.puts: dict[str, Puts] = {
+            index.name: Puts(ledger, index, share) for index in ledger.lower
+        }
+        remotes = [index for index in ledger.lower if isinstance(index, RemoteIndex)]
+        self.promotions = Promotions(ledger, remotes[0] if remotes else None)
+        self.pins = Pins(ledger)
+
+    def take_todo(self) -> Todo | None:
+        """Return what has come up since the last call, None if nothing has."""
+        return self.ledger.take_todo()
+
+    # --- what is where ---
+
+    def presence(self, key: bytes, now_s: float) -> Presence:
+        """Say where a chunk is; ask the remote tier for one that is nowhere. A lookup."""
+        presence = self._presence(key, now_s)
+        stats = self.stats
+        stats.lookups += 1
+        match presence:
+            case Presence.CPU:
+                stats.hits_cpu += 1
+            case Presence.PENDING:
+                stats.hits_pending += 1
+            case Presence.DISK:
+                stats.hits_disk += 1
+            case Presence.REMOTE:
+                stats.hits_remote += 1
+            case Presence.UNKNOWN:
+                stats.lookups_unknown += 1
+        return presence
+
+    def _presence(self, key: bytes, now_s: float) -> Presence:
+        entry = self.cpu.get(key)
+        if entry is not None:
+            if entry.condemned:
+                return Presence.MISS
+            return Presence.CPU if entry.state is State.READY else Presence.PENDING
+        source = self.promotions.source(key, now_s)
+        if source is not None:
+            return Presence.REMOTE if isinstance(source, RemoteIndex) else Presence.DISK
+        return Presence.UNKNOWN if self.promotions.ask(key, now_s) else Presence.MISS
+
+    def match(self, keys: Iterable[bytes], now_s: float) -> list[str]:
+        """Return the tier of each chunk from the first up to the first that is nowhere."""
+        ready, source = self.cpu.ready, self.promotions.source
+        tiers: list[str] = []
+        for key in keys:
+            if ready(key) is not None:
+                tiers.append(CPU)
+                continue
+            index = source(key, now_s)
+            if index is None:
+                break
+            tiers.append(index.name)
+        return tiers
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note a use in every tier; of a prefix, the first chunk becomes the most recent.
+
+        What comes later in a prefix is worth nothing without what comes
+        before, so it must be evicted first.
+        """
+        self.cpu.touch(reversed(keys))
+        for index in self.ledger.lower:
+            for key in reversed(keys):
+                index.touch(key)
+
+    # --- holds ---
+
+    def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
+        """Keep ready chunks until `release`; ends their pins. KeyError: none was held.
+
+        With ``held_before`` the caller holds them already: then one that was
+        cleared since is as good as a ready one.
+        """
+        entries = []
+        for key in keys:
+            entry = self.cpu.get(key)
+            is_held = held_before and entry is not None and entry.seen.holds > 0
+            if entry is None or not (entry.is_usable or is_held):
+                raise KeyError(f"chunk {key.hex()} is not ready in the cpu tier")
+            entries.append(entry)
+        for entry in entries:
+            entry.in_use.holds += 1
+            entry.in_use.prefetched = False
+            self.cpu.unpin(entry)
+        return [entry.slot for entry in entries]
+
+    def try_hold(self, key: bytes) -> int | None:
+        """Keep a chunk if it is ready; its pin stays."""
+        entry = self.cpu.ready(key)
+        if entry is None:
+            return None
+        self.stats.lookups += 1
+        self.stats.hits_cpu += 1
+        entry.in_use.holds += 1
+        return entry.slot
+
+    def release(self, keys: Iterable[bytes], now_s: float) -> None:
+        """End one hold of each; KeyError on a chunk that is not held."""
+        for key in keys:
+            entry = self.cpu.get(key)
+            if entry is None or entry.seen.holds == 0:
+                raise KeyError(f"chunk {key.hex()} is not held")
+            entry.in_use.holds -= 1
+            self.ledger.drop_if_unwanted(entry, now_s)
+
+    # --- stores ---
+
+    def prepare_store(self, keys: Sequence[bytes], now_s: float) -> StoreReservation | None:
+        """Reserve slots for those chunks that are not there, the leading ones that find room.
+
+        None: no room for any.
+        """
+        wanted = [key for key in dict.fromkeys(keys) if self._is_storable(key)]
+        count, evicted = self.ledger.make_room(len(wanted), set(keys), now_s)
+        self.stats.store_drops += len(wanted) - count
+        if wanted and not count:
+            return None
+        del wanted[count:]
+        slots = tuple(self.cpu.add(key, State.STORING).slot for key in wanted)
+        return StoreReservation(tuple(wanted), slots, tuple(evicted))
+
+    def _is_storable(self, key: bytes) -> bool:
+        if self.cpu.get(key) is not None:
+            return False
+        return self.ledger.keep_in_cpu or not any(key in index for index in self.ledger.lower)
+
+    def complete_store(
+        self, keys: Iterable[bytes], now_s: float, *, success: bool, prefetched: bool = False
+    ) -> None:
+        """Make reserved chunks visible and queue their puts, or give the slots back.
+
+        Raises KeyError, changing nothing, for a chunk without a reservation.
+        """
+        entries = [self._storing(key) for key in dict.fromkeys(keys)]
+        whole = [entry for entry in entries if success and not entry.condemned]
+        # Backwards, so that the first of a prefix is the most recent.
+        for entry in reversed(whole):
+            entry.in_use.prefetched = prefetched
+            self.cpu.publish(entry, now_s)
+            self.ledger.settle(entry.key, Outcome.RESIDENT)
+        self.stats.stores += len(whole)
+        self.stats.store_bytes += len(whole) * self.ledger.chunk_bytes
+        self.ledger.emit(CPU, stored=True, keys=[entry.key for entry in whole])
+        for entry in entries:
+            if entry.state is State.READY:
+                for puts in self.puts.values():
+                    puts.queue(entry, now_s)
+                self.ledger.drop_if_unwanted(entry, now_s)
+            else:
+                self.stats.store_failures += 1
+                self.cpu.remove(entry)
+                self.ledger.settle(entry.key, Outcome.MISSING)
+
+    def _storing(self, key: bytes) -> Entry:
+        entry = self.cpu.get(key)
+        if entry is None or entry.state is not State.STORING:
+            raise KeyError(f"chunk {key.hex()} is not being stored")
+        return entry
+
+    # --- promotion, clearing ---
+
+    def promote(self, keys: Sequence[bytes], pin_s: float, now_s: float) -> Promotion:
+        """Bring a prefix into the pool (see `Promotions.begin`)."""
+        # First of all, so that what is wanted leaves the front of the order,
+        # where room is looked for.
+        self.touch(keys)
+        if not self.cpu.may_pin(None):
+            # Pins that are over still count against what may be pinned.
+            self.expire_pins(now_s)
+        return self.promotions.begin(keys, pin_s, now_s)
+
+    def expire_pins(self, now_s: float) -> int:
+        """Take off the pins whose deadline has passed; return how many."""
+        expired = self.cpu.expired_pins(now_s)
+        for entry in expired:
+            self.ledger.expire(entry)
+            self.ledger.drop_if_unwanted(entry, now_s)
+        return len(expired)
+
+    def clear(
+        self, tiers: Collection[str], keys: Collection[bytes] | None = None
+    ) -> dict[str, int]:
+        """Hide everything in these tiers, or these chunks; return how many could be found.
+
+        Pins end. Bytes in use, being written or read stay where they are until
+        that is over, and cannot be found any more.
+        """
+        dropped = {}
+        if CPU in tiers:
+            dropped[CPU] = self._clear_cpu(keys)
+        for index in self.ledger.lower:
+            if index.name in tiers:
+                self.puts[index.name].cancel(keys)
+                readable, idle = index.clear(keys)
+                self.ledger.delete(index, idle)
+                self.ledger.emit(index.name, stored=False, keys=readable)
+                dropped[index.name] = len(readable)
+        return dropped
+
+    def _clear_cpu(self, keys: Collection[bytes] | None) -> int:
+        entries = list(self.cpu) if keys is None else [*filter(None, map(self.cpu.get, keys))]
+        ready = [entry.key for entry in entries if entry.is_usable]
+        for entry in entries:
+            if not entry.condemned:
+                self.ledger.condemn(entry)
+        self.ledger.emit(CPU, stored=False, keys=ready)
+        return len(ready)
+
+    def counts(self) -> EngineStats:
+        """Return a copy of the counters, and what is so now (but for ``cpu_held_bytes``)."""
+        stats = self.stats.copy()
+        stats.events_dropped = self.events.untaken_dropped
+        stats.cpu_used_bytes = len(self.cpu) * self.ledger.chunk_bytes
+        stats.put_queue_bytes = sum(puts.queued_bytes for puts in self.puts.values())
+        return stats
+
+    def check(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself."""
+        self.ledger.check()
+        for puts in self.puts.values():
+            puts.check()
+        self.promotions.check()
+        for entry in self.cpu:
+            puts_queued = sum(puts.has(entry.key) for puts in self.puts.values())
+            assert entry.seen.putting == puts_queued
+
+
+def make_residency(
+    slots: int,
+    policy: str,
+    lower: Sequence[LowerIndex],
+    *,
+    chunk_bytes: int,
+    keep_in_cpu: bool,
+    put_queue_share: float,
+) -> Residency:
+    """Return the decisions for a pool of ``slots`` with the tiers below it, all empty.
+
+    ``policy`` is one of `POLICY_NAMES`; chunks waiting to be written down take
+    at most ``put_queue_share`` of the pool.
+    """
+    ledger = Ledger(
+        CpuIndex(slots, make_policy(policy)),
+        lower,
+        chunk_bytes=chunk_bytes,
+        keep_in_cpu=keep_in_cpu,
+    )
+    return Residency(ledger, max_queued_puts=max(1, int(put_queue_share * slots)))

@@ -1,0 +1,221 @@
+"""Which chunks a local tier holds, least recently used first, within its capacity."""
+
+from collections import OrderedDict
+from collections.abc import Collection
+from enum import Enum, auto
+from typing import Final
+
+from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.tiers import GetOutcome
+from cacheengine.wire import TierName
+
+_KEPT_SHARE: Final = 0.5
+
+
+class Residence(Enum):
+    """The life of a chunk in the tier. Only HELD ones can be found."""
+
+    WRITING = auto()
+    HELD = auto()
+    DELETING = auto()
+    REPLACED = auto()
+    """Being deleted to make room for one that is WRITING and waits for it."""
+
+
+class TierIndex(LowerIndex):
+    """Keys by recency; every chunk takes ``item_bytes`` of ``capacity_bytes``.
+
+    A chunk counts against the capacity from before it is written until after
+    it is deleted, so the tier is never over it. Of one that makes room and the
+    one it makes room for, only the latter counts: they are never there at once.
+    At most half of the capacity can be pinned.
+    """
+
+    def __init__(self, capacity_bytes: int, item_bytes: int, name: TierName = "disk") -> None:
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self.item_bytes = item_bytes
+        # What is true of few chunks at a time is kept beside: there are millions.
+        self._items: OrderedDict[bytes, Residence] = OrderedDict()
+        self._readers: dict[bytes, int] = {}
+        self._condemned: set[bytes] = set()
+        self._kept: set[bytes] = set()
+        self._replaced = 0
+        self._max_items = capacity_bytes // item_bytes
+        self._max_kept = int(_KEPT_SHARE * self._max_items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the chunk can be read."""
+        return self._items.get(key) is Residence.HELD and key not in self._condemned
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can hold anything."""
+        return self.capacity_bytes > 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken, those being written or deleted included."""
+        return self._used_items * self.item_bytes
+
+    def keys(self) -> list[bytes]:
+        """Return the keys that can be read, least recent first."""
+        held = [key for key, state in self._items.items() if state is Residence.HELD]
+        return [key for key in held if key not in self._condemned] if self._condemned else held
+
+    def is_known(self, key: bytes) -> bool:
+        """Whether the chunk is there, on its way in, or on its way out."""
+        return key in self._items
+
+    def adopt(self, keys: list[bytes]) -> list[bytes]:
+        """Take in what a scan found, oldest first; return the oldest that are too many.
+
+        Those are being deleted: `forget` each when it is gone.
+        """
+        for key in keys:
+            self._items[key] = Residence.HELD
+        excess = max(0, len(self._items) - self._max_items)
+        return self._delete(list(self._items)[:excess], Residence.DELETING)
+
+    def reserve(self, key: bytes) -> list[bytes] | None:
+        """Begin to write a chunk that is not known; return what must be deleted first.
+
+        None: the capacity cannot be kept.
+        """
+        assert key not in self._items
+        excess = max(0, self._used_items + 1 - self._max_items)
+        victims = self._victims(excess)
+        if len(victims) < excess:
+            return None
+        self._items[key] = Residence.WRITING
+        self._replaced += len(victims)
+        return self._delete(victims, Residence.REPLACED)
+
+    def publish(self, key: bytes) -> bool:
+        """End a write that succeeded. False: it was cleared meanwhile, delete it and `forget`."""
+        assert self._items[key] is Residence.WRITING
+        is_wanted = key not in self._condemned
+        self._items[key] = Residence.HELD if is_wanted else Residence.DELETING
+        return is_wanted
+
+    def forget(self, key: bytes) -> None:
+        """Drop a chunk that is gone: deleted, lost, or never written."""
+        assert key not in self._readers
+        self._replaced -= self._items.pop(key) is Residence.REPLACED
+        self._condemned.discard(key)
+        self._kept.discard(key)
+
+    def begin_read(self, key: bytes) -> None:
+        """Keep a readable chunk while it is read, and make it the most recent."""
+        assert key in self
+        self._readers[key] = self._readers.get(key, 0) + 1
+        self._items.move_to_end(key)
+
+    def end_read(self, key: bytes, outcome: GetOutcome, now_s: float) -> bool:
+        """End a read. True: the chunk must be deleted now, then `forget` it."""
+        if outcome is not GetOutcome.OK:
+            # Kept, one that cannot be read would be found by every lookup again.
+            self._hide(key)
+        self._readers[key] -= 1
+        if self._readers[key]:
+            return False
+        del self._readers[key]
+        if key not in self._condemned:
+            return False
+        if outcome in (GetOutcome.MISSING, GetOutcome.DAMAGED):
+            # It is gone: the tier removes what is damaged.
+            self.forget(key)
+            return False
+        # Forgotten but not deleted, it would take room that nobody counts.
+        self._items[key] = Residence.DELETING
+        return True
+
+    def touch(self, key: bytes) -> None:
+        """Make a chunk the most recent, if it is there."""
+        if key in self._items:
+            self._items.move_to_end(key)
+
+    def keep(self, key: bytes) -> bool:
+        """Pin a readable chunk until `let_go`; False when too much is pinned."""
+        assert key in self
+        if key not in self._kept and len(self._kept) >= self._max_kept:
+            return False
+        self._kept.add(key)
+        return True
+
+    def let_go(self, key: bytes) -> bool:
+        """End a chunk's pin; False if it has none."""
+        had_one = key in self._kept
+        self._kept.discard(key)
+        return had_one
+
+    def clear(self, keys: Collection[bytes] | None = None) -> tuple[list[bytes], list[bytes]]:
+        """Hide everything, or these; return what was readable, and what to delete now."""
+        known = list(self._items) if keys is None else [key for key in keys if key in self._items]
+        readable = [key for key in known if key in self]
+        idle = []
+        for key in known:
+            if self._items[key] is Residence.HELD and key not in self._readers:
+                idle.append(key)
+            elif self._items[key] in (Residence.HELD, Residence.WRITING):
+                self._hide(key)
+        return readable, self._delete(idle, Residence.DELETING)
+
+    def limit_to_used(self) -> None:
+        """Hold no more than now, until `restore_limit`: the capacity is not really there."""
+        self._max_items = self._used_items
+
+    def restore_limit(self) -> None:
+        """Use the whole capacity again."""
+        self._max_items = self.capacity_bytes // self.item_bytes
+
+    def check(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself."""
+        assert self._used_items <= self._max_items
+        replaced = 0
+        for key, state in self._items.items():
+            replaced += state is Residence.REPLACED
+            if state is not Residence.HELD:
+                assert key not in self._readers, "read while written or deleted"
+            elif key in self._condemned:
+                assert key in self._readers, "cleared, unread and still here"
+        assert replaced == self._replaced
+        assert all(count > 0 for count in self._readers.values())
+        assert self._readers.keys() <= self._items.keys()
+        assert self._condemned <= self._items.keys()
+        assert all(key in self for key in self._kept), "a pin on what cannot be found"
+        assert len(self._kept) <= self._max_kept
+
+    @property
+    def _used_items(self) -> int:
+        return len(self._items) - self._replaced
+
+    def _victims(self, count: int) -> list[bytes]:
+        """Return up to so many chunks that may leave, the least recent first."""
+        victims: list[bytes] = []
+        kept = []
+        for key, state in self._items.items():
+            if len(victims) >= count:
+                break
+            if key in self._kept:
+                kept.append(key)
+            elif state is Residence.HELD and key not in self._readers:
+                victims.append(key)
+        for key in kept:
+            # Else pinned ones would gather at the front, and be passed over
+            # for every chunk that comes.
+            self._items.move_to_end(key)
+        return victims
+
+    def _hide(self, key: bytes) -> None:
+        self._condemned.add(key)
+        self._kept.discard(key)
+
+    def _delete(self, keys: list[bytes], state: Residence) -> list[bytes]:
+        for key in keys:
+            self._items[key] = state
+            self._kept.discard(key)
+        return keys

@@ -1,0 +1,106 @@
+"""What the engine's decisions ask of a tier below the pool."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+
+from cacheengine.tiers import GetOutcome
+from cacheengine.wire import TierName
+
+
+class LowerIndex(ABC):
+    """Which chunks a lower tier holds, as far as is known, and what goes on with them.
+
+    Pure bookkeeping: no I/O, no clock, no threads. It decides; someone else
+    writes, reads and deletes, and reports back.
+    """
+
+    name: TierName
+    capacity_bytes: int = 0
+    """How much it may hold; 0 where that is not known, or nothing."""
+
+    @property
+    @abstractmethod
+    def is_there(self) -> bool:
+        """Whether there is such a tier at all."""
+
+    @property
+    def used_bytes(self) -> int:
+        """How much of that is taken."""
+        return 0
+
+    @abstractmethod
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the chunk is held, as far as is known, and may be found."""
+
+    def can_read(self, key: bytes, now_s: float) -> bool:
+        """Whether the chunk may be found, and the tier is not being left alone."""
+        return key in self
+
+    @abstractmethod
+    def keys(self) -> list[bytes]:
+        """Return the keys that may be found, least recent first."""
+
+    @abstractmethod
+    def is_known(self, key: bytes) -> bool:
+        """Whether the chunk is there, on its way in, or on its way out: not to be put."""
+
+    @abstractmethod
+    def touch(self, key: bytes) -> None:
+        """Make a chunk the most recent, if it is there."""
+
+    @abstractmethod
+    def reserve(self, key: bytes) -> list[bytes] | None:
+        """Begin to write a chunk that is not known; return what must be deleted first.
+
+        Returns None, changing nothing, when there cannot be room. `forget` the
+        deleted ones, then `publish` or `forget` the chunk.
+        """
+
+    @abstractmethod
+    def publish(self, key: bytes) -> bool:
+        """End a write that succeeded. False: it was cleared meanwhile, delete it and `forget`."""
+
+    @abstractmethod
+    def forget(self, key: bytes) -> None:
+        """Drop a chunk that is gone: deleted, or never written."""
+
+    @abstractmethod
+    def begin_read(self, key: bytes) -> None:
+        """Keep a chunk that may be found while it is read, and make it the most recent."""
+
+    @abstractmethod
+    def end_read(self, key: bytes, outcome: GetOutcome, now_s: float) -> bool:
+        """End a read. True: the chunk must be deleted now, then `forget` it."""
+
+    @abstractmethod
+    def clear(self, keys: Collection[bytes] | None = None) -> tuple[list[bytes], list[bytes]]:
+        """Hide everything, or these chunks; pins end.
+
+        Returns the keys that could be found, and those to delete now (then
+        `forget`). What is being read or written is deleted by whoever ends
+        that (`end_read`, `publish`).
+        """
+
+    def take_forgotten(self) -> list[bytes]:
+        """Return what could be found and is forgotten since the last call, for want of memory."""
+        return []
+
+    def keep(self, key: bytes) -> bool:
+        """Pin a chunk that may be found until `let_go`; False where that cannot be."""
+        return False
+
+    def let_go(self, key: bytes) -> bool:
+        """End a chunk's pin; False if it has none."""
+        return False
+
+    @abstractmethod
+    def limit_to_used(self) -> None:
+        """Hold no more than now, until `restore_limit`: the capacity is not really there."""
+
+    @abstractmethod
+    def restore_limit(self) -> None:
+        """Use the whole capacity again."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself."""

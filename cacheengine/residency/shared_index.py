@@ -1,0 +1,277 @@
+"""What is known of a shared tier: which chunks it holds, which not, which were asked for.
+
+Other engines put into such a tier, too, and its server evicts as it likes. So
+this is knowledge, not possession: it may be wrong in both directions, it is
+bounded, and what is forgotten is not deleted.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from enum import Enum, auto
+from typing import Final
+
+from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.tiers import GetOutcome, Rest
+from cacheengine.wire import TierName
+
+_MAX_HELD: Final = 1_000_000
+_MAX_ABSENT: Final = 131_072
+_MAX_ASKED: Final = 65_536
+_ABSENT_S: Final = 1.5
+_PATIENCE_S: Final = 1.0
+
+
+class Activity(Enum):
+    """What is under way with a chunk; one thing at a time."""
+
+    WRITING = auto()
+    READING = auto()
+    DELETING = auto()
+
+
+class RemoteIndex(LowerIndex):
+    """Keys known to be held, least recent first; keys known to be absent for a while.
+
+    ``max_held`` and ``max_absent`` bound what is known, ``absent_s`` is how
+    long a chunk that was not there is not asked for again. A question that
+    the tier does not answer, and a read that fails, begin a rest in which
+    nothing can be read or asked.
+    """
+
+    def __init__(
+        self,
+        name: TierName = "remote",
+        *,
+        max_held: int = _MAX_HELD,
+        max_absent: int = _MAX_ABSENT,
+        absent_s: float = _ABSENT_S,
+    ) -> None:
+        self.name = name
+        self._max_held = max_held
+        self._max_absent = max_absent
+        self._absent_s = absent_s
+        self._held: OrderedDict[bytes, None] = OrderedDict()
+        # Until when; in that order, as each stays equally long.
+        self._absent: OrderedDict[bytes, float] = OrderedDict()
+        self._busy: dict[bytes, Activity] = {}
+        self._condemned: set[bytes] = set()
+        # Since when, the oldest first; those not given out yet are also in _to_ask.
+        self._asked: OrderedDict[bytes, float] = OrderedDict()
+        self._to_ask: dict[bytes, None] = {}
+        # Asked before a `clear`: the answer may be of before it, too.
+        self._void: set[bytes] = set()
+        self._forgotten: list[bytes] = []
+        self._rest = Rest()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the tier is known to hold the chunk."""
+        return key in self._held and key not in self._condemned
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can hold anything."""
+        return True
+
+    def can_read(self, key: bytes, now_s: float) -> bool:
+        """Whether the tier is known to hold the chunk and is not being left alone."""
+        return key in self._held and key not in self._condemned and not self._rest.is_on(now_s)
+
+    def keys(self) -> list[bytes]:
+        """Return the keys known to be held, least recent first."""
+        if not self._condemned:
+            return list(self._held)
+        return [key for key in self._held if key not in self._condemned]
+
+    def is_known(self, key: bytes) -> bool:
+        """Whether the chunk is known to be there, or something is under way with it."""
+        return key in self._held or key in self._busy
+
+    def touch(self, key: bytes) -> None:
+        """Forget a chunk later than others, if it is known to be held."""
+        if key in self._held:
+            self._held.move_to_end(key)
+
+    # --- questions ---
+
+    def ask(self, key: bytes, now_s: float) -> bool:
+        """Ask whether the tier holds a chunk, unless that is known or cannot be asked now.
+
+        Returns whether an answer will come (`answered`).
+        """
+        if key in self._asked:
+            return True
+        is_absent = self._absent.get(key, now_s) > now_s
+        if is_absent or self._rest.is_on(now_s) or self.is_known(key):
+            return False
+        if len(self._asked) >= _MAX_ASKED:
+            return False
+        self._asked[key] = now_s
+        self._to_ask[key] = None
+        return True
+
+    @property
+    def has_questions(self) -> bool:
+        """Whether there is something for `take_questions`."""
+        return bool(self._to_ask)
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether an answer has been due for so long that no request should wait for any."""
+        # Any: it is one after the other that is asked, so later ones wait for the oldest.
+        return now_s - next(iter(self._asked.values()), now_s) >= _PATIENCE_S
+
+    def is_asked(self, key: bytes) -> bool:
+        """Whether an answer will come."""
+        return key in self._asked
+
+    def take_questions(self, limit: int) -> list[bytes]:
+        """Return the keys asked for and not taken yet, at most ``limit``; then `answered`."""
+        taken = list(self._to_ask)[:limit]
+        for key in taken:
+            del self._to_ask[key]
+        return taken
+
+    def answered(
+        self, keys: Sequence[bytes], found: Sequence[bool] | None, now_s: float
+    ) -> list[bytes]:
+        """Note the answer for keys taken, None if there was none; return those newly held."""
+        for key in keys:
+            del self._asked[key]
+        if found is None:
+            self._rest.failed(now_s)
+            self._void.difference_update(keys)
+            return []
+        self._rest.succeeded()
+        return [
+            key
+            for key, is_held in zip(keys, found, strict=True)
+            if self._learn(key, is_held=is_held, now_s=now_s)
+        ]
+
+    def _learn(self, key: bytes, *, is_held: bool, now_s: float) -> bool:
+        is_void = key in self._void
+        self._void.discard(key)
+        if self.is_known(key):
+            # Written or deleted since it was asked: we know better.
+            return False
+        if is_held and not is_void:
+            self._remember(key)
+            return True
+        self._miss(key, now_s)
+        return False
+
+    # --- writes, reads, deletions ---
+
+    def reserve(self, key: bytes) -> list[bytes] | None:
+        """Begin to write a chunk that is not known; nothing needs to be deleted for it."""
+        assert not self.is_known(key)
+        self._absent.pop(key, None)
+        self._busy[key] = Activity.WRITING
+        return []
+
+    def publish(self, key: bytes) -> bool:
+        """End a write that succeeded. False: it was cleared meanwhile, delete it and `forget`."""
+        assert self._busy[key] is Activity.WRITING
+        if key in self._condemned:
+            self._begin_delete(key)
+            return False
+        del self._busy[key]
+        self._remember(key)
+        return True
+
+    def forget(self, key: bytes) -> None:
+        """End a deletion, or a write that failed."""
+        assert self._busy[key] is not Activity.READING
+        del self._busy[key]
+        self._condemned.discard(key)
+
+    def begin_read(self, key: bytes) -> None:
+        """Note that a chunk known to be held is read; forget it later than others."""
+        assert key in self and key not in self._busy
+        self._busy[key] = Activity.READING
+        self._held.move_to_end(key)
+
+    def end_read(self, key: bytes, outcome: GetOutcome, now_s: float) -> bool:
+        """End a read. True: the chunk was cleared meanwhile and must be deleted now."""
+        assert self._busy.pop(key) is Activity.READING
+        if outcome is GetOutcome.FAILED:
+            self._rest.failed(now_s)
+        else:
+            self._rest.succeeded()
+        is_gone = outcome in (GetOutcome.MISSING, GetOutcome.DAMAGED)
+        if is_gone:
+            self._held.pop(key, None)
+            self._miss(key, now_s)
+        if key not in self._condemned:
+            return False
+        self._condemned.discard(key)
+        if not is_gone:
+            self._begin_delete(key)
+        return not is_gone
+
+    def clear(self, keys: Collection[bytes] | None = None) -> tuple[list[bytes], list[bytes]]:
+        """Forget everything, or these; return what was known to be held, and what to delete now.
+
+        Only what is known here is deleted: what other engines put stays, and
+        is found again when it is asked for.
+        """
+        known = [*self._held, *self._busy] if keys is None else [*keys]
+        readable, idle = [], []
+        for key in dict.fromkeys(known):
+            if key in self:
+                readable.append(key)
+            if key not in self._busy:
+                if key in self._held:
+                    idle.append(key)
+            elif self._busy[key] is not Activity.DELETING:
+                self._condemned.add(key)
+        for key in idle:
+            self._begin_delete(key)
+        self._void.update(key for key in self._asked if keys is None or key in keys)
+        return readable, idle
+
+    def limit_to_used(self) -> None:
+        """Do nothing: how full the tier may get is its server's business."""
+
+    def restore_limit(self) -> None:
+        """Do nothing: nothing limits it here."""
+
+    def take_forgotten(self) -> list[bytes]:
+        """Return what could be found and is forgotten since the last call, for want of memory."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
+    def check(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself."""
+        assert len(self._held) <= self._max_held
+        assert len(self._absent) <= self._max_absent
+        assert not self._held.keys() & self._absent.keys(), "both held and absent"
+        for key, activity in self._busy.items():
+            if activity is not Activity.READING:
+                assert key not in self._held, "found while written or deleted"
+        assert self._condemned <= self._busy.keys(), "cleared, idle and still here"
+        assert self._to_ask.keys() <= self._asked.keys()
+        assert self._void <= self._asked.keys()
+        assert not self._forgotten, "nobody was told of what was forgotten"
+
+    def _begin_delete(self, key: bytes) -> None:
+        self._held.pop(key, None)
+        self._condemned.discard(key)
+        self._busy[key] = Activity.DELETING
+
+    def _remember(self, key: bytes) -> None:
+        self._absent.pop(key, None)
+        self._held[key] = None
+        if len(self._held) > self._max_held:
+            # Never the newest: nothing is under way with that one.
+            oldest = next(each for each in self._held if each not in self._busy)
+            del self._held[oldest]
+            self._forgotten.append(oldest)
+
+    def _miss(self, key: bytes, now_s: float) -> None:
+        self._absent.pop(key, None)
+        self._absent[key] = now_s + self._absent_s
+        if len(self._absent) > self._max_absent:
+            self._absent.popitem(last=False)

@@ -1,0 +1,139 @@
+"""The state that all of the engine's decisions share, and the steps they have in common.
+
+Pure bookkeeping, like everything that works on it: `deciding`, `cascade`,
+`promotions`, `operator_pins`.
+"""
+
+from collections.abc import Collection, Sequence
+
+from cacheengine.record import CPU, EngineStats, EventLog
+from cacheengine.residency.decisions import Todo
+from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.pool_index import CpuIndex, Entry, State
+from cacheengine.residency.promotion import Outcome, Promotion
+
+
+class Ledger:
+    """What the pool and the tiers below hold, who waits for what, and what is to be done.
+
+    ``lower`` are the tiers below the pool, the nearest first. ``keep_in_cpu``
+    is LMCache's ``local_cpu``: without it a chunk leaves the pool as soon as
+    nobody uses or pins it and its puts are over.
+    """
+
+    def __init__(
+        self,
+        cpu: CpuIndex,
+        lower: Sequence[LowerIndex],
+        *,
+        chunk_bytes: int,
+        keep_in_cpu: bool = True,
+    ) -> None:
+        self.cpu = cpu
+        self.lower = lower
+        self.chunk_bytes = chunk_bytes
+        self.keep_in_cpu = keep_in_cpu
+        self.events = EventLog()
+        self.stats = EngineStats()
+        self._todo: Todo | None = None
+        self.waiters: dict[bytes, list[Promotion]] = {}
+
+    @property
+    def todo(self) -> Todo:
+        """What is to be done outside the lock, to add to."""
+        if self._todo is None:
+            self._todo = Todo()
+        return self._todo
+
+    def take_todo(self) -> Todo | None:
+        """Return what has come up since the last call, None if nothing has."""
+        todo, self._todo = self._todo, None
+        return todo
+
+    def lower_named(self, tier: str) -> LowerIndex | None:
+        """Return the index of a lower tier by its name."""
+        return next((index for index in self.lower if index.name == tier), None)
+
+    # --- what others are told ---
+
+    def emit(self, tier: str, *, stored: bool, keys: Sequence[bytes]) -> None:
+        """Log what a tier gained or lost; nothing if there are no keys."""
+        if keys:
+            self.events.append(tier, stored=stored, keys=tuple(keys))
+            self.todo.has_news = True
+
+    def gained(self, index: LowerIndex, keys: Sequence[bytes]) -> None:
+        """Log what a lower tier gained, and what had to be forgotten for that."""
+        self.emit(index.name, stored=True, keys=keys)
+        self.emit(index.name, stored=False, keys=index.take_forgotten())
+
+    def settle(self, key: bytes, outcome: Outcome) -> None:
+        """Tell the promotions that wait for a chunk how it ended."""
+        for promotion in self.waiters.pop(key, ()):
+            self.todo.settled.append((promotion, outcome, 1))
+
+    def delete(self, index: LowerIndex, keys: Sequence[bytes]) -> None:
+        """Have chunks deleted from a lower tier, then `Puts.deleted`."""
+        if keys:
+            self.todo.deletes.setdefault(index.name, []).extend(keys)
+
+    # --- room ---
+
+    def make_room(
+        self, count: int, keep: Collection[bytes], now_s: float
+    ) -> tuple[int, list[bytes]]:
+        """Evict until so many slots are free, or as many as can be; return how many, and whom."""
+        lacking = count - self.cpu.free_slots
+        victims = self.cpu.victims(lacking, keep, now_s)
+        for entry in victims:
+            if entry.seen.pinned_until_s is not None:
+                self.expire(entry)
+            self._remove(entry)
+        self.stats.evictions += len(victims)
+        evicted = [entry.key for entry in victims]
+        self.emit(CPU, stored=False, keys=evicted)
+        return min(count, self.cpu.free_slots), evicted
+
+    def expire(self, entry: Entry) -> None:
+        """Take off a pin whose deadline has passed."""
+        self._count_unused(entry)
+        self.cpu.unpin(entry)
+        self.stats.pins_expired += 1
+
+    def drop_if_unwanted(self, entry: Entry, now_s: float) -> None:
+        """Free the slot of an unused chunk that was cleared, or is not to stay in the pool."""
+        self.cpu.tidy(entry)
+        if entry.state is not State.READY or entry.is_busy:
+            return
+        if entry.condemned:
+            self.cpu.remove(entry)
+        elif not self.keep_in_cpu and not entry.is_pinned(now_s):
+            self._remove(entry)
+            self.emit(CPU, stored=False, keys=[entry.key])
+
+    def condemn(self, entry: Entry) -> None:
+        """Hide a chunk of the pool for good, and free its slot if nobody uses it."""
+        self._count_unused(entry)
+        self.cpu.condemn(entry)
+        self.settle(entry.key, Outcome.MISSING)
+        if entry.state is State.READY and not entry.is_busy:
+            self.cpu.remove(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        self._count_unused(entry)
+        self.cpu.remove(entry)
+
+    def _count_unused(self, entry: Entry) -> None:
+        if entry.seen.prefetched:
+            self.stats.prefetch_unused_chunks += 1
+            self.stats.prefetch_unused_bytes += self.chunk_bytes
+            entry.in_use.prefetched = False
+
+    def check(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself."""
+        self.cpu.check()
+        for index in self.lower:
+            index.check()
+        for key in self.waiters:
+            entry = self.cpu.get(key)
+            assert entry is not None and entry.state is not State.READY and not entry.condemned

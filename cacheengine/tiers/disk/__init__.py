@@ -1,0 +1,1 @@
+"""The local disk tier: one file a chunk, direct I/O, several directories."""

@@ -1,0 +1,1 @@
+"""The remote tier: any store of blobs behind it, checked envelopes, outages waited out."""

@@ -1,0 +1,61 @@
+"""Whether ``remote_url`` and ``remote_serde`` can be served: asked before vLLM starts.
+
+No server is asked: one that is down now may be up later.
+"""
+
+import difflib
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cacheengine.tiers.remote.remote_url import parse_remote_url
+from cacheengine.tiers.stores.mooncake.settings import mooncake_settings
+from cacheengine.tiers.stores.redis.redis_server import REDIS_SCHEMES, RedisServer
+from cacheengine.values import BadValue
+
+_PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
+    "mooncakestore": ("mooncake", "mooncake-transfer-engine-non-cuda"),
+    "infinistore": ("infinistore", "infinistore"),
+}
+"""What a scheme needs: the module to import, and the package that has it."""
+
+
+def check_remote_url(text: str, extra: Mapping[str, Any]) -> None:
+    """Raise `BadValue`, without any password in it, for a server that is not served.
+
+    ``extra`` is ``extra_config``, which some stores have settings in.
+    """
+    url = parse_remote_url(text)
+    if url.scheme in REDIS_SCHEMES:
+        RedisServer.from_url(url)
+    elif url.scheme == "mooncakestore":
+        mooncake_settings(text, extra, os.environ)
+
+
+def reads_extra_config(text: str | None) -> bool:
+    """Whether the store that a URL names has settings in ``extra_config``."""
+    return text is not None and parse_remote_url(text).scheme in _PACKAGES
+
+
+def check_remote_ready(text: str) -> None:
+    """Raise `BadValue` for what the URL needs and this machine has not: packages, files."""
+    url = parse_remote_url(text)
+    if url.scheme in REDIS_SCHEMES:
+        RedisServer.from_url(url).check_files()
+    elif url.scheme in _PACKAGES:
+        module, package = _PACKAGES[url.scheme]
+        if importlib.util.find_spec(module) is None:
+            raise BadValue(f"{url.scheme}:// needs a package", f"pip install {package}")
+
+
+def check_serde_name(name: str) -> None:
+    """Raise `BadValue` for a name that no serde has."""
+    if name == "naive":
+        return  # and spare the default the import of numpy and zstandard
+    from cacheengine.tiers.serde.configured import SERDE_NAMES  # noqa: PLC0415
+
+    if name not in SERDE_NAMES:
+        near = difflib.get_close_matches(name.lower(), SERDE_NAMES, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(SERDE_NAMES)}"
+        raise BadValue(f"{name!r} is unknown", fix)

@@ -1,0 +1,201 @@
+"""``remote_url``: from what a person wrote to a server's address.
+
+Nothing here connects, and no message repeats a password.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from cacheengine.values import BadValue
+
+_DEFAULT_PORTS: Final[Mapping[str, int]] = {
+    "redis": 6379,
+    "rediss": 6379,
+    "valkey": 6379,
+    "valkeys": 6379,
+    "unix": 0,
+    "mooncakestore": 50051,
+    "infinistore": 12345,
+}
+SCHEMES: Final = tuple(_DEFAULT_PORTS)
+"""The schemes that are served."""
+
+_ONE_SERVER: Final = "write redis://host:port of one server that takes writes"
+_OBJECT_STORE: Final = "run a Redis or Valkey server, or Mooncake Store, near the replicas"
+
+_REFUSED: Final[Mapping[str, tuple[str, str]]] = {
+    "lm": ("LMCache's own server is not spoken to", "run Redis or Valkey: redis://host:6379"),
+    "redis-sentinel": ("Sentinel is not asked for the server", _ONE_SERVER),
+    "rediss-sentinel": ("Sentinel is not asked for the server", _ONE_SERVER),
+    "redis-cluster": ("a Redis Cluster is not served", _ONE_SERVER),
+    "rediss-cluster": ("a Redis Cluster is not served", _ONE_SERVER),
+    "valkey-cluster": ("a Valkey Cluster is not served", _ONE_SERVER),
+    "valkey-sentinel": ("Sentinel is not asked for the server", _ONE_SERVER),
+    "s3": ("object stores are not served", _OBJECT_STORE),
+    "gs": ("object stores are not served", _OBJECT_STORE),
+    "azure": ("object stores are not served", _OBJECT_STORE),
+    "fs": ("a file system is the disk tier", "set local_disk and max_local_disk_size"),
+    "file": ("a file system is the disk tier", "set local_disk and max_local_disk_size"),
+    "blackhole": ("a store that keeps nothing is none", "remove remote_url"),
+    "mock": ("a store for tests is none", "remove remote_url"),
+    "audit": ("remote tiers are not audited", "write the URL of the server itself"),
+    "plugin": ("LMCache's plugins cannot be loaded", "write the URL of a server"),
+    "external": ("LMCache's plugins cannot be loaded", "write the URL of a server"),
+    "eic": ("there is no adapter for it", _OBJECT_STORE),
+    "sagemaker-hyperpod": ("there is no adapter for it", _OBJECT_STORE),
+}
+"""Schemes of LMCache, and ones that people try: why not, and what instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteUrl:
+    """A server's address, checked as far as it can be without the server."""
+
+    scheme: str
+    host: str = ""
+    """Empty for a unix socket only."""
+    port: int = 0
+    user: str = ""
+    password: str = field(default="", repr=False)
+    path: str = ""
+    """Without the leading slash; for a unix socket the socket's path, with it."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """What stood behind the question mark."""
+
+    def __str__(self) -> str:
+        """Return the address without password and options, for messages."""
+        if self.scheme == "unix":
+            return f"unix://{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        user = f"{self.user}@" if self.user else ""
+        path = f"/{self.path}" if self.path else ""
+        return f"{self.scheme}://{user}{host}:{self.port}{path}"
+
+    def text_option(self, name: str) -> str | None:
+        """Return an option as it stands, or None without it."""
+        return self.options.get(name)
+
+    def bool_option(self, name: str, default: bool) -> bool:
+        """Return an option that is true or false."""
+        text = self.options.get(name, str(default)).lower()
+        if text not in ("true", "false"):
+            raise BadValue(f"{name}={text} is neither true nor false", f"write {name}=true")
+        return text == "true"
+
+    def number_option(self, name: str, default: float, *, maximum: float) -> float:
+        """Return an option that is a number above 0."""
+        text = self.options.get(name, str(default))
+        try:
+            number = float(text)
+        except ValueError:
+            number = 0.0
+        if not 0 < number <= maximum:
+            fix = f"write {name}={default}, or another number above 0 and up to {maximum}"
+            raise BadValue(f"{name}={text} is not usable", fix)
+        return number
+
+    def int_option(self, name: str, default: int, *, maximum: int) -> int:
+        """Return an option that is a whole number above 0."""
+        number = self.number_option(name, default, maximum=maximum)
+        if not number.is_integer():
+            raise BadValue(f"{name}={number} is no whole number", f"write {name}={default}")
+        return int(number)
+
+    def check_options(self, known: Sequence[str]) -> None:
+        """Raise `BadValue` for an option that the scheme does not have."""
+        for name in self.options:
+            if name not in known:
+                raise BadValue(f"{self.scheme}:// has no option {name!r}", _nearest(name, known))
+
+
+def parse_remote_url(text: str) -> RemoteUrl:
+    """Return the address that a URL names.
+
+    Raises `BadValue`, without any password in it, for a scheme that is not
+    served and for what is no URL. What a scheme's own options mean is its
+    adapter's to check.
+    """
+    scheme = _scheme(text)
+    if "," in text.partition("://")[2].rpartition("@")[2].partition("/")[0]:
+        fix = f"write {scheme}://host:port of one server"
+        raise BadValue(f"{redacted(text)} names several hosts", fix)
+    try:
+        parts = urlsplit(text.strip())
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise _unreadable(text) from None
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    # An @ so late belongs to a password that ends too soon: nothing of it may be shown.
+    if parts.fragment or port == 0 or "@" in parts.path + parts.query:
+        raise _unreadable(text)
+    if scheme == "unix":
+        return _unix(parts, user, password)
+    if not host:
+        raise BadValue(f"{redacted(text)} names no host", f"write {scheme}://host:port")
+    return RemoteUrl(
+        scheme=scheme,
+        host=host,
+        port=_DEFAULT_PORTS[scheme] if port is None else port,
+        user=user,
+        password=password,
+        path=parts.path.strip("/"),
+        options=_options(parts),
+    )
+
+
+def _unix(parts: SplitResult, user: str, password: str) -> RemoteUrl:
+    path = unquote(parts.path)
+    if parts.hostname or not path.startswith("/") or path == "/":
+        raise BadValue("unix:// names no socket", "write unix:///path/of/the/server.sock")
+    options = _options(parts)
+    return RemoteUrl(scheme="unix", user=user, password=password, path=path, options=options)
+
+
+def _options(parts: SplitResult) -> Mapping[str, str]:
+    try:
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError:
+        raise BadValue("what follows the ? is not name=value", "write ?name=value&...") from None
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise BadValue("an option behind the ? stands there twice", "write each once")
+    return MappingProxyType(options)
+
+
+def _scheme(text: str) -> str:
+    scheme, separator, _ = text.strip().partition("://")
+    scheme = scheme.lower()
+    if not separator:
+        raise BadValue(f"{redacted(text)} has no scheme", "write redis://host:port")
+    if scheme in _REFUSED:
+        problem, fix = _REFUSED[scheme]
+        raise BadValue(f"{scheme}:// is not served: {problem}", fix)
+    if scheme not in SCHEMES:
+        raise BadValue(f"{scheme}:// is unknown", _nearest(scheme, SCHEMES, "://"))
+    return scheme
+
+
+def _nearest(name: str, known: Sequence[str], suffix: str = "") -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {near[0]}{suffix}?"
+    return f"use one of {', '.join(each + suffix for each in known)}" if known else "remove it"
+
+
+def _unreadable(text: str) -> BadValue:
+    return BadValue(
+        f"{redacted(text)} cannot be read as a URL",
+        "write scheme://user:password@host:port, the port from 1 to 65535, and "
+        "/, ?, #, @ and : of a password as %2F, %3F, %23, %40 and %3A",
+    )
+
+
+def redacted(text: str) -> str:
+    """Return a URL, or what should have been one, without what may be a password."""
+    scheme, separator, rest = text.strip().rpartition("://")
+    _, at, host = rest.rpartition("@")
+    return scheme + separator + ("...@" if at else "") + host.partition("?")[0]

@@ -1,0 +1,1 @@
+"""InfiniStore as a remote store; its client runs in a process of its own."""

@@ -1,0 +1,89 @@
+"""InfiniStore, a store behind RDMA. Untested on hardware: see `InfiniStore`."""
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cacheengine.tiers.remote.remote_url import RemoteUrl, parse_remote_url
+from cacheengine.tiers.stores.hosted.client_process import HostedLibrary
+from cacheengine.tiers.stores.hosted.hosted import HostedStore
+from cacheengine.tiers.stores.infinistore.blob import PREFIX_BYTES
+from cacheengine.values import BadValue
+
+logger = logging.getLogger("vllm.warmroute")
+
+PACKAGE: Final = "infinistore"
+_TIMEOUT_S: Final = 5.0
+_DEFAULT_BUFFER_MIB: Final = 256
+_MOST_BUFFER_MIB: Final = 64 * 1024
+_LINK_TYPES: Final = ("Ethernet", "IB")
+_OPTIONS: Final = ("device", "link_type", "ib_port", "buffer_mib")
+
+
+class InfiniStore(HostedStore):
+    """Blobs on an InfiniStore server, by its own client in a process of its own.
+
+    UNTESTED ON HARDWARE: the server does not start without an RDMA device, so
+    nothing here has met a real one. What is tested is that the client's library
+    has the calls, with the parameters, that are made here, and, against a
+    stand-in for the library, what is made of its answers.
+
+    URL: ``infinistore://host:port/?device=mlx5_0&link_type=Ethernet&ib_port=1``,
+    with ``buffer_mib`` for the memory through which chunks pass (pinned at once).
+    """
+
+    @classmethod
+    def connect(
+        cls, url: str, extra: Mapping[str, Any], timeout_s: float = _TIMEOUT_S
+    ) -> "InfiniStore":
+        """Return the store that ``remote_url`` describes; none of ``extra`` concerns it.
+
+        Does not wait for the server. ``timeout_s`` is what a call may take,
+        beside the time for its bytes. Raises `BadValue` for settings that
+        cannot work and for the missing package.
+        """
+        address = parse_remote_url(url)
+        settings = _settings(address)
+        memory_mib = address.int_option("buffer_mib", _DEFAULT_BUFFER_MIB, maximum=_MOST_BUFFER_MIB)
+        _check_extra(extra)
+        if importlib.util.find_spec("infinistore") is None:
+            raise BadValue("infinistore:// needs a package", f"pip install {PACKAGE}")
+        logger.warning("remote tier: %s: the InfiniStore adapter is untested on hardware", address)
+        library = HostedLibrary(
+            module="cacheengine.tiers.stores.infinistore.client",
+            settings=settings,
+            environment={},
+            log_variable="INFINISTORE_LOG_LEVEL",
+        )
+        return cls(
+            library,
+            memory_bytes=memory_mib * 1024 * 1024,
+            memory_setting="buffer_mib (in MiB) in remote_url",
+            timeout_s=timeout_s,
+            prefix_bytes=PREFIX_BYTES,
+        )
+
+
+def _settings(address: RemoteUrl) -> dict[str, Any]:
+    address.check_options(_OPTIONS)
+    if address.user or address.password or address.path:
+        fix = "write infinistore://host:port/?device=name"
+        raise BadValue(f"{address} has more than a host and a port", fix)
+    link_type = address.text_option("link_type") or _LINK_TYPES[0]
+    if link_type not in _LINK_TYPES:
+        raise BadValue(f"link_type={link_type} is unknown", "write link_type=Ethernet or IB")
+    return {
+        "host_addr": address.host,
+        "service_port": address.port,
+        "dev_name": address.text_option("device") or "mlx5_0",
+        "link_type": link_type,
+        "ib_port": address.int_option("ib_port", 1, maximum=255),
+    }
+
+
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    for key in extra:
+        if str(key).startswith("infinistore"):
+            options = ", ".join(_OPTIONS)
+            raise BadValue(f"{key} is no known key", f"set it in remote_url: {options}")

@@ -1,0 +1,1 @@
+"""Mooncake Store as a remote store; its client runs in a process of its own."""

@@ -1,0 +1,197 @@
+"""How Mooncake Store is set up: the URL, and LMCache's keys in ``extra_config``."""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from cacheengine.tiers.remote.remote_url import parse_remote_url
+from cacheengine.values import BadValue, parse_bool
+
+CONFIG_FILE_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
+"""Names a JSON file with the same keys, which goes before ``extra_config``, as in LMCache."""
+
+DEFAULT_BUFFER_BYTES: Final = 512 * 1024 * 1024
+_LEAST_BUFFER_BYTES: Final = 4 * 1024 * 1024
+_LEAST_SEGMENT_BYTES: Final = 16 * 1024 * 1024
+_PREFIX: Final = "mooncake_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MooncakeSettings:
+    """What the client is set up with. Names are LMCache's."""
+
+    master_server_address: str
+    """``host:port`` of mooncake_master."""
+    local_hostname: str = ""
+    """What other replicas reach this one by; by default its address towards the master."""
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device_name: str = ""
+    """RDMA devices, comma-separated; empty lets the library choose."""
+    global_segment_size: int = 3355443200
+    """Bytes of this machine's memory that this replica gives to the store; 0 only uses others'."""
+    local_buffer_size: int = DEFAULT_BUFFER_BYTES
+    """Bytes through which chunks pass, taken as they are first used."""
+    prefer_local_alloc: bool = False
+    """Store in this replica's own segment while it has room."""
+    transfer_timeout: float | None = None
+    """Seconds that a call may take, beside those for its bytes."""
+
+
+def mooncake_settings(
+    url: str, extra: Mapping[str, Any], environment: Mapping[str, str]
+) -> MooncakeSettings:
+    """Return the settings that a URL, the extra keys and the environment's file give.
+
+    The URL names the master, whatever the keys say. Raises `BadValue`.
+    """
+    address = parse_remote_url(url)
+    address.check_options(("device",))
+    if address.user or address.password or address.path:
+        raise BadValue(f"{address} has more than a host and a port", _URL_FIX)
+    given = {**_by_key(extra), **_by_key(_from_file(environment))}
+    if device := address.text_option("device"):
+        given["device_name"] = device
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    given["master_server_address"] = f"{host}:{address.port}"
+    parsed = {key: _parse(key, value) for key, value in given.items()}
+    known: dict[str, Any] = {key: value for key, value in parsed.items() if value is not None}
+    return MooncakeSettings(**known)
+
+
+_URL_FIX: Final = "write mooncakestore://host:port/, with ?device=name where it is needed"
+
+
+def _from_file(environment: Mapping[str, str]) -> Mapping[str, Any]:
+    path = environment.get(CONFIG_FILE_VARIABLE)
+    if not path:
+        return {}
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problem = f"{CONFIG_FILE_VARIABLE}: {path} cannot be read as JSON ({error})"
+        raise BadValue(problem, "correct it, or unset the variable") from None
+    if not isinstance(content, dict):
+        raise BadValue(f"{CONFIG_FILE_VARIABLE}: {path} has no keys", "write a JSON object")
+    return content
+
+
+def _by_key(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Pick what concerns Mooncake; raise `BadValue` for what only looks as if it did."""
+    found: dict[str, Any] = {}
+    for written, value in given.items():
+        key = str(written).removeprefix(_PREFIX)
+        if key in _PARSERS:
+            if key in found and found[key] != value:
+                raise BadValue(f"{written} says again what {key} says", "remove one")
+            found[key] = value
+        elif key in _LIBRARY_ONLY:
+            raise BadValue(f"{written} is not served", _LIBRARY_ONLY[key])
+        elif (near := _nearest(key)) or str(written).startswith(_PREFIX):
+            fix = f"did you mean {near}?" if near else f"use one of {', '.join(_PARSERS)}"
+            raise BadValue(f"{written} is no known key", fix)
+    return found
+
+
+def _nearest(key: str) -> str:
+    near = difflib.get_close_matches(key.lower(), _PARSERS, n=1, cutoff=0.8)
+    return near[0] if near else ""
+
+
+def _parse(key: str, value: object) -> object:
+    if value is None:
+        return None
+    try:
+        return _PARSERS[key](value)
+    except BadValue as error:
+        raise BadValue(f"{key}: {error.problem}", error.fix) from None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or value != value.strip() or any(map(str.isspace, value)):
+        raise BadValue(f"{value!r} is no name", "write it as text without spaces")
+    return value
+
+
+def _metadata_server(value: object) -> str:
+    text = _text(value)
+    if text not in ("", "P2PHANDSHAKE") and not text.startswith(_METADATA_SCHEMES):
+        allowed = ", ".join(f"{scheme}host:port" for scheme in _METADATA_SCHEMES)
+        raise BadValue(
+            f"{text!r} is no metadata server", f"write P2PHANDSHAKE, or one of {allowed}"
+        )
+    return text or "P2PHANDSHAKE"
+
+
+_METADATA_SCHEMES: Final = ("http://", "https://", "etcd://", "redis://")
+
+
+def _protocol(value: object) -> str:
+    text = _text(value).lower()
+    if text not in ("tcp", "rdma"):
+        raise BadValue(f"{value!r} is not served", "write tcp or rdma")
+    return text
+
+
+def _bytes(least: int, at_zero: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise BadValue(f"{value!r} is no number of bytes", f"write {least}")
+        try:
+            number = int(value)
+        except ValueError:
+            raise BadValue(f"{value!r} is no number of bytes", f"write {least}") from None
+        if number == 0:
+            return at_zero
+        if number < least:
+            raise BadValue(f"{number} bytes are too few", f"write 0, or {least} or more")
+        return number
+
+    return parse
+
+
+def _seconds(value: object) -> float:
+    try:
+        number = float(value) if isinstance(value, int | float | str) else 0.0
+    except ValueError:
+        number = 0.0
+    if isinstance(value, bool) or not 0 < number <= 600:
+        raise BadValue(f"{value!r} is no time", "write seconds, above 0 and up to 600")
+    return number
+
+
+def _no_directory(value: object) -> None:
+    if value:
+        fix = "remove it: SSD is set up where mooncake_client and mooncake_master are started"
+        raise BadValue(f"{value!r} is not served", fix)
+
+
+_PARSERS: Final[Mapping[str, Callable[[object], object]]] = {
+    "master_server_address": _text,
+    "local_hostname": _text,
+    "metadata_server": _metadata_server,
+    "protocol": _protocol,
+    "device_name": _text,
+    "global_segment_size": _bytes(_LEAST_SEGMENT_BYTES, at_zero=0),
+    "local_buffer_size": _bytes(_LEAST_BUFFER_BYTES, at_zero=DEFAULT_BUFFER_BYTES),
+    "prefer_local_alloc": parse_bool,
+    "transfer_timeout": _seconds,
+    "storage_root_dir": _no_directory,
+}
+
+_LIBRARY_ONLY: Final[Mapping[str, str]] = {
+    "page_first_multi_buffer": "remove it: chunks are stored as single objects",
+    "tenant_id": "remove it: replicas that share a master share its chunks",
+    "enable_ssd_offload": "remove it: run mooncake_client with --enable_offload for that",
+    "ssd_offload_path": "remove it: run mooncake_client with --enable_offload for that",
+}
+"""Keys of the library or of LMCache that have no counterpart here: what to do instead."""
+
+
+def as_plain(settings: MooncakeSettings) -> dict[str, Any]:
+    """Return the settings as values that JSON can carry."""
+    return dataclasses.asdict(settings)

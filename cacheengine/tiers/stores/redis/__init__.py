@@ -1,0 +1,1 @@
+"""Redis and Valkey as a remote store, one server or a cluster's endpoint."""

@@ -1,0 +1,77 @@
+"""What an operator sets, what the decision weighs by, and what can go wrong.
+
+`RouterConfig` is read from YAML by `load_router_config`; every key is checked against the
+dataclasses in `settings` by `schema`. `Judgment` is the one table of the decision's
+constants. `errors` holds each error that a client can get, with its status and code;
+`addresses` compares hosts, ports and URLs.
+
+Imported by every room; imports none.
+"""
+
+from router.config.addresses import host_port, is_loopback, is_same_url
+from router.config.errors import (
+    ApiError,
+    BadRequest,
+    ConfigError,
+    Conflict,
+    MethodNotAllowed,
+    NoReplica,
+    NotFound,
+    NotSupported,
+    Overloaded,
+    RateLimited,
+    TooLarge,
+    UnknownModel,
+    UpstreamFailed,
+    UpstreamTimeout,
+    describe,
+)
+from router.config.judgment import DEFAULT, Judgment, Learning
+from router.config.schema import build, read_yaml, setting
+from router.config.settings import (
+    PolicyName,
+    PrefetchConfig,
+    RatesConfig,
+    ReplicaConfig,
+    RouterConfig,
+    TimeoutsConfig,
+    TokenizerConfig,
+    load_router_config,
+    router_config,
+)
+
+__all__ = [
+    "DEFAULT",
+    "ApiError",
+    "BadRequest",
+    "ConfigError",
+    "Conflict",
+    "Judgment",
+    "Learning",
+    "MethodNotAllowed",
+    "NoReplica",
+    "NotFound",
+    "NotSupported",
+    "Overloaded",
+    "PolicyName",
+    "PrefetchConfig",
+    "RateLimited",
+    "RatesConfig",
+    "ReplicaConfig",
+    "RouterConfig",
+    "TimeoutsConfig",
+    "TokenizerConfig",
+    "TooLarge",
+    "UnknownModel",
+    "UpstreamFailed",
+    "UpstreamTimeout",
+    "build",
+    "describe",
+    "host_port",
+    "is_loopback",
+    "is_same_url",
+    "load_router_config",
+    "read_yaml",
+    "router_config",
+    "setting",
+]

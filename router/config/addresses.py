@@ -1,0 +1,28 @@
+"""Hosts, ports and URLs as they are written and compared."""
+
+from typing import Final
+from urllib.parse import urlsplit
+
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def host_port(host: str, port: int) -> str:
+    """Return ``host:port``, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL means the machine that uses it, whichever that is."""
+    return _server(url)[1] == "loopback"
+
+
+def is_same_url(first: str, second: str) -> bool:
+    """Whether two base URLs name the same server (loopback addresses all being one)."""
+    return _server(first) == _server(second)
+
+
+def _server(url: str) -> tuple[str, str, int | None, str]:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return (parts.scheme, "loopback" if host in _LOOPBACK else host, port, parts.path.rstrip("/"))

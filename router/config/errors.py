@@ -1,0 +1,199 @@
+"""What can go wrong, in the words and shapes that a person or a client sees.
+
+`ConfigError` is for whoever starts the router; `ApiError` and its subclasses
+are for whoever sends it a request, and know both bodies that clients parse:
+OpenAI's and, for ``/v1/messages``, Anthropic's.
+"""
+
+# ruff: noqa: N818  (names as HTTP has them: BadRequest, NotFound, TooLarge)
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
+
+
+class ConfigError(Exception):
+    """A configuration that cannot work: where, what, and how to mend it.
+
+    ``str()`` is the one line that the command prints:
+    ``path: key: problem; fix``.
+    """
+
+    def __init__(self, path: str, key: str, problem: str, fix: str) -> None:
+        super().__init__(path, key, problem, fix)
+        self.path = path
+        self.key = key
+        self.problem = problem
+        self.fix = fix
+
+    def __str__(self) -> str:
+        where = ": ".join(part for part in (self.path, self.key) if part)
+        return f"{where}: {self.problem}; {self.fix}"
+
+
+_ANTHROPIC_TYPES: Final[dict[int, str]] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """A request that gets an error from the router itself.
+
+    ``param`` names the field of the body at fault, ``code`` is for programs.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "internal_error"
+    default_code: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else self.default_code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers that belong to this error's response."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+    def openai_body(self) -> dict[str, Any]:
+        """Return the body that OpenAI's clients parse."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the body that Anthropic's clients parse."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+class BadRequest(ApiError):
+    """The body cannot be used as it is (400)."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class UnknownModel(ApiError):
+    """No replica serves the model asked for (404)."""
+
+    status = 404
+    type = "invalid_request_error"
+    default_code = "model_not_found"
+
+
+class NotFound(ApiError):
+    """No such endpoint, or the thing referred to is not here (404)."""
+
+    status = 404
+    type = "invalid_request_error"
+    default_code = "not_found"
+
+
+class MethodNotAllowed(ApiError):
+    """The endpoint exists, with another method (405)."""
+
+    status = 405
+    type = "invalid_request_error"
+    default_code = "method_not_allowed"
+
+
+class Conflict(ApiError):
+    """What is there does not allow what was asked (409)."""
+
+    status = 409
+    type = "invalid_request_error"
+    default_code = "conflict"
+
+
+class TooLarge(ApiError):
+    """The body is over the configured limit (413)."""
+
+    status = 413
+    type = "invalid_request_error"
+    default_code = "request_too_large"
+
+
+class RateLimited(ApiError):
+    """More is being asked than the replicas get done in time (429); the client may retry.
+
+    ``cause`` is one word for the metrics.
+    """
+
+    status = 429
+    type = "rate_limit_error"
+    default_code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, cause: str, retry_after_s: int) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.cause = cause
+
+
+class NotSupported(ApiError):
+    """Known to exist elsewhere, and not done here (501)."""
+
+    status = 501
+    type = "invalid_request_error"
+    default_code = "not_supported"
+
+
+class NoReplica(ApiError):
+    """No replica can take the request now (503); the client may retry."""
+
+    status = 503
+    type = "overloaded_error"
+    default_code = "no_replica"
+
+    def __init__(self, message: str, *, retry_after_s: int | None = 1, **more: Any) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, **more)
+
+
+class Overloaded(ApiError):
+    """More is being asked at once than is taken on (503); the client may retry."""
+
+    status = 503
+    type = "overloaded_error"
+    default_code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: int | None = 1, **more: Any) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, **more)
+
+
+class UpstreamFailed(ApiError):
+    """The replicas tried could not be reached or gave no usable answer (502)."""
+
+    status = 502
+    type = "upstream_error"
+    default_code = "upstream_failed"
+
+
+class UpstreamTimeout(ApiError):
+    """A replica accepted the request and did not begin to answer in time (504)."""
+
+    status = 504
+    type = "upstream_error"
+    default_code = "upstream_timeout"
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's text, or its type's name where it has none."""
+    return str(error) or type(error).__name__

@@ -1,0 +1,100 @@
+"""Every number that the decision weighs by: its value, its unit, its reason. One table.
+
+Tuned on generated workloads (`bench.workloads`, seeds from 100 on) and reported on traces
+and seeds that no tuning saw; `bench.proof` shows what each mechanism earns. What only
+bounds the decision's own time or memory stands where it is used.
+"""
+
+from dataclasses import dataclass, field
+from math import log
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """How rates are learned from observed times to first token; see `router.latency.ttft_model`."""
+
+    base_s: float = 0.01
+    """Seconds. Start of what every request takes whatever it holds; learned like the rest."""
+    attention_tokens: float = 32_768.0
+    """Tokens. Start of the context length at which attending to it doubles a token's cost:
+    that of a model of 8 billion parameters, 4096 wide."""
+    noise: float = 0.1
+    """Variance of one observation's logarithm: TTFTs scatter by about 30%."""
+    tail: float = 4.0
+    """Degrees of freedom of the noise; the fewer, the less an outlier moves."""
+    drift: float = 0.002
+    """Variance that a rate gains with each observation that concerns it: replicas change."""
+    measured: float = 0.02
+    """Variance of a rate that the engine itself measured."""
+    kinship: float = 0.2
+    """Variance between replicas of one fleet: most are alike, some are half as fast."""
+    slight_slowdown: float = 1e-3
+    """The decode slowdown that learning starts from where none is configured."""
+    freedom: float = log(1e4)
+    """Logarithm: how far a rate may be learned away from its start, or from what was measured."""
+    other_work: float = 2.0
+    """Times: a prefill so much longer than planned is another one, and teaches nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgment:
+    """What the pick, the growth of sessions and the line of waiting requests go by."""
+
+    least_behind: float = 0.02
+    """Requests that wait behind one at the least: of equal times to first token the one that
+    computes less is better."""
+    most_behind: float = 16.0
+    """Requests. How many are taken at most to wait behind one in a busy fleet: a second of the
+    replica's time counts so many times beside a second of waiting. The
+    ablation `without-load-in-busy-weight` is a bound of 1."""
+    fetch_weight: float = 0.5
+    """Seconds per second: what a second of fetching or copying takes from requests that come
+    behind, beside a second of computing. Transfers are shared, and what they bring evicts
+    what others would find. Chosen on two seeds; its ablation is not beyond the interval."""
+    weighs_busy: bool = True
+    """Whether the replica's time counts at all."""
+    more_of_a_burst: float = 2.0
+    """Requests to come for each that waits behind the first, in an idle fleet: of 100 equal
+    prompts read 2 ms apart the mean TTFT in model time is 1.106, 1.091 and 1.083 s with 0, 1
+    and 2."""
+    near: float = 0.1
+    """Share of the best cost within which others are equal: learned rates differ by noise."""
+    near_least_s: float = 0.005
+    near_most_s: float = 0.02
+    """Seconds: bounds of the same. All things differ by a few milliseconds, and costs that
+    differ by more than the latter are never equal."""
+    least_copy_gain_s: float = 0.15
+    """Seconds. A copy that saves less is not worth asking two agents for: that takes them
+    time, too, which is not in the rates."""
+    counts_growth: bool = False
+    """Whether what a new session's later turns would wait counts where it begins. It spreads
+    agents that begin together, and costs them more hits than it saves them waiting: p90 of
+    agents in model time 3.2 s with it, 2.6 s without."""
+    recent_s: float = 30.0
+    """Seconds. Time constant of what counts as recent: long beside a turn, short beside a
+    session."""
+    patience_s: float = 60.0
+    """Seconds. Time constant with which a session that says nothing comes to count as over."""
+    supposed_sessions: float = 2.0
+    supposed_turns: float = 24.0
+    """Sessions and their later turns before any has come: a dozen each, taken lightly. People
+    ask a few times, agents dozens of times; to suppose too few gathers agents that begin
+    together on one replica, to suppose too many computes once more what they share."""
+    remembered_sessions: float = 1000.0
+    """Sessions: about so many of the last ones count."""
+    most_share: float = 0.9
+    """Share of a replica's time; beyond, the queue itself tells."""
+    spills_to_move: int = 2
+    """Turns: after so many spilled in a row the session's KV is elsewhere; its home follows."""
+    alike: float = 1.25
+    alike_s: float = 0.01
+    """Times and seconds by which a service may differ elsewhere and be equal: rates differ a
+    little from replica to replica, and a burst of equal prompts must not end where it was
+    looked at last."""
+    learns: bool = True
+    """Whether rates are learned from answers; measured ones are taken over in any case."""
+    learning: Learning = field(default_factory=Learning)
+
+
+DEFAULT: Final = Judgment()

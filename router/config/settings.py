@@ -1,0 +1,313 @@
+"""The router's settings: what each means, its unit, its default, its bounds.
+
+The classes are the schema (`router.config.schema` reads them). Sizes here are in
+bytes and times in seconds, as the names say; only the engine's own file, which
+keeps LMCache's keys, has sizes in GB.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, Literal
+from urllib.parse import urlsplit
+
+from router.config.errors import ConfigError
+from router.config.schema import build, read_yaml, setting
+
+MIB: Final = 1 << 20
+
+PolicyName = Literal["ttft", "longest-prefix", "session", "least-loaded", "round-robin"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaConfig:
+    """One replica: only ``url`` is needed, the rest is found out or done without."""
+
+    url: str
+    """Base URL of the OpenAI server, without ``/v1``."""
+    instance_id: str | None = None
+    """Its name; by default its agent's, else host:port."""
+    agent_url: str | None = None
+    """Base URL of the cache engine's agent; without one there is no prefetch."""
+    kv_events: str | None = None
+    """vLLM's event publisher, ``tcp://host:port``; by default the agent's ``/info`` says."""
+    kv_replay: str | None = None
+    """vLLM's replay endpoint, ``tcp://host:port``; by default the agent's ``/info`` says."""
+    api_key: str | None = setting(None, repr=False)
+    """Sent to this replica instead of the client's own Authorization."""
+    hash_seed: str | None = None
+    """PYTHONHASHSEED of a replica without an agent; by default found out from its events."""
+
+    @property
+    def name(self) -> str:
+        """The name to use until the agent has told one: instance_id, else host:port."""
+        return self.instance_id or urlsplit(self.url).netloc.rpartition("@")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatesConfig:
+    """Where the cost model starts from; every rate is learned per replica from then on."""
+
+    prefill_tokens_per_s: float = setting(8_000.0, above=0)
+    cpu_load_bytes_per_s: float = setting(10e9, above=0)
+    disk_bytes_per_s: float = setting(1e9, above=0)
+    remote_bytes_per_s: float = setting(1e9, above=0)
+    peer_bytes_per_s: float = setting(1e9, above=0)
+    """From another replica's CPU RAM."""
+    kv_bytes_per_token: float = setting(100e3, above=0)
+    decode_slowdown: float = setting(0.02, at_least=0)
+    """How much one running decode stretches a prefill beside it (0.02: by 2%)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefetchConfig:
+    """Promoting disk and remote KV, and copying other replicas', before a request is forwarded."""
+
+    enabled: bool = True
+    wait_cap_s: float = setting(2.0, at_least=0)
+    """The longest that a request is held back for its prefetch or copy."""
+    pin_s: float = setting(10.0, above=0)
+    """How long promoted or copied KV is kept for a request that does not come."""
+    early: bool = True
+    """Begin when a session's next request is accepted, before its tokens are known."""
+    ahead: bool = False
+    """Begin before a session's next request is due, where its requests come regularly."""
+    session_keys_bytes: int = setting(32 * MIB, at_least=0)
+    """Memory for the keys of sessions' last prompts, which both of these need."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionConfig:
+    """Holding requests in the router until a replica can soon begin with them.
+
+    Only the policy ``ttft`` holds any: the others, which predict nothing, send
+    at once.
+    """
+
+    enabled: bool = True
+    max_waiting: int = setting(4096, at_least=0)
+    """Requests held at once; one more is refused with 429."""
+    max_wait_s: float = setting(60.0, above=0)
+    """The longest that one is held, unless its client waits less; then 429."""
+    dispatch_ahead_s: float = setting(8.0, at_least=0)
+    """How much predicted work may lie before a request when it is sent: enough that
+    a replica never idles, little so that a shorter request need not wait behind it."""
+    ageing: float = setting(0.5, above=0)
+    """Seconds of predicted work that a second of waiting makes up for in the order,
+    which is shortest first. Lower favours the short ones, higher the early ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig:
+    """Keeping a session on the replica that knows it."""
+
+    header: str = "x-session-id"
+    spill_margin_s: float = setting(1.0, at_least=0)
+    """How much slower the home may be than the best before the session leaves it."""
+    max_sessions: int = setting(100_000, at_least=1)
+    ttl_s: float = setting(3600.0, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """How much the router remembers of what replicas hold."""
+
+    max_keys: int = setting(4_000_000, at_least=1)
+    speculative_ttl_s: float = setting(30.0, above=0)
+    """How long a prefix just routed counts as held, unless an event confirms it."""
+    history_ttl_s: float = setting(600.0, above=0)
+    """The same for replicas that tell nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """How prompts become the tokens that the replicas see."""
+
+    path: str | None = None
+    """Directory of the model's tokenizer; by default the agents' ``/info`` says."""
+    memo_bytes: int = setting(64 * MIB, at_least=0)
+    chat_template: str | None = None
+    """A template file, where the replicas run with ``--chat-template``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeoutsConfig:
+    """How long to wait, for what."""
+
+    connect_s: float = setting(5.0, above=0)
+    first_byte_s: float | None = setting(None, above=0)
+    """From sending the request to the first byte of the answer; unlimited by default,
+    since a long prompt on a busy replica may rightly take minutes."""
+    health_interval_s: float = setting(2.0, above=0)
+    health_timeout_s: float = setting(2.0, above=0)
+    drain_s: float = setting(30.0, at_least=0)
+    """How long running requests may go on after the router was told to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerConfig:
+    """LMCache's controller, for moving, pinning and clearing KV by hand or program.
+
+    There is no authentication: whoever reaches its ports can drop every
+    replica's KV.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = setting(9000, at_least=0, at_most=65535)
+    """Of the API; 0 picks a free port (it is printed)."""
+    monitor_port: int = setting(9001, at_least=0, at_most=65535)
+    """Where replicas register: their ``controller_url``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """All of ``router.yaml``."""
+
+    host: str = "127.0.0.1"
+    port: int = setting(8080, at_least=0, at_most=65535)
+    """0 picks a free port (it is printed)."""
+    replicas: tuple[ReplicaConfig, ...]
+    policy: PolicyName = "ttft"
+    max_body_bytes: int = setting(64 * MIB, at_least=1024)
+    retries: int = setting(2, at_least=0, at_most=100)
+    """How many other replicas a request that has not begun to be answered may try."""
+    log_level: LogLevel = "info"
+    rates: RatesConfig = field(default_factory=RatesConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    sessions: SessionConfig = field(default_factory=SessionConfig)
+    index: IndexConfig = field(default_factory=IndexConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    controller: ControllerConfig | None = None
+    """Off without the section; on with it, be it empty (``controller: {}``)."""
+
+    @property
+    def logging_level(self) -> int:
+        """``log_level`` as the logging module counts it."""
+        return logging.getLevelNamesMapping()[self.log_level.upper()]
+
+
+def load_router_config(path: Path | str) -> RouterConfig:
+    """Read ``router.yaml``; raise `ConfigError` for anything that cannot work."""
+    path = Path(path)
+    return router_config(read_yaml(path), path=str(path), base=path.parent)
+
+
+def router_config(value: object, *, path: str, key: str = "", base: Path = Path()) -> RouterConfig:
+    """Build and check the settings in a mapping; relative files are relative to ``base``."""
+    prefix = f"{key}." if key else ""
+    if isinstance(value, Mapping) and "controller" in value and value["controller"] is None:
+        raise ConfigError(
+            path,
+            f"{prefix}controller",
+            "is empty",
+            "write 'controller: {}' for its defaults, or leave it out for no controller",
+        )
+    config = build(RouterConfig, value, path=path, key=key)
+    replicas = _checked_replicas(config.replicas, path, f"{prefix}replicas")
+    tokenizer = _checked_tokenizer(config.tokenizer, path, f"{prefix}tokenizer", base)
+    _check_ports(config, path, prefix)
+    return replace(config, replicas=replicas, tokenizer=tokenizer)
+
+
+def _check_ports(config: RouterConfig, path: str, prefix: str) -> None:
+    """Raise `ConfigError` where one process would listen on a port twice."""
+    if config.controller is None:
+        return
+    users = {config.port: "port"} if config.port else {}
+    for name in ("port", "monitor_port"):
+        port, key = getattr(config.controller, name), f"controller.{name}"
+        if port in users:
+            raise ConfigError(
+                path, f"{prefix}{key}", f"{port} is also {prefix}{users[port]}", "choose another"
+            )
+        if port:
+            users[port] = key
+
+
+def _checked_replicas(
+    replicas: Sequence[ReplicaConfig], path: str, key: str
+) -> tuple[ReplicaConfig, ...]:
+    if not replicas:
+        raise ConfigError(
+            path, key, "names no replica", "add at least one '- url: http://host:port'"
+        )
+    checked = []
+    seen: dict[str, int] = {}
+    for index, replica in enumerate(replicas):
+        where = f"{key}[{index}]"
+        url = normal_url(replica.url, path, f"{where}.url")
+        agent_url = replica.agent_url and normal_url(replica.agent_url, path, f"{where}.agent_url")
+        _check_endpoint(replica.kv_events, path, f"{where}.kv_events")
+        _check_endpoint(replica.kv_replay, path, f"{where}.kv_replay")
+        whole = replace(replica, url=url, agent_url=agent_url)
+        for name in (url, whole.name):
+            if name in seen:
+                raise ConfigError(
+                    path,
+                    where,
+                    f"is the same as {key}[{seen[name]}] ('{name}')",
+                    "give each replica its own url and instance_id",
+                )
+            seen[name] = index
+        checked.append(whole)
+    return tuple(checked)
+
+
+def normal_url(url: str, path: str, key: str) -> str:
+    """Return a base URL without trailing slash or ``/v1``; raise `ConfigError` if it is none."""
+    parts = urlsplit(url)
+    try:
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port  # raises when it is no number or out of range
+    except ValueError:
+        valid = False
+    if not valid or parts.query or parts.fragment:
+        raise ConfigError(
+            path, key, f"'{url}' is not an HTTP base URL", "write it like http://host:8000"
+        )
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _check_endpoint(endpoint: str | None, path: str, key: str) -> None:
+    if endpoint is None:
+        return
+    scheme, separator, rest = endpoint.partition("://")
+    _, _, port = rest.rpartition(":")
+    is_tcp = scheme == "tcp" and port.isdigit() and 0 < int(port) < 1 << 16
+    if not separator or not (is_tcp or (scheme in ("ipc", "inproc") and rest)):
+        raise ConfigError(
+            path, key, f"'{endpoint}' is not a ZMQ endpoint", "write it like tcp://host:5557"
+        )
+    if is_tcp and rest.startswith(("*", "0.0.0.0")):
+        raise ConfigError(
+            path,
+            key,
+            f"'{endpoint}' is an address to listen on",
+            "name the replica's host, like tcp://127.0.0.1:5557",
+        )
+
+
+def _checked_tokenizer(
+    tokenizer: TokenizerConfig, path: str, key: str, base: Path
+) -> TokenizerConfig:
+    """Make the tokenizer's paths absolute (``~`` and the file's own folder understood)."""
+    return replace(
+        tokenizer,
+        path=_existing(tokenizer.path, "directory", path, f"{key}.path", base),
+        chat_template=_existing(
+            tokenizer.chat_template, "file", path, f"{key}.chat_template", base
+        ),
+    )
+
+
+def _existing(value: str | None, kind: str, path: str, key: str, base: Path) -> str | None:
+    if value is None:
+        return None
+    found = (base / Path(value).expanduser()).resolve()
+    if not found.exists():
+        raise ConfigError(path, key, f"'{value}' does not exist", f"name an existing {kind}")
+    return str(found)

@@ -1,0 +1,15 @@
+"""LMCache's controller, as far as a router serves it: one address for all instances.
+
+Instances are configured or register themselves; lookups, moves, pins and clears are passed
+on to their agents.
+
+Started by the application on a port of its own. Imports config, http and staging.
+"""
+
+from router.controller.controller import Controller
+from router.controller.registry import Configured
+
+__all__ = [
+    "Configured",
+    "Controller",
+]

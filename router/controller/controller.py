@@ -1,0 +1,98 @@
+"""LMCache's controller, embedded in the router.
+
+Two small web applications beside the proxy: the API, for operators and their
+programs, and the monitor, where replicas' agents register. What is asked is
+done by the agents; the controller knows where they are, and nothing of chunks.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+
+from router.config import Overloaded
+from router.controller.agents import Agents
+from router.controller.api import ControllerApi
+from router.controller.monitor import MAX_BODY_BYTES, Monitor
+from router.controller.registry import Configured, Registry
+from router.http import Handler, errors_answered
+
+log = logging.getLogger("warmroute.controller")
+
+MAX_REQUESTS: Final = 128
+"""Requests under way at once on each of the two ports; more are refused with 503."""
+
+
+class Controller:
+    """The state of the two applications; `api` and `monitor` make them."""
+
+    def __init__(
+        self,
+        configured: Callable[[], Sequence[Configured]],
+        session: aiohttp.ClientSession,
+        *,
+        limit_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``configured`` tells the configuration's instances, ``session`` reaches agents."""
+        self.registry = Registry(configured)
+        self._limit_bytes = limit_bytes
+        self._clock = clock
+        self._api = ControllerApi(
+            self.registry,
+            Agents(session),
+            limit_bytes=limit_bytes,
+            clock=clock,
+            wall_clock=wall_clock,
+        )
+        self._monitor = Monitor(self.registry, clock=clock)
+
+    def api(self) -> web.Application:
+        """Make the API's application."""
+        return self._application(self._api.routes(), self._limit_bytes)
+
+    def monitor(self) -> web.Application:
+        """Make the monitor's application."""
+        return self._application(self._monitor.routes(), MAX_BODY_BYTES)
+
+    def _application(self, routes: Sequence[web.RouteDef], limit_bytes: int) -> web.Application:
+        gate = _Gate(MAX_REQUESTS)
+
+        @web.middleware
+        async def admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
+            with gate:
+                self._forget_expired()
+                return await handler(request)
+
+        app = web.Application(middlewares=[errors_answered, admitted], client_max_size=limit_bytes)
+        app.add_routes(routes)
+        return app
+
+    def _forget_expired(self) -> None:
+        for gone in self.registry.expire(self._clock()):
+            what = gone.registration
+            log.warning(
+                "%s (%s) has missed its heartbeats and is forgotten",
+                what.instance_id,
+                what.agent_url,
+            )
+
+
+class _Gate:
+    """Lets so many in at once, and refuses more."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._inside = 0
+
+    def __enter__(self) -> None:
+        if self._inside >= self._size:
+            raise Overloaded(f"{self._size} requests are under way; ask again later")
+        self._inside += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._inside -= 1

@@ -1,0 +1,136 @@
+"""The controller's monitor port: where agents register and show that they live."""
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from cacheengine.wire import Heartbeat, Registration
+from router.config import BadRequest, Conflict, NotFound, Overloaded, host_port, is_same_url
+from router.controller.calls import read_call
+from router.controller.registry import NameTaken, Registered, Registry, RegistryFull
+
+log = logging.getLogger("warmroute.controller")
+
+MAX_BODY_BYTES: Final = 64 << 10
+_LONGEST_HEARTBEAT_S: Final = 3600.0
+_NAME: Final = re.compile(r"[!-~]([ -~]{0,254}[!-~])?")
+"""Printable ASCII: a name stands in logs, and in answers."""
+_ANYWHERE: Final = frozenset({"", "0.0.0.0", "::"})
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+class Monitor:
+    """Handlers of the monitor's port."""
+
+    def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry = registry
+        self._clock = clock
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the monitor's routes."""
+        return [
+            web.post("/register", self.register),
+            web.post("/heartbeat", self.heartbeat),
+            web.post("/deregister", self.deregister),
+        ]
+
+    async def register(self, request: web.Request) -> web.Response:
+        """Take in an agent's `Registration`; 409 when its name is another's by configuration."""
+        registration = _checked(await self._read(request, Registration), request.remote)
+        try:
+            before = self._registry.register(registration, self._clock())
+        except NameTaken as error:
+            log.error("refused a registration: %s", error)
+            raise Conflict(str(error), param="instance_id", code="name_taken") from None
+        except RegistryFull as error:
+            log.error("refused %s: %s", registration.instance_id, error)
+            raise Overloaded(str(error), retry_after_s=60) from None
+        _log_registered(registration, before)
+        return web.json_response({"registered": registration.instance_id})
+
+    async def heartbeat(self, request: web.Request) -> web.Response:
+        """Note a `Heartbeat`; 404 tells its agent to register (anew)."""
+        beat = await self._read(request, Heartbeat)
+        if not self._registry.heartbeat(beat, self._clock()):
+            raise _unknown(beat)
+        return web.json_response({"known": beat.instance_id})
+
+    async def deregister(self, request: web.Request) -> web.Response:
+        """Forget an agent that ends."""
+        gone = await self._read(request, Heartbeat)
+        if not self._registry.deregister(gone):
+            raise _unknown(gone)
+        log.info("%s has left", gone.instance_id)
+        return web.json_response({"forgotten": gone.instance_id})
+
+    async def _read(self, request: web.Request, kind: type[_T]) -> _T:
+        return await read_call(request, kind, MAX_BODY_BYTES)
+
+
+def _checked(registration: Registration, remote: str | None) -> Registration:
+    """Return a registration whose agent can be reached; raise `BadRequest`."""
+    if not _NAME.fullmatch(registration.instance_id):
+        raise BadRequest(
+            "instance_id must be 1 to 256 printable ASCII characters, the outer ones no spaces",
+            param="instance_id",
+        )
+    if not 0 < registration.heartbeat_s <= _LONGEST_HEARTBEAT_S:
+        raise BadRequest(
+            f"heartbeat_s is {registration.heartbeat_s}; it must be above 0 and at most "
+            f"{_LONGEST_HEARTBEAT_S:g}",
+            param="heartbeat_s",
+        )
+    port = registration.transfer_port
+    if port is not None and not 0 < port < 1 << 16:
+        raise BadRequest(f"transfer_port is {port}, which is no port", param="transfer_port")
+    url = _reachable(registration.agent_url, remote)
+    return msgspec.structs.replace(registration, agent_url=url)
+
+
+def _reachable(agent_url: str, remote: str | None) -> str:
+    """Return an agent's URL, with where it came from for a host that it does not name."""
+    parts = urlsplit(agent_url)
+    try:
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        port = None
+    is_base = not (parts.query or parts.fragment or parts.username or parts.password)
+    if parts.scheme not in ("http", "https") or port is None or not is_base:
+        raise BadRequest(
+            f"agent_url is '{agent_url}'; give it like http://host:port", param="agent_url"
+        )
+    if host in _ANYWHERE:
+        if remote is None:
+            raise BadRequest("agent_url must name a host here", param="agent_url")
+        host = remote.removeprefix("::ffff:")
+    return f"{parts.scheme}://{host_port(host, port)}{parts.path.rstrip('/')}"
+
+
+def _log_registered(now: Registration, before: Registered | None) -> None:
+    if before is None:
+        log.info("%s has registered, with its agent at %s", now.instance_id, now.agent_url)
+    elif not is_same_url(before.registration.agent_url, now.agent_url):
+        log.warning(
+            "%s is claimed by the agent at %s now, and was by that at %s: two instances must "
+            "not have one lmcache_instance_id",
+            now.instance_id,
+            now.agent_url,
+            before.registration.agent_url,
+        )
+    elif before.registration.incarnation != now.incarnation:
+        log.info("%s has started anew", now.instance_id)
+
+
+def _unknown(who: Heartbeat) -> NotFound:
+    return NotFound(
+        f"'{who.instance_id}' is not registered in this incarnation: register first",
+        param="instance_id",
+        code="unknown_instance",
+    )

@@ -1,0 +1,219 @@
+"""Which replicas live: asked at intervals, and at once when a request met trouble.
+
+A refused connection means down at once; silence only after three probes, since
+a busy server may be slow to say that it is well. Down replicas are probed like
+the others and come back by the first good answer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+import aiohttp
+import orjson
+
+from router.config import ReplicaConfig, TimeoutsConfig, describe
+from router.prompt import ServedModel
+from router.record import Cause
+
+log = logging.getLogger("warmroute.health")
+
+_SILENT_PROBES: Final = 3
+_MODELS_EVERY_PROBES: Final = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """Who hears what the monitor finds; each is called with the replica's id first."""
+
+    up: Callable[[str], None]
+    down: Callable[[str, str], None]
+    """With the reason."""
+    models: Callable[[str, list[ServedModel]], Awaitable[None]]
+    """With the models it serves."""
+
+
+@dataclass
+class _Watched:
+    config: ReplicaConfig
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    up: bool | None = None
+    silent_probes: int = 0
+    probes: int = 0
+
+
+class _Silent(Exception):  # noqa: N818  (no answer, which is not yet an error)
+    """A probe got no answer in time."""
+
+
+class HealthMonitor:
+    """Probes every replica in a task of its own between `start` and `stop`."""
+
+    def __init__(
+        self,
+        replicas: Mapping[str, ReplicaConfig],
+        *,
+        session: aiohttp.ClientSession,
+        timeouts: TimeoutsConfig,
+        listener: Listener,
+    ) -> None:
+        self._watched = {name: _Watched(config) for name, config in replicas.items()}
+        self._session = session
+        self._timeouts = timeouts
+        self._listener = listener
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Probe every replica once, so that the first request finds them known, then go on."""
+        await asyncio.gather(*(self._probe_guarded(name) for name in self._watched))
+        self._tasks = [
+            asyncio.create_task(self._watch(name), name=f"health of {name}")
+            for name in self._watched
+        ]
+
+    async def stop(self) -> None:
+        """End the probing."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        self._tasks = []
+
+    def suspect(self, name: str, cause: Cause) -> None:
+        """A request failed there: down at once if nobody listens; probe now in any case."""
+        watched = self._watched[name]
+        if cause is Cause.CONNECT:
+            self._set_down(name, watched, "a request found nobody listening")
+        watched.wake.set()
+
+    async def _watch(self, name: str) -> None:
+        watched = self._watched[name]
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._timeouts.health_interval_s):
+                    await watched.wake.wait()
+            watched.wake.clear()
+            await self._probe_guarded(name)
+
+    async def _probe_guarded(self, name: str) -> None:
+        try:
+            await self._probe(name)
+        except Exception:  # a replica nobody probes would stay as it is for ever
+            log.exception("%s: probing it failed", name)
+
+    async def _probe(self, name: str) -> None:
+        watched = self._watched[name]
+        try:
+            problem = await self._problem(watched.config)
+        except _Silent as silence:
+            watched.silent_probes += 1
+            if watched.up is None or watched.silent_probes >= _SILENT_PROBES:
+                self._set_down(name, watched, str(silence))
+            return
+        watched.silent_probes = 0
+        if problem is not None:
+            self._set_down(name, watched, problem)
+            return
+        if not watched.up or watched.probes % _MODELS_EVERY_PROBES == 0:
+            # Before it is called up: its first request finds its model known.
+            await self._ask_models(name, watched.config)
+        watched.probes += 1
+        was_up, watched.up = watched.up, True
+        if not was_up:
+            log.info("%s (%s) is up", name, watched.config.url)
+            self._listener.up(name)
+
+    def _set_down(self, name: str, watched: _Watched, reason: str) -> None:
+        was_up, watched.up = watched.up, False
+        if was_up is not False:
+            log.warning("%s (%s) is down: %s", name, watched.config.url, reason)
+            self._listener.down(name, reason)
+
+    async def _problem(self, config: ReplicaConfig) -> str | None:
+        """Return why a replica is not well, None if it is; raise `_Silent`.
+
+        Any answer below 500 counts as well: not every OpenAI server has a
+        ``/health``.
+        """
+        try:
+            async with self._session.get(
+                f"{config.url}/health",
+                headers=authorization(config),
+                timeout=aiohttp.ClientTimeout(total=self._timeouts.health_timeout_s),
+            ) as response:
+                return None if response.status < 500 else f"/health answers {response.status}"
+        except TimeoutError:
+            raise _Silent(
+                f"/health does not answer within {self._timeouts.health_timeout_s:g} s"
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            return describe(error)
+
+    async def _ask_models(self, name: str, config: ReplicaConfig) -> None:
+        models = await fetch_models(
+            self._session,
+            config,
+            headers=authorization(config),
+            timeout_s=self._timeouts.health_timeout_s,
+        )
+        if models:
+            await self._listener.models(name, served_models(models))
+
+
+async def fetch_models(
+    session: aiohttp.ClientSession,
+    config: ReplicaConfig,
+    *,
+    headers: Mapping[str, str],
+    timeout_s: float,
+) -> list[dict[str, object]] | None:
+    """Return the entries of a replica's ``/v1/models``, or None if it does not tell."""
+    try:
+        async with session.get(
+            f"{config.url}/v1/models",
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+        ) as response:
+            if response.status != 200:
+                return None
+            return list(_entries(orjson.loads(await response.read())))
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        log.debug("%s does not tell its models: %s", config.name, describe(error))
+        return None
+
+
+def _entries(answer: object) -> Iterable[dict[str, object]]:
+    data = answer.get("data") if isinstance(answer, dict) else None
+    for each in data if isinstance(data, list) else []:
+        if isinstance(each, dict) and isinstance(each.get("id"), str):
+            yield each
+
+
+def served_models(entries: Sequence[Mapping[str, object]]) -> list[ServedModel]:
+    """Return the models listed.
+
+    vLLM's entries name a model's root, and an adapter's base model as its
+    parent (``show_available_models`` of 0.32): the tokenizer is the base's, the
+    root is the adapter's path, which is part of its keys.
+    """
+    roots = {str(each["id"]): str(each.get("root") or each["id"]) for each in entries}
+    served = []
+    for each in entries:
+        name, parent = str(each["id"]), each.get("parent")
+        served.append(
+            ServedModel(
+                id=name,
+                root=roots.get(str(parent), roots[name]),
+                adapter_path=None if parent is None else roots[name],
+            )
+        )
+    return served
+
+
+def authorization(config: ReplicaConfig) -> dict[str, str]:
+    """Return the header for the router's own requests to a replica."""
+    return {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}

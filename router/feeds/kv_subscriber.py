@@ -1,0 +1,206 @@
+"""Following one vLLM's KV events over ZMQ, with nothing missed or nothing believed.
+
+At first contact, after a gap, and when it has been quiet for a while, what may
+be missing is asked from the publisher's replay endpoint. What cannot be had
+ends in `KvSink.forget`: better to know nothing of a GPU than something wrong.
+A connection that is lost ends the following; whoever runs it begins anew.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable
+from dataclasses import dataclass
+from typing import Final, Protocol, cast
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from router.residency import Arrival, KvBatch, KvEventReader, MessageOrder
+
+_REPLAY_TIMEOUT_S: Final = 5.0
+_QUIET_S: Final = 10.0
+_HIGH_WATER: Final = 100_000
+"""Messages kept while others are being applied, as many as vLLM keeps to be sent."""
+_END_OF_REPLAY: Final = (1 << 64) - 1
+_HEARTBEAT_MS: Final = 5_000
+_DEAD_AFTER_MS: Final = 15_000
+
+
+@dataclass(frozen=True, slots=True)
+class KvEndpoints:
+    """Where a vLLM publishes; ``replay`` is None where it repeats nothing."""
+
+    events: str
+    replay: str | None = None
+    topic: str = ""
+
+
+class KvSink(Protocol):
+    """Who hears the events of one replica."""
+
+    def following(self) -> None:
+        """Everything that can be known is known; what comes now is new."""
+
+    def apply(self, batch: KvBatch) -> None:
+        """Take a message, in order, each once."""
+
+    def forget(self) -> None:
+        """Drop all that earlier messages told."""
+
+
+class KvSubscriber:
+    """Follows one publisher; made for one connection."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        endpoints: KvEndpoints,
+        reader: KvEventReader,
+        sink: KvSink,
+        *,
+        replay_timeout_s: float = _REPLAY_TIMEOUT_S,
+        quiet_s: float = _QUIET_S,
+    ) -> None:
+        self._context = context
+        self._endpoints = endpoints
+        self._reader = reader
+        self._sink = sink
+        self._replay_timeout_s = replay_timeout_s
+        self._quiet_s = quiet_s
+        self._order = MessageOrder()
+
+    async def run(self) -> None:
+        """Connect, however long that takes, and follow until the connection is lost.
+
+        Raises `BadEvents` for messages that are not vLLM's. On every way out
+        nothing is known any more.
+        """
+        with contextlib.closing(self._context.socket(zmq.SUB)) as socket:
+            monitor = socket.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            )
+            try:
+                socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+                socket.setsockopt(zmq.RCVTIMEO, int(self._quiet_s * 1000))
+                socket.subscribe(self._endpoints.topic)
+                _connect(socket, self._endpoints.events)
+                await _monitored(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED)
+                await _until_first(
+                    self._follow(socket), _monitored(monitor, zmq.EVENT_DISCONNECTED)
+                )
+            finally:
+                socket.disable_monitor()
+                monitor.close(linger=0)
+                self._sink.forget()
+
+    async def _follow(self, socket: zmq.asyncio.Socket) -> None:
+        await self._catch_up()
+        self._sink.following()
+        while True:
+            # Not poll() first: that costs as much again for every message.
+            try:
+                frames = await socket.recv_multipart()
+            except zmq.Again:
+                # The last message before a silence has none behind it that
+                # would show that it is missing.
+                await self._catch_up()
+                continue
+            if len(frames) == 3:
+                await self._take(self._reader.read(_number(frames[1]), frames[2]))
+                await asyncio.sleep(0)
+
+    async def _take(self, batch: KvBatch) -> None:
+        arrival = self._order.arrival(batch.seq, batch.ts)
+        if arrival is Arrival.RESTART:
+            self._begin_anew()
+            arrival = self._order.arrival(batch.seq, batch.ts)
+        if arrival is Arrival.GAP:
+            await self._catch_up()
+            arrival = self._order.arrival(batch.seq, batch.ts)
+        if arrival is Arrival.GAP:
+            self._skip_gap()
+            arrival = Arrival.NEXT
+        if arrival is Arrival.NEXT:
+            self._apply(batch)
+
+    async def _catch_up(self) -> None:
+        """Apply what is missing, as far as the publisher still has it."""
+        if self._endpoints.replay is None:
+            return
+        replay = self._replay(self._endpoints.replay, self._order.expected)
+        async with contextlib.aclosing(replay):
+            async for batch in replay:
+                if batch.seq > self._order.expected:
+                    self._skip_gap()
+                if batch.seq >= self._order.expected:
+                    self._apply(batch)
+                # Frames that are there already are received without a pause:
+                # let others run between the messages of a long replay.
+                await asyncio.sleep(0)
+
+    async def _replay(self, endpoint: str, start: int) -> AsyncGenerator[KvBatch, None]:
+        """Yield the messages from number ``start`` on; end early if they stop coming.
+
+        The socket is a new one each time: the rest of an answer that was given
+        up would otherwise be read as the next one.
+        """
+        with contextlib.closing(self._context.socket(zmq.DEALER)) as socket:
+            _connect(socket, endpoint)
+            await socket.send_multipart([b"", start.to_bytes(8, "big")])
+            while await socket.poll(self._replay_timeout_s * 1000):
+                # [b"", topic, seq, payload]; before vLLM 0.32 without the topic.
+                *_, seq, payload = await socket.recv_multipart()
+                if _number(seq) == _END_OF_REPLAY:
+                    return
+                yield self._reader.read(_number(seq), payload)
+
+    def _apply(self, batch: KvBatch) -> None:
+        self._order.advance(batch.seq, batch.ts)
+        self._sink.apply(batch)
+
+    def _skip_gap(self) -> None:
+        """Give up what is missing, and with it what it may have changed."""
+        if self._order.expected > 0:
+            self._sink.forget()
+            self._sink.following()
+
+    def _begin_anew(self) -> None:
+        self._order.reset()
+        self._sink.forget()
+        self._sink.following()
+
+
+def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_AFTER_MS)
+    socket.connect(endpoint)
+
+
+def _number(frame: bytes) -> int:
+    return int.from_bytes(frame, "big")
+
+
+async def _monitored(monitor: zmq.asyncio.Socket, wanted: int) -> None:
+    """Return when a socket's monitor tells of an event."""
+    while True:
+        message = await cast("Awaitable[dict[str, int]]", recv_monitor_message(monitor))
+        if message["event"] == wanted:
+            return
+
+
+async def _until_first(work: Awaitable[None], end: Awaitable[None]) -> None:
+    """Run both until one is done, then end the other; raise what it raised."""
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(end)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
+    finally:
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

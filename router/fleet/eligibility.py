@@ -1,0 +1,149 @@
+"""The replicas of a fleet, and which of them may answer a request."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from router.config import NoReplica, UnknownModel
+from router.fleet.policy import salt_of
+from router.fleet.replica import Replica, State
+from router.latency import PrefillLine
+from router.residency import KeyShape, slots
+
+_MAX_VIEWS: Final = 64
+"""Names of models are the clients': where no replica has told its own, any may come."""
+
+
+class Replicas(dict[str, Replica]):
+    """Replicas by id. One that was renamed is found by its former ids too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The replicas themselves: another may have taken the name that followed.
+        self._former: dict[str, Replica] = {}
+
+    def __missing__(self, replica_id: str) -> Replica:
+        return self._former[replica_id]
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a replica another id; it keeps its place in the order."""
+        renamed = [(new if key == old else key, each) for key, each in self.items()]
+        self.clear()
+        self.update(renamed)
+        self._former[old] = self[new]
+        self[new].id = new
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Replicas that make the keys of one prompt alike."""
+
+    shape: KeyShape | None
+    adapters: Mapping[str, str]
+    replicas: int
+    """The bits of their slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eligible:
+    """The replicas that may get a request, in the order of the configuration."""
+
+    replicas: Sequence[Replica]
+    by_slot: Mapping[int, Replica]
+    donors: Mapping[int, Replica]
+    """By slot those that may give their KV: these, and the draining ones."""
+    kinds: Sequence[Kind]
+    """Of the donors."""
+    kind_at: Mapping[int, int]
+    """By a donor's slot the index of its kind."""
+    lines: Sequence[PrefillLine]
+    """Those of the ``replicas``, in the same order."""
+    ring: Sequence[tuple[int, int]]
+    """A hash of each one's id, and its place in the order, sorted."""
+
+    def __len__(self) -> int:
+        return len(self.replicas)
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self.replicas)
+
+    @classmethod
+    def of(cls, replicas: Sequence[Replica], draining: Sequence[Replica]) -> "Eligible":
+        """Return a view of these replicas as they are now."""
+        donors = [*replicas, *draining]
+        kinds = _kinds(donors)
+        return cls(
+            replicas=replicas,
+            by_slot={each.slot: each for each in replicas},
+            donors={each.slot: each for each in donors},
+            kinds=kinds,
+            kind_at={slot: at for at, kind in enumerate(kinds) for slot in slots(kind.replicas)},
+            lines=[each.line for each in replicas],
+            ring=sorted((salt_of(each.id), at) for at, each in enumerate(replicas)),
+        )
+
+
+class Roster:
+    """Keeps for each model who may answer; `changed` must follow each change of a replica.
+
+    A change is one of its state, models, shape or id.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._views: dict[str | None, Eligible] = {}
+        self.version = 0
+        """Another after each change."""
+
+    def changed(self) -> None:
+        """Forget who may answer: it is found anew when next asked for."""
+        self._views.clear()
+        self.version += 1
+
+    def eligible(
+        self, model: str | None, exclude: Collection[str], bound_to: str | None
+    ) -> Eligible:
+        """Return who may answer; raise `UnknownModel` or `NoReplica` when nobody may."""
+        if exclude or bound_to is not None:
+            return self._find(model, exclude, bound_to)
+        view = self._views.get(model)
+        if view is None:
+            view = self._find(model, (), None)
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            self._views[model] = view
+        return view
+
+    def _find(self, model: str | None, exclude: Collection[str], bound_to: str | None) -> Eligible:
+        serving = [each for each in self._replicas.values() if each.serves(model)]
+        if not serving:
+            raise UnknownModel(f"no replica serves the model '{model}'", param="model")
+        # By replica, not by id: one may have got its name since it was tried.
+        tried = [self._replicas[each] for each in exclude]
+        left = [each for each in serving if each not in tried]
+        if bound_to is not None:
+            bound = self._replicas[bound_to]
+            left = [each for each in left if each is bound]
+        for state in (State.UP, State.UNKNOWN):
+            if eligible := [each for each in left if each.state is state]:
+                draining = [each for each in left if each.state is State.DRAINING]
+                return Eligible.of(eligible, draining)
+        raise NoReplica(_why_none(serving, tried, bound_to))
+
+
+def _kinds(replicas: Sequence[Replica]) -> list[Kind]:
+    kinds: dict[tuple[KeyShape | None, tuple[tuple[str, str], ...]], Kind] = {}
+    for each in replicas:
+        name = (each.shape, tuple(sorted(each.adapters.items())))
+        bits = kinds[name].replicas if name in kinds else 0
+        kinds[name] = Kind(each.shape, each.adapters, bits | 1 << each.slot)
+    return list(kinds.values())
+
+
+def _why_none(serving: Sequence[Replica], tried: Sequence[Replica], bound_to: str | None) -> str:
+    states = ", ".join(
+        f"{each.id} {'was tried' if each in tried else each.state}" for each in serving
+    )
+    if bound_to is not None:
+        return f"only '{bound_to}' has what this request goes on from, and it is not up ({states})"
+    return f"no replica can take the request ({states})"

@@ -1,0 +1,344 @@
+"""All that the router knows and may change: replicas, index, sessions, what is in flight.
+
+The only mutable centre, and synchronous: between two awaits of its callers
+nobody sees it half changed. It does no I/O and reads no clock; the feeds, the
+health checks and the proxy tell it what happened and when.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Final
+
+from cacheengine.keys import HashScheme
+from cacheengine.wire import MAX_PINNED_SHARE, EventBatch, InstanceInfo, Snapshot, unpack_keys
+from router.config import DEFAULT, Judgment, RouterConfig
+from router.fleet.eligibility import Replicas, Roster
+from router.fleet.in_flight import Ticket
+from router.fleet.placement import Ask, decide
+from router.fleet.policy import Decision, Reason
+from router.fleet.replica import Replica, Signal
+from router.fleet.sessions import Sessions
+from router.fleet.unseen import Unseen
+from router.latency import Part, Promised, RecentWork
+from router.residency import (
+    LOWER_TIERS,
+    BlocksRemoved,
+    BlocksStored,
+    FirstBlocks,
+    GpuCleared,
+    KeyShape,
+    KvBatch,
+    KvEvent,
+    PrefixIndex,
+    PromptKeyring,
+    PromptView,
+    Tier,
+    explains,
+    find_shape,
+)
+
+_EXPIRED_PER_PLACE: Final = 4
+"""Claims ended by the way; more than the one that a request makes, so that they
+cannot pile up, and few, so that no request pays for many."""
+
+_TELLING_COPY_TOKENS: Final = 1024
+_REST_FROM_COPIES_S: Final = 5.0
+
+_OFTEN: Final = 64
+"""So many answers teach the others each; all are passed over for it."""
+
+_MEASURED_TIERS: Final = {Tier.CPU: Part.LOAD, Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
+
+
+class Fleet:
+    """The replicas of one router; see the module."""
+
+    def __init__(self, config: RouterConfig, judgment: Judgment = DEFAULT) -> None:
+        self.config = config
+        self.judgment = judgment
+        self.replicas = Replicas()
+        for slot, each in enumerate(config.replicas):
+            self.replicas[each.name] = Replica.new(slot, each, config.rates, judgment)
+        self._roster = Roster(self.replicas)
+        self.index = PrefixIndex(config.index.max_keys)
+        self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, judgment)
+        self.unseen = Unseen()
+        self._turn = 0
+        self._recent = RecentWork(judgment)
+        self._teacher_observations = 0
+
+    # --- requests
+
+    def place(
+        self,
+        prompt: PromptView | PromptKeyring | None,
+        *,
+        model: str | None,
+        session: str | None,
+        bound_to: str | None = None,
+        exclude: Collection[str] = (),
+        promised: Promised | None = None,
+        streamed: bool = True,
+        now_s: float,
+    ) -> Decision:
+        """Say which replica a request should go to, and change nothing but what time has ended.
+
+        A prompt that may be placed more than once comes as its keyring: its keys
+        are then made once.
+        ``bound_to`` is the only replica that can answer, ``exclude`` those
+        that have failed to, ``promised`` tells of requests that wait
+        in the router and go before this one, ``streamed`` whether the answer's first token
+        will be seen. Raises `UnknownModel`, or `NoReplica` when none of those that serve the
+        model takes requests.
+        """
+        self.unseen.pass_time(now_s)
+        self.index.expire(now_s, _EXPIRED_PER_PLACE)
+        ask = Ask(
+            keyring=prompt if isinstance(prompt, PromptKeyring) else PromptKeyring(prompt),
+            session=session,
+            home=None if session is None else self.sessions.home(session, now_s),
+            turn=self._turn,
+            busy_share=self._recent.share(now_s) / len(self.replicas),
+            turns_to_come=self._turns_to_come(session),
+            promised=promised or Promised(),
+            streamed=streamed,
+            now_s=now_s,
+        )
+        eligible = self._roster.eligible(model, exclude, bound_to)
+        decision = decide(ask, eligible, self.index, self.config, self.judgment)
+        if bound_to is not None:
+            return replace(decision, reason=Reason.BOUND)
+        return replace(decision, reason=Reason.RETRY) if exclude else decision
+
+    def _turns_to_come(self, session: str | None) -> float:
+        if session is None or not self.judgment.counts_growth:
+            return 0.0
+        return self.sessions.lengths.turns_to_come
+
+    @property
+    def roster_version(self) -> int:
+        """Another whenever it may have changed who can answer."""
+        return self._roster.version
+
+    def start(self, decision: Decision, now_s: float) -> Ticket:
+        """Count a request as in flight, and its prompt as arriving on its replica's GPU."""
+        plan = decision.plan
+        replica = self.replicas[decision.replica_id]
+        claim = None
+        if plan.claim_keys:
+            ttl_s = self._claim_ttl_s(replica, by_tokens=bool(plan.chain))
+            claim = self.index.believe(plan.slot, plan.claim_keys, now_s + ttl_s)
+        if plan.session is not None:
+            self.sessions.note(plan.session, plan.slot, now_s)
+        cost = replica.rates.cost(plan.work)
+        if decision.is_staged:
+            replica.fetch(cost.fetch_s, now_s)
+        self._turn += 1
+        for recent in (self._recent, replica.recent):
+            recent.note(cost.busy_s, now_s)
+        return Ticket(
+            replica,
+            self.index,
+            claim,
+            decision,
+            now_s,
+            cost=cost,
+            learned=self._teach,
+            unseen=self.unseen,
+            judgment=self.judgment,
+        )
+
+    def _teach(self, replica: Replica) -> None:
+        """Let those who have not answered yet start from what this one has learned.
+
+        Else who is not known looks faster than who is, and gets what the other holds. Of
+        several teachers the one with the most answers counts.
+        """
+        count = replica.rates.observations
+        rarely = count > _OFTEN and count & (count - 1)  # at 128, 256, ...
+        if rarely or count < self._teacher_observations:
+            return
+        self._teacher_observations = count
+        for each in self.replicas.values():
+            if each is not replica and not each.rates.observations:
+                each.rates.take_over(replica.rates)
+
+    def tick(self, now_s: float) -> None:
+        """End what time has ended; to be called about once a second."""
+        self.unseen.pass_time(now_s)
+        self.index.expire(now_s)
+        self.index.sweep()
+
+    def _claim_ttl_s(self, replica: Replica, *, by_tokens: bool) -> float:
+        """Return how long a claim holds; one by text can never be confirmed by an event."""
+        index = self.config.index
+        confirmed = replica.has_events and by_tokens
+        return index.speculative_ttl_s if confirmed else index.history_ttl_s
+
+    # --- what health checks find
+
+    def up(self, replica_id: str) -> None:
+        """Note that a replica answers."""
+        self._receive(self.replicas[replica_id], Signal.ANSWERED)
+
+    def down(self, replica_id: str) -> None:
+        """Note that a replica does not answer.
+
+        One that tells nothing is forgotten, since it may come back empty; of
+        the others their feeds know.
+        """
+        replica = self.replicas[replica_id]
+        self._receive(replica, Signal.FAILED)
+        if not (replica.has_events or replica.has_agent):
+            self.index.forget(replica.slot)
+
+    def drain(self, replica_id: str) -> None:
+        """Give a replica nothing new."""
+        self._receive(self.replicas[replica_id], Signal.DRAIN)
+
+    def resume(self, replica_id: str) -> None:
+        """End `drain`."""
+        self._receive(self.replicas[replica_id], Signal.RESUME)
+
+    def set_models(self, replica_id: str, models: Mapping[str, str | None]) -> None:
+        """Note which models a replica serves, and of LoRA adapters the path; None for others."""
+        replica = self.replicas[replica_id]
+        replica.models = frozenset(models)
+        replica.adapters = {name: path for name, path in models.items() if path is not None}
+        self._roster.changed()
+
+    def _receive(self, replica: Replica, signal: Signal) -> None:
+        if replica.receive(signal):
+            self._roster.changed()
+
+    # --- what agents tell
+
+    def apply_info(self, replica_id: str, info: InstanceInfo) -> bool:
+        """Take over what an agent says of its replica; return whether it has started anew.
+
+        A replica that has is forgotten. One without a configured name gets the
+        agent's, unless that is taken.
+        """
+        replica = self.replicas[replica_id]
+        restarted = replica.incarnation != info.incarnation
+        if restarted:
+            self.index.forget(replica.slot)
+            replica.incarnation = info.incarnation
+            replica.shape = KeyShape(
+                scheme=HashScheme(info.hash_algorithm, info.hash_seed),
+                block_tokens=info.block_tokens,
+                blocks_per_chunk=info.chunk_tokens // info.block_tokens,
+            )
+            replica.shape_checked, replica.shape_problem = False, None
+            replica.fetching_until_s = replica.no_copies_until_s = 0.0
+            self._roster.changed()
+        replica.kv_bytes_per_token = info.chunk_bytes / info.chunk_tokens
+        replica.transfer_port, replica.layout = info.transfer_port, info.layout
+        if (cpu := info.tiers.get(Tier.CPU.value)) and cpu.capacity_bytes:
+            pinned_bytes = MAX_PINNED_SHARE * cpu.capacity_bytes
+            replica.max_staged_tokens = pinned_bytes / replica.kv_bytes_per_token
+        for tier, part in _MEASURED_TIERS.items():
+            if measured := info.tiers.get(tier.value):
+                replica.rates.measured(part, measured.read_bytes_per_s)
+        if replica.config.instance_id is None and info.instance_id not in self.replicas:
+            self.replicas.rename(replica.id, info.instance_id)
+            self._roster.changed()
+        return restarted
+
+    def apply_snapshot(self, replica_id: str, snapshot: Snapshot) -> None:
+        """Replace what is known of a replica's lower tiers."""
+        slot = self.replicas[replica_id].slot
+        self.index.forget(slot, LOWER_TIERS)
+        for name, packed in snapshot.tiers.items():
+            self.index.add(slot, _lower_tier(name), unpack_keys(packed))
+
+    def apply_events(self, replica_id: str, batch: EventBatch) -> None:
+        """Take over what has changed in a replica's lower tiers."""
+        slot = self.replicas[replica_id].slot
+        for event in batch.events:
+            change = self.index.add if event.stored else self.index.remove
+            change(slot, _lower_tier(event.tier), unpack_keys(event.keys))
+
+    # --- what copies tell
+
+    def observed_copy(self, replica_id: str, nbytes: int, seconds: float) -> None:
+        """Learn from how long a replica took to get so many bytes from another.
+
+        Of a small copy nothing: most of its time is not the bytes'.
+        """
+        replica = self.replicas[replica_id]
+        if nbytes >= _TELLING_COPY_TOKENS * replica.kv_bytes_per_token and seconds > 0:
+            replica.rates.observe_rate(Part.PEER, nbytes / seconds)
+
+    def copy_failed(self, replica_id: str, now_s: float) -> None:
+        """Note which replica a copy failed at: for a while nothing is copied from or to it."""
+        self.replicas[replica_id].no_copies_until_s = now_s + _REST_FROM_COPIES_S
+
+    # --- what KV events tell
+
+    def following_kv(self, replica_id: str) -> None:
+        """Note that a replica's KV events are being followed from now on."""
+        self.replicas[replica_id].has_events = True
+
+    def apply_kv(self, replica_id: str, batch: KvBatch) -> None:
+        """Take over a message of vLLM's KV events.
+
+        Of a replica with an agent only those of the GPU: of the lower tiers
+        the agent knows better.
+        """
+        replica = self.replicas[replica_id]
+        for event in batch.events:
+            if isinstance(event, FirstBlocks):
+                self._check_shape(replica, event)
+            else:
+                self._apply_kv_event(replica, event)
+
+    def lost_kv(self, replica_id: str) -> None:
+        """Forget what KV events told: their publisher is gone, began anew, or left a gap."""
+        replica = self.replicas[replica_id]
+        replica.has_events = False
+        self.index.forget(replica.slot, (Tier.GPU,) if replica.config.agent_url else None)
+        # A stock vLLM may come back with another random seed.
+        replica.shape_checked = False
+
+    def _apply_kv_event(self, replica: Replica, event: KvEvent) -> None:
+        lower_too = replica.config.agent_url is None
+        match event:
+            case GpuCleared():
+                self.index.forget(replica.slot, (Tier.GPU,))
+            case BlocksStored(tier, keys) if lower_too or tier is Tier.GPU:
+                self.index.add(replica.slot, tier, keys, counted=True)
+                if tier is Tier.GPU:
+                    self.unseen.stored(replica.slot, keys)
+            case BlocksRemoved(tier, keys) if lower_too or tier is Tier.GPU:
+                self.index.remove(replica.slot, tier, keys)
+
+    def _check_shape(self, replica: Replica, first: FirstBlocks) -> None:
+        """See that the replica's keys are those that its tokens give; find out how if not."""
+        if replica.shape_checked:
+            return
+        known = replica.shape
+        if known is not None and explains(known, first):
+            replica.shape_checked = True
+            return
+        found = find_shape(first, replica.config.hash_seed)
+        if found is None and first.cache_salt is not None:
+            return  # no proof: vLLM has put salts into keys in other ways too
+        replica.shape_checked = True
+        self._roster.changed()
+        if found is None:
+            replica.shape = None
+            replica.shape_problem = (
+                "its KV events have keys that no known hash gives: most likely PYTHONHASHSEED is "
+                "not set there and the hash is an xxhash one; set it on the replica, and as "
+                "hash_seed here. Until then what it was sent is remembered by text"
+            )
+            return
+        step = known.blocks_per_chunk if known is not None else 1
+        replica.shape = replace(found, blocks_per_chunk=step)
+        replica.shape_problem = None
+
+
+def _lower_tier(name: str) -> Tier:
+    """Return the tier that an agent names; one that is not known is the slowest."""
+    return Tier(name) if name in LOWER_TIERS else Tier.REMOTE

@@ -1,0 +1,151 @@
+"""One replica as the router knows it: its tiers, its life, its load.
+
+Nothing here does I/O; `router.fleet.fleet` changes it, on behalf of the feeds, the
+health checks and the requests.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+from types import MappingProxyType
+from typing import Final
+
+from router.config import DEFAULT, Judgment, RatesConfig, ReplicaConfig
+from router.latency import PredictionErrors, PrefillLine, Rates, RecentWork
+from router.residency import KeyShape
+
+
+class State(StrEnum):
+    """Whether a replica takes requests."""
+
+    UNKNOWN = "unknown"
+    """Not asked yet: used only when no replica is known to be up."""
+    UP = "up"
+    DOWN = "down"
+    DRAINING = "draining"
+    """Finishes what it has and gets nothing new."""
+
+
+class Signal(StrEnum):
+    """What can change a replica's state."""
+
+    ANSWERED = "answered"
+    FAILED = "failed"
+    DRAIN = "drain"
+    RESUME = "resume"
+
+
+TRANSITIONS: Final[Mapping[tuple[State, Signal], State]] = MappingProxyType(
+    {
+        (State.UNKNOWN, Signal.ANSWERED): State.UP,
+        (State.UNKNOWN, Signal.FAILED): State.DOWN,
+        (State.UNKNOWN, Signal.DRAIN): State.DRAINING,
+        (State.UP, Signal.FAILED): State.DOWN,
+        (State.UP, Signal.DRAIN): State.DRAINING,
+        (State.DOWN, Signal.ANSWERED): State.UP,
+        (State.DOWN, Signal.DRAIN): State.DRAINING,
+        # A draining replica stays so, whether it answers or not, until resumed.
+        (State.DRAINING, Signal.RESUME): State.UNKNOWN,
+    }
+)
+"""The next state; a pair that is not here changes nothing."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Replica:
+    """One replica's configuration, what was learned of it, and what it is busy with."""
+
+    id: str
+    slot: int
+    """Its number in the index; unlike the id it never changes."""
+    config: ReplicaConfig
+    rates: Rates
+    kv_bytes_per_token: float
+    state: State = State.UNKNOWN
+    models: frozenset[str] | None = None
+    """Names that requests may use; None until it told."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Where it has its LoRA adapters from, by the names that requests use."""
+    shape: KeyShape | None = None
+    """None: its keys are not known, what it was sent is remembered by text."""
+    shape_checked: bool = False
+    """Whether the shape was seen to give the keys in its events."""
+    shape_problem: str | None = None
+    """Why its keys cannot be known, for a person; None while nothing speaks against it."""
+    incarnation: str | None = None
+    """The agent's; None without one, or before it answered."""
+    transfer_port: int | None = None
+    """Where other replicas fetch its chunks, if it has an agent that lets them."""
+    layout: str = ""
+    """Fingerprint of its chunks: only replicas with equal ones can exchange them."""
+    max_staged_tokens: float = inf
+    """How much of one prompt it can bring through its CPU RAM to the GPU."""
+    no_copies_until_s: float = 0.0
+    """A copy from or to it has failed: it is left alone until then."""
+    has_events: bool = False
+    """Whether its KV events are being followed right now."""
+    fetching_until_s: float = 0.0
+    """When the KV that it was told to fetch will be there, as predicted: more comes after that."""
+    line: PrefillLine = field(default_factory=PrefillLine)
+    recent: RecentWork = field(default_factory=RecentWork)
+    errors: PredictionErrors = field(default_factory=PredictionErrors)
+    """Of its TTFTs."""
+    started: int = 0
+    """Requests that it was given, ever."""
+    waiting: int = 0
+    """Requests sent whose first token has not come."""
+    decoding: int = 0
+    """Requests between first token and end."""
+
+    @classmethod
+    def new(
+        cls,
+        slot: int,
+        config: ReplicaConfig,
+        rates: RatesConfig,
+        judgment: Judgment = DEFAULT,
+    ) -> "Replica":
+        """Return a replica of which only the configuration is known."""
+        return cls(
+            id=config.name,
+            slot=slot,
+            config=config,
+            rates=Rates(rates, judgment.learning),
+            recent=RecentWork(judgment),
+            kv_bytes_per_token=rates.kv_bytes_per_token,
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return self.waiting + self.decoding
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent has told about it (and can be told to prefetch)."""
+        return self.incarnation is not None
+
+    def can_give(self, now_s: float) -> bool:
+        """Whether other replicas can copy chunks from it."""
+        return self.transfer_port is not None and self.no_copies_until_s <= now_s
+
+    def fetch(self, seconds: float, now_s: float) -> None:
+        """Note that it was told to fetch KV."""
+        self.fetching_until_s = max(self.fetching_until_s, now_s) + seconds
+
+    def receive(self, signal: Signal) -> bool:
+        """Move to the next state; return whether that is another one."""
+        before = self.state
+        self.state = TRANSITIONS.get((before, signal), before)
+        return self.state is not before
+
+    def serves(self, model: str | None) -> bool:
+        """Whether a request for a model may go there; yes if that is not known."""
+        return model is None or self.models is None or model in self.models
+
+    def __repr__(self) -> str:
+        return (
+            f"<Replica {self.id} {self.state} waiting={self.waiting} decoding={self.decoding} "
+            f"shape={self.shape} events={self.has_events}>"
+        )

@@ -1,0 +1,104 @@
+"""Which replica is a session's home. Pure state, bounded in number and time."""
+
+from itertools import islice
+from math import inf
+from typing import Final
+
+from router.config import DEFAULT, Judgment
+from router.latency import SessionLengths
+
+_EVICTION_SLACK: Final = 1024
+"""When full, this fraction is forgotten at once: to find the oldest is to pass
+over all that went before it."""
+
+_EXPIRIES_PER_TTL: Final = 64
+_EXPIRED_AT_ONCE: Final = 2000
+"""Keeps an expiry at about a millisecond, however many came at the same time."""
+
+
+class Sessions:
+    """Homes of sessions (`Replica.slot`), the least recently used forgotten first.
+
+    ``evicted`` counts those forgotten for want of room, not of time.
+    """
+
+    # A home is one integer, see `_pack`: so the garbage collector passes over
+    # the table. To look at a million objects would stop the router for 0.5 s.
+
+    def __init__(self, max_sessions: int, ttl_s: float, judgment: Judgment = DEFAULT) -> None:
+        self.max_sessions = max_sessions
+        self.ttl_s = ttl_s
+        self.evicted = 0
+        self._homes: dict[str, int] = {}
+        self._expire_next_s = -inf
+        self.lengths = SessionLengths(judgment)
+        self._spills_to_move = judgment.spills_to_move
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def home(self, session: str, now_s: float) -> int | None:
+        """Return a session's home, None if it has none (any more); changes nothing."""
+        packed = self._homes.get(session)
+        if packed is None:
+            return None
+        last_ms, replica, _ = _unpack(packed)
+        return None if self._is_over(last_ms, now_s) else replica
+
+    def note(self, session: str, replica: int, now_s: float) -> None:
+        """Note that a turn of a session goes to a replica."""
+        if now_s >= self._expire_next_s:
+            self._expire(now_s)
+        home, spills = replica, 0
+        # Taken out and put in again, it stands last.
+        packed = self._homes.pop(session, None)
+        idle_s = None
+        if packed is not None and not self._is_over(_unpack(packed)[0], now_s):
+            last_ms, former, spilled = _unpack(packed)
+            idle_s = now_s - last_ms / 1000
+            if replica != former and spilled + 1 < self._spills_to_move:
+                home, spills = former, spilled + 1
+        self.lengths.note(now_s, idle_s=idle_s)
+        self._homes[session] = _pack(now_s, home, spills)
+        if len(self._homes) > self.max_sessions:
+            self._make_room(now_s)
+
+    def check(self) -> None:
+        """Raise AssertionError if the table contradicts itself."""
+        assert len(self._homes) <= self.max_sessions
+        homes = [_unpack(packed) for packed in self._homes.values()]
+        times = [last_ms for last_ms, _, _ in homes]
+        assert times == sorted(times), "the least recently used does not stand first"
+        assert all(spills < self._spills_to_move for _, _, spills in homes)
+
+    def _is_over(self, last_ms: int, now_s: float) -> bool:
+        return last_ms / 1000 + self.ttl_s <= now_s
+
+    def _expire(self, now_s: float) -> None:
+        over: list[str] = []
+        for session, packed in islice(self._homes.items(), _EXPIRED_AT_ONCE):
+            if not self._is_over(_unpack(packed)[0], now_s):
+                break
+            over.append(session)
+        for session in over:
+            del self._homes[session]
+        if len(over) < _EXPIRED_AT_ONCE:
+            self._expire_next_s = now_s + self.ttl_s / _EXPIRIES_PER_TTL
+
+    def _make_room(self, now_s: float) -> None:
+        self._expire(now_s)
+        if len(self._homes) <= self.max_sessions:
+            return
+        oldest = list(islice(self._homes, 1 + self.max_sessions // _EVICTION_SLACK))
+        for session in oldest:
+            del self._homes[session]
+        self.evicted += len(oldest)
+
+
+def _pack(last_s: float, replica: int, spills: int) -> int:
+    return int(last_s * 1000) << 32 | replica << 1 | spills
+
+
+def _unpack(packed: int) -> tuple[int, int, int]:
+    """Return milliseconds, replica and spills (fewer than two)."""
+    return packed >> 32, packed >> 1 & 0x7FFF_FFFF, packed & 1

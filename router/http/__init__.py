@@ -1,0 +1,18 @@
+"""HTTP of any of the router's applications: reading a body, and errors as answers.
+
+`read_body` keeps to the limit of a body; `errors_answered` is the middleware that gives
+every error the shape that the path's clients parse (OpenAI's or Anthropic's).
+
+Called by proxy, controller and the application. Imports config.
+"""
+
+from router.http.error_answers import Handler, error_body, errors_answered, is_anthropic
+from router.http.reading import read_body
+
+__all__ = [
+    "Handler",
+    "error_body",
+    "errors_answered",
+    "is_anthropic",
+    "read_body",
+]

@@ -1,0 +1,61 @@
+"""Every error as an answer: the middleware of the router's applications."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import orjson
+from aiohttp import web
+
+from router.config import ApiError, MethodNotAllowed, NotFound, TooLarge
+
+log = logging.getLogger("warmroute")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def errors_answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give every error the shape that the path's clients parse."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        response = error_response(request.path, error)
+        if isinstance(error, TooLarge):
+            response.force_close()
+        return response
+    except web.HTTPNotFound:
+        message = f"the router has no endpoint {request.method} {request.path}"
+        return error_response(request.path, NotFound(message))
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{request.path} takes {allowed}, not {request.method}"
+        response = error_response(request.path, MethodNotAllowed(message))
+        response.headers["Allow"] = allowed
+        return response
+    except ConnectionResetError:
+        raise  # the client has gone: there is nobody to tell
+    except Exception:
+        # The last resort for defects of ours: the client gets an answer in
+        # its own shape, the log gets the trace.
+        log.exception("%s %s failed", request.method, request.path)
+        return error_response(request.path, ApiError("the router failed; see its log"))
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path's clients parse Anthropic's errors."""
+    return path.startswith("/v1/messages")
+
+
+def error_body(path: str, error: ApiError) -> bytes:
+    """Return an error in the shape that the path's clients parse."""
+    return orjson.dumps(error.anthropic_body() if is_anthropic(path) else error.openai_body())
+
+
+def error_response(path: str, error: ApiError) -> web.Response:
+    """Return an error as a whole response."""
+    return web.Response(
+        status=error.status,
+        body=error_body(path, error),
+        content_type="application/json",
+        headers=error.headers,
+    )

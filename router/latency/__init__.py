@@ -1,0 +1,28 @@
+"""Predicted seconds: what a request takes on a replica, and what is queued before it.
+
+`Rates` predicts the parts of a time to first token (`Cost`) and learns from what was seen;
+`PrefillLine` is the queue of prefills of one replica; `PredictionErrors` says how far off
+predictions were. `SessionLengths` and `RecentWork` expect what sessions bring.
+
+Called by fleet, admission and record. Imports config; no I/O, no clock.
+"""
+
+from router.latency.prediction_errors import ErrorFigures, PredictionErrors, Quantiles
+from router.latency.prefill_queue import PrefillLine
+from router.latency.reserved_work import Promised
+from router.latency.session_load import RecentWork, SessionLengths
+from router.latency.ttft_model import Cost, Part, Rates, Work
+
+__all__ = [
+    "Cost",
+    "ErrorFigures",
+    "Part",
+    "PredictionErrors",
+    "PrefillLine",
+    "Promised",
+    "Quantiles",
+    "Rates",
+    "RecentWork",
+    "SessionLengths",
+    "Work",
+]

@@ -1,0 +1,265 @@
+"""What a request costs at a replica, in seconds, and how the rates are learned.
+
+Every part of a time to first token is an amount of `Work` times the seconds
+that a unit of it takes there::
+
+    ttft    = base + max(queue, backlog + fetch) + load + prefill
+    fetch   = disk bytes x DISK + remote bytes x REMOTE + peer bytes x PEER
+    load    = bytes beyond the GPU x LOAD
+    prefill = new tokens x (PREFILL + context x ATTENTION + running decodes x DECODE)
+
+with the mean context of the new tokens, ``matched + new / 2``. The seconds are
+kept as a vector x of logarithms (so none can turn negative), with a covariance
+matrix P that says how sure each is, and which of them could stand for each other.
+With s the parts' shares of the predicted TTFT, an observed one corrects all parts
+at once, as an (extended) Kalman filter does::
+
+    e  = log(observed / predicted)
+    U  = s' P s                          how unsure the prediction was
+    N' = N (4 + e^2 / (U + N)) / 5       the noise, the greater the odder e is
+    x += P s e / (U + N')
+    P -= P s s' P / (U + N')
+
+N' makes it robust: an outlier counts as noise (Student's t with 4 degrees of
+freedom). The covariance is what tells a token's cost from its context's and its
+neighbours': with variances alone that took hundreds of requests, and long prompts
+were misjudged for as long.
+
+The queue's share teaches nobody. Who waits behind one slow prefill would teach
+the same error once more, and so would all others who wait: tried in a model of
+a replica, that drove the rates away without bound at 70% load.
+
+Pure: no clock, no I/O.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from math import exp, log, sqrt
+
+from router.config import DEFAULT, Learning, RatesConfig
+
+
+class Part(IntEnum):
+    """What has a rate of its own, and what a unit of it is."""
+
+    BASE = 0
+    """A request."""
+    PREFILL = 1
+    """A token to prefill."""
+    ATTENTION = 2
+    """A token to prefill, times a token of its context."""
+    DECODE = 3
+    """A token to prefill, times a decode running beside it."""
+    LOAD = 4
+    """A byte, from CPU RAM to the GPU."""
+    DISK = 5
+    """A byte, to CPU RAM; likewise the next two."""
+    REMOTE = 6
+    PEER = 7
+
+
+@dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
+class Work:
+    """What a request asks of one replica."""
+
+    new_tokens: int
+    """To prefill."""
+    matched_tokens: int = 0
+    """Their context: already cached in some tier."""
+    load_bytes: float = 0.0
+    """Matched beyond the GPU."""
+    disk_bytes: float = 0.0
+    remote_bytes: float = 0.0
+    peer_bytes: float = 0.0
+    """To be copied from another replica."""
+    queue_s: float = 0.0
+    """Until the replica gets to it."""
+    backlog_s: float = 0.0
+    """Until it has fetched what it was told to fetch before."""
+    decoding: int = 0
+    """Decodes running there: their steps lengthen a prefill's."""
+
+    @property
+    def attended(self) -> float:
+        """New tokens times the mean context that each attends to."""
+        return self.new_tokens * (self.matched_tokens + self.new_tokens / 2)
+
+
+@dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
+class Cost:
+    """The predicted parts of a time to first token."""
+
+    base_s: float
+    queue_s: float
+    backlog_s: float
+    """Before the fetch; 0 where there is nothing to fetch."""
+    fetch_s: float
+    load_s: float
+    prefill_s: float
+
+    @property
+    def busy_s(self) -> float:
+        """The replica's time that the request takes from those behind it."""
+        return self.load_s + self.prefill_s
+
+    @property
+    def fetched_s(self) -> float:
+        """Until all KV is in CPU RAM."""
+        return self.backlog_s + self.fetch_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted time to first token; the fetch overlaps the queue."""
+        return self.base_s + max(self.queue_s, self.fetched_s) + self.busy_s
+
+
+class Rates:
+    """One replica's learned rates; starts from the configured ones."""
+
+    def __init__(self, config: RatesConfig, learning: Learning = DEFAULT.learning) -> None:
+        self._learning = learning
+        per_token_s = 1 / config.prefill_tokens_per_s
+        self._start = [
+            log(self._learning.base_s),
+            log(per_token_s),
+            log(per_token_s / self._learning.attention_tokens),
+            log(per_token_s * max(config.decode_slowdown, self._learning.slight_slowdown)),
+            -log(config.cpu_load_bytes_per_s),
+            -log(config.disk_bytes_per_s),
+            -log(config.remote_bytes_per_s),
+            -log(config.peer_bytes_per_s),
+        ]
+        self._log = list(self._start)
+        self._covariance = [[float(row == column) for column in Part] for row in Part]
+        self._seconds = [exp(value) for value in self._log]
+        self.observations = 0
+
+    def per_second(self, part: Part) -> float:
+        """Return a rate: units (tokens, bytes, ...) per second."""
+        return 1 / self._seconds[part]
+
+    def seconds(self, part: Part) -> float:
+        """Return what a unit (token, byte, ...) takes."""
+        return self._seconds[part]
+
+    def knows(self, part: Part) -> bool:
+        """Whether a rate was learned or measured, and is more than its start."""
+        return self._covariance[part][part] < 0.5
+
+    def learned(self) -> dict[Part, float]:
+        """Return units per second of the rates that are more than their start."""
+        return {part: self.per_second(part) for part in Part if self.knows(part)}
+
+    def cost(self, work: Work) -> Cost:
+        """Return the predicted cost of a request."""
+        seconds = self._seconds
+        fetch_s = (
+            seconds[Part.DISK] * work.disk_bytes
+            + seconds[Part.REMOTE] * work.remote_bytes
+            + seconds[Part.PEER] * work.peer_bytes
+        )
+        return Cost(
+            base_s=seconds[Part.BASE],
+            queue_s=work.queue_s,
+            backlog_s=work.backlog_s if fetch_s else 0.0,
+            fetch_s=fetch_s,
+            load_s=seconds[Part.LOAD] * work.load_bytes,
+            prefill_s=seconds[Part.PREFILL] * work.new_tokens
+            + seconds[Part.ATTENTION] * work.attended
+            + seconds[Part.DECODE] * work.new_tokens * work.decoding,
+        )
+
+    def observe(self, work: Work, ttft_s: float) -> None:
+        """Learn from a request's real time to first token (ignored unless positive)."""
+        if ttft_s <= 0:
+            return
+        cost = self.cost(work)
+        self._learn(self._shares(work, cost), log(ttft_s / cost.ttft_s))
+        self.observations += 1
+
+    def observe_rate(self, part: Part, per_second: float) -> None:
+        """Learn from one observation of a rate by itself (ignored unless positive)."""
+        if per_second > 0:
+            self._learn({part: 1.0}, -log(per_second) - self._log[part])
+
+    def measured(self, part: Part, per_second: float) -> None:
+        """Take over a rate that the engine measured (0.0: nothing was measured)."""
+        if per_second > 0:
+            self._start[part] = -log(per_second)
+            self._set(part, self._start[part])
+            for other in Part:
+                self._covariance[part][other] = self._covariance[other][part] = 0.0
+            self._covariance[part][part] = self._learning.measured
+
+    def take_over(self, other: "Rates") -> None:
+        """Start from what another has learned, less surely; what was measured here stays."""
+        for part in Part:
+            if self._covariance[part][part] <= self._learning.measured:
+                continue
+            self._set(part, other._log[part])
+            for row in Part:
+                self._covariance[part][row] = self._covariance[row][part] = 0.0
+            self._covariance[part][part] = min(
+                1.0, other._covariance[part][part] + self._learning.kinship
+            )
+
+    def _learn(self, shares: dict[Part, float], error: float) -> None:
+        """Correct the parts by the logarithm of observed over predicted; see the module."""
+        covariance = self._covariance
+        with_shares = [
+            sum(row[part] * share for part, share in shares.items()) for row in covariance
+        ]
+        unsure = sum(with_shares[part] * share for part, share in shares.items())
+        surprise = error**2 / (unsure + self._learning.noise)
+        spread = unsure + self._learning.noise * (self._learning.tail + surprise) / (
+            self._learning.tail + 1
+        )
+        for part, moved in zip(Part, with_shares, strict=True):
+            if moved:
+                self._set(part, self._log[part] + moved * error / spread)
+                gain = moved / spread
+                row = covariance[part]
+                covariance[part] = [
+                    each - gain * other for each, other in zip(row, with_shares, strict=True)
+                ]
+        for part, share in shares.items():
+            self._drift(part, share)
+
+    def _drift(self, part: Part, share: float) -> None:
+        """Make a part less sure, but never less than at the start."""
+        row = self._covariance[part]
+        row[part] += self._learning.drift * share
+        if row[part] > 1.0:
+            shrink = 1 / sqrt(row[part])
+            for other in Part:
+                row[other] *= shrink
+                self._covariance[other][part] = row[other]
+            row[part] = 1.0
+
+    def _shares(self, work: Work, cost: Cost) -> dict[Part, float]:
+        """Return each part's share of the predicted TTFT; the queue's is nobody's."""
+        seconds, total_s = self._seconds, cost.ttft_s
+        amounts = {
+            Part.BASE: 1.0,
+            Part.PREFILL: work.new_tokens,
+            Part.ATTENTION: work.attended,
+            Part.DECODE: work.new_tokens * work.decoding,
+            Part.LOAD: work.load_bytes,
+        }
+        if cost.fetched_s > cost.queue_s:
+            amounts |= {
+                Part.DISK: work.disk_bytes,
+                Part.REMOTE: work.remote_bytes,
+                Part.PEER: work.peer_bytes,
+            }
+        return {part: seconds[part] * amount / total_s for part, amount in amounts.items()}
+
+    def _set(self, part: Part, value: float) -> None:
+        start = self._start[part]
+        value = min(start + self._learning.freedom, max(start - self._learning.freedom, value))
+        self._log[part] = value
+        self._seconds[part] = exp(value)
+
+    def __repr__(self) -> str:
+        rates = " ".join(f"{part.name.lower()}={self.per_second(part):.4g}" for part in Part)
+        return f"<Rates {rates} after {self.observations}>"

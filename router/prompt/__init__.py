@@ -1,0 +1,18 @@
+"""From the body of a request to what routing needs: the tokens of its prompt, or its text.
+
+`PromptSource` reads a body in a thread or in place and returns a `Prompt`: exact token ids
+where the model's tokenizer and chat template are known (`tokenizer`, `templates`), else
+bytes of text. One module for each dialect: chat and completions (`messages`), `anthropic`,
+`responses`. What is rendered and encoded is checked against the replicas' own tokenizers.
+
+Called by proxy and feeds. Imports config.
+"""
+
+from router.prompt.reader import Prompt
+from router.prompt.readers import PromptSource, ServedModel
+
+__all__ = [
+    "Prompt",
+    "PromptSource",
+    "ServedModel",
+]

@@ -1,0 +1,151 @@
+"""The prompt of one request: its tokens or text, and the keys that it is matched by."""
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import xxhash
+
+from cacheengine.keys import HashScheme, prompt_extra_keys
+from router.prompt.tokenizer import Memo, Piece
+
+TEXT_PIECE_CHARS: Final = 1024
+"""The unit of `Prompt.text_chain`."""
+
+# How many characters a token has, where there is no tokenizer.
+_CHARS_PER_TOKEN: Final = 4
+
+_AFFINITY_TOKENS: Final = 256
+_AFFINITY_CHARS: Final = 1024
+
+
+class Prompt:
+    """The prompt of one request.
+
+    ``model``, ``cache_salt`` and ``media_settings`` are part of every key, so that
+    equal texts of two tenants have no key in common.
+    """
+
+    def __init__(
+        self,
+        *,
+        text: str | None,
+        memo: Memo,
+        token_ids: list[int] | None = None,
+        pieces: Sequence[Piece] = (),
+        doubt: str | None = None,
+        first_medium: str = "",
+        rest_chars: int = 0,
+    ) -> None:
+        """``rest_chars`` of the text come after the tokens; ``first_medium`` tells media apart."""
+        self.token_ids = token_ids
+        """The tokens, or None where they are not known; with media, those before the first."""
+        self.doubt = doubt
+        """Why `exact` is false, or None."""
+        self.model: str | None = None
+        """The name that the request gives."""
+        self.cache_salt: str | None = None
+        self.media_settings: str = ""
+        """How the request wants its media processed."""
+        self.part_types: frozenset[str] = frozenset()
+        """What can make a replica use an adapter (`lora`) without being asked to."""
+        self._first_medium = first_medium
+        self._rest_chars = rest_chars
+        self._text = text
+        self._memo = memo
+        self._pieces = pieces
+        self._chains: dict[object, list[bytes]] = {}
+
+    @property
+    def exact(self) -> bool:
+        """Whether ``token_ids`` are certainly what the replica will see."""
+        return self.token_ids is not None and self.doubt is None
+
+    @property
+    def text(self) -> str:
+        """The rendered prompt; something that stands for it where it is not text."""
+        if self._text is None:
+            self._text = " ".join(map(str, self.token_ids or ()))
+        return self._text
+
+    @property
+    def token_count(self) -> int:
+        """The number of tokens; without a tokenizer, or with media, an estimate."""
+        if self.token_ids is None:
+            return -(-len(self.text) // _CHARS_PER_TOKEN)
+        return len(self.token_ids) - (-self._rest_chars // _CHARS_PER_TOKEN)
+
+    @property
+    def affinity(self) -> bytes:
+        """What prompts that begin alike, and may share KV, have in common."""
+        if self.token_ids and not self._first_medium:
+            beginning = array("q", self.token_ids[:_AFFINITY_TOKENS]).tobytes()
+        else:
+            beginning = self.text[:_AFFINITY_CHARS].encode(errors="surrogatepass")
+        return self._apart() + beginning + self._first_medium.encode()
+
+    def lora(self, adapters: Mapping[str, str]) -> tuple[str, str] | None:
+        """Return (name, path) of the adapter that a replica which has ``adapters`` will use.
+
+        ``adapters`` gives paths by name; they are the replica's own, and part of its
+        keys. As vLLM 0.32 decides (``_maybe_get_adapters``): the model that is asked
+        for, else the only one that has the name of a kind of content.
+        """
+        if self.model is not None and self.model in adapters:
+            return self.model, adapters[self.model]
+        active = self.part_types & adapters.keys()
+        return next(((name, adapters[name]) for name in active), None) if len(active) == 1 else None
+
+    def chain(
+        self,
+        scheme: HashScheme,
+        block_tokens: int,
+        *,
+        lora: tuple[str, str] | None = None,
+    ) -> list[bytes]:
+        """Return the keys of the prompt's full blocks; none where tokens are not known.
+
+        With media, of the blocks wholly before the first one. ``lora`` is the
+        replica's: see `lora`. What has been hashed for this or another prompt before is not hashed
+        again. The list is shared between calls: do not change it.
+        """
+        if self.token_ids is None:
+            return []
+        name = (scheme, block_tokens, lora)
+        keys = self._chains.get(name)
+        if keys is None:
+            every, first = prompt_extra_keys(cache_salt=self.cache_salt, lora=lora)
+            keys = self._memo.chain(
+                self._pieces,
+                self.token_ids,
+                scheme,
+                block_tokens,
+                extra_keys=every,
+                first_extra_keys=first,
+            )
+            self._chains[name] = keys
+        return keys
+
+    def text_chain(self) -> list[int]:
+        """Return a chain of 64-bit keys, one for each full `TEXT_PIECE_CHARS` of the text.
+
+        Each stands for all of the text up to its end, the model and the salt. The
+        model is the name in the request, an adapter's or not: two names of one model
+        share nothing here.
+        """
+        previous = xxhash.xxh3_64_digest(self._apart())
+        keys: list[int] = []
+        text = self.text
+        for end in range(TEXT_PIECE_CHARS, len(text) + 1, TEXT_PIECE_CHARS):
+            piece = text[end - TEXT_PIECE_CHARS : end].encode(errors="surrogatepass")
+            previous = xxhash.xxh3_64_digest(previous + piece)
+            keys.append(int.from_bytes(previous, "big"))
+        return keys
+
+    def _apart(self) -> bytes:
+        return json.dumps([self.model, self.cache_salt, self.media_settings]).encode()
+
+    def __repr__(self) -> str:
+        kind = "exact" if self.exact else f"not exact: {self.doubt}"
+        return f"Prompt({self.token_count} tokens, {kind})"

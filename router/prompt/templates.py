@@ -1,0 +1,235 @@
+"""A model's chat template, rendered as vLLM 0.32 and transformers 5 render it.
+
+Two facts about a template decide what it is given: whether it walks over the
+parts of a message's content (then content is a list of parts, else one
+string), and whether it knows the ``developer`` role. Both are found in its
+source, as vLLM's ``renderers/hf.py`` finds them; the environment is that of
+transformers' ``utils/chat_template_utils.py``.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, Literal, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from router.config import ConfigError
+from router.prompt.content_format import walks_content
+
+ContentFormat = Literal["string", "openai"]
+Message = dict[str, Any]
+
+# Where the text to be continued ends; the template's own closing of the
+# message comes after it and is cut away.
+_CONTINUE_HERE: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class TemplateRefused(Exception):  # noqa: N818  (what happened, as in router.errors)
+    """The template, or the rules around it, refuse this conversation."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}...{% endgeneration %}``: marks answers for training, renders as is."""
+
+    tags: set[str] = {"generation"}  # noqa: RUF012  (jinja's own declaration)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_body")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _body(caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Unlike jinja's own, this escapes no HTML and keeps non-ASCII text.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    return environment
+
+
+class ChatTemplate:
+    """One template, compiled; safe to use from several threads.
+
+    Raises `jinja2.TemplateSyntaxError` when the source is not a template.
+    """
+
+    def __init__(self, source: str, *, now: Callable[[], datetime] = datetime.now) -> None:
+        self.source = source
+        environment = _environment(now)
+        self._compiled = environment.from_string(source)
+        tree = environment.parse(source)
+        self.variables: frozenset[str] = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        self.content_format: ContentFormat = "openai" if walks_content(tree) else "string"
+        self.knows_developer = '"developer"' in source or "'developer'" in source
+        self.uses_clock = "strftime_now" in self.variables or "strftime_now" in source
+        self.wants_system_first = self._refuses_inline_system()
+
+    def render(
+        self,
+        conversation: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Return the prompt's text; raise `TemplateRefused` where there is none.
+
+        ``conversation`` is what `router.prompt.messages` makes; it is not changed.
+        ``variables`` are special tokens and the request's chat_template_kwargs.
+        """
+        if not conversation:
+            raise TemplateRefused("there are no messages")
+        if continue_final_message and add_generation_prompt:
+            raise TemplateRefused("continue_final_message excludes add_generation_prompt")
+        messages = self._with_roles_it_knows(conversation)
+        final = ""
+        if continue_final_message:
+            field = continue_final_message if isinstance(continue_final_message, str) else "content"
+            messages, final = self._mark_end(messages, field)
+        try:
+            text = self._compiled.render(
+                **{
+                    **variables,
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": documents,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except Exception as error:
+            # A template is a program of the model's author: whatever it raises
+            # means that it does not render this conversation.
+            raise TemplateRefused(f"the chat template fails: {error}") from error
+        return _cut_at_mark(text, final) if continue_final_message else text
+
+    def _with_roles_it_knows(self, conversation: Sequence[Message]) -> list[Message]:
+        if self.knows_developer or all(one["role"] != "developer" for one in conversation):
+            return list(conversation)
+        return _one_system_message([_as_system(one) for one in conversation])
+
+    def _mark_end(self, messages: list[Message], field: str) -> tuple[list[Message], str]:
+        """Return the messages with the end of the last one marked, and its text."""
+        messages = [*messages[:-1], copy.deepcopy(messages[-1])]
+        last = messages[-1]
+        content = last.get(field)
+        if content is None or field not in self.source:
+            raise TemplateRefused(f"the last message has no {field} that could be continued")
+        if isinstance(content, str):
+            last[field] = content + _CONTINUE_HERE
+            return messages, content
+        for part in reversed(content):
+            if "text" in part:
+                text: str = part["text"]
+                part["text"] = text + _CONTINUE_HERE
+                return messages, text
+        raise TemplateRefused("the last message has no text that could be continued")
+
+    def _refuses_inline_system(self) -> bool:
+        """Whether a system message after the first raises, as /v1/messages must know."""
+        probe = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
+        # Deliberately the bare environment: vLLM's own probe has neither the
+        # filters nor the functions of the real one, and we must agree with it.
+        bare = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        try:
+            bare.from_string(self.source).render(messages=probe, add_generation_prompt=False)
+        except jinja2.TemplateError:
+            return True
+        except Exception:  # noqa: BLE001  (a replica with such a template does not start)
+            return False
+        return False
+
+
+def _cut_at_mark(text: str, final: str) -> str:
+    mark = _CONTINUE_HERE.strip()
+    if final.strip() not in text or mark not in text:
+        raise TemplateRefused("the chat template drops the message that should be continued")
+    end = text.rindex(mark)
+    kept = text[:end]
+    if text.startswith(_CONTINUE_HERE, end):
+        return kept
+    return kept.rstrip()  # the template trims what it is given
+
+
+def _as_system(message: Message) -> Message:
+    if message["role"] != "developer":
+        return message
+    return {key: value for key, value in {**message, "role": "system"}.items() if key != "tools"}
+
+
+def _one_system_message(messages: list[Message]) -> list[Message]:
+    """Merge all system messages into the first place, unless they are there already."""
+    places = [index for index, one in enumerate(messages) if one["role"] == "system"]
+    if places in ([], [0]):
+        return messages
+    texts = [_plain_text(messages[index].get("content", "")) for index in places]
+    merged = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
+    return [merged, *(one for one in messages if one["role"] != "system")]
+
+
+def _plain_text(content: Any) -> str:
+    if not isinstance(content, list):
+        return str(content or "")
+    parts = (part["text"] if isinstance(part, dict) else part for part in content)
+    return "\n".join(parts)
+
+
+def read_source(path: Path) -> str:
+    """Return the source of a template in a file; raise `ConfigError` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            str(path), "", f"cannot be read ({error})", "give a file with a chat template"
+        ) from error
+
+
+def compiled(name: str, source: str) -> ChatTemplate:
+    """Return the template of a source; raise `ConfigError` if it is none."""
+    try:
+        return ChatTemplate(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(
+            "chat template", name, f"is no valid template ({error})", "check its source"
+        ) from error

@@ -1,0 +1,32 @@
+"""Text to token ids, exactly as the replicas do it, and no more of it than is new.
+
+`load_directory` builds the tokenizer of a model from its files; `Encoder` encodes pieces
+that may be encoded apart and `Memo` remembers them, within bounds; `ReadingTurns` shares
+the reading thread between large and small prompts. `Trust` records whether the ids agree
+with those of each replica, as `CHAT_PROBES` and `TEXT_PROBES` found.
+
+Called by `router.prompt` alone.
+"""
+
+from router.prompt.tokenizer.encoder import Encoder, MuchIsNew
+from router.prompt.tokenizer.reading_turns import ReadingTurns
+from router.prompt.tokenizer.token_cache import Memo, MemoStats, Piece
+from router.prompt.tokenizer.tokenizer import Loaded, load_directory
+from router.prompt.tokenizer.trust import Comparison, Trust, compare
+from router.prompt.tokenizer.verification import CHAT_PROBES, TEXT_PROBES
+
+__all__ = [
+    "CHAT_PROBES",
+    "TEXT_PROBES",
+    "Comparison",
+    "Encoder",
+    "Loaded",
+    "Memo",
+    "MemoStats",
+    "MuchIsNew",
+    "Piece",
+    "ReadingTurns",
+    "Trust",
+    "compare",
+    "load_directory",
+]

@@ -1,0 +1,67 @@
+"""Passing a replica's answer on to the client, and ending it honestly.
+
+A stream that the replica breaks off is not dressed up as a complete one: SSE
+clients get an error event, others see their connection close short of the
+announced end.
+"""
+
+from collections.abc import Mapping
+from contextlib import aclosing
+
+from aiohttp import web
+
+from router.config import UpstreamFailed
+from router.http import error_body, is_anthropic
+from router.proxy.upstream import Answer, AnswerCut
+from router.proxy.usage import UsageReader
+from router.record import Exchange, Outcome
+
+
+async def relay(
+    request: web.Request,
+    answer: Answer,
+    *,
+    extra_headers: Mapping[str, str],
+    reader: UsageReader,
+    exchange: Exchange,
+) -> web.StreamResponse:
+    """Stream ``answer`` to the client as it comes; note the outcome in ``exchange``.
+
+    Raises ConnectionResetError when the client has gone.
+    """
+    response = web.StreamResponse(status=answer.status, headers=answer.headers)
+    response.headers.update(extra_headers)
+    await response.prepare(request)
+    exchange.status = answer.status
+    last = b""
+    try:
+        async with aclosing(answer.chunks()) as chunks:
+            async for chunk in chunks:
+                reader.feed(chunk)
+                await response.write(chunk)
+                exchange.response_bytes += len(chunk)
+                last = chunk
+    except AnswerCut as cut:
+        exchange.outcome = Outcome.CUT
+        exchange.error = str(cut)
+        await _end_cut(request, response, answer, last)
+        return response
+    await response.write_eof()
+    exchange.outcome = Outcome.OK
+    return response
+
+
+async def _end_cut(
+    request: web.Request, response: web.StreamResponse, answer: Answer, last: bytes
+) -> None:
+    response.force_close()
+    if not answer.streamed or "Content-Encoding" in answer.headers:
+        if request.transport is not None:
+            request.transport.abort()
+        return
+    error = UpstreamFailed("the replica's answer broke off; the text so far is incomplete")
+    # An event cut in half would swallow this one: end it first.
+    gap = b"" if last.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
+    name = b"event: error\n" if is_anthropic(request.path) else b""
+    await response.write(gap + name + b"data: " + error_body(request.path, error) + b"\n\n")
+    await response.write_eof()

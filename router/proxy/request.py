@@ -1,0 +1,137 @@
+"""Accepting a request: its body within the limit, and the fields that routing needs."""
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf, nan
+from typing import Any, Final
+
+import orjson
+import xxhash
+
+from router.config import BadRequest
+
+PROMPTED: Final = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/responses",
+        "/v1/messages",
+    }
+)
+"""Endpoints whose prompt's KV is worth looking for."""
+
+PROMPTLESS: Final = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+"""Endpoints that any replica of the model answers equally well."""
+
+MAX_WAIT_HEADER: Final = "x-warmroute-max-wait-s"
+
+_SESSION_FIELDS: Final = ("prompt_cache_key", "session_id", "user")
+_LONGEST_SESSION: Final = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a client asks, as far as routing needs to know."""
+
+    endpoint: str
+    body: bytes
+    """As it came: this is what the replica gets."""
+    fields: Mapping[str, Any] = field(repr=False)
+    model: str | None
+    session: str | None
+    previous_response_id: str | None
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether there is a prompt to match."""
+        return self.endpoint in PROMPTED
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the answer is to be streamed: else nothing of it is seen before its end."""
+        return self.fields.get("stream") is True
+
+
+def parse(endpoint: str, body: bytes, headers: Mapping[str, str], session_header: str) -> Asked:
+    """Check a JSON body and take from it what routing needs; raise `BadRequest`."""
+    fields = json_object(body)
+    return Asked(
+        endpoint=endpoint,
+        body=body,
+        fields=fields,
+        model=_text(fields, "model"),
+        session=_session(fields, headers.get(session_header)),
+        previous_response_id=(
+            _text(fields, "previous_response_id") if endpoint == "/v1/responses" else None
+        ),
+    )
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body; raise `BadRequest` for anything else."""
+    if not body:
+        raise BadRequest("the body is empty; send a JSON object", code="invalid_json")
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise BadRequest(
+            f"the body must be a JSON object, not {_json_type(value)}", code="invalid_json"
+        )
+    return value
+
+
+def max_wait_s(headers: Mapping[str, str]) -> float:
+    """Return how long the client lets its request be held (infinite unless it says).
+
+    Raises `BadRequest` when the header is no number of seconds.
+    """
+    said = headers.get(MAX_WAIT_HEADER)
+    if said is None:
+        return inf
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = nan
+    if not seconds >= 0:
+        raise BadRequest(f"the header {MAX_WAIT_HEADER} must be a number of seconds, like 2.5")
+    return seconds
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """Return the client's X-Request-Id, or a new one."""
+    return headers.get("X-Request-Id") or uuid.uuid4().hex
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequest(
+            f"'{name}' must be a string, not {_json_type(value)}", param=name, code="invalid_type"
+        )
+    return value
+
+
+def _session(fields: Mapping[str, Any], named: str | None) -> str | None:
+    if named:
+        return _short(named)
+    for name in _SESSION_FIELDS:
+        value = fields.get(name)
+        if isinstance(value, str) and value:
+            return _short(value)
+    return None
+
+
+def _short(session: str) -> str:
+    """Return what a session is remembered by: a long name's hash, so that memory is bounded."""
+    if len(session) <= _LONGEST_SESSION:
+        return session
+    return xxhash.xxh3_128_hexdigest(session.encode(errors="surrogatepass"))
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")

@@ -1,0 +1,260 @@
+"""Sending a request to one replica: connection, headers, first byte, the rest.
+
+aiohttp's exceptions are mapped here, once, to `TryFailed` (nothing of the
+answer has been seen: another replica may be asked) and `AnswerCut` (the answer
+had begun). A call that is cancelled closes its connection to the replica, which
+is how the replica learns that nobody waits any more.
+"""
+
+# ruff: noqa: N818  (what happened, not "errors" of ours)
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Final
+
+import aiohttp
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from router.config import TimeoutsConfig, describe
+from router.record import Cause
+
+RETRYABLE_STATUSES: Final = frozenset({502, 503, 504})
+OWN_HEADERS: Final = "x-warmroute-"
+"""How the headers begin in which the router itself tells of a request."""
+
+_HOP_BY_HOP: Final = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+# Of the client's: its Host names the router, and its body arrives here decoded
+# (aiohttp undoes Content-Encoding), with a length of its own.
+_NOT_FORWARDED: Final = _HOP_BY_HOP | {"host", "content-length", "content-encoding", "expect"}
+
+# Shorter than the 5 s after which vLLM's server closes an idle connection, so
+# that a request is not sent into one that is just being closed.
+_KEEPALIVE_S: Final = 3.0
+_FAILURE_BODY_BYTES: Final = 64 << 10
+_DEFAULT_TIMEOUT_S: Final = 30.0
+
+
+class TryFailed(Exception):
+    """A replica gave nothing that could be passed on; another may be tried."""
+
+    def __init__(self, cause: Cause, detail: str, answer: "WholeAnswer | None" = None) -> None:
+        super().__init__(cause, detail)
+        self.cause = cause
+        self.detail = detail
+        self.answer = answer
+        """The replica's own words, if it had any: for when there is no other replica."""
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.detail}"
+
+
+class AnswerCut(Exception):
+    """The replica's answer broke off after it had begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeAnswer:
+    """A short answer, kept whole."""
+
+    status: int
+    headers: CIMultiDict[str]
+    body: bytes
+
+
+class Answer:
+    """A replica's answer that has begun: status, headers and first bytes are here."""
+
+    def __init__(
+        self,
+        response: aiohttp.ClientResponse,
+        first: bytes,
+        *,
+        sent_s: float,
+        headers_s: float,
+        first_s: float,
+    ) -> None:
+        self.status = response.status
+        self.headers = kept_headers(response.headers)
+        self.streamed = response.content_type == "text/event-stream"
+        self.began_s = first_s if self.streamed else headers_s
+        """When the answer began, for TTFT: streamed its first byte, else its headers."""
+        self.sent_s = sent_s
+        """When the request's headers had been written."""
+        self._response = response
+        self._first = first
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body's bytes as they come; raise `AnswerCut` if they break off."""
+        if self._first:
+            yield self._first
+        try:
+            async for chunk in self._response.content.iter_any():
+                yield chunk
+        except (aiohttp.ClientError, OSError) as error:
+            raise AnswerCut(describe(error)) from error
+
+
+class _Sending:
+    """Notes when one request was written to its connection.
+
+    In a burst that is up to 0.3 s after the router began to send it.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.sent_s = clock()
+
+    def note(self) -> None:
+        self.sent_s = self._clock()
+
+
+async def _note_sent(
+    session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    params: aiohttp.TraceRequestHeadersSentParams,
+) -> None:
+    if isinstance(sending := context.trace_request_ctx, _Sending):
+        sending.note()
+
+
+class Upstream:
+    """Opens requests to replicas over one shared connection pool."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        timeouts: TimeoutsConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._session = session
+        self._timeouts = timeouts
+        self._clock = clock
+
+    @asynccontextmanager
+    async def open(
+        self, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None
+    ) -> AsyncIterator[Answer]:
+        """Send a request and hold its answer, from its first byte, for the block.
+
+        Raises `TryFailed` up to the first byte. The connection goes back to
+        the pool when the answer was read to its end, and is closed otherwise.
+        """
+        response: aiohttp.ClientResponse | None = None
+        sending = _Sending(self._clock)
+        try:
+            try:
+                async with asyncio.timeout(self._timeouts.first_byte_s):
+                    response = await self._session.request(
+                        method,
+                        url,
+                        headers=headers,
+                        data=body,
+                        allow_redirects=False,
+                        trace_request_ctx=sending,
+                        timeout=aiohttp.ClientTimeout(
+                            total=None, sock_connect=self._timeouts.connect_s
+                        ),
+                    )
+                    headers_s = self._clock()
+                    await _refuse_retryable(response)
+                    # vLLM sends a stream's headers before it has computed
+                    # anything: only the first byte of the body shows that the
+                    # replica has survived the prefill.
+                    first = await response.content.readany()
+            except aiohttp.ConnectionTimeoutError as error:
+                raise TryFailed(Cause.CONNECT, "no connection in time") from error
+            except TimeoutError as error:
+                wait_s = self._timeouts.first_byte_s
+                raise TryFailed(Cause.TIMEOUT, f"no first byte within {wait_s} s") from error
+            except aiohttp.ClientConnectorError as error:
+                raise TryFailed(Cause.CONNECT, describe(error)) from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise TryFailed(Cause.CUT, describe(error)) from error
+            yield Answer(
+                response,
+                first,
+                sent_s=sending.sent_s,
+                headers_s=headers_s,
+                first_s=self._clock(),
+            )
+        finally:
+            if response is not None:
+                # A no-op for an answer that was read to its end.
+                response.close()
+
+
+async def _refuse_retryable(response: aiohttp.ClientResponse) -> None:
+    if response.status not in RETRYABLE_STATUSES:
+        return
+    body = bytearray()
+    while len(body) < _FAILURE_BODY_BYTES and (chunk := await response.content.readany()):
+        body += chunk
+    headers = kept_headers(response.headers)
+    headers.popall("Content-Length", None)
+    answer = WholeAnswer(status=response.status, headers=headers, body=bytes(body))
+    raise TryFailed(Cause.STATUS, f"answered {response.status}", answer)
+
+
+def client_session() -> aiohttp.ClientSession:
+    """Make the session for requests to replicas: unlimited connections, bytes untouched.
+
+    Requests that pass no timeout of their own have ``_DEFAULT_TIMEOUT_S``.
+    """
+    trace = aiohttp.TraceConfig()
+    trace.on_request_headers_sent.append(_note_sent)
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=_DEFAULT_TIMEOUT_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trace_configs=[trace],
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
+
+
+def forwarded_headers(
+    headers: CIMultiDictProxy[str], *, request_id: str, api_key: str | None
+) -> CIMultiDict[str]:
+    """Return the client's headers as the replica gets them."""
+    kept = _without(headers, _NOT_FORWARDED)
+    kept["X-Request-Id"] = request_id
+    if api_key is not None:
+        kept["Authorization"] = f"Bearer {api_key}"
+        kept.popall("X-Api-Key", None)
+    return kept
+
+
+def kept_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """Return an answer's headers without those that concern one connection, or are ours to say."""
+    kept = _without(headers, _HOP_BY_HOP)
+    for name in {name for name in kept if name.lower().startswith(OWN_HEADERS)}:
+        kept.popall(name, None)
+    return kept
+
+
+def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    named = {
+        name.strip().lower()
+        for value in headers.getall("Connection", ())
+        for name in value.split(",")
+    }
+    return CIMultiDict(
+        (name, value)
+        for name, value in headers.items()
+        if name.lower() not in dropped and name.lower() not in named
+    )

@@ -1,0 +1,57 @@
+"""Which replica holds which blocks of KV in which tier.
+
+`PromptKeyring` computes the rolling block hashes of a prompt, as vLLM and the cache engine
+compute them; `PrefixIndex` maps them to the sets of replicas (`slots`) that hold them, told
+by agents and by vLLM's KV events (`KvEventReader`). `Match` is what one replica holds of one
+prompt. The index keeps at most ``max_keys``: of more, the oldest of the largest holdings go.
+
+Called by fleet, feeds and staging. Imports nothing of the router; no I/O, no clock.
+"""
+
+from router.residency.block_hashes import PromptKeyring, PromptKeys, PromptView
+from router.residency.kv_events import (
+    Arrival,
+    BadEvents,
+    BlocksRemoved,
+    BlocksStored,
+    FirstBlocks,
+    GpuCleared,
+    KvBatch,
+    KvEvent,
+    KvEventReader,
+    MessageOrder,
+    explains,
+    find_shape,
+)
+from router.residency.matches import LOWER_TIERS, ChunkRun, Match
+from router.residency.prefix_index import Claim, PrefixIndex, keys64
+from router.residency.replica_sets import Depth, slots
+from router.residency.tiers import KeyShape, Tier
+
+__all__ = [
+    "LOWER_TIERS",
+    "Arrival",
+    "BadEvents",
+    "BlocksRemoved",
+    "BlocksStored",
+    "ChunkRun",
+    "Claim",
+    "Depth",
+    "FirstBlocks",
+    "GpuCleared",
+    "KeyShape",
+    "KvBatch",
+    "KvEvent",
+    "KvEventReader",
+    "Match",
+    "MessageOrder",
+    "PrefixIndex",
+    "PromptKeyring",
+    "PromptKeys",
+    "PromptView",
+    "Tier",
+    "explains",
+    "find_shape",
+    "keys64",
+    "slots",
+]

@@ -1,0 +1,127 @@
+"""A prompt's keys at each kind of replica. Pure.
+
+Keys are shared between replicas that make them alike, so a fleet of one kind
+computes them once per prompt.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from cacheengine.keys import HashScheme
+from router.residency.matches import ChunkRun
+from router.residency.prefix_index import keys64
+from router.residency.tiers import KeyShape
+
+TEXT_PIECE_CHARS: Final = 1024
+"""Length of the pieces in a `PromptView.text_chain`."""
+
+
+class PromptView(Protocol):
+    """What of a prompt placing needs (`router.prompt.reader.Prompt`)."""
+
+    @property
+    def token_ids(self) -> Sequence[int] | None:
+        """The tokens that the replica will see; None where they cannot be known."""
+
+    @property
+    def affinity(self) -> bytes:
+        """What prompts that begin alike, and may share KV, have in common."""
+
+    def lora(self, adapters: Mapping[str, str]) -> tuple[str, str] | None:
+        """Return (name, path) of the adapter that a replica which has ``adapters`` will use."""
+
+    @property
+    def text(self) -> str:
+        """The prompt as text."""
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens it has, or an estimate."""
+
+    def chain(
+        self, scheme: HashScheme, block_tokens: int, *, lora: tuple[str, str] | None = None
+    ) -> list[bytes]:
+        """Return the keys of its full blocks."""
+
+    def text_chain(self) -> list[int]:
+        """Return 64-bit keys of its text, in pieces of `TEXT_PIECE_CHARS`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptKeys:
+    """A prompt's keys in one scheme."""
+
+    keys: Sequence[int] = field(default=(), repr=False)
+    chain: Sequence[bytes] = field(default=(), repr=False)
+    """The whole digests; empty in the text scheme."""
+    chunk_keys: Sequence[int] = field(default=(), repr=False)
+    """Those of ``keys`` that end a chunk."""
+    block_tokens: int = 1
+    blocks_per_chunk: int = 1
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self.block_tokens * self.blocks_per_chunk
+
+    def chunks(self, runs: Iterable[ChunkRun]) -> tuple[bytes, ...]:
+        """Return the whole digests of the chunks in some runs."""
+        step = self.blocks_per_chunk
+        return tuple(
+            self.chain[(chunk + 1) * step - 1]
+            for run in runs
+            for chunk in range(run.start, run.stop)
+        )
+
+
+class PromptKeyring:
+    """The keys of one prompt at each kind of replica, each made once."""
+
+    def __init__(self, prompt: PromptView | None) -> None:
+        self._prompt = prompt
+        self.prompt_tokens = 0 if prompt is None else prompt.token_count
+        self._affinity: bytes | None = None
+        self._made: dict[tuple[KeyShape, tuple[str, str] | None] | None, PromptKeys] = {}
+
+    def of(self, shape: KeyShape | None, adapters: Mapping[str, str]) -> PromptKeys:
+        """Return the keys at a replica; by text where the tokens or its shape are unknown."""
+        prompt = self._prompt
+        if prompt is None:
+            return PromptKeys()
+        by_text = shape is None or prompt.token_ids is None
+        name = None if by_text or shape is None else (shape, prompt.lora(adapters))
+        if name not in self._made:
+            self._made[name] = _by_text(prompt) if name is None else _by_tokens(prompt, *name)
+        return self._made[name]
+
+    def affinity(self, session: str | None) -> bytes:
+        """Return what requests that should meet have in common, whatever the scheme.
+
+        A session's turns have its name, others the beginning of their prompt.
+        """
+        if session is not None or self._prompt is None:
+            # A header's bytes need not be UTF-8; aiohttp gives the others as surrogates.
+            return (session or "").encode(errors="surrogatepass")
+        if self._affinity is None:
+            self._affinity = self._prompt.affinity
+        return self._affinity
+
+
+def _by_text(prompt: PromptView) -> PromptKeys:
+    characters = max(1, len(prompt.text))
+    piece_tokens = max(1, round(prompt.token_count * TEXT_PIECE_CHARS / characters))
+    keys = prompt.text_chain()
+    return PromptKeys(keys=keys, chunk_keys=keys, block_tokens=piece_tokens)
+
+
+def _by_tokens(prompt: PromptView, shape: KeyShape, lora: tuple[str, str] | None) -> PromptKeys:
+    chain = prompt.chain(shape.scheme, shape.block_tokens, lora=lora)
+    keys = keys64(chain)
+    return PromptKeys(
+        keys=keys,
+        chunk_keys=keys[shape.blocks_per_chunk - 1 :: shape.blocks_per_chunk],
+        chain=chain,
+        block_tokens=shape.block_tokens,
+        blocks_per_chunk=shape.blocks_per_chunk,
+    )

@@ -1,0 +1,307 @@
+"""vLLM's KV events: their wire format, their tiers, their order, their hash scheme.
+
+A message is (topic, sequence number, payload); the payload is msgpack
+``[ts, [events], dp_rank]``. Events are maps with a ``type`` since vLLM 0.32 and
+arrays that begin with it before; both are read. Pure: the sockets are in
+`router.feeds.kv_subscriber`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from cacheengine.keys import (
+    ALGORITHMS,
+    DEFAULT_SEED,
+    KEY64_MASK,
+    HashScheme,
+    key64,
+    prompt_extra_keys,
+)
+from router.residency.tiers import KeyShape, Tier
+
+_FULL_ATTENTION: Final = frozenset(
+    {"full_attention", "mla_attention", "sink_full_attention", "unknown", None}
+)
+_COMMON_SEEDS: Final = (DEFAULT_SEED, "0", "42")
+"""PYTHONHASHSEED values to try beside the configured one."""
+
+
+class BadEvents(Exception):  # noqa: N818  (what came, not an error of ours)
+    """A message that is not in vLLM's format."""
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[msgspec.Raw]
+    dp_rank: int | None = None
+
+
+class _Stored(msgspec.Struct, tag="BlockStored"):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: msgspec.Raw
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[int | bytes]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class _StoredArray(_Stored, array_like=True, tag="BlockStored"):
+    pass
+
+
+class _RemovedArray(_Removed, array_like=True, tag="BlockRemoved"):
+    pass
+
+
+class _ClearedArray(_Cleared, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """A tier gained blocks."""
+
+    tier: Tier
+    keys: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """A tier lost blocks."""
+
+    tier: Tier
+    keys: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCleared:
+    """The GPU's prefix cache was emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstBlocks:
+    """The beginning of a prompt with nothing but tokens, and a salt, in its keys.
+
+    It shows the hash scheme. An adapter's or a medium's blocks cannot: events do not tell
+    all that is in their keys (``to_event_extra_keys`` of vLLM 0.32).
+    """
+
+    keys: Sequence[int]
+    token_ids: Sequence[int]
+    block_tokens: int
+    cache_salt: str | None = None
+
+
+KvEvent = BlocksStored | BlocksRemoved | GpuCleared | FirstBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class KvBatch:
+    """One message's events, in order. ``ts`` is the publisher's clock."""
+
+    seq: int
+    ts: float
+    events: Sequence[KvEvent]
+
+
+def tier_of(medium: str | None, locality: str | None = None) -> Tier:
+    """Return the tier that an event's medium names; an unknown one is the slowest."""
+    match (medium or "GPU").upper():
+        case "GPU":
+            return Tier.GPU
+        case "CPU":
+            return Tier.CPU
+        case "STORAGE" if (locality or "LOCAL").upper() == "LOCAL":
+            return Tier.DISK
+        case "DISK":
+            return Tier.DISK
+    return Tier.REMOTE
+
+
+class KvEventReader:
+    """Decodes one replica's messages.
+
+    Hybrid models publish each KV cache group's blocks under the same keys.
+    Only one group is followed, of full attention if there is one: the others
+    drop blocks that a prefix hit still uses.
+    """
+
+    def __init__(self) -> None:
+        self.shows_first = True
+        """Whether `FirstBlocks` are wanted: once the scheme is known they only cost time."""
+        self._batches = msgspec.msgpack.Decoder(_Batch)
+        self._maps = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
+        self._arrays = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
+        self._group: int | None = None
+        self._group_is_full = False
+
+    def read(self, seq: int, payload: bytes) -> KvBatch:
+        """Return a message's events; raise `BadEvents` if it is not in vLLM's format.
+
+        Events of a type that is not known are left out.
+        """
+        try:
+            batch = self._batches.decode(payload)
+            events = [event for raw in batch.events for event in self._event(raw)]
+        except msgspec.MsgspecError as error:
+            raise BadEvents(f"message {seq}: {error}") from None
+        return KvBatch(seq, batch.ts, events)
+
+    def _event(self, raw: msgspec.Raw) -> Iterable[KvEvent]:
+        decoder: msgspec.msgpack.Decoder[_Stored | _Removed | _Cleared]
+        decoder = self._arrays if _is_array(raw) else self._maps
+        try:
+            event = decoder.decode(raw)
+        except msgspec.ValidationError:
+            if _type_of(raw) in ("BlockStored", "BlockRemoved", "AllBlocksCleared"):
+                raise
+            return
+        match event:
+            case _Cleared():
+                yield GpuCleared()
+            case _Removed() if self._follows(event.group_idx):
+                yield BlocksRemoved(tier_of(event.medium, event.locality), _keys(event))
+            case _Stored():
+                yield from self._stored(event)
+
+    def _stored(self, event: _Stored) -> Iterable[KvEvent]:
+        is_full = event.kv_cache_spec_kind in _FULL_ATTENTION
+        if self._group is None:
+            self._group, self._group_is_full = event.group_idx, is_full
+        elif event.group_idx != self._group and is_full and not self._group_is_full:
+            self._group, self._group_is_full = event.group_idx, True
+            yield GpuCleared()  # what was noted so far is another group's
+        if not self._follows(event.group_idx):
+            return
+        keys = _keys(event)
+        if self.shows_first and (first := _first_blocks(event, keys)):
+            yield first
+        yield BlocksStored(tier_of(event.medium, event.locality), keys)
+
+    def _follows(self, group: int | None) -> bool:
+        return self._group is None or group is None or group == self._group
+
+
+def _keys(event: _Stored | _Removed) -> list[int]:
+    return [
+        key64(each) if isinstance(each, bytes) else each & KEY64_MASK for each in event.block_hashes
+    ]
+
+
+def _first_blocks(event: _Stored, keys: Sequence[int]) -> FirstBlocks | None:
+    has_adapter = event.lora_id is not None or event.lora_name is not None
+    if event.parent_block_hash is not None or not keys or event.block_size <= 0 or has_adapter:
+        return None
+    first, *rest = event.extra_keys or (None,)
+    salt = first[0] if isinstance(first, list) and len(first) == 1 else None
+    # Beside a salt there are media, pairs, and embeddings, bytes.
+    if any(rest) or (first and not isinstance(salt, str)):
+        return None
+    token_ids = msgspec.msgpack.decode(event.token_ids, type=list[int])
+    if len(token_ids) != len(keys) * event.block_size:
+        return None
+    return FirstBlocks(keys, token_ids, event.block_size, salt)
+
+
+def _is_array(raw: msgspec.Raw) -> bool:
+    first = memoryview(raw)[0]
+    return 0x90 <= first <= 0x9F or first in (0xDC, 0xDD)
+
+
+def _type_of(raw: msgspec.Raw) -> object:
+    value = msgspec.msgpack.decode(raw)
+    if isinstance(value, dict):
+        return value.get("type")
+    return value[0] if isinstance(value, list) and value else None
+
+
+def find_shape(first: FirstBlocks, seed: str | None) -> KeyShape | None:
+    """Return the hash scheme that gives these keys, None if none that is known does.
+
+    ``seed`` is the configured PYTHONHASHSEED, if any; it is tried first.
+    """
+    seeds = dict.fromkeys((seed, *_COMMON_SEEDS) if seed is not None else _COMMON_SEEDS)
+    for each in seeds:
+        for algorithm in ALGORITHMS:
+            shape = KeyShape(scheme=HashScheme(algorithm, each), block_tokens=first.block_tokens)
+            if explains(shape, first):
+                return shape
+    return None
+
+
+def explains(shape: KeyShape, first: FirstBlocks) -> bool:
+    """Return whether a shape gives the keys that a replica has published."""
+    size = shape.block_tokens
+    if size != first.block_tokens:
+        return False
+    _, salted = prompt_extra_keys(cache_salt=first.cache_salt)
+    chain = partial(shape.scheme.chain, block_tokens=size, first_extra_keys=salted)
+    # One block tells; all are checked only where it agrees.
+    if key64(chain(first.token_ids[:size])[0]) != first.keys[0]:
+        return False
+    return [key64(key) for key in chain(first.token_ids)] == list(first.keys)
+
+
+class Arrival(Enum):
+    """What a message is, given those before it."""
+
+    NEXT = auto()
+    DUPLICATE = auto()
+    GAP = auto()
+    """Messages before it are missing."""
+    RESTART = auto()
+    """The publisher began anew: what was known of it is void."""
+
+
+class MessageOrder:
+    """The order of one publisher's messages, which it counts from 0.
+
+    A number that was seen before is a duplicate (of a replay) if its time is
+    not later than the last one's, else the publisher has restarted.
+    """
+
+    __slots__ = ("expected", "last_ts")
+
+    def __init__(self) -> None:
+        self.expected = 0
+        self.last_ts = float("-inf")
+
+    def arrival(self, seq: int, ts: float) -> Arrival:
+        """Say what a message is; changes nothing."""
+        if seq == self.expected:
+            return Arrival.NEXT
+        if seq > self.expected:
+            return Arrival.GAP
+        return Arrival.RESTART if ts > self.last_ts else Arrival.DUPLICATE
+
+    def advance(self, seq: int, ts: float) -> None:
+        """Note that a message was taken; the next one follows it."""
+        self.expected = seq + 1
+        self.last_ts = ts
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.expected = 0
+        self.last_ts = float("-inf")

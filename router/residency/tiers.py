@@ -1,0 +1,30 @@
+"""Tiers, fastest first, and how the keys of what they hold are made."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cacheengine.keys import HashScheme
+
+
+class Tier(StrEnum):
+    """Where KV lies, fastest first."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    DISK = "disk"
+    REMOTE = "remote"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyShape:
+    """How a replica makes the keys of its KV."""
+
+    scheme: HashScheme
+    block_tokens: int
+    blocks_per_chunk: int = 1
+    """1 where there is no agent: vLLM's own offloading reports block keys."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self.block_tokens * self.blocks_per_chunk

@@ -1,0 +1,28 @@
+"""KV to where it will be needed, before a request is forwarded.
+
+`Preparer` has the chunks on disk or remote promoted by the replica's agent (`prefetch`),
+those of other replicas copied (`peer_copy`), and begins before the tokens are known where a
+session goes on (`early_prefetch`); a request is held back at most as long as that gains.
+`AgentClient` speaks to the agents.
+
+Called by proxy, feeds and controller. Imports config, residency and fleet.
+"""
+
+from router.staging.agent_client import (
+    AgentClient,
+    AgentError,
+    AgentRefused,
+    AgentTimeout,
+    HistoryGone,
+)
+from router.staging.stager import Preparation, Preparer
+
+__all__ = [
+    "AgentClient",
+    "AgentError",
+    "AgentRefused",
+    "AgentTimeout",
+    "HistoryGone",
+    "Preparation",
+    "Preparer",
+]

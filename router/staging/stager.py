@@ -1,0 +1,69 @@
+"""Preparing the picked replica for a request: prefetch and copy at once, and one short wait."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.config import RouterConfig
+from router.fleet import Decision, Fleet
+from router.staging.agent_client import Agents
+from router.staging.early_prefetch import EarlyPrefetch
+from router.staging.peer_copy import Copier, CopyOutcome
+from router.staging.prefetch import Prefetcher, PrefetchOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What a request's replica had got ready when the request was forwarded."""
+
+    prefetch: PrefetchOutcome | None = None
+    """None where nothing was to be prefetched."""
+    copy: CopyOutcome | None = None
+    """None where nothing was to be copied."""
+    waited_s: float = 0.0
+
+    def headers(self) -> dict[str, str]:
+        """Return the response headers that tell of it."""
+        told = {"x-warmroute-prefetch": self.prefetch, "x-warmroute-copy": self.copy}
+        return {name: str(value) for name, value in told.items() if value is not None}
+
+
+class Preparer:
+    """Brings KV to replicas ahead of requests; what fails costs the request nothing but time."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        agents: Agents,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._prefetcher = Prefetcher(config.prefetch, fleet.replicas, agents, clock)
+        self._copier = Copier(config.prefetch, fleet.replicas, agents, fleet, clock)
+        self.early = EarlyPrefetch(config, fleet, self._prefetcher, clock)
+
+    async def prepare(self, decision: Decision) -> Preparation:
+        """Bring up and copy what the decision asks for, and wait a little for it.
+
+        For each at most its expected gain and ``prefetch.wait_cap_s``; it goes
+        on at the replicas after that.
+        """
+        copies = decision.copy is not None or self._copier.is_coming(decision)
+        if not decision.prefetch_keys and not copies:
+            return Preparation()
+        began_s = self._clock()
+        prefetch, copy = await asyncio.gather(
+            self._prefetcher.run(decision), self._copier.run(decision)
+        )
+        return Preparation(
+            prefetch=prefetch if prefetch.asked else None,
+            copy=copy,
+            waited_s=self._clock() - began_s,
+        )
+
+    async def stop(self) -> None:
+        """End what is done in the background."""
+        await self.early.stop()
+        await self._copier.stop()
