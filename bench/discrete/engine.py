@@ -1,6 +1,6 @@
 """A replica's cache engine in model time: the engine's own decisions, modelled I/O.
 
-`cacheengine.residency.deciding` decides, as in a replica; the disk here is a device that
+`cacheengine.residency` decides, as in a replica; the disk here is a device that
 reads and writes one batch after another, each way at its own rate. Bytes are none:
 a chunk counts as many as it has tokens.
 """
@@ -13,13 +13,10 @@ from typing import Final
 from bench.simulator.model.machine import Machine
 from cacheengine.record.events import KeyEventRecord
 from cacheengine.record.stats import BandwidthMeter, EngineStats
-from cacheengine.residency.deciding import Residency
+from cacheengine.residency.deciding import Residency, make_residency
 from cacheengine.residency.decisions import Presence, StoreReservation, Todo
-from cacheengine.residency.eviction import make_policy
 from cacheengine.residency.local_index import TierIndex
-from cacheengine.residency.pool_index import CpuIndex
 from cacheengine.residency.promotion import Promotion
-from cacheengine.residency.state import Ledger
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 
 _READ_BATCH: Final = 4
@@ -32,7 +29,7 @@ _DISK: Final = "disk"
 
 
 class ModelEngine:
-    """What of `cacheengine.engine.engine.CacheEngine` a replica's scheduler and agent call.
+    """What of `cacheengine.engine.CacheEngine` a replica's scheduler and agent call.
 
     ``on_events`` hears what the tiers gained and lost, as it happens.
     """
@@ -48,10 +45,13 @@ class ModelEngine:
         self._loop = asyncio.get_running_loop()
         self._on_events = on_events
         self._disk = TierIndex(machine.disk_chunks * self.chunk_tokens, self.chunk_tokens)
-        cpu = CpuIndex(machine.cpu_chunks, make_policy("LRU"))
-        self._state = Residency(
-            Ledger(cpu, [self._disk], chunk_bytes=self.chunk_tokens),
-            max_queued_puts=max(1, int(_PUT_QUEUE_SHARE * machine.cpu_chunks)),
+        self._state = make_residency(
+            machine.cpu_chunks,
+            "LRU",
+            [self._disk],
+            chunk_bytes=self.chunk_tokens,
+            keep_in_cpu=True,
+            put_queue_share=_PUT_QUEUE_SHARE,
         )
         self._reads = BandwidthMeter()
         self._reading = self._writing = False

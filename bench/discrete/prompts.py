@@ -12,7 +12,7 @@ from cacheengine.keys import HashScheme
 
 @dataclass(eq=False, slots=True)
 class ModelPrompt:
-    """A prompt by the keys of its blocks (`router.residency.block_hashes.PromptView`).
+    """A prompt by the keys of its blocks (`router.residency.PromptView`).
 
     Those of the answer that is to come follow: a replica stores them as it computes them.
     """

@@ -23,7 +23,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cacheengine.engine import CacheEngine, Presence, Promotion
+from cacheengine.engine import CacheEngine
+from cacheengine.residency import Presence, Promotion
 
 # vLLM tells a remote store from a local one by its locality.
 _MEDIUM_BY_TIER: Final = {

@@ -1,6 +1,6 @@
 """What vLLM loads: the engine as an out-of-tree ``OffloadingSpec``.
 
-Named to vLLM by ``--kv-transfer-config`` (see ``cacheengine.launch.launch``):
+Named to vLLM by ``--kv-transfer-config`` (see ``cacheengine.launch``):
 ``{"kv_connector": "OffloadingConnector", "kv_connector_extra_config":
 {"spec_name": "WarmrouteSpec", "spec_module_path": "cacheengine.connector.spec",
 "block_size": <chunk tokens>}}``. The rest comes from LMCache's configuration.
@@ -37,7 +37,7 @@ from cacheengine.identity import ChunkLayout, weights_identity
 from cacheengine.launch import ReplicaSettings
 from cacheengine.memory import Pool
 from cacheengine.settings import EngineConfig, load_engine_config
-from cacheengine.tiers import lossy_name
+from cacheengine.tiers.serde import lossy_name
 from cacheengine.transfer import TransferMeter, TransferServer
 
 logger = logging.getLogger("vllm.warmroute")

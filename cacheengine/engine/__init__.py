@@ -8,12 +8,10 @@ Called by connector, agent and transfer. Imports settings, residency, tiers, mem
 and record; knows nothing of vLLM.
 """
 
-from cacheengine.engine.engine import CacheEngine, Presence, Promotion
+from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.metrics import render_metrics
 
 __all__ = [
     "CacheEngine",
-    "Presence",
-    "Promotion",
     "render_metrics",
 ]

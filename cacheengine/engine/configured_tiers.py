@@ -7,25 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cacheengine.identity import ChunkLayout
-from cacheengine.settings import ConfigError, EngineConfig
-from cacheengine.tiers import (
-    REDIS_SCHEMES,
-    SERDE_NAMES,
-    BlobStore,
-    DiskTier,
-    LocalTier,
-    NullTier,
-    RedisServer,
-    RedisStore,
-    RemoteTier,
-    RemoteUrl,
-    Serde,
-    SharedTier,
-    StoreError,
-    check_remote_ready,
-    make_serde,
-    parse_remote_url,
-)
+from cacheengine.settings import ConfigError, EngineConfig, check_remote_ready
+from cacheengine.tiers import LocalTier, NullTier, SharedTier
+from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.remote import RemoteTier
+from cacheengine.tiers.serde import SERDE_NAMES, Serde, make_serde
+from cacheengine.tiers.stores import BlobStore, RemoteUrl, StoreError, parse_remote_url
+from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer, RedisStore
 from cacheengine.values import BadValue
 
 logger = logging.getLogger("vllm.warmroute")

@@ -36,8 +36,6 @@ from cacheengine.residency import (
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import LocalTier, SharedTier, Tier
 
-__all__ = ["CacheEngine", "Presence", "Promotion", "StoreReservation"]
-
 logger = logging.getLogger("vllm.warmroute")
 
 _DRAIN_S: Final = 5.0
@@ -252,8 +250,9 @@ class CacheEngine:
         deleted; what others put there is found again when it is asked for.
         Raises ValueError for a name that is no tier.
         """
-        if others := sorted(set(tiers or ()) - set(_TIER_NAMES)):
-            raise ValueError(f"no tier is called {', '.join(others)}; use {', '.join(_TIER_NAMES)}")
+        if unknown := sorted(set(tiers or ()) - set(_TIER_NAMES)):
+            names = ", ".join(_TIER_NAMES)
+            raise ValueError(f"no tier is called {', '.join(unknown)}; use {names}")
         with self._deciding() as state:
             return state.clear(
                 _TIER_NAMES if tiers is None else tiers, None if keys is None else set(keys)

@@ -1,4 +1,4 @@
-"""Every decision of the engine: which chunk is where, who may use it, what moves next.
+"""Every decision of the engine: which chunk is where, which may be used, what moves next.
 
 `Residency` is asked by the engine and answers with a `Todo`. `pool_index` has the pool's
 entries with their eviction (`POLICY_NAMES`), `TierIndex` a local tier's, `RemoteIndex` what

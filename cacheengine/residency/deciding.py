@@ -1,4 +1,4 @@
-"""Every decision of the engine: which chunk is where, who may use it, what moves next.
+"""Lookups, holds, stores and clearing, over the state that all decisions share.
 
 Pure: no I/O, no clock, no threads. The engine serializes calls, passes the
 time in, and afterwards does what `Residency.take_todo` says.

@@ -23,13 +23,9 @@ from cacheengine import values
 from cacheengine.address import split_host_port
 from cacheengine.memory import HugePagesMissing, check_huge_pages
 from cacheengine.residency import POLICY_NAMES
+from cacheengine.settings import check_remote_ready
 from cacheengine.settings import lmcache_keys as keys
-from cacheengine.tiers import (
-    check_remote_ready,
-    check_remote_url,
-    check_serde_name,
-    reads_extra_config,
-)
+from cacheengine.settings.remote_check import check_remote_url, check_serde_name, reads_extra_config
 
 logger = logging.getLogger("vllm.warmroute")
 

@@ -1,6 +1,6 @@
 """One replica as the router knows it: its tiers, its life, its load.
 
-Nothing here does I/O; `router.fleet.fleet` changes it, on behalf of the feeds, the
+Nothing here does I/O; `Fleet` changes it, on behalf of the feeds, the
 health checks and the requests.
 """
 

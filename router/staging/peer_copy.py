@@ -31,7 +31,7 @@ _FOLLOW_S: Final = 25.0
 
 
 class CopyListener(Protocol):
-    """Who learns from copies (`router.fleet.fleet.Fleet`)."""
+    """What is told of copies, to learn from them (`router.fleet.Fleet`)."""
 
     def observed_copy(self, replica_id: str, nbytes: int, seconds: float) -> None:
         """Hear how long a replica took to get so many bytes from another."""

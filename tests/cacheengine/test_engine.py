@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.engine.engine import Presence
+from cacheengine.residency import Presence
 from tests.cacheengine.building import config, key, keys
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.engine.engine import CacheEngine, Presence
+from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity.layout import ChunkLayout
 from cacheengine.memory.pool import Pool
+from cacheengine.residency import Presence
 from cacheengine.settings.settings import ConfigError, EngineConfig
 from cacheengine.tiers.disk.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, config, key, keys, layout

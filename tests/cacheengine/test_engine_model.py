@@ -21,8 +21,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from cacheengine.engine.engine import CacheEngine, Presence, Promotion
+from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory.pool import Pool
+from cacheengine.residency import Presence, Promotion
 from cacheengine.residency.shared_index import RemoteIndex
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
 from tests.cacheengine.building import CHUNK_BYTES, FakeClock, config, key, layout, payload

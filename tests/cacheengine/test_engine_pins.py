@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.engine.engine import Presence
+from cacheengine.residency import Presence
 from cacheengine.tiers.base import GetOutcome
 from tests.cacheengine.building import config, key, keys, payload
 from tests.cacheengine.conftest import MakeBench

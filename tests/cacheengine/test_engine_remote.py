@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cacheengine.engine.engine import Presence
 from cacheengine.engine.io_threads import IoThreads
+from cacheengine.residency import Presence
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.wire import unpack_keys
 from tests.cacheengine.building import Bench, config, key, keys, payload, wait_until

@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from cacheengine.engine.engine import Presence
+from cacheengine.residency import Presence
 from tests.cacheengine.building import Bench, config, key, payload, wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedRemote

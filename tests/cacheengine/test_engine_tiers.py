@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cacheengine.engine.engine import Presence
+from cacheengine.residency import Presence
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from tests.cacheengine.building import Bench, config, key, keys, payload, wait_until
 from tests.cacheengine.conftest import MakeBench

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cacheengine.engine.engine import Presence
+from cacheengine.residency import Presence
 from tests.cacheengine.building import Bench, config, key, payload, wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.test_moves import Replica

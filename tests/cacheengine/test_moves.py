@@ -14,8 +14,8 @@ from aiohttp.test_utils import TestServer
 
 from cacheengine import wire
 from cacheengine.agent.moves import moves as moving
-from cacheengine.engine.engine import Presence
 from cacheengine.keys import HashScheme, chunk_keys
+from cacheengine.residency import Presence
 from cacheengine.tiers.base import PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol

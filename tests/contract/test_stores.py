@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.tiers.remote.remote_url import parse_remote_url
 from cacheengine.tiers.stores.base import Blob, BlobStore, StoreError, Target
 from cacheengine.tiers.stores.hosted.hosted import HostedStore
 from cacheengine.tiers.stores.infinistore.infinistore import InfiniStore
 from cacheengine.tiers.stores.mooncake.mooncake import MooncakeStore
 from cacheengine.tiers.stores.redis.redis import RedisStore
 from cacheengine.tiers.stores.redis.redis_server import RedisServer
+from cacheengine.tiers.stores.url import parse_remote_url
 from tests.cacheengine.tiers.fake_library import fake_library
 from tests.mooncake_master import running_master
 from tests.servers import redis_program, running, valkey_program

@@ -12,12 +12,12 @@ from cacheengine.tiers.base import GetOutcome, LocalTier, PutOutcome, SharedTier
 from cacheengine.tiers.disk.disk import DiskTier
 from cacheengine.tiers.null import NullTier
 from cacheengine.tiers.remote.remote import RemoteTier
-from cacheengine.tiers.remote.remote_url import parse_remote_url
 from cacheengine.tiers.serde.configured import SERDE_NAMES, make_serde
 from cacheengine.tiers.stores.base import BlobStore, StoreError
 from cacheengine.tiers.stores.mooncake.mooncake import MooncakeStore
 from cacheengine.tiers.stores.redis.redis import RedisStore
 from cacheengine.tiers.stores.redis.redis_server import RedisServer
+from cacheengine.tiers.stores.url import parse_remote_url
 from tests.cacheengine.building import key, keys, payload, wait_until
 from tests.mooncake_master import running_master
 from tests.servers import PATIENT, redis_program, running, valkey_program

@@ -32,7 +32,7 @@ from router.staging.stager import Preparer
 
 _TICK_S: Final = 1.0
 _INFO_EVERY_S: Final = 30.0
-"""As `router.feeds.replica_feed` asks a replica's agent who it is, and how fast its disk was."""
+"""As `router.feeds` asks a replica's agent for its identity, and its disk's speed of late."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class OurRouter:
     # --- requests
 
     async def answer(self, sent: Sent) -> None:
-        """Answer as `router.proxy.proxy.Proxy` does: admit, stage, forward, learn."""
+        """Answer as `router.proxy.Proxy` does: admit, stage, forward, learn."""
         with self._preparer.early.turn(sent.session):
             keyring = PromptKeyring(sent.prompt)
             failed: list[str] = []

@@ -12,14 +12,14 @@ from typing import Final, Protocol
 
 from bench.simulator.model.lower_tiers import Found
 from bench.simulator.model.request import SimRequest
-from cacheengine.engine.engine import Presence, Promotion, StoreReservation
+from cacheengine.residency import Presence, Promotion, StoreReservation
 
 _LOOKUP_PIN_S: Final = 10.0
 """As the real one has it, in model seconds."""
 
 
 class Engine(Protocol):
-    """What of `cacheengine.engine.engine.CacheEngine` a scheduler calls."""
+    """What of `cacheengine.engine.CacheEngine` a scheduler calls."""
 
     def lookup(self, key: bytes) -> Presence:
         """Say where a chunk is."""

@@ -1,1 +1,5 @@
 """The local disk tier: one file a chunk, direct I/O, several directories."""
+
+from cacheengine.tiers.disk.disk import DiskTier
+
+__all__ = ["DiskTier"]

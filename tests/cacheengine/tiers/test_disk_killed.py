@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cacheengine.tiers import disk
+from cacheengine import tiers
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.disk.disk import DiskTier
 from tests.cacheengine.building import key, keys, payload
 
 CHUNK_BYTES = 64 * 1024
-_TIERS = str(Path(disk.__file__).parent)
+_TIERS = str(Path(tiers.__file__).parent)
 _MOST_STEPS = 2000
 
 

@@ -10,12 +10,12 @@ from cacheengine.engine.configured_tiers import make_remote
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.remote.remote import RemoteTier
-from cacheengine.tiers.remote.remote_url import parse_remote_url
 from cacheengine.tiers.serde.naive import NaiveSerde
 from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
 from cacheengine.tiers.stores.redis.redis import RedisStore
 from cacheengine.tiers.stores.redis.redis_server import RedisServer
+from cacheengine.tiers.stores.url import parse_remote_url
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, layout, payload
 from tests.servers import (
     PATIENT,

@@ -14,11 +14,11 @@ from cacheengine.settings.settings import EngineConfig
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.remote.envelope import HEADER_BYTES
 from cacheengine.tiers.remote.remote import RemoteTier
-from cacheengine.tiers.remote.remote_url import parse_remote_url
 from cacheengine.tiers.serde.naive import NaiveSerde
 from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.redis.redis import RedisStore
 from cacheengine.tiers.stores.redis.redis_server import RedisServer
+from cacheengine.tiers.stores.url import parse_remote_url
 from tests.cacheengine.building import FakeClock, key, keys, layout, payload, wait_until
 from tests.cacheengine.tiers.scripted_redis import Answer, scripted
 from tests.servers import PATIENT, RedisProcess, redis_program, running

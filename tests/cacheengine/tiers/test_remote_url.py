@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cacheengine.settings.settings import ConfigError, EngineConfig, load_engine_config
-from cacheengine.tiers.remote.remote_url import parse_remote_url
 from cacheengine.tiers.stores.redis.redis_server import RedisServer, TlsSettings
+from cacheengine.tiers.stores.url import parse_remote_url
 from cacheengine.values import BadValue
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.engine.engine import Presence
+from cacheengine.residency import Presence
 from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer.fetch import Fetch

@@ -5,10 +5,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-from cacheengine.tiers.remote.remote_url import RemoteUrl, parse_remote_url
 from cacheengine.tiers.stores.hosted.client_process import HostedLibrary
 from cacheengine.tiers.stores.hosted.hosted import HostedStore
 from cacheengine.tiers.stores.infinistore.blob import PREFIX_BYTES
+from cacheengine.tiers.stores.url import RemoteUrl, parse_remote_url
 from cacheengine.values import BadValue
 
 logger = logging.getLogger("vllm.warmroute")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from cacheengine.tiers.remote.remote_url import parse_remote_url
+from cacheengine.tiers.stores.url import parse_remote_url
 from cacheengine.values import BadValue, parse_bool
 
 CONFIG_FILE_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"

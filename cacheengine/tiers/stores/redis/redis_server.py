@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from cacheengine.tiers.remote.remote_url import RemoteUrl
+from cacheengine.tiers.stores.url import RemoteUrl
 from cacheengine.values import BadValue
 
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")

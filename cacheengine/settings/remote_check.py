@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from cacheengine.tiers.remote.remote_url import parse_remote_url
-from cacheengine.tiers.stores.mooncake.settings import mooncake_settings
-from cacheengine.tiers.stores.redis.redis_server import REDIS_SCHEMES, RedisServer
+from cacheengine.tiers.stores import parse_remote_url
+from cacheengine.tiers.stores.mooncake import mooncake_settings
+from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer
 from cacheengine.values import BadValue
 
 _PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
@@ -53,7 +53,7 @@ def check_serde_name(name: str) -> None:
     """Raise `BadValue` for a name that no serde has."""
     if name == "naive":
         return  # and spare the default the import of numpy and zstandard
-    from cacheengine.tiers.serde.configured import SERDE_NAMES  # noqa: PLC0415
+    from cacheengine.tiers.serde import SERDE_NAMES  # noqa: PLC0415
 
     if name not in SERDE_NAMES:
         near = difflib.get_close_matches(name.lower(), SERDE_NAMES, n=1)
