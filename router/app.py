@@ -93,9 +93,7 @@ def _make_parts(
     fleet = Fleet(config)
     admission = Admission(Gate(fleet))
     preparer = Preparer(config, fleet, partial(AgentClient, session))
-    metrics = Metrics(
-        lambda: _gauges(fleet), lambda: _sizes(fleet, admission, preparer), preparer.early.counts
-    )
+    metrics = Metrics(lambda: _gauges(fleet), lambda: _sizes(fleet, admission))
     health = _make_health(config, fleet, prompts, session)
     readers = [metrics.observe, log_record, *([observe] if observe else [])]
 
@@ -179,12 +177,11 @@ def _gauges(fleet: Fleet) -> Iterable[ReplicaGauges]:
         )
 
 
-def _sizes(fleet: Fleet, admission: Admission, preparer: Preparer) -> dict[str, int]:
+def _sizes(fleet: Fleet, admission: Admission) -> dict[str, int]:
     return {
         "index": len(fleet.index),
         "sessions": len(fleet.sessions),
         "waiting": len(admission),
-        "session_chains": len(preparer.early.chains),
     }
 
 

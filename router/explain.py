@@ -119,7 +119,6 @@ def _cost_lines(candidates: list[dict[str, Any]], picked: str) -> list[str]:
     }
     for part in ("base", "queue", "fetch", "load", "prefill"):
         columns[part] = [_ms(each[f"{part}_s"]) for each in candidates]
-    columns["growth"] = [_ms(each["growth_s"]) for each in candidates]
     for tier in ("gpu", "cpu", "disk", "remote"):
         columns[tier] = [f"{each['matched_tokens'].get(tier, 0):,}" for each in candidates]
     columns["copied"] = [f"{each['copied_tokens']:,}" for each in candidates]
@@ -127,8 +126,7 @@ def _cost_lines(candidates: list[dict[str, Any]], picked: str) -> list[str]:
     told = {name: cells for name, cells in columns.items() if set(cells) != {"0"}}
     return [
         "What each would take: ms (ttft = base + the longer of queue and fetch + load + prefill),",
-        "what a new session's later turns would wait (growth), tokens of the prompt that it holds",
-        "or gets, requests under way (busy)",
+        "tokens of the prompt that it holds or gets, requests under way (busy)",
         "",
         *_aligned(told),
     ]

@@ -106,15 +106,7 @@ def _head(picked: CandidateCost, soonest: CandidateCost) -> str:
     late_s = picked.ttft_s - soonest.ttft_s
     if late_s < _NO_LATER_S:
         return "answers soonest"
-    if _grows_better(picked, soonest):
-        return "is the better place for a session that begins"
     return "answers nearly as soon as any"
-
-
-def _grows_better(picked: CandidateCost, other: CandidateCost) -> bool:
-    """Whether what the later turns of a new session cost speaks for a pick that is no sooner."""
-    saved_s = other.growth_s - picked.growth_s
-    return saved_s >= max(_NO_LATER_S, picked.ttft_s - other.ttft_s)
 
 
 def _holds(picked: CandidateCost, prompt_tokens: int) -> str:
@@ -164,11 +156,6 @@ def _against_others(picked: CandidateCost, other: CandidateCost) -> str:
 
 def _what_speaks_against(other: CandidateCost, picked: CandidateCost) -> str | None:
     """Return why one that answers as soon as the pick, or sooner, was not picked."""
-    if _grows_better(picked, other):
-        more_s = other.growth_s - picked.growth_s
-        return (
-            f"there the session's later turns would wait longer, by {seconds_text(more_s)} in all"
-        )
     if other.ttft_s <= picked.ttft_s - _NO_LATER_S and other.waiting > max(1, picked.waiting):
         return f"{other.waiting} wait there already, and in a burst as many are to come"
     if other.busy_s - picked.busy_s >= _NO_LATER_S:

@@ -78,8 +78,6 @@ PURE = (
     "router.residency.replica_sets",
     "router.residency.matches",
     "router.fleet.sessions",
-    "router.staging.session_chains",
-    "router.fleet.rhythm",
     "router.fleet.fleet",
     "router.fleet.unseen",
     "router.controller.registry",

@@ -57,10 +57,7 @@ def _judging(**changes: Any) -> Settings:
 ABLATIONS: Final[Mapping[str, Settings]] = MappingProxyType(
     {
         "ours-without-prefetch": _section(prefetch=PrefetchConfig(enabled=False)),
-        "ours-without-early-prefetch": _section(prefetch=PrefetchConfig(early=False)),
-        "ours-with-rhythm": _section(prefetch=PrefetchConfig(ahead=True)),
         "ours-without-copies": Settings(copies=False),
-        "ours-with-growth": _judging(counts_growth=True),
         "ours-without-fetch-weight": _judging(fetch_weight=0.0),
         "ours-without-burst-factor": _judging(more_of_a_burst=0.0),
         "ours-without-busy-weight": _judging(weighs_busy=False),

@@ -23,8 +23,7 @@ from cacheengine.launch.launch import free_ports
 from router.launch.processes import ProcessGroup
 
 VARIANTS: Final[Mapping[str, Mapping[str, object]]] = {
-    "early": {"enabled": True, "early": True},
-    "before forward": {"enabled": True, "early": False},
+    "before forward": {"enabled": True},
     "none": {"enabled": False},
 }
 """The routers by name: their ``prefetch`` settings."""

@@ -39,7 +39,7 @@ class Learning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgment:
-    """What the pick, the growth of sessions and the line of waiting requests go by."""
+    """What the pick and the line of waiting requests go by."""
 
     least_behind: float = 0.02
     """Requests that wait behind one at the least: of equal times to first token the one that
@@ -67,24 +67,9 @@ class Judgment:
     least_copy_gain_s: float = 0.15
     """Seconds. A copy that saves less is not worth asking two agents for: that takes them
     time, too, which is not in the rates."""
-    counts_growth: bool = False
-    """Whether what a new session's later turns would wait counts where it begins. It spreads
-    agents that begin together, and costs them more hits than it saves them waiting: p90 of
-    agents in model time 3.2 s with it, 2.6 s without."""
     recent_s: float = 30.0
     """Seconds. Time constant of what counts as recent: long beside a turn, short beside a
     session."""
-    patience_s: float = 60.0
-    """Seconds. Time constant with which a session that says nothing comes to count as over."""
-    supposed_sessions: float = 2.0
-    supposed_turns: float = 24.0
-    """Sessions and their later turns before any has come: a dozen each, taken lightly. People
-    ask a few times, agents dozens of times; to suppose too few gathers agents that begin
-    together on one replica, to suppose too many computes once more what they share."""
-    remembered_sessions: float = 1000.0
-    """Sessions: about so many of the last ones count."""
-    most_share: float = 0.9
-    """Share of a replica's time; beyond, the queue itself tells."""
     spills_to_move: int = 2
     """Turns: after so many spilled in a row the session's KV is elsewhere; its home follows."""
     alike: float = 1.25

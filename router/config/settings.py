@@ -70,12 +70,6 @@ class PrefetchConfig:
     """The longest that a request is held back for its prefetch or copy."""
     pin_s: float = setting(10.0, above=0)
     """How long promoted or copied KV is kept for a request that does not come."""
-    early: bool = True
-    """Begin when a session's next request is accepted, before its tokens are known."""
-    ahead: bool = False
-    """Begin before a session's next request is due, where its requests come regularly."""
-    session_keys_bytes: int = setting(32 * MIB, at_least=0)
-    """Memory for the keys of sessions' last prompts, which both of these need."""
 
 
 @dataclass(frozen=True, kw_only=True)

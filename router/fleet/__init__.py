@@ -12,7 +12,6 @@ from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.fleet.policy import CandidateCost, Decision, KvCopy, Reason
 from router.fleet.replica import Replica, State
-from router.fleet.rhythm import Rhythms
 
 __all__ = [
     "CandidateCost",
@@ -21,7 +20,6 @@ __all__ = [
     "KvCopy",
     "Reason",
     "Replica",
-    "Rhythms",
     "State",
     "Ticket",
 ]

@@ -99,7 +99,6 @@ class Fleet:
             home=None if session is None else self.sessions.home(session, now_s),
             turn=self._turn,
             busy_share=self._recent.share(now_s) / len(self.replicas),
-            turns_to_come=self._turns_to_come(session),
             promised=promised or Promised(),
             streamed=streamed,
             now_s=now_s,
@@ -109,11 +108,6 @@ class Fleet:
         if bound_to is not None:
             return replace(decision, reason=Reason.BOUND)
         return replace(decision, reason=Reason.RETRY) if exclude else decision
-
-    def _turns_to_come(self, session: str | None) -> float:
-        if session is None or not self.judgment.counts_growth:
-            return 0.0
-        return self.sessions.lengths.turns_to_come
 
     @property
     def roster_version(self) -> int:

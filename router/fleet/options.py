@@ -63,7 +63,6 @@ class Assessment:
 class Assessor:
     """Weighs replicas for one prompt of ``prompt_tokens``.
 
-    ``turns_to_come`` are those of a session that will be at home where this one goes;
     ``donors`` are replicas that hold much of it, each with how many blocks, of which
     others may get what they lack; ``promised`` is what replicas will
     be given before it, beside what they have; ``busy_share`` is the fleet's.
@@ -78,7 +77,6 @@ class Assessor:
         donors: Sequence[tuple[Replica, int]] = (),
         promised: Promised,
         busy_share: float,
-        turns_to_come: float = 0.0,
         now_s: float,
     ) -> None:
         self._index = index
@@ -87,7 +85,6 @@ class Assessor:
         self._donors = donors
         self._promised = promised
         self._busy_share = busy_share
-        self._turns_to_come = turns_to_come
         self._now_s = now_s
 
     def assess(self, replica: Replica, keys: PromptKeys, gpu_blocks: int) -> Assessment:
@@ -112,7 +109,6 @@ class Assessor:
             load_s=cost.load_s,
             prefill_s=cost.prefill_s,
             busy_share=self._share(replica),
-            growth_s=replica.recent.growth_s(self._turns_to_come, self._now_s),
         )
         return Assessment(replica=replica, candidate=candidate, keys=keys, match=match, way=way)
 

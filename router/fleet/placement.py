@@ -54,8 +54,6 @@ class Ask:
     """How many requests were sent before."""
     busy_share: float
     """Share of the fleet's time that recent requests took; above 1 it falls behind."""
-    turns_to_come: float
-    """How many the session is likely to have after this one, if it begins; 0 without one."""
     promised: Promised
     """What replicas will be given before this, beside what they have."""
     streamed: bool
@@ -96,7 +94,6 @@ def decide(
         donors=field.donors(now_s) if config.prefetch.enabled else (),
         promised=ask.promised,
         busy_share=ask.busy_share,
-        turns_to_come=0.0 if home is not None else ask.turns_to_come,
         now_s=now_s,
     )
     assessed = [

@@ -35,10 +35,7 @@ class Reason(StrEnum):
 
 @dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
 class CandidateCost:
-    """What a replica would take to answer: ``ttft = base + max(queue, fetch) + load + prefill``.
-
-    ``growth_s`` is no part of that: what the later turns of a session that begins would cost.
-    """
+    """What a replica would take to answer: ``ttft = base + max(queue, fetch) + load + prefill``."""
 
     replica_id: str
     matched_tokens: Mapping[str, int]
@@ -53,7 +50,6 @@ class CandidateCost:
     fetch_s: float
     load_s: float
     prefill_s: float
-    growth_s: float = 0.0
     waiting: int = 0
     """Requests there, or promised to it, that have no first token yet."""
     busy_share: float = 0.0
@@ -73,7 +69,7 @@ class CandidateCost:
 
     def score_s(self, judgment: Judgment) -> float:
         """Return what the pick minimizes."""
-        weighed_s = with_taken_s(
+        return with_taken_s(
             self.ttft_s,
             busy_s=self.busy_s,
             fetch_s=self.fetch_s,
@@ -81,7 +77,6 @@ class CandidateCost:
             busy_share=self.busy_share,
             judgment=judgment,
         )
-        return weighed_s + self.growth_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

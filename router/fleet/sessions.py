@@ -5,7 +5,6 @@ from math import inf
 from typing import Final
 
 from router.config import DEFAULT, Judgment
-from router.latency import SessionLengths
 
 _EVICTION_SLACK: Final = 1024
 """When full, this fraction is forgotten at once: to find the oldest is to pass
@@ -31,7 +30,6 @@ class Sessions:
         self.evicted = 0
         self._homes: dict[str, int] = {}
         self._expire_next_s = -inf
-        self.lengths = SessionLengths(judgment)
         self._spills_to_move = judgment.spills_to_move
 
     def __len__(self) -> int:
@@ -52,13 +50,10 @@ class Sessions:
         home, spills = replica, 0
         # Taken out and put in again, it stands last.
         packed = self._homes.pop(session, None)
-        idle_s = None
         if packed is not None and not self._is_over(_unpack(packed)[0], now_s):
-            last_ms, former, spilled = _unpack(packed)
-            idle_s = now_s - last_ms / 1000
+            _, former, spilled = _unpack(packed)
             if replica != former and spilled + 1 < self._spills_to_move:
                 home, spills = former, spilled + 1
-        self.lengths.note(now_s, idle_s=idle_s)
         self._homes[session] = _pack(now_s, home, spills)
         if len(self._homes) > self.max_sessions:
             self._make_room(now_s)

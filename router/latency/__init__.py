@@ -2,15 +2,15 @@
 
 `Rates` predicts the parts of a time to first token (`Cost`) and learns from what was seen;
 `PrefillLine` is the queue of prefills of one replica; `PredictionErrors` says how far off
-predictions were. `SessionLengths` and `RecentWork` expect what sessions bring.
+predictions were, `RecentWork` how busy a replica has been.
 
 Called by fleet, admission and record. Imports config; no I/O, no clock.
 """
 
 from router.latency.prediction_errors import ErrorFigures, PredictionErrors, Quantiles
 from router.latency.prefill_queue import PrefillLine
+from router.latency.recent_work import RecentWork
 from router.latency.reserved_work import Promised
-from router.latency.session_load import RecentWork, SessionLengths
 from router.latency.ttft_model import Cost, Part, Rates, Work
 
 __all__ = [
@@ -23,6 +23,5 @@ __all__ = [
     "Quantiles",
     "Rates",
     "RecentWork",
-    "SessionLengths",
     "Work",
 ]

@@ -109,11 +109,10 @@ class Proxy:
         await self._turnstile.enter()
         asked = parse(request.path, body, request.headers, self._config.sessions.header)
         exchange.model, exchange.session = asked.model, asked.session
-        with self._preparer.early.turn(asked.session if asked.has_prompt else None):
-            began_s = self._clock()
-            prompt = await self._read(asked)
-            exchange.read_s = self._clock() - began_s
-            return await self._try_replicas(request, asked, prompt, exchange)
+        began_s = self._clock()
+        prompt = await self._read(asked)
+        exchange.read_s = self._clock() - began_s
+        return await self._try_replicas(request, asked, prompt, exchange)
 
     async def _read(self, asked: Asked) -> Prompt | None:
         if not asked.has_prompt:
@@ -195,7 +194,6 @@ class Proxy:
         decision, ticket = admitted.decision, admitted.ticket
         try:
             _note_admitted(exchange, admitted)
-            self._preparer.early.chosen(decision)
             prepared = await self._preparer.prepare(decision)
             _note_prepared(exchange, prepared)
             if decision.is_staged or prepared.waited_s > 0:

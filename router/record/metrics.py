@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.latency import ErrorFigures, Quantiles
@@ -43,15 +43,10 @@ class Metrics:
         self,
         replicas: Callable[[], Iterable[ReplicaGauges]],
         sizes: Callable[[], dict[str, int]] = dict,
-        early: Callable[[], Mapping[tuple[str, str], int]] = dict,
     ) -> None:
-        """``sizes`` tells how many entries each bounded table holds, by its name.
-
-        ``early`` counts the prefetches that no request waited for, by when
-        they began and whether they were of use.
-        """
+        """``sizes`` tells how many entries each bounded table holds, by its name."""
         self._registry = CollectorRegistry()
-        self._registry.register(_FleetCollector(replicas, sizes, early))
+        self._registry.register(_FleetCollector(replicas, sizes))
         self._requests = self._counter(
             "requests", "Requests by how they ended", ["endpoint", "replica", "status", "outcome"]
         )
@@ -188,11 +183,9 @@ class _FleetCollector(Collector):
         self,
         replicas: Callable[[], Iterable[ReplicaGauges]],
         sizes: Callable[[], dict[str, int]],
-        early: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
         self._replicas = replicas
         self._sizes = sizes
-        self._early = early
 
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily(
@@ -211,15 +204,7 @@ class _FleetCollector(Collector):
         )
         for table, count in self._sizes().items():
             entries.add_metric([table], count)
-        early = CounterMetricFamily(
-            "warmroute_early_prefetches",
-            "Prefetches begun before the request's tokens were known (early) or before it came "
-            "(ahead), by whether it then went to that replica in time",
-            labels=["when", "result"],
-        )
-        for labels, count in self._early().items():
-            early.add_metric(labels, count)
-        return [up, in_flight, *learned.families, entries, early]
+        return [up, in_flight, *learned.families, entries]
 
 
 class _LearnedGauges:

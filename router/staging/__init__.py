@@ -1,8 +1,8 @@
 """KV to where it will be needed, before a request is forwarded.
 
 `Preparer` has the chunks on disk or remote promoted by the replica's agent (`prefetch`),
-those of other replicas copied (`peer_copy`), and begins before the tokens are known where a
-session goes on (`early_prefetch`); a request is held back at most as long as that gains.
+and those of other replicas copied (`peer_copy`); a request is held back at most as long as
+that gains.
 `AgentClient` speaks to the agents.
 
 Called by proxy, feeds and controller. Imports config, residency and fleet.

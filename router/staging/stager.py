@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from router.config import RouterConfig
 from router.fleet import Decision, Fleet
 from router.staging.agent_client import Agents
-from router.staging.early_prefetch import EarlyPrefetch
 from router.staging.peer_copy import Copier, CopyOutcome
 from router.staging.prefetch import Prefetcher, PrefetchOutcome
 
@@ -42,7 +41,6 @@ class Preparer:
         self._clock = clock
         self._prefetcher = Prefetcher(config.prefetch, fleet.replicas, agents, clock)
         self._copier = Copier(config.prefetch, fleet.replicas, agents, fleet, clock)
-        self.early = EarlyPrefetch(config, fleet, self._prefetcher, clock)
 
     async def prepare(self, decision: Decision) -> Preparation:
         """Bring up and copy what the decision asks for, and wait a little for it.
@@ -65,5 +63,4 @@ class Preparer:
 
     async def stop(self) -> None:
         """End what is done in the background."""
-        await self.early.stop()
         await self._copier.stop()

@@ -12,7 +12,6 @@ import pytest
 
 from router.config.settings import PrefetchConfig, RatesConfig, ReplicaConfig
 from router.record.records import Outcome
-from router.residency.tiers import Tier
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.whole_replica import WholeReplica
@@ -172,33 +171,3 @@ async def test_a_client_that_leaves_during_the_copy(
     assert not fleet.two.seen
     gate.set()
     await eventually(lambda: benches[1].engine.held_in(CHUNKS, "cpu") == 20)
-
-
-async def test_a_prefetch_begins_before_the_tokens_are_known(
-    fleet: Fleet,
-    client: aiohttp.ClientSession,
-    benches: tuple[Bench, Bench],
-    eventually: Wait,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = await pair(fleet, benches)
-    async with asked(client, made.router):
-        pass
-    one = benches[0]
-    one.engine.clear(["cpu"])
-    index = made.router.parts.fleet.index
-    await eventually(lambda: index.held(0).get(Tier.CPU, 0) == 0)
-    # What was claimed of the GPU for the first turn would hide that it is not there.
-    index.forget(0, (Tier.GPU,))
-    reader = made.router.parts.prompts.reader_for("m")
-    read = type(reader).read
-
-    async def reads_late(self: Any, *args: Any) -> Any:
-        await eventually(lambda: one.engine.held_in(CHUNKS, "cpu") == 20)
-        return await read(self, *args)
-
-    monkeypatch.setattr(type(reader), "read", reads_late)
-    async with asked(client, made.router) as response:
-        assert response.headers["x-warmroute-replica"] == "one"
-    early = 'warmroute_early_prefetches_total{result="used",when="early"} 1.0'
-    assert early in await metrics(client, made.router)

@@ -102,21 +102,20 @@ class OurRouter:
 
     async def answer(self, sent: Sent) -> None:
         """Answer as `router.proxy.Proxy` does: admit, stage, forward, learn."""
-        with self._preparer.early.turn(sent.session):
-            keyring = PromptKeyring(sent.prompt)
-            failed: list[str] = []
-            try:
-                for _ in range(self._config.retries + 1):
-                    if await self._try(sent, keyring, failed):
-                        return
-            except RateLimited as refused:
-                self._refused += 1
-                sent.failed(refused.status, refused.message, self._loop.time())
-                return
-            except NoReplica as none:
-                sent.failed(none.status, none.message, self._loop.time())
-                return
-            sent.failed(503, "no replica could be reached", self._loop.time())
+        keyring = PromptKeyring(sent.prompt)
+        failed: list[str] = []
+        try:
+            for _ in range(self._config.retries + 1):
+                if await self._try(sent, keyring, failed):
+                    return
+        except RateLimited as refused:
+            self._refused += 1
+            sent.failed(refused.status, refused.message, self._loop.time())
+            return
+        except NoReplica as none:
+            sent.failed(none.status, none.message, self._loop.time())
+            return
+        sent.failed(503, "no replica could be reached", self._loop.time())
 
     async def _try(self, sent: Sent, keyring: PromptKeyring, failed: list[str]) -> bool:
         """Send a request to one replica; False while another may still be tried."""
@@ -147,7 +146,6 @@ class OurRouter:
                 self._admission.wake()
 
         try:
-            self._preparer.early.chosen(decision)
             prepared = await self._preparer.prepare(decision)
             if decision.is_staged or prepared.waited_s > 0:
                 ticket.sent(self._loop.time())

@@ -161,7 +161,7 @@ def test_true_rates_are_the_machines() -> None:
     scenario()
 
 
-def test_early_prefetch_is_begun_and_ended_with_its_turn() -> None:
+def test_prefetch_is_begun_and_ended_with_its_turn() -> None:
     """Sessions whose KV was evicted between two turns: all turns end, nothing stays pinned."""
     small = replace(FLEET, machine=machine(gpu_tokens=900, cpu_tokens=600, disk_tokens=20_000))
     given = [

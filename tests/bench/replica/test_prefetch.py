@@ -41,9 +41,9 @@ def _sample(number: int, variant: str, ttft_s: float, state: str = "idle") -> Sa
 def _rounds() -> list[Sample]:
     # The machine becomes slower from round to round; prefetch saves a second in each.
     return [
-        _sample(number, variant, 2.0 + 3.0 * number - 1.0 * (variant == "early"))
+        _sample(number, variant, 2.0 + 3.0 * number - 1.0 * (variant == "before forward"))
         for number in range(5)
-        for variant in ("early", "none")
+        for variant in ("before forward", "none")
     ]
 
 
@@ -82,28 +82,28 @@ def test_in_time_is_what_was_all_in_ram_when_it_was_forwarded(
 
 
 def test_what_is_saved_is_compared_within_a_round() -> None:
-    saved = saved_s(_rounds(), "idle", "early")
+    saved = saved_s(_rounds(), "idle", "before forward")
     assert (saved.value, saved.low, saved.high) == pytest.approx((1.0, 1.0, 1.0))
-    alone = median_s(_rounds(), "idle", "early")
+    alone = median_s(_rounds(), "idle", "before forward")
     assert alone.high - alone.low > 3.0
 
 
 def test_a_round_that_lacks_one_of_the_two_is_left_out() -> None:
-    samples = [*_rounds(), _sample(9, "early", 100.0)]
-    assert saved_s(samples, "idle", "early").value == pytest.approx(1.0)
+    samples = [*_rounds(), _sample(9, "before forward", 100.0)]
+    assert saved_s(samples, "idle", "before forward").value == pytest.approx(1.0)
 
 
 def test_the_table_and_the_report_have_every_condition_that_was_measured() -> None:
     samples = [*_rounds(), *(_sample(0, variant, 5.0, "queue") for variant in VARIANTS)]
-    assert len(table(samples).splitlines()) == 2 + 2 + 3
+    assert len(table(samples).splitlines()) == 2 + 2 + 2
     arguments = argparse.Namespace(tokens=8000, kv_bytes_per_token=131072, rounds=5, seed=1)
     told = json.loads(json.dumps(report(arguments, SIZES, samples)))
     assert [(each["replica_is"], each["prefetch"]) for each in told["figures"]] == [
-        ("idle", "early"),
+        ("idle", "before forward"),
         ("idle", "none"),
         *(("queue", variant) for variant in VARIANTS),
     ]
-    assert figures(samples, "idle", "early")["in_time_share"] == 1.0
+    assert figures(samples, "idle", "before forward")["in_time_share"] == 1.0
     assert len(told["samples"]) == len(samples)
 
 
