@@ -26,6 +26,7 @@ from router.staging import AgentClient, Preparer
 log = logging.getLogger("warmroute")
 
 _LEARN_S: Final = 30.0
+_TICK_S: Final = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +67,9 @@ def create_app(
             app[PARTS] = parts
             await parts.health.start()
             await parts.feeds.start()
-            ticking = asyncio.create_task(_ticking(parts.fleet), name="tick")
+            tick = asyncio.create_task(ticking(parts.fleet), name="tick")
             yield
-            ticking.cancel()
+            tick.cancel()
             await parts.preparer.stop()
             await parts.feeds.stop()
             await parts.health.stop()
@@ -185,10 +186,14 @@ def _sizes(fleet: Fleet, admission: Admission) -> dict[str, int]:
     }
 
 
-async def _ticking(fleet: Fleet) -> None:
+async def ticking(fleet: Fleet) -> None:
+    """End what time has ended, about once a second and without end."""
     while True:
-        fleet.tick(time.monotonic())
-        await asyncio.sleep(1.0)
+        try:
+            fleet.tick(time.monotonic())
+        except Exception:  # one tick that fails must not be the last: nothing would expire any more
+            log.exception("ending what time has ended failed")
+        await asyncio.sleep(_TICK_S)
 
 
 def _add_routes(app: web.Application) -> None:

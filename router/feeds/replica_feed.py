@@ -143,8 +143,8 @@ class ReplicaFeed:
             if self._clock() - told_s >= _INFO_EVERY_S:
                 self._take_info(await client.info())
                 told_s = self._clock()
-            if batch.events:
-                await asyncio.sleep(_POLL_GAP_S)
+            # After an empty answer too: an agent that answers at once would be asked without end.
+            await asyncio.sleep(_POLL_GAP_S)
 
     def _take_info(self, info: InstanceInfo) -> None:
         restarted = self._fleet.apply_info(self._replica.id, info)

@@ -32,6 +32,8 @@ class AgentServer:
         self.oldest = 0
         self.seq = 0
         self.events: list[wire.KeyEvent] = []
+        self.waits = True
+        """Whether it answers only when there is news, or the time is over."""
         self.calls: list[str] = []
         self.prefetches: list[wire.PrefetchRequest] = []
         self.prefetch_reply = wire.PrefetchReply(
@@ -92,7 +94,8 @@ class AgentServer:
             return incarnation != self.info["incarnation"] or after < self.oldest
 
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(float(request.query["wait_s"])), self._news:
+            wait_s = float(request.query["wait_s"]) if self.waits else 0.0
+            async with asyncio.timeout(wait_s), self._news:
                 await self._news.wait_for(lambda: is_gone() or self.seq > after)
         if is_gone():
             return web.json_response({"error": "gone"}, status=410)

@@ -91,6 +91,17 @@ async def test_changes_soon_after_others_are_asked_for_at_once(
         assert agent.calls.count("/events") <= 3  # the first news, the others, what comes next
 
 
+async def test_an_agent_that_answers_empty_at_once_is_not_asked_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.feeds.replica_feed._POLL_GAP_S", 0.5)
+    agent = AgentServer()
+    agent.waits = False
+    async with serving(agent.app()) as url, feeding(agent_url=url):
+        await asyncio.sleep(0.2)
+        assert agent.calls.count("/events") == 1
+
+
 async def test_a_history_that_is_gone_is_replaced_by_a_snapshot() -> None:
     agent = AgentServer()
     async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:

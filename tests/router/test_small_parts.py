@@ -1,10 +1,14 @@
-"""Bindings, and where the tokenizer is looked for."""
+"""Bindings, where the tokenizer is looked for, and the tick."""
 
+import asyncio
 from pathlib import Path
+from unittest.mock import Mock
 
 import orjson
 import pytest
 
+from router.app import ticking
+from router.fleet import Fleet
 from router.prompt.readers import local_model
 from router.proxy.request import parse
 from router.proxy.response_owners import Bindings
@@ -59,3 +63,22 @@ def test_a_session_takes_little_memory_whatever_its_name(where: str) -> None:
     assert long == session("x" * 1_000_000)
     assert long != other
     assert session("mine") == "mine"
+
+
+async def test_a_tick_that_fails_is_told_and_not_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.app._TICK_S", 0.0)
+    again = asyncio.Event()
+    fleet = Mock(Fleet)
+
+    def tick(now_s: float) -> None:
+        if fleet.tick.call_count == 1:
+            raise KeyError("once")
+        again.set()
+
+    fleet.tick.side_effect = tick
+    task = asyncio.create_task(ticking(fleet))
+    await again.wait()
+    task.cancel()
+    assert "once" in caplog.text
