@@ -197,9 +197,11 @@ class Fleet:
     def set_models(self, replica_id: str, models: Mapping[str, str | None]) -> None:
         """Note which models a replica serves, and of LoRA adapters the path; None for others."""
         replica = self.replicas[replica_id]
-        replica.models = frozenset(models)
-        replica.adapters = {name: path for name, path in models.items() if path is not None}
-        self._roster.changed()
+        names = frozenset(models)
+        adapters = {name: path for name, path in models.items() if path is not None}
+        if (names, adapters) != (replica.models, replica.adapters):
+            replica.models, replica.adapters = names, adapters
+            self._roster.changed()
 
     def _receive(self, replica: Replica, signal: Signal) -> None:
         if replica.receive(signal):

@@ -396,6 +396,16 @@ def test_a_bound_request_goes_nowhere_else() -> None:
         place(fleet, tokens(64), bound_to="r1")
 
 
+def test_models_that_are_told_again_change_nothing() -> None:
+    fleet = make_fleet(2)
+    fleet.set_models("r0", {"small": None, "tuned": "/adapters/a"})
+    before = fleet.roster_version
+    fleet.set_models("r0", {"small": None, "tuned": "/adapters/a"})
+    assert fleet.roster_version == before
+    fleet.set_models("r0", {"small": None, "tuned": "/adapters/b"})
+    assert fleet.roster_version > before
+
+
 def test_models_decide_who_may_answer() -> None:
     fleet = make_fleet(2)
     fleet.set_models("r0", {"small": None})
