@@ -20,7 +20,7 @@ import yaml
 Platform = Literal["cuda", "cpu"]
 
 MAX_MODEL_TOKENS: Final = 16_384
-REPLICA_READY_TIMEOUT_S: Final = 600.0
+REPLICA_READY_TIMEOUT_S: Final = 300.0
 ROUTER_READY_TIMEOUT_S: Final = 60.0
 
 
@@ -76,6 +76,8 @@ def replica_environment(platform: Platform, index: int, *, of: int) -> dict[str,
         "DO_NOT_TRACK": "1",
         # Adds POST /reset_prefix_cache, which empties the GPU tier alone.
         "VLLM_SERVER_DEV_MODE": "1",
+        # A process that hangs says where when it is sent SIGABRT.
+        "PYTHONFAULTHANDLER": "1",
     }
     if platform == "cuda":
         gpus = max(1, gpu_count())

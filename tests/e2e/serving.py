@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from bench.replica.local import (
 from bench.replica.tiers import ReplicaTiers, call, wait_until
 from cacheengine.keys import HashScheme, chunk_keys
 from cacheengine.launch.launch import free_ports
-from router.launch.processes import ProcessGroup
+from router.launch.processes import NotReady, ProcessGroup
 
 MODEL = "m"
 MAX_MODEL_TOKENS = 4096
@@ -100,8 +101,13 @@ class Replica(ReplicaTiers):
         self._pid = self._group.start(self.name, command, self._environment, self._log_path)
 
     def wait_ready(self) -> None:
-        """Return when it serves."""
-        self._group.wait_ready(self.name, f"{self.url}/health", REPLICA_READY_TIMEOUT_S)
+        """Return when it serves; where it does not in time, fail with its log and its stacks."""
+        try:
+            self._group.wait_ready(self.name, f"{self.url}/health", REPLICA_READY_TIMEOUT_S)
+        except NotReady as error:
+            os.kill(self._pid, signal.SIGABRT)
+            time.sleep(2.0)
+            raise AssertionError(f"{error}\n{self.log[-8000:]}") from error
 
     def kill(self) -> None:
         """SIGKILL its server process alone, as a person would; its engine must follow by itself."""

@@ -19,9 +19,9 @@ from router.latency.reserved_work import Promised
 from router.latency.ttft_model import Part, Work
 from router.residency.tiers import Tier
 from tests.router.conftest import Fleet as Running
-from tests.router.prompts_given import GivenPrompt, tokens
+from tests.router.fleet.test_fleet import blocks, chunks, make_fleet, place, snapshot, stored
+from tests.router.prompt.prompts_given import GivenPrompt, tokens
 from tests.router.scripted import chat_events, stream
-from tests.router.test_fleet import blocks, chunks, make_fleet, place, snapshot, stored
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 

@@ -1,0 +1,564 @@
+"""LMCache's controller API against scripted agents, over HTTP."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from cacheengine import wire
+from router.controller.api import UNSUPPORTED
+from router.controller.events import MAX_EVENTS
+from router.controller.registry import Configured
+from tests.router.controller.control_agent import CHUNK_TOKENS, ControlAgent
+from tests.router.controller.controlling import TOKENS, Controlled, controlled, with_agents
+from tests.router.staging.agent_server import serving
+
+CPU, DISK, REMOTE = "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"
+
+
+@pytest.fixture
+async def control() -> AsyncIterator[Controlled]:
+    async with controlled() as made:
+        yield made
+
+
+@pytest.fixture
+def one() -> ControlAgent:
+    return ControlAgent("one")
+
+
+@pytest.fixture
+def two() -> ControlAgent:
+    return ControlAgent("two")
+
+
+@pytest.fixture
+async def urls(
+    control: Controlled, one: ControlAgent, two: ControlAgent
+) -> AsyncIterator[list[str]]:
+    async with with_agents(control, [one, two]) as made:
+        yield made
+
+
+pytestmark = pytest.mark.usefixtures("urls")
+
+
+def move(**changes: object) -> dict[str, object]:
+    return {
+        "old_position": ["one", CPU],
+        "new_position": ["two", CPU],
+        "tokens": TOKENS,
+    } | changes
+
+
+# --- lookup
+
+
+async def test_lookup_tells_who_holds_what_in_both_of_lmcaches_shapes(
+    control: Controlled, one: ControlAgent
+) -> None:
+    one.hold(cpu=range(3))
+    answer = await control.ok("/lookup", {"tokens": TOKENS})
+    event_id = answer.pop("event_id")
+    assert event_id.startswith("Lookup")
+    found = {"one": [CPU, 3 * CHUNK_TOKENS]}
+    assert answer == {"layout_info": found, **found}, "who holds nothing is left out"
+
+
+@pytest.mark.parametrize(
+    ("held", "location", "chunks"),
+    [
+        ({"cpu": [0, 1, 2, 3, 4]}, CPU, 5),
+        ({"cpu": [0, 1], "disk": [0, 1]}, CPU, 2),
+        ({"cpu": [0, 1], "disk": [0, 1, 2]}, DISK, 3),
+        ({"cpu": [0, 1, 4], "disk": [0, 1]}, CPU, 2),
+        ({"disk": [0], "remote": [0, 1]}, REMOTE, 2),
+        ({"disk": [0, 1], "remote": [0, 1]}, DISK, 2),
+        # Chunk for chunk none of these comes from the remote store alone.
+        ({"cpu": [0, 2], "disk": [0, 1], "remote": [0, 1, 2]}, REMOTE, 3),
+        # Together they hold three, none alone more than one.
+        ({"cpu": [0], "disk": [1], "remote": [2]}, CPU, 1),
+    ],
+)
+async def test_lookup_names_the_location_that_holds_most(
+    control: Controlled, two: ControlAgent, held: dict[str, list[int]], location: str, chunks: int
+) -> None:
+    two.hold(**held)
+    answer = await control.ok("/lookup", {"tokens": TOKENS})
+    assert answer["layout_info"] == {"two": [location, chunks * CHUNK_TOKENS]}
+
+
+async def test_lookup_passes_the_salt_on(control: Controlled, one: ControlAgent) -> None:
+    await control.ok("/lookup", {"tokens": TOKENS, "cache_salt": "s"})
+    assert one.asked == [("/lookup", wire.LookupRequest(tokens=TOKENS, cache_salt="s"))]
+
+
+async def test_lookup_of_nothing_asks_nobody(control: Controlled, one: ControlAgent) -> None:
+    assert (await control.ok("/lookup", {"tokens": []}))["layout_info"] == {}
+    assert one.asked == []
+
+
+async def test_lookup_goes_on_without_an_instance_that_fails(
+    control: Controlled, one: ControlAgent, two: ControlAgent
+) -> None:
+    one.failure = 500
+    two.hold(cpu=[0])
+    answer = await control.ok("/lookup", {"tokens": TOKENS})
+    assert answer["layout_info"] == {"two": [CPU, CHUNK_TOKENS]}
+    assert "one: " in answer["errors"]["one"] and "500" in answer["errors"]["one"]
+    two.failure = 500
+    status, answer = await control.post("/lookup", {"tokens": TOKENS})
+    assert status == 502
+    assert "one: " in answer["error"]["message"] and "two: " in answer["error"]["message"]
+
+
+async def test_an_instance_with_an_unlucky_name_does_not_hide_the_answer(
+    control: Controlled,
+) -> None:
+    agent = ControlAgent("layout_info")
+    agent.hold(cpu=[0])
+    async with with_agents(control, [agent]):
+        answer = await control.ok("/lookup", {"tokens": TOKENS})
+    assert answer["layout_info"] == {"layout_info": [CPU, CHUNK_TOKENS]}
+
+
+async def test_lookup_without_any_instance(control: Controlled) -> None:
+    control.configured.clear()
+    assert (await control.ok("/lookup", {"tokens": TOKENS}))["layout_info"] == {}
+
+
+# --- move
+
+
+async def test_move_has_the_destination_fetch(
+    control: Controlled, one: ControlAgent, two: ControlAgent, urls: list[str]
+) -> None:
+    answer = await control.ok("/move", move(new_position=["two", DISK], cache_salt="s"))
+    assert answer["num_tokens"] == 3 * CHUNK_TOKENS
+    assert answer["event_id"].startswith("Move")
+    assert one.asked == []
+    assert two.asked == [
+        (
+            "/move",
+            wire.MoveRequest(
+                source=wire.MoveSource(
+                    agent_url=urls[0], transfer_address="127.0.0.1:7777", tier="cpu"
+                ),
+                tier="disk",
+                tokens=TOKENS,
+                cache_salt="s",
+                copy=False,
+            ),
+        )
+    ]
+
+
+@pytest.mark.parametrize("far", ["http://10.1.2.3:8102", "http://[fd00::2]:8102"])
+async def test_a_source_that_only_this_machine_reaches_is_not_named_to_another(
+    control: Controlled, two: ControlAgent, urls: list[str], far: str
+) -> None:
+    """What listens at that address over there could be the destination itself."""
+    control.configured[1] = Configured(id="two", agent_url=far, incarnation=None)
+    status, answer = await control.post("/move", move())
+    assert status == 409
+    assert f"two, at {far}, cannot reach one at {urls[0]}" in answer["error"]["message"]
+    assert answer["error"]["param"] == "old_position"
+
+
+async def test_move_between_tiers_of_one_instance(
+    control: Controlled, one: ControlAgent, urls: list[str]
+) -> None:
+    one.info["transfer_port"] = None
+    await control.ok("/move", move(old_position=["one", DISK], new_position=["one", CPU]))
+    ((_, asked),) = one.asked
+    assert isinstance(asked, wire.MoveRequest)
+    assert asked.source == wire.MoveSource(agent_url=urls[0], transfer_address="", tier="disk")
+    assert asked.tier == "cpu"
+
+
+async def test_move_can_copy(control: Controlled, two: ControlAgent) -> None:
+    await control.ok("/move", move(copy=True))
+    await control.ok("/move", move(copy=None))
+    assert [asked.copy for _, asked in two.asked if isinstance(asked, wire.MoveRequest)] == [
+        True,
+        False,
+    ]
+
+
+async def test_check_finish_follows_a_move(control: Controlled, two: ControlAgent) -> None:
+    event = {"event_id": (await control.ok("/move", move()))["event_id"]}
+    running = await control.ok("/check_finish", event)
+    assert running == {
+        "status": "running",
+        "num_tokens": 3 * CHUNK_TOKENS,
+        "arrived_tokens": CHUNK_TOKENS,
+        "moved_bytes": 10,
+    }
+    two.end_moves("done")
+    done = await control.ok("/check_finish", event)
+    assert (done["status"], done["arrived_tokens"], done["moved_bytes"]) == ("done", 192, 30)
+    # It is remembered, even if the agent forgets it.
+    two.moves.clear()
+    assert await control.ok("/check_finish", event) == done
+
+
+async def test_check_finish_tells_what_arrived_of_a_move_that_failed(
+    control: Controlled, two: ControlAgent
+) -> None:
+    event = {"event_id": (await control.ok("/move", move()))["event_id"]}
+    two.end_moves("failed", arrived=2, error="one has gone")
+    answer = await control.ok("/check_finish", event)
+    assert (answer["status"], answer["arrived_tokens"]) == ("failed", 2 * CHUNK_TOKENS)
+    assert answer["error"] == "one has gone"
+
+
+async def test_check_finish_of_a_move_whose_agent_started_anew(
+    control: Controlled, two: ControlAgent
+) -> None:
+    event = {"event_id": (await control.ok("/move", move()))["event_id"]}
+    two.moves.clear()
+    answer = await control.ok("/check_finish", event)
+    assert answer["status"] == "not_found"
+    assert answer["error"] == "two does not know the move: it has started anew since"
+
+
+async def test_check_finish_of_a_move_whose_agent_does_not_answer(
+    control: Controlled, two: ControlAgent
+) -> None:
+    event = {"event_id": (await control.ok("/move", move()))["event_id"]}
+    two.failure = 500
+    status, answer = await control.post("/check_finish", event)
+    assert status == 502
+    assert "two: " in answer["error"]["message"]
+    two.failure = None
+    assert (await control.ok("/check_finish", event))["status"] == "running"
+
+
+async def test_check_finish_of_what_was_done_at_once(control: Controlled) -> None:
+    pin = {"tokens": TOKENS, "instance_id": "one", "location": CPU}
+    event_id = (await control.ok("/pin", pin))["event_id"]
+    answer = await control.ok("/check_finish", {"event_id": event_id})
+    assert answer == {"status": "done", "num_tokens": 0}
+
+
+async def test_check_finish_of_an_unknown_event(control: Controlled) -> None:
+    answer = await control.ok("/check_finish", {"event_id": "none"})
+    assert answer == {
+        "status": "not_found",
+        "error": f"no such event, or older than the latest {MAX_EVENTS}",
+    }
+
+
+async def test_instances_that_differ_cannot_exchange_chunks(
+    control: Controlled, two: ControlAgent
+) -> None:
+    two.info |= {"layout": "M", "hash_seed": "7", "chunk_tokens": 128}
+    status, answer = await control.post("/move", move())
+    assert status == 409
+    message = answer["error"]["message"]
+    assert "they differ in hash_seed" in message and "chunk_tokens 64 and 128" in message
+    two.info |= {"hash_seed": "vllm-none-hash", "chunk_tokens": 64}
+    _, answer = await control.post("/move", move())
+    assert "differ in dtype, weights, parallel layout" in answer["error"]["message"]
+    assert two.asked == []
+
+
+async def test_a_source_without_a_transfer_port(control: Controlled, one: ControlAgent) -> None:
+    one.info["transfer_port"] = None
+    status, answer = await control.post("/move", move())
+    assert status == 409
+    assert answer["error"]["message"] == (
+        "'one' gives no chunks away: set distributed_url in its configuration"
+    )
+
+
+@pytest.mark.parametrize("status", [400, 409, 413, 503])
+async def test_an_agents_refusal_is_passed_on(
+    control: Controlled, two: ControlAgent, status: int
+) -> None:
+    two.refusal = (status, "only into the cpu tier")
+    got, answer = await control.post("/move", move())
+    assert got == status
+    assert answer["error"]["message"] == "two: only into the cpu tier"
+
+
+async def test_an_agent_that_fails_is_named(control: Controlled, two: ControlAgent) -> None:
+    two.refusal = (500, "broken")
+    status, answer = await control.post("/move", move())
+    assert status == 502
+    assert answer["error"]["message"].startswith("two: http://127.0.0.1:")
+    assert "broken" in answer["error"]["message"]
+
+
+# --- pin, clear
+
+
+@pytest.mark.parametrize("path", ["/pin", "/unpin"])
+async def test_pin_and_unpin(control: Controlled, one: ControlAgent, path: str) -> None:
+    one.hold(disk=range(2))
+    body = {"tokens": TOKENS, "instance_id": "one", "location": DISK, "cache_salt": "s"}
+    answer = await control.ok(path, body)
+    assert answer == {"event_id": answer["event_id"], "num_tokens": 2 * CHUNK_TOKENS}
+    assert one.asked == [
+        (path, wire.PinRequest(tokens=TOKENS, cache_salt="s", tier="disk")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "tiers", "dropped"),
+    [
+        ({"location": CPU}, ["cpu"], {CPU: 3}),
+        ({"locations": [CPU, DISK, CPU]}, ["cpu", "disk"], {CPU: 3, DISK: 2}),
+        ({"location": None, "locations": None}, None, {CPU: 3, DISK: 2, REMOTE: 0}),
+        ({}, None, {CPU: 3, DISK: 2, REMOTE: 0}),
+    ],
+)
+@pytest.mark.parametrize("tokens", [None, TOKENS])
+async def test_clear_by_location(
+    control: Controlled,
+    *,
+    one: ControlAgent,
+    given: dict[str, Any],
+    tiers: list[str] | None,
+    dropped: dict[str, int],
+    tokens: list[int] | None,
+) -> None:
+    one.hold(cpu=range(3), disk=range(2))
+    answer = await control.ok("/clear", {"instance_id": "one", "tokens": tokens, **given})
+    ((path, asked),) = one.asked
+    assert path == "/clear"
+    assert isinstance(asked, wire.ClearRequest)
+    assert (asked.tiers, asked.tokens) == (tiers, tokens)
+    assert answer == {
+        "event_id": answer["event_id"],
+        "success": True,
+        "num_tokens": sum(dropped.values()) * CHUNK_TOKENS,
+        "dropped_tokens": {name: n * CHUNK_TOKENS for name, n in dropped.items()},
+    }
+
+
+# --- health and information
+
+
+async def test_health(control: Controlled, one: ControlAgent) -> None:
+    answer = await control.ok("/health", {"instance_id": "one"})
+    assert answer == {"event_id": answer["event_id"], "error_codes": {"0": 0}}
+    one.failure = 500
+    answer = await control.ok("/health", {"instance_id": "one"})
+    assert answer["error_codes"] == {"0": 1}
+    assert answer["errors"]["0"].startswith("one: ")
+    assert await control.get("/health") == (200, {"status": "ok", "instances": 2})
+
+
+async def test_an_agent_that_is_silent_is_not_waited_for(
+    control: Controlled, one: ControlAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Long enough for the other agent, which answers, on a machine that stands still for a moment.
+    for name in ("_ANSWER_S", "_CLEAR_S", "_MOVE_S"):
+        monkeypatch.setattr(f"router.staging.agent_client.{name}", 1.0)
+    one.silent = True
+    pin = {"tokens": TOKENS, "instance_id": "one", "location": CPU}
+    answer = await control.ok("/health", {"instance_id": "one"})
+    assert answer["error_codes"] == {"0": 1}
+    status, answer = await control.post("/pin", pin)
+    assert status == 504
+    message = answer["error"]["message"]
+    assert message.startswith("one: ") and "no answer within 1 s" in message
+    answer = await control.ok("/lookup", {"tokens": TOKENS})
+    assert list(answer["errors"]) == ["one"]
+
+
+async def test_an_agent_that_is_gone_is_named(control: Controlled) -> None:
+    gone = ControlAgent("gone")
+    async with with_agents(control, [gone]):
+        pass
+    body = {"tokens": TOKENS, "instance_id": "gone", "location": CPU}
+    status, answer = await control.post("/pin", body)
+    assert status == 502
+    assert answer["error"]["message"].startswith("gone: http://127.0.0.1:")
+
+
+async def test_something_that_is_no_agent(control: Controlled) -> None:
+    from aiohttp import web
+
+    async def hello(request: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    app = web.Application()
+    app.router.add_route("*", "/{any:.*}", hello)
+    async with serving(app) as url:
+        control.configured[0] = type(control.configured[0])(
+            id="one", agent_url=url, incarnation=None
+        )
+        status, answer = await control.post("/move", move())
+    assert status == 502
+    assert "one: the answer is not a InstanceInfo" in answer["error"]["message"]
+
+
+async def test_query_worker_info(control: Controlled, urls: list[str]) -> None:
+    control.clock.now_s = 100.0
+    registration = {
+        "instance_id": "one",
+        "incarnation": "one-1",
+        "agent_url": urls[0],
+        "transfer_port": 7777,
+        "heartbeat_s": 5.0,
+    }
+    await control.tell("/register", registration)
+    control.clock.now_s = 103.0
+    await control.tell("/heartbeat", {"instance_id": "one", "incarnation": "one-1"})
+    control.clock.now_s = 104.0
+    answer = await control.ok("/query_worker_info", {"instance_id": "one", "worker_ids": [0]})
+    assert answer["worker_infos"] == [
+        {
+            "instance_id": "one",
+            "worker_id": 0,
+            "ip": "127.0.0.1",
+            "port": int(urls[0].rpartition(":")[2]),
+            "peer_init_url": "127.0.0.1:7777",
+            "registration_time": 1e9 + 100.0,
+            "last_heartbeat_time": 1e9 + 103.0,
+        }
+    ]
+    (two,) = (await control.ok("/query_worker_info", {"instance_id": "two"}))["worker_infos"]
+    assert (two["registration_time"], two["peer_init_url"]) == (None, None)
+    status, answer = await control.post(
+        "/query_worker_info", {"instance_id": "one", "worker_ids": [0, 3]}
+    )
+    assert status == 404
+    assert "'one' has no worker 3" in answer["error"]["message"]
+
+
+async def test_instances_lists_the_configured_ones_too(
+    control: Controlled, urls: list[str]
+) -> None:
+    _, answer = await control.get("/instances")
+    assert answer["instances"][0] == {
+        "instance_id": "one",
+        "agent_url": urls[0],
+        "configured": True,
+        "registered": False,
+    }
+
+
+# --- what cannot be done
+
+PIN: dict[str, object] = {"tokens": [1], "instance_id": "one", "location": CPU}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/lookup", {}, "missing required field `tokens`; it takes a JSON object with tokens and"),
+        ("/lookup", {"tokens": "abc"}, "Expected `array`, got `str` - at `$.tokens`"),
+        ("/lookup", {"tokens": [1.5]}, "Expected `int`, got `float` - at `$.tokens[0]`"),
+        ("/lookup", {"tokens": [True]}, "Expected `int`, got `bool`"),
+        ("/lookup", {"tokens": [-1]}, "Expected `int` >= 0 - at `$.tokens[0]`"),
+        ("/lookup", {"tokens": [2**40]}, "Expected `int` <= 4294967295"),
+        ("/lookup", {"tokens": [1], "token": 1}, "unknown field `token`"),
+        ("/lookup", [1], "Expected `object`, got `array`"),
+        ("/lookup", b"", "/lookup: "),
+        ("/lookup", b"{", "/lookup: "),
+        ("/lookup", b'{"tokens": [1], "cache_salt": "\xff"}', "/lookup: "),
+        ("/move", move(tokens=None), "give 'tokens', the prompt's token ids"),
+        ("/move", move(tokens=[]), "give 'tokens', the prompt's token ids"),
+        ("/move", move(old_position=["one"]), "Expected `array` of length 2 - at `$.old_position`"),
+        ("/move", move(old_position="one"), "Expected `array`, got `str` - at `$.old_position`"),
+        (
+            "/move",
+            move(new_position=["two", "cpu"]),
+            "'cpu' is no location; choose from LocalCPUBackend, LocalDiskBackend, RemoteBackend",
+        ),
+        ("/move", move(new_position=["one", CPU]), "both positions are the same"),
+        ("/pin", {**PIN, "tokens": []}, "give 'tokens'"),
+        ("/pin", {"tokens": [1], "location": CPU}, "missing required field `instance_id`"),
+        ("/unpin", {**PIN, "location": "GPU"}, "'GPU' is no location; choose from LocalCPU"),
+        ("/clear", {"instance_id": "one", "tokens": []}, "'tokens' is empty: leave it out to"),
+        ("/clear", {"instance_id": "one", "locations": []}, "'locations' is empty: name some"),
+        (
+            "/clear",
+            {"instance_id": "one", "location": CPU, "locations": [CPU]},
+            "give either 'location' or 'locations'",
+        ),
+        ("/clear", {"instance_id": "one", "token": [1]}, "unknown field `token`; it takes"),
+        ("/clear", {"instance_id": "one", "location": "disk"}, "'disk' is no location"),
+        ("/health", {}, "missing required field `instance_id`"),
+        ("/check_finish", {"event_id": 1}, "Expected `str`, got `int` - at `$.event_id`"),
+    ],
+)
+async def test_bad_requests_are_told_what_to_change(
+    control: Controlled,
+    *,
+    one: ControlAgent,
+    two: ControlAgent,
+    path: str,
+    body: object,
+    message: str,
+) -> None:
+    status, answer = await control.post(path, body)
+    assert status == 400, answer
+    assert message in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert one.asked == two.asked == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/move", move(old_position=["three", CPU])),
+        ("/move", move(new_position=["three", CPU])),
+        ("/pin", {**PIN, "instance_id": "three"}),
+        ("/unpin", {**PIN, "instance_id": "three"}),
+        ("/clear", {"instance_id": "three"}),
+        ("/health", {"instance_id": "three"}),
+        ("/query_worker_info", {"instance_id": "three"}),
+    ],
+)
+async def test_an_unknown_instance(control: Controlled, path: str, body: object) -> None:
+    status, answer = await control.post(path, body)
+    assert status == 404
+    assert answer["error"]["message"] == "no instance 'three'; known are one, two"
+    assert answer["error"]["code"] == "unknown_instance"
+
+
+@pytest.mark.parametrize("path", sorted(UNSUPPORTED))
+async def test_what_is_not_done_here_says_so(control: Controlled, path: str) -> None:
+    status, answer = await control.post(path, {"instance_id": "one"})
+    assert status == 501
+    assert answer["error"]["message"].startswith(f"{path} is not done here: ")
+
+
+async def test_an_agent_that_registers_at_the_wrong_port_is_told_the_right_one(
+    control: Controlled,
+) -> None:
+    status, answer = await control.post("/register", {})
+    assert status == 404
+    assert "controller.monitor_port" in answer["error"]["message"]
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(
+    control: Controlled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or 128 such clients would keep all others out."""
+    monkeypatch.setattr("router.controller.calls.BODY_S", 0.05)
+    url = urlsplit(control.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(b"POST /lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+    answer = await asyncio.wait_for(reader.readuntil(b"did not come whole within"), 10)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    writer.close()
+
+
+async def test_other_paths_and_methods(control: Controlled) -> None:
+    assert (await control.post("/nothing", {}))[0] == 404
+    status, answer = await control.get("/move")
+    assert status == 405
+    assert answer["error"]["message"] == "/move takes POST, not GET"
+
+
+async def test_a_body_over_the_limit(control: Controlled) -> None:
+    status, answer = await control.post("/lookup", b" " * (1 << 21))
+    assert status == 413
+    assert "max_body_bytes" in answer["error"]["message"]

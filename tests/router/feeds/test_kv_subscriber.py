@@ -1,0 +1,231 @@
+"""Following a real ZMQ publisher: replay, gaps, restarts, lost connections."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
+from router.residency.kv_events import BadEvents, BlocksStored, KvBatch, KvEventReader
+from tests.router.feeds.kv_publisher import KvPublisher, payload, publisher, stored
+
+
+class Recorder:
+    """A sink that writes down what it hears, and wakes who waits for it."""
+
+    def __init__(self) -> None:
+        self.heard: list[int | str] = []
+        self._news = asyncio.Event()
+
+    def following(self) -> None:
+        self._note("following")
+
+    def apply(self, batch: KvBatch) -> None:
+        for event in batch.events:
+            if isinstance(event, BlocksStored):
+                for key in event.keys:
+                    self._note(key)
+
+    def forget(self) -> None:
+        self._note("forget")
+
+    def _note(self, what: int | str) -> None:
+        self.heard.append(what)
+        self._news.set()
+
+    async def until(self, done: Callable[[list[int | str]], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not done(self.heard):
+                self._news.clear()
+                await self._news.wait()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.asyncio.Context]:
+    made = zmq.asyncio.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def following(
+    context: zmq.asyncio.Context, source: KvPublisher, *, replay: bool = True, quiet_s: float = 60.0
+) -> AsyncIterator[tuple[Recorder, "asyncio.Task[None]"]]:
+    sink = Recorder()
+    endpoints = KvEndpoints(source.endpoint, source.replay_endpoint if replay else None)
+    subscriber = KvSubscriber(
+        context, endpoints, KvEventReader(), sink, replay_timeout_s=0.5, quiet_s=quiet_s
+    )
+    task = asyncio.create_task(subscriber.run())
+    try:
+        yield sink, task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_was_published_before_is_replayed(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as source:
+        await source.publish(stored([1]))
+        await source.publish(stored([2]))
+        async with following(context, source) as (sink, _):
+            await sink.until(lambda heard: "following" in heard)
+            await source.publish(stored([3]))
+            await sink.until(lambda heard: 3 in heard)
+        assert sink.heard == [1, 2, "following", 3, "forget"]
+
+
+async def test_a_gap_is_repaired_in_order(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as source, following(context, source) as (sink, _):
+        await source.subscribed()
+        await sink.until(lambda heard: "following" in heard)
+        await source.publish(stored([1]))
+        await source.publish(stored([2]), lost=True)
+        await source.publish(stored([3]), lost=True)
+        await source.publish(stored([4]))
+        await source.publish(stored([5]))
+        await sink.until(lambda heard: 5 in heard)
+        assert sink.heard == ["following", 1, 2, 3, 4, 5]
+        assert source.replays == [0, 1]
+
+
+async def test_a_lost_last_message_is_found_when_it_stays_quiet(
+    context: zmq.asyncio.Context,
+) -> None:
+    async with (
+        publisher(context) as source,
+        following(context, source, quiet_s=0.05) as (sink, _),
+    ):
+        await sink.until(lambda heard: "following" in heard)
+        await source.publish(stored([1]), lost=True)
+        await sink.until(lambda heard: 1 in heard)
+
+
+async def test_what_cannot_be_had_again_is_forgotten(context: zmq.asyncio.Context) -> None:
+    """The publisher keeps one message only: two lost ones are lost for good."""
+    async with publisher(context, kept=1) as source, following(context, source) as (sink, _):
+        await source.subscribed()
+        await sink.until(lambda heard: "following" in heard)
+        await source.publish(stored([1]))
+        await sink.until(lambda heard: 1 in heard)
+        await source.publish(stored([2]), lost=True)
+        await source.publish(stored([3]), lost=True)
+        await source.publish(stored([4]))
+        await sink.until(lambda heard: 4 in heard)
+        assert sink.heard == ["following", 1, "forget", "following", 4]
+
+
+@pytest.mark.parametrize("has_replay", [False, True])
+async def test_without_an_answer_to_the_replay_a_gap_is_forgotten(
+    context: zmq.asyncio.Context, has_replay: bool
+) -> None:
+    async with publisher(context) as source:
+        async with following(context, source, replay=has_replay) as (sink, _):
+            await source.subscribed()
+            await sink.until(lambda heard: "following" in heard)
+            source.answers_replays = False
+            await source.publish(stored([1]))
+            await source.publish(stored([2]), lost=True)
+            await source.publish(stored([3]))
+            await sink.until(lambda heard: 3 in heard)
+        assert sink.heard == ["following", 1, "forget", "following", 3, "forget"]
+
+
+async def test_a_subscriber_that_comes_late_takes_what_is_left(
+    context: zmq.asyncio.Context,
+) -> None:
+    async with publisher(context, kept=2) as source:
+        for number in range(5):
+            await source.publish(stored([number]))
+        async with following(context, source) as (sink, _):
+            await sink.until(lambda heard: "following" in heard)
+            assert sink.heard == [3, 4, "following"]
+
+
+async def test_numbers_that_begin_anew_mean_a_restart(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as source, following(context, source) as (sink, _):
+        await source.subscribed()
+        await sink.until(lambda heard: "following" in heard)
+        await source.publish(stored([1]))
+        await source.publish(stored([2]))
+        await sink.until(lambda heard: 2 in heard)
+        await source.send_raw(0, payload(5000.0, stored([9])))
+        await sink.until(lambda heard: 9 in heard)
+        assert sink.heard == ["following", 1, 2, "forget", "following", 9]
+
+
+async def test_a_message_seen_before_is_not_taken_twice(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as source, following(context, source) as (sink, _):
+        await source.subscribed()
+        await sink.until(lambda heard: "following" in heard)
+        await source.publish(stored([1]))
+        await source.send_raw(0, payload(1000.0, stored([1])))
+        await source.publish(stored([2]))
+        await sink.until(lambda heard: 2 in heard)
+        assert sink.heard == ["following", 1, 2]
+
+
+async def test_a_lost_connection_ends_it_and_all_is_forgotten(
+    context: zmq.asyncio.Context,
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        source = await stack.enter_async_context(publisher(context))
+        await source.publish(stored([1]))
+        sink, task = await stack.enter_async_context(following(context, source))
+        await sink.until(lambda heard: "following" in heard)
+        await source.close()
+        async with asyncio.timeout(20):
+            await task
+        assert sink.heard == [1, "following", "forget"]
+
+
+async def test_what_is_not_vllms_ends_it_with_the_reason(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as source, following(context, source) as (sink, task):
+        await source.subscribed()
+        await sink.until(lambda heard: "following" in heard)
+        await source.send_raw(0, b"\xc1")
+        with pytest.raises(BadEvents):
+            async with asyncio.timeout(20):
+                await task
+        assert sink.heard[-1] == "forget"
+
+
+@pytest.mark.vllm
+async def test_vllms_own_publisher_is_followed(
+    context: zmq.asyncio.Context, tmp_path: Path
+) -> None:
+    events = pytest.importorskip("vllm.distributed.kv_events")
+    endpoints = KvEndpoints(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    source = events.ZmqEventPublisher(
+        0, endpoint=endpoints.events, replay_endpoint=endpoints.replay
+    )
+
+    def publish(key: int) -> None:
+        event = events.BlockStored(
+            block_hashes=[key],
+            parent_block_hash=None,
+            token_ids=list(range(16)),
+            block_size=16,
+            lora_id=None,
+            medium="GPU",
+            lora_name=None,
+        )
+        source.publish(events.KVEventBatch(ts=1000.0 + key, events=[event]))
+
+    sink = Recorder()
+    try:
+        publish(1)
+        publish(2)
+        subscriber = KvSubscriber(context, endpoints, KvEventReader(), sink, quiet_s=0.5)
+        task = asyncio.create_task(subscriber.run())
+        await sink.until(lambda heard: "following" in heard and 2 in heard)
+        publish(3)
+        await sink.until(lambda heard: 3 in heard)
+        assert [each for each in sink.heard if each != "following"] == [1, 2, 3]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    finally:
+        source.shutdown()

@@ -1,0 +1,287 @@
+"""Feeds against a real HTTP agent and a real ZMQ publisher."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+import zmq.asyncio
+from aiohttp import web
+
+from cacheengine.keys import HashScheme, chunk_keys, key64
+from router.config.settings import ReplicaConfig, RouterConfig
+from router.feeds.replica_feed import Feeds
+from router.fleet.fleet import Fleet
+from router.residency.prefix_index import keys64
+from router.residency.tiers import Tier
+from router.staging.agent_client import AgentClient, AgentError, HistoryGone
+from tests.router.feeds.kv_publisher import KvPublisher, publisher, removed, stored
+from tests.router.prompt.prompts_given import tokens
+from tests.router.staging.agent_server import AgentServer, serving, until
+
+PROMPT = tokens(256)
+CHAIN = PROMPT.chain(HashScheme(), 16)
+BLOCKS = keys64(CHAIN)
+CHUNKS = [key64(key) for key in chunk_keys(CHAIN, 4)]
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.asyncio.Context]:
+    made = zmq.asyncio.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def feeding(**replica: Any) -> AsyncIterator[Fleet]:
+    """Feed a fleet of one replica for the block."""
+    config = ReplicaConfig(**({"url": "http://127.0.0.1:1"} | replica))
+    fleet = Fleet(RouterConfig(replicas=(config,)))
+    async with aiohttp.ClientSession() as session:
+        feeds = Feeds(fleet, session)
+        await feeds.start()
+        try:
+            yield fleet
+        finally:
+            await feeds.stop()
+
+
+def matched(fleet: Fleet) -> dict[str, int]:
+    decision = fleet.place(PROMPT, model=None, session=None, now_s=0.0)
+    return dict(decision.matched_tokens)
+
+
+def info_ports(source: KvPublisher) -> dict[str, int]:
+    return {"kv_events_port": source.port, "kv_replay_port": source.replay_port}
+
+
+async def test_a_snapshot_is_there_before_the_first_request() -> None:
+    agent = AgentServer()
+    agent.held = {"cpu": CHUNKS[:2], "disk": CHUNKS}
+    async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
+        assert matched(fleet) == {Tier.CPU: 128, Tier.DISK: 128}
+        assert list(fleet.replicas) == ["instance1"]
+
+
+async def test_changes_follow_the_snapshot() -> None:
+    agent = AgentServer()
+    async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
+        await agent.change("cpu", True, CHUNKS)
+        await until(lambda: matched(fleet) == {Tier.CPU: 256})
+        await agent.change("cpu", False, CHUNKS[2:])
+        await until(lambda: matched(fleet) == {Tier.CPU: 128})
+        assert agent.calls.count("/snapshot") == 1
+
+
+async def test_changes_soon_after_others_are_asked_for_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.feeds.replica_feed._POLL_GAP_S", 0.5)
+    agent = AgentServer()
+    async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
+        await agent.change("cpu", True, CHUNKS[:1])
+        await until(lambda: matched(fleet) == {Tier.CPU: 64})
+        for chunk in CHUNKS[1:]:
+            await agent.change("cpu", True, [chunk])
+            await asyncio.sleep(0.01)
+        await until(lambda: matched(fleet) == {Tier.CPU: 256})
+        assert agent.calls.count("/events") <= 3  # the first news, the others, what comes next
+
+
+async def test_an_agent_that_answers_empty_at_once_is_not_asked_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.feeds.replica_feed._POLL_GAP_S", 0.5)
+    agent = AgentServer()
+    agent.waits = False
+    async with serving(agent.app()) as url, feeding(agent_url=url):
+        await asyncio.sleep(0.2)
+        assert agent.calls.count("/events") == 1
+
+
+async def test_a_history_that_is_gone_is_replaced_by_a_snapshot() -> None:
+    agent = AgentServer()
+    async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
+        agent.held = {"disk": CHUNKS[:1]}
+        agent.oldest = agent.seq = 100
+        await agent.change("disk", True, CHUNKS[1:2])
+        await until(lambda: matched(fleet) == {Tier.DISK: 128})
+
+
+async def test_a_restart_is_noticed_and_its_disk_known_again(
+    context: zmq.asyncio.Context,
+) -> None:
+    async with publisher(context) as before, publisher(context) as after:
+        agent = AgentServer(**info_ports(before))
+        async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
+            await before.publish(stored(BLOCKS[:8]))
+            await until(lambda: matched(fleet) == {Tier.GPU: 128})
+            await after.publish(stored(BLOCKS[:2]))
+            agent.info |= info_ports(after)
+            await agent.restart("two", disk=CHUNKS[:3])
+            await until(lambda: matched(fleet) == {Tier.GPU: 32, Tier.DISK: 160})
+
+
+async def test_an_agent_that_comes_late_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    agent = AgentServer()
+    async with serving(agent.app()) as url:
+        port = int(url.rpartition(":")[2])
+    with caplog.at_level(logging.WARNING):
+        async with feeding(agent_url=url) as fleet:
+            assert matched(fleet) == {}
+            agent.held = {"disk": CHUNKS}
+            async with serving(agent.app(), port):
+                await until(lambda: matched(fleet) == {Tier.DISK: 256})
+    assert sum("does not answer" in record.message for record in caplog.records) == 1
+
+
+async def test_an_agent_that_fails_for_a_while_is_asked_again() -> None:
+    agent = AgentServer()
+    agent.failure = 500
+    async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
+        agent.failure = None
+        agent.held = {"cpu": CHUNKS}
+        await until(lambda: matched(fleet) == {Tier.CPU: 256})
+
+
+async def test_gpu_blocks_come_from_vllm_and_the_rest_from_the_agent(
+    context: zmq.asyncio.Context,
+) -> None:
+    async with publisher(context) as source:
+        await source.publish(stored(BLOCKS[:6]))
+        agent = AgentServer(**info_ports(source))
+        agent.held = {"cpu": CHUNKS[:2]}
+        async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
+            await until(lambda: matched(fleet) == {Tier.GPU: 96, Tier.CPU: 32})
+            await source.publish(removed(BLOCKS[4:6]))
+            await source.publish(stored(BLOCKS, medium="CPU"))  # the agent knows better
+            await until(lambda: matched(fleet) == {Tier.GPU: 64, Tier.CPU: 64})
+
+
+async def test_a_stock_vllm_tells_where_its_events_are(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as source:
+        await source.publish(stored(BLOCKS, list(PROMPT.token_ids or ())))
+        await source.publish(stored(BLOCKS, medium="CPU"))
+        await source.publish(removed(BLOCKS[8:]))
+
+        async def sources(request: web.Request) -> web.Response:
+            entry = {
+                "endpoint": f"tcp://*:{source.port}",
+                "replay_endpoint": f"tcp://*:{source.replay_port}",
+                "topic": "",
+            }
+            return web.json_response({"0": entry})
+
+        app = web.Application()
+        app.router.add_get("/kv_event_sources", sources)
+        async with serving(app) as url, feeding(url=url) as fleet:
+            await until(lambda: matched(fleet) == {Tier.GPU: 128, Tier.CPU: 128})
+            assert next(iter(fleet.replicas.values())).has_events
+
+
+async def test_a_stock_vllm_that_dies_is_forgotten_and_found_again(
+    context: zmq.asyncio.Context,
+) -> None:
+    token_ids = list(PROMPT.token_ids or ())
+    async with contextlib.AsyncExitStack() as stack:
+        source = await stack.enter_async_context(publisher(context))
+        port = source.port
+        await source.publish(stored(BLOCKS, token_ids))
+        fleet = await stack.enter_async_context(feeding(kv_events=f"tcp://127.0.0.1:{port}"))
+        await source.subscribed()
+        await source.publish(stored(BLOCKS[:4], token_ids[:64]))
+        await until(lambda: matched(fleet) == {Tier.GPU: 64})
+        await source.close()
+        await until(lambda: matched(fleet) == {})
+        again = await stack.enter_async_context(publisher(context, port=port))
+        await again.subscribed()
+        await again.publish(stored(BLOCKS[:2], token_ids[:32]))
+        await until(lambda: matched(fleet) == {Tier.GPU: 32})
+
+
+async def test_an_unknown_seed_is_said_once(
+    context: zmq.asyncio.Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with publisher(context) as source:
+        for start in (0, 1000):
+            prompt = tokens(64, start=start)
+            keys = keys64(prompt.chain(HashScheme("xxhash", "random"), 16))
+            await source.publish(stored(keys, list(prompt.token_ids or ())))
+        endpoints = {"kv_events": source.endpoint, "kv_replay": source.replay_endpoint}
+        async with feeding(**endpoints) as fleet:
+            replica = next(iter(fleet.replicas.values()))
+            await until(lambda: replica.has_events)
+    assert sum("PYTHONHASHSEED" in record.message for record in caplog.records) == 1
+
+
+async def test_a_replica_that_tells_nothing_is_let_be() -> None:
+    async with serving(web.Application()) as url, feeding(url=url) as fleet:
+        assert matched(fleet) == {}
+
+
+async def test_stopping_ends_every_task() -> None:
+    before = asyncio.all_tasks()
+    agent = AgentServer()
+    async with serving(agent.app()) as url, feeding(agent_url=url):
+        pass
+    assert {task for task in asyncio.all_tasks() - before if not task.done()} == set()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "problem"),
+    [
+        (500, b'{"error": "no room"}', "500: no room"),
+        (200, b"<html>", "the answer is not a InstanceInfo"),
+        (200, b"{}", "the answer is not a InstanceInfo"),
+        (404, b"not here", "404: not here"),
+    ],
+)
+async def test_what_is_not_an_agents_answer_is_an_agent_error(
+    status: int, body: bytes, problem: str
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status, body=body)
+
+    app = web.Application()
+    app.router.add_get("/info", answer)
+    async with serving(app) as url, aiohttp.ClientSession() as session:
+        with pytest.raises(AgentError, match=problem):
+            await AgentClient(session, url).info()
+
+
+async def test_chunks_that_are_not_whole_blocks_are_refused() -> None:
+    agent = AgentServer(block_tokens=48)
+    async with serving(agent.app()) as url, aiohttp.ClientSession() as session:
+        with pytest.raises(AgentError, match="chunks of 64 tokens are not whole blocks of 48"):
+            await AgentClient(session, url).info()
+
+
+async def test_events_of_another_incarnation_are_gone() -> None:
+    agent = AgentServer()
+    async with serving(agent.app()) as url, aiohttp.ClientSession() as session:
+        with pytest.raises(HistoryGone):
+            await AgentClient(session, url).events(0, "earlier", 0.0)
+
+
+async def test_an_agent_with_a_hash_that_is_not_known_is_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    agent = AgentServer(hash_algorithm="md5")
+    agent.held = {"cpu": CHUNKS}
+    async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
+        assert "unknown hash algorithm 'md5'" in caplog.text
+        agent.info["hash_algorithm"] = "sha256"
+        await until(lambda: matched(fleet) == {"cpu": 256})
+
+
+async def test_a_snapshot_that_is_broken_is_asked_for_again() -> None:
+    agent = AgentServer()
+    whole, agent.broken = {"cpu": CHUNKS}, True
+    agent.held = whole
+    async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
+        assert matched(fleet) == {}
+        agent.broken = False
+        await until(lambda: matched(fleet) == {"cpu": 256})

@@ -1,0 +1,594 @@
+"""Placing, starting and ending requests: the fleet's state from outside."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from cacheengine.keys import DEFAULT_SEED, HashScheme, chunk_keys, key64
+from cacheengine.wire import EventBatch, InstanceInfo, KeyEvent, Snapshot, TierInfo, pack_keys
+from router.config.errors import NoReplica, UnknownModel
+from router.config.settings import (
+    IndexConfig,
+    PolicyName,
+    RatesConfig,
+    ReplicaConfig,
+    RouterConfig,
+    SessionConfig,
+)
+from router.fleet.fleet import Fleet
+from router.fleet.policy import Decision, Reason
+from router.fleet.replica import State
+from router.latency.ttft_model import Part
+from router.residency.kv_events import BlocksRemoved, BlocksStored, FirstBlocks, GpuCleared, KvBatch
+from router.residency.prefix_index import keys64
+from router.residency.tiers import Tier
+from tests.router.prompt.prompts_given import GivenPrompt, text, tokens
+
+SCHEME = HashScheme()
+BLOCK, CHUNK = 16, 64
+
+
+def make_fleet(count: int = 2, *, agents: bool = True, policy: PolicyName = "ttft") -> Fleet:
+    replicas = tuple(
+        ReplicaConfig(
+            url=f"http://host:{8000 + number}",
+            instance_id=f"r{number}",
+            agent_url=f"http://host:{9000 + number}" if agents else None,
+        )
+        for number in range(count)
+    )
+    config = RouterConfig(
+        replicas=replicas,
+        policy=policy,
+        rates=RatesConfig(prefill_tokens_per_s=1000.0, kv_bytes_per_token=1000.0),
+        sessions=SessionConfig(spill_margin_s=0.25),
+        index=IndexConfig(speculative_ttl_s=30.0, history_ttl_s=600.0),
+    )
+    fleet = Fleet(config)
+    for name in list(fleet.replicas):
+        fleet.up(name)
+        if agents:
+            fleet.apply_info(name, info(name))
+            fleet.following_kv(name)
+    return fleet
+
+
+def info(name: str, **changes: Any) -> InstanceInfo:
+    values: dict[str, Any] = {
+        "instance_id": name,
+        "incarnation": "one",
+        "model": "m",
+        "hash_algorithm": "sha256",
+        "hash_seed": DEFAULT_SEED,
+        "block_tokens": BLOCK,
+        "chunk_tokens": CHUNK,
+        "chunk_bytes": CHUNK * 1000,
+        "tiers": {"disk": TierInfo(capacity_bytes=1, used_bytes=0)},
+    }
+    return InstanceInfo(**(values | changes))
+
+
+def place(fleet: Fleet, prompt: GivenPrompt | None, now_s: float = 0.0, **more: Any) -> Decision:
+    return fleet.place(prompt, **({"model": None, "session": None, "now_s": now_s} | more))
+
+
+def blocks(prompt: GivenPrompt) -> list[int]:
+    return keys64(prompt.chain(SCHEME, BLOCK))
+
+
+def chunks(prompt: GivenPrompt) -> list[bytes]:
+    return chunk_keys(prompt.chain(SCHEME, BLOCK), CHUNK // BLOCK)
+
+
+def stored(fleet: Fleet, name: str, tier: Tier, keys: list[int]) -> None:
+    fleet.apply_kv(name, KvBatch(0, 0.0, [BlocksStored(tier, keys)]))
+
+
+def snapshot(fleet: Fleet, name: str, **tiers: list[bytes]) -> None:
+    packed = {tier: pack_keys(map(key64, keys)) for tier, keys in tiers.items()}
+    fleet.apply_snapshot(name, Snapshot(incarnation="one", seq=0, tiers=packed))
+
+
+def test_the_replica_that_holds_the_prefix_gets_the_request() -> None:
+    fleet, prompt = make_fleet(3), tokens(640)
+    stored(fleet, "r1", Tier.GPU, blocks(prompt))
+    decision = place(fleet, prompt)
+    assert (decision.replica_id, decision.reason) == ("r1", Reason.LONGEST_MATCH)
+    assert decision.url == "http://host:8001"
+    assert decision.matched_tokens == {Tier.GPU: 640}
+    assert [each.replica_id for each in decision.candidates] == ["r0", "r1", "r2"]
+    orjson.dumps(decision.candidates)
+
+
+def test_tiers_are_told_apart_and_slow_chunks_are_to_be_prefetched() -> None:
+    """320 tokens: 2 chunks and 1 block on the GPU, then cpu, disk, disk."""
+    fleet, prompt = make_fleet(), tokens(320)
+    keys = chunks(prompt)
+    stored(fleet, "r0", Tier.GPU, blocks(prompt)[:9])
+    snapshot(fleet, "r0", cpu=[keys[2]], disk=keys[2:])
+    decision = place(fleet, prompt)
+    assert decision.replica_id == "r0"
+    assert decision.matched_tokens == {Tier.GPU: 144, Tier.CPU: 48, Tier.DISK: 128}
+    assert decision.prefetch_keys == tuple(keys[3:])
+    assert decision.expected_gain_s == pytest.approx(0.112, rel=0.1), "the last block is computed"
+
+
+def test_a_faster_tier_beats_a_slower_one() -> None:
+    fleet, prompt = make_fleet(), tokens(6400)
+    snapshot(fleet, "r0", disk=chunks(prompt))
+    stored(fleet, "r1", Tier.GPU, blocks(prompt))
+    assert place(fleet, prompt).replica_id == "r1"
+
+
+def test_replicas_of_different_kinds_are_compared() -> None:
+    """Block sizes, schemes and chunk sizes may differ from replica to replica."""
+    fleet, prompt = make_fleet(), tokens(640)
+    other = HashScheme("sha256_cbor")
+    fleet.apply_info(
+        "r1",
+        info(
+            "r1",
+            incarnation="two",
+            hash_algorithm="sha256_cbor",
+            block_tokens=128,
+            chunk_tokens=256,
+        ),
+    )
+    stored(fleet, "r0", Tier.GPU, blocks(prompt)[:30])
+    stored(fleet, "r1", Tier.GPU, keys64(prompt.chain(other, 128))[:3])
+    snapshot(fleet, "r1", cpu=chunk_keys(prompt.chain(other, 128), 2))
+    matched = {each.replica_id: each.matched_tokens for each in place(fleet, prompt).candidates}
+    assert matched == {"r0": {"gpu": 480}, "r1": {"gpu": 384, "cpu": 128}}
+
+
+def test_agent_events_change_what_a_snapshot_told() -> None:
+    fleet, prompt = make_fleet(), tokens(256)
+    keys = chunks(prompt)
+    snapshot(fleet, "r0", cpu=keys[:2])
+    fleet.apply_events(
+        "r0",
+        EventBatch(
+            incarnation="one",
+            seq=2,
+            events=[
+                KeyEvent("cpu", True, pack_keys([key64(keys[2])])),
+                KeyEvent("cpu", False, pack_keys([key64(keys[0])])),
+                KeyEvent("disk", True, pack_keys([key64(keys[0])])),
+            ],
+        ),
+    )
+    assert place(fleet, prompt).matched_tokens == {Tier.DISK: 64, Tier.CPU: 128}
+    snapshot(fleet, "r0", cpu=keys[:1])
+    assert place(fleet, prompt).matched_tokens == {Tier.CPU: 64}
+
+
+def test_lower_tiers_in_kv_events_count_only_without_an_agent() -> None:
+    prompt = tokens(256)
+    with_agent, stock = make_fleet(), make_fleet(agents=False)
+    stock.following_kv("r0")
+    first = FirstBlocks(blocks(prompt), list(prompt.token_ids or ()), BLOCK)
+    for fleet in (with_agent, stock):
+        fleet.apply_kv("r0", KvBatch(0, 0.0, [first, BlocksStored(Tier.CPU, blocks(prompt))]))
+    assert place(with_agent, prompt).matched_tokens == {}
+    assert place(stock, prompt).matched_tokens == {Tier.CPU: 256}
+
+
+def test_a_burst_of_one_prompt_meets_at_the_replica_that_computes_it() -> None:
+    """No stampede: the other replicas do not compute the same 16,000 tokens."""
+    fleet, prompt = make_fleet(4), tokens(16_000)
+    picked = []
+    for _ in range(20):
+        decision = place(fleet, prompt)
+        fleet.start(decision, 0.0)
+        picked.append(decision.replica_id)
+    assert len(set(picked)) == 1
+
+
+def test_a_burst_of_different_prompts_spreads() -> None:
+    fleet = make_fleet(4)
+    for number in range(16):
+        fleet.start(place(fleet, tokens(4000, start=number * 10_000)), 0.0)
+    assert [each.in_flight for each in fleet.replicas.values()] == [4, 4, 4, 4]
+
+
+def test_a_crowded_replica_does_not_get_everything() -> None:
+    """Requests that share a short prefix go elsewhere when its holder's queue is long."""
+    fleet = make_fleet(2)
+    shared = tokens(160)
+    stored(fleet, "r0", Tier.GPU, blocks(shared))
+    picked = []
+    for number in range(10):
+        prompt = GivenPrompt([*range(160), *range(10_000 * number, 10_000 * number + 4000)])
+        decision = place(fleet, prompt)
+        fleet.start(decision, 0.0)
+        picked.append(decision.replica_id)
+    assert set(picked) == {"r0", "r1"}
+
+
+def test_a_claim_is_confirmed_by_events_and_then_outlives_its_time() -> None:
+    fleet, prompt = make_fleet(), tokens(640)
+    ticket = fleet.start(place(fleet, prompt), 0.0)
+    name = place(fleet, prompt).replica_id
+    stored(fleet, name, Tier.GPU, blocks(prompt)[:20])
+    ticket.first_byte(1.0)
+    ticket.finish(2.0, ok=True)
+    fleet.tick(31.0)
+    assert place(fleet, prompt, 31.0).matched_tokens == {Tier.GPU: 320}
+
+
+def test_a_request_that_failed_withdraws_its_claim() -> None:
+    fleet, prompt = make_fleet(), tokens(640)
+    ticket = fleet.start(place(fleet, prompt), 0.0)
+    assert place(fleet, prompt).matched_tokens == {Tier.GPU: 640}
+    ticket.finish(1.0, ok=False)
+    assert place(fleet, prompt).matched_tokens == {}
+    fleet.index.check()
+
+
+def test_a_request_that_failed_leaves_what_others_have_there() -> None:
+    """The first turn was answered; the second one's client has gone before its first token."""
+    fleet = make_fleet(agents=False)
+    ticket = fleet.start(place(fleet, text(4096)), 0.0)
+    ticket.first_byte(1.0)
+    ticket.finish(2.0, ok=True)
+    second = place(fleet, text(8192))
+    fleet.start(second, 3.0).finish(4.0, ok=False)
+    third = place(fleet, text(8192), 5.0)
+    assert third.replica_id == second.replica_id
+    assert third.matched_tokens == {"gpu": 1024}
+
+
+def test_a_ticket_releases_once_on_every_path() -> None:
+    fleet, prompt = make_fleet(1), tokens(64)
+    replica = fleet.replicas["r0"]
+    whole = fleet.start(place(fleet, prompt), 0.0)
+    refused = fleet.start(place(fleet, prompt), 0.0)
+    assert (replica.waiting, replica.decoding, replica.in_flight) == (2, 0, 2)
+    whole.first_byte(1.0)
+    whole.first_byte(1.5)
+    assert (replica.waiting, replica.decoding) == (1, 1)
+    for _ in range(2):
+        whole.finish(2.0, ok=True, cached_tokens=0, output_tokens=5)
+        refused.finish(2.0, ok=False)
+        refused.first_byte(3.0)
+    assert replica.in_flight == 0
+    assert replica.line.queue_s(2.0) == 0.0
+
+
+def test_who_is_sent_later_stands_behind_those_sent_before() -> None:
+    """One waits for its prefetch; another comes, overtakes it and is done."""
+    fleet = make_fleet(1)
+    line = fleet.replicas["r0"].line
+    held = fleet.start(place(fleet, tokens(3000)), 0.0)
+    other = fleet.start(place(fleet, tokens(1000, start=50_000)), 0.0)
+    other.first_byte(1.0)
+    assert line.queue_s(1.0) == pytest.approx(3.0, rel=0.1)
+    held.sent(1.0)
+    assert line.queue_s(1.0) == pytest.approx(3.0, rel=0.1)
+    held.first_byte(4.0)
+    assert line.queue_s(4.0) == 0.0
+    held.sent(5.0)
+    assert line.queue_s(5.0) == 0.0
+
+
+def test_who_has_not_answered_yet_is_taken_to_be_like_those_who_have() -> None:
+    """The holder has turned out ten times slower than configured; so will the other."""
+    fleet, prompt = make_fleet(), tokens(1100)
+    holder = place(fleet, prompt).replica_id
+    for at_s in (0.0, 20.0):
+        fresh = tokens(1100, start=round(1e6 + at_s))
+        ticket = fleet.start(place(fleet, fresh, at_s, exclude={"r0", "r1"} - {holder}), at_s)
+        ticket.first_byte(at_s + 11.0)
+        ticket.finish(at_s + 12.0, ok=True)
+    stored(fleet, holder, Tier.GPU, blocks(prompt))
+    decision = place(fleet, prompt, 60.0)
+    assert decision.replica_id == holder
+    rates = [each.rates.per_second(Part.PREFILL) for each in fleet.replicas.values()]
+    assert max(rates) < 400
+    assert max(rates) == pytest.approx(min(rates))
+
+
+def test_only_streamed_answers_teach() -> None:
+    fleet, prompt = make_fleet(1), tokens(6400)
+    rates = fleet.replicas["r0"].rates
+    plain = fleet.start(place(fleet, prompt), 0.0)
+    plain.first_byte(60.0, streamed=False)
+    plain.finish(60.0, ok=True)
+    assert rates.observations == 0
+    other = fleet.start(place(fleet, tokens(6400, start=99_999), 60.0), 60.0)
+    other.first_byte(61.0)
+    other.finish(63.0, ok=True)
+    assert rates.observations == 1
+
+
+def test_cached_tokens_tell_what_a_ttft_was_for() -> None:
+    """The router believed in 6,400 cached tokens; the replica had none of them."""
+    fleet, prompt = make_fleet(1), tokens(6400)
+    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    rates = fleet.replicas["r0"].rates
+    decision = place(fleet, prompt)
+    ticket = fleet.start(decision, 0.0)
+    ticket.first_byte(7.2)
+    ticket.finish(8.0, ok=True, cached_tokens=0)
+    cold = place(fleet, tokens(6400, start=99_999), 8.0)
+    assert cold.predicted_ttft_s == pytest.approx(7.2, rel=0.1)
+    assert rates.cost(decision.plan.work).ttft_s < 0.1
+
+
+def test_who_computed_what_it_was_to_wait_for_teaches_nothing() -> None:
+    """Of two with one prompt the second came first: its queue was not there, the other's was."""
+    fleet, prompt = make_fleet(1), tokens(6400)
+    rates = fleet.replicas["r0"].rates
+    first = fleet.start(place(fleet, prompt), 0.0)
+    second = fleet.start(place(fleet, prompt), 0.0)
+    before = rates.seconds(Part.PREFILL)
+    second.first_byte(7.2)
+    second.finish(8.0, ok=True, cached_tokens=0)
+    first.first_byte(7.3)
+    first.finish(8.0, ok=True, cached_tokens=6399)
+    assert (rates.observations, rates.seconds(Part.PREFILL)) == (0, before)
+
+
+def test_what_the_router_took_is_not_the_replicas() -> None:
+    slow, fast = make_fleet(1), make_fleet(1)
+    for fleet, lag_s in ((slow, 0.5), (fast, 0.0)):
+        ticket = fleet.start(place(fleet, tokens(640)), 0.0)
+        ticket.first_byte(0.64 + lag_s, lag_s=lag_s)
+        ticket.finish(2.0, ok=True)
+    learned = [each.replicas["r0"].rates.seconds(Part.PREFILL) for each in (slow, fast)]
+    assert learned[0] == pytest.approx(learned[1])
+
+
+def test_of_several_teachers_the_most_experienced_counts() -> None:
+    fleet = make_fleet(3)
+
+    def answer(name: str, ttft_s: float) -> None:
+        fresh = tokens(640, start=1000 * fleet.replicas[name].started)
+        ticket = fleet.start(place(fleet, fresh, exclude={"r0", "r1", "r2"} - {name}), 0.0)
+        ticket.first_byte(ttft_s)
+        ticket.finish(ttft_s, ok=True)
+
+    for _ in range(20):
+        answer("r0", 0.64)
+    taught = fleet.replicas["r2"].rates.seconds(Part.PREFILL)
+    answer("r1", 10.0)
+    assert fleet.replicas["r2"].rates.seconds(Part.PREFILL) == taught
+
+
+def test_a_session_stays_home_and_spills_when_home_is_busy() -> None:
+    fleet = make_fleet(2)
+    first = place(fleet, tokens(640), session="s")
+    fleet.start(first, 0.0).finish(0.0, ok=True)
+    home = first.replica_id
+    again = place(fleet, tokens(320, start=50_000), session="s")
+    assert (again.replica_id, again.reason) == (home, Reason.SESSION_HOME)
+    fleet.replicas[home].line.join(5.0, 0.0)
+    spilled = place(fleet, tokens(320, start=50_000), session="s")
+    assert spilled.replica_id != home
+    assert spilled.reason is Reason.SESSION_SPILL
+
+
+def test_deciding_changes_nothing() -> None:
+    fleet, prompt = make_fleet(2), tokens(640)
+    for _ in range(3):
+        place(fleet, prompt, session="s")
+    assert len(fleet.index) == 0
+    assert len(fleet.sessions) == 0
+    assert all(each.in_flight == 0 for each in fleet.replicas.values())
+
+
+def test_a_retry_leaves_out_what_was_tried() -> None:
+    fleet, prompt = make_fleet(2), tokens(640)
+    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    decision = place(fleet, prompt, exclude=("r0",))
+    assert (decision.replica_id, decision.reason) == ("r1", Reason.RETRY)
+    with pytest.raises(NoReplica, match=r"r0 was tried, r1 was tried"):
+        place(fleet, prompt, exclude=("r0", "r1"))
+
+
+def test_a_bound_request_goes_nowhere_else() -> None:
+    fleet = make_fleet(2)
+    decision = place(fleet, tokens(64), bound_to="r1")
+    assert (decision.replica_id, decision.reason) == ("r1", Reason.BOUND)
+    fleet.down("r1")
+    with pytest.raises(NoReplica, match="only 'r1' has what this request goes on from"):
+        place(fleet, tokens(64), bound_to="r1")
+
+
+def test_models_that_are_told_again_change_nothing() -> None:
+    fleet = make_fleet(2)
+    fleet.set_models("r0", {"small": None, "tuned": "/adapters/a"})
+    before = fleet.roster_version
+    fleet.set_models("r0", {"small": None, "tuned": "/adapters/a"})
+    assert fleet.roster_version == before
+    fleet.set_models("r0", {"small": None, "tuned": "/adapters/b"})
+    assert fleet.roster_version > before
+
+
+def test_models_decide_who_may_answer() -> None:
+    fleet = make_fleet(2)
+    fleet.set_models("r0", {"small": None})
+    fleet.set_models("r1", {"large": None})
+    assert place(fleet, tokens(64), model="large").replica_id == "r1"
+    with pytest.raises(UnknownModel, match="'huge'"):
+        place(fleet, tokens(64), model="huge")
+    fleet.down("r1")
+    with pytest.raises(NoReplica, match="r1 down"):
+        place(fleet, tokens(64), model="large")
+
+
+def test_replicas_not_asked_yet_are_used_only_when_none_is_up() -> None:
+    fleet = make_fleet(2)
+    fleet.replicas["r0"].state = State.UNKNOWN
+    stored(fleet, "r0", Tier.GPU, blocks(tokens(640)))
+    assert place(fleet, tokens(640)).replica_id == "r1"
+    fleet.down("r1")
+    assert place(fleet, tokens(640)).reason is Reason.ONLY_REPLICA
+
+
+def test_a_draining_replica_gets_nothing_until_resumed() -> None:
+    fleet = make_fleet(2)
+    fleet.drain("r0")
+    fleet.up("r0")
+    assert place(fleet, tokens(64)).replica_id == "r1"
+    fleet.resume("r0")
+    fleet.up("r0")
+    assert fleet.replicas["r0"].state is State.UP
+
+
+def test_a_new_incarnation_is_forgotten_at_once() -> None:
+    fleet, prompt = make_fleet(), tokens(256)
+    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    assert not fleet.apply_info("r0", info("r0"))
+    assert place(fleet, prompt).matched_tokens != {}
+    assert fleet.apply_info("r0", info("r0", incarnation="two"))
+    assert place(fleet, prompt).matched_tokens == {}
+
+
+def test_lost_events_take_only_the_gpu_with_them_where_an_agent_tells() -> None:
+    fleet, prompt = make_fleet(), tokens(256)
+    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    fleet.lost_kv("r0")
+    assert place(fleet, prompt).matched_tokens == {Tier.CPU: 256}
+
+
+def test_removed_and_cleared_blocks_are_gone() -> None:
+    fleet, prompt = make_fleet(), tokens(256)
+    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    fleet.apply_kv("r0", KvBatch(1, 0.0, [BlocksRemoved(Tier.GPU, blocks(prompt)[8:])]))
+    assert place(fleet, prompt).matched_tokens == {Tier.GPU: 128}
+    fleet.apply_kv("r0", KvBatch(2, 0.0, [GpuCleared()]))
+    assert place(fleet, prompt).matched_tokens == {}
+
+
+def test_a_replica_that_tells_nothing_is_remembered_by_text() -> None:
+    fleet, prompt = make_fleet(agents=False), text(8192)
+    first = place(fleet, prompt)
+    assert first.reason is Reason.NO_INFORMATION
+    fleet.start(first, 0.0).finish(1.0, ok=False)
+    second = place(fleet, prompt, 1.0)
+    ticket = fleet.start(second, 1.0)
+    ticket.first_byte(1.5)
+    ticket.finish(2.0, ok=True)
+    again = place(fleet, prompt, 600.0)
+    assert again.replica_id == second.replica_id
+    assert again.matched_tokens == {Tier.GPU: 2048}
+    longer = GivenPrompt(None, "a" * 8192 + "b" * 5000)
+    assert place(fleet, longer, 600.0).matched_tokens == {Tier.GPU: 2048}
+    fleet.tick(601.0)
+    assert place(fleet, prompt, 601.0).matched_tokens == {}
+
+
+def test_a_silent_replica_that_was_down_may_come_back_empty() -> None:
+    fleet, prompt = make_fleet(1, agents=False), text(8192)
+    fleet.start(place(fleet, prompt), 0.0).first_byte(0.1)
+    fleet.down("r0")
+    fleet.up("r0")
+    assert place(fleet, prompt).matched_tokens == {}
+
+
+def test_a_stock_vllms_scheme_is_found_out() -> None:
+    fleet, prompt = make_fleet(1, agents=False), tokens(256)
+    scheme = HashScheme("xxhash", "0")
+    keys = keys64(prompt.chain(scheme, BLOCK))
+    first = FirstBlocks(keys, list(prompt.token_ids or ()), BLOCK)
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [first, BlocksStored(Tier.GPU, keys)]))
+    shape = fleet.replicas["r0"].shape
+    assert shape is not None
+    assert (shape.scheme, shape.block_tokens) == (scheme, BLOCK)
+    assert place(fleet, prompt).matched_tokens == {Tier.GPU: 256}
+
+
+def test_a_random_seed_is_named_as_the_problem() -> None:
+    fleet, prompt = make_fleet(1, agents=False), tokens(256)
+    keys = keys64(prompt.chain(HashScheme("xxhash", "random"), BLOCK))
+    first = FirstBlocks(keys, list(prompt.token_ids or ()), BLOCK)
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [first]))
+    replica = fleet.replicas["r0"]
+    assert replica.shape is None
+    assert "PYTHONHASHSEED" in (replica.shape_problem or "")
+
+
+def test_an_agents_scheme_that_its_events_contradict_is_put_right() -> None:
+    fleet, prompt = make_fleet(1), tokens(256)
+    scheme = HashScheme("sha256", "0")
+    first = FirstBlocks(keys64(prompt.chain(scheme, BLOCK)), list(prompt.token_ids or ()), BLOCK)
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [first]))
+    shape = fleet.replicas["r0"].shape
+    assert shape is not None
+    assert (shape.scheme, shape.chunk_tokens) == (scheme, CHUNK)
+
+
+def test_a_replica_takes_its_agents_name_and_keeps_its_old_one() -> None:
+    fleet = Fleet(
+        RouterConfig(
+            replicas=tuple(
+                ReplicaConfig(url=f"http://h:{port}", agent_url="http://h:1") for port in (1, 2)
+            )
+        )
+    )
+    fleet.apply_info("h:1", info("instance1"))
+    fleet.apply_info("h:2", info("instance1"))
+    assert list(fleet.replicas) == ["instance1", "h:2"]
+    assert fleet.replicas["h:1"] is fleet.replicas["instance1"]
+    fleet.up("h:1")
+    assert place(fleet, tokens(64)).replica_id == "instance1"
+    with pytest.raises(NoReplica):
+        place(fleet, tokens(64), exclude=("h:1", "h:2"))
+    with pytest.raises(KeyError):
+        fleet.replicas["nobody"]
+
+
+def test_measured_bandwidth_and_chunk_size_come_from_the_agent() -> None:
+    fleet, prompt = make_fleet(1), tokens(640)
+    snapshot(fleet, "r0", disk=chunks(prompt))
+    tier = TierInfo(capacity_bytes=1, used_bytes=0, read_bytes_per_s=640e3)
+    fleet.apply_info("r0", info("r0", tiers={"disk": tier}))
+    assert place(fleet, prompt).candidates[0].fetch_s in (0.0, pytest.approx(1.0))
+
+
+def test_a_disk_known_to_be_slower_than_computing_is_left_alone() -> None:
+    fleet, prompt = make_fleet(1), tokens(640)
+    snapshot(fleet, "r0", disk=chunks(prompt))
+    assert place(fleet, prompt).prefetch_keys == tuple(chunks(prompt))
+    tier = TierInfo(capacity_bytes=1, used_bytes=0, read_bytes_per_s=1e4)
+    fleet.apply_info("r0", info("r0", tiers={"disk": tier}))
+    decision = place(fleet, prompt)
+    assert decision.prefetch_keys == ()
+    assert decision.predicted_ttft_s == pytest.approx(0.65, rel=0.05)
+
+
+def test_requests_without_a_prompt_go_to_the_least_loaded() -> None:
+    fleet = make_fleet(2)
+    fleet.start(place(fleet, tokens(640)), 0.0)
+    busy = next(each.id for each in fleet.replicas.values() if each.in_flight)
+    assert place(fleet, None).replica_id != busy
+
+
+@pytest.mark.parametrize("policy", ["longest-prefix", "session", "least-loaded", "round-robin"])
+def test_every_policy_places(policy: PolicyName) -> None:
+    fleet = make_fleet(3, policy=policy)
+    for number in range(6):
+        ticket = fleet.start(place(fleet, tokens(64, start=number * 100), session="s"), 0.0)
+        ticket.finish(0.0, ok=True)
+    assert sum(each.in_flight for each in fleet.replicas.values()) == 0
+
+
+def test_replicas_that_swap_names_are_still_told_apart() -> None:
+    """The health checks know a replica by its configured name, whatever agents call it."""
+    configured = tuple(
+        ReplicaConfig(url=f"http://host:{port}", agent_url=f"http://host:{port + 1000}")
+        for port in (8000, 8001)
+    )
+    fleet = Fleet(RouterConfig(replicas=configured))
+    first, second = fleet.replicas.values()
+    fleet.apply_info(first.id, info("a"))
+    fleet.apply_info(second.id, info("b"))
+    fleet.apply_info("a", info("c", incarnation="two"))
+    fleet.apply_info("b", info("a", incarnation="two"))
+    assert (first.id, second.id) == ("c", "a")
+    assert fleet.replicas[configured[0].name] is first
+    assert fleet.replicas[configured[1].name] is second

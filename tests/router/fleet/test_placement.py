@@ -1,0 +1,259 @@
+"""Who is weighed in a large fleet, whom KV is copied from, and where new sessions go."""
+
+import random
+from typing import Any
+
+import pytest
+
+from cacheengine.wire import InstanceInfo, TierInfo
+from router.config.judgment import DEFAULT, Judgment
+from router.config.settings import (
+    PolicyName,
+    PrefetchConfig,
+    RatesConfig,
+    ReplicaConfig,
+    RouterConfig,
+)
+from router.fleet import placement
+from router.fleet.fleet import Fleet
+from router.fleet.policy import Decision
+from router.latency.ttft_model import Part
+from router.residency.tiers import Tier
+from tests.router.fleet.test_fleet import BLOCK, CHUNK, blocks, chunks, info, snapshot, stored
+from tests.router.prompt.prompts_given import GivenPrompt, tokens
+
+
+def make_fleet(
+    count: int,
+    *,
+    policy: PolicyName = "ttft",
+    prefetch: bool = True,
+    judgment: Judgment = DEFAULT,
+    **changes: Any,
+) -> Fleet:
+    """Return a fleet of replicas that can exchange chunks, 1,000 tokens and 1 MB a second each."""
+    fleet = Fleet(
+        RouterConfig(
+            policy=policy,
+            prefetch=PrefetchConfig(enabled=prefetch),
+            replicas=tuple(
+                ReplicaConfig(url=f"http://h:{8000 + at}", instance_id=f"r{at}", agent_url="x")
+                for at in range(count)
+            ),
+            rates=RatesConfig(
+                prefill_tokens_per_s=1000.0,
+                kv_bytes_per_token=1000.0,
+                disk_bytes_per_s=1e8,
+                peer_bytes_per_s=1e8,
+            ),
+        ),
+        judgment,
+    )
+    for name in list(fleet.replicas):
+        fleet.up(name)
+        fleet.apply_info(name, peer_info(name, **changes))
+        fleet.following_kv(name)
+    return fleet
+
+
+def peer_info(name: str, **changes: Any) -> InstanceInfo:
+    tiers = {"disk": TierInfo(capacity_bytes=1, used_bytes=0)}
+    return info(name, **({"transfer_port": 1, "layout": "l", "tiers": tiers} | changes))
+
+
+def place(fleet: Fleet, prompt: GivenPrompt, session: str | None = None) -> Decision:
+    return fleet.place(prompt, model=None, session=session, now_s=0.0)
+
+
+def make_busy(fleet: Fleet, name: str, seconds: float) -> None:
+    fleet.replicas[name].line.join(seconds, 0.0)
+
+
+def test_a_replica_that_waits_for_a_busy_holder_gets_its_kv_instead() -> None:
+    fleet, prompt = make_fleet(2), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt)[:80], disk=chunks(prompt))
+    make_busy(fleet, "r0", 10.0)
+    decision = place(fleet, prompt)
+    assert decision.replica_id == "r1"
+    assert decision.copy is not None
+    assert decision.copy.source_id == "r0"
+    assert decision.copy.keys == tuple(chunks(prompt))
+    assert decision.copy.nbytes == 6400 * 1000
+    assert decision.copy.expected_gain_s == pytest.approx(6.4, rel=0.2)
+    assert decision.matched_tokens == {}
+    picked = next(each for each in decision.candidates if each.replica_id == "r1")
+    assert (picked.copied_from, picked.copied_tokens) == ("r0", 6400)
+
+
+def test_only_what_is_lacking_is_copied() -> None:
+    """On the GPU are 9 blocks: the copy begins with the chunk that holds their end."""
+    fleet, prompt = make_fleet(2), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    stored(fleet, "r1", Tier.GPU, blocks(prompt)[:9])
+    make_busy(fleet, "r0", 10.0)
+    copy = place(fleet, prompt).copy
+    assert copy is not None
+    assert copy.keys == tuple(chunks(prompt)[9 * BLOCK // CHUNK :])
+
+
+def test_nothing_is_copied_where_waiting_or_computing_is_sooner() -> None:
+    fleet, prompt = make_fleet(2), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    assert place(fleet, prompt).copy is None
+    for each in fleet.replicas.values():
+        each.rates.measured(Part.PEER, 1e5)
+    make_busy(fleet, "r0", 20.0)
+    decision = place(fleet, prompt)
+    assert (decision.replica_id, decision.copy) == ("r1", None)
+
+
+@pytest.mark.parametrize("changes", [{"layout": "other"}, {"transfer_port": None}])
+def test_only_replicas_that_can_exchange_chunks_do(changes: dict[str, Any]) -> None:
+    fleet, prompt = make_fleet(2), tokens(6400)
+    fleet.apply_info("r0", peer_info("r0", incarnation="two", **changes))
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    make_busy(fleet, "r0", 10.0)
+    assert place(fleet, prompt).copy is None
+
+
+def test_a_source_that_failed_is_left_alone_for_a_while() -> None:
+    fleet, prompt = make_fleet(2), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    make_busy(fleet, "r0", 10.0)
+    fleet.copy_failed("r0", 0.0)
+    assert place(fleet, prompt).copy is None
+
+
+def test_a_destination_that_failed_is_left_alone_for_a_while() -> None:
+    fleet, prompt = make_fleet(2), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    make_busy(fleet, "r0", 10.0)
+    fleet.copy_failed("r1", 0.0)
+    assert place(fleet, prompt).copy is None
+
+
+def test_nothing_is_copied_where_that_is_switched_off() -> None:
+    fleet, prompt = make_fleet(2, prefetch=False), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    make_busy(fleet, "r0", 20.0)
+    decision = place(fleet, prompt)
+    assert (decision.replica_id, decision.copy) == ("r1", None)
+    assert decision.predicted_ttft_s > 6.4, "it is computed anew, and that is predicted"
+
+
+def test_what_is_still_being_computed_is_not_copied_in_part() -> None:
+    """Those who wait where it is computed have all of it when a copy of the first half arrives."""
+    fleet, prompt = make_fleet(2), tokens(6400)
+    fleet.start(place(fleet, prompt), 0.0)
+    (busy,) = (each for each in fleet.replicas.values() if each.in_flight)
+    make_busy(fleet, busy.id, 2.0)
+    snapshot(fleet, busy.id, cpu=chunks(prompt)[:50])
+    assert {each.copied_from for each in place(fleet, prompt).candidates} == {None}
+
+    # Loaded from CPU RAM, it can be given meanwhile.
+    snapshot(fleet, busy.id, cpu=chunks(prompt))
+    assert {each.copied_from for each in place(fleet, prompt).candidates} == {None, busy.id}
+
+
+def test_a_draining_replica_gives_its_kv_to_others() -> None:
+    fleet, prompt = make_fleet(3), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    fleet.drain("r0")
+    decision = place(fleet, prompt)
+    assert decision.replica_id != "r0"
+    assert decision.copy is not None and decision.copy.source_id == "r0"
+    assert "r0" not in {each.replica_id for each in decision.candidates}
+
+
+def test_what_is_on_its_way_delays_the_next_fetch() -> None:
+    fleet, prompt = make_fleet(1), tokens(6400)
+    snapshot(fleet, "r0", disk=chunks(prompt))
+    before = place(fleet, prompt)
+    fleet.start(before, 0.0)
+    other = tokens(6400, start=10**6)
+    snapshot(fleet, "r0", disk=[*chunks(prompt), *chunks(other)])
+    fetch_s = {each.fetch_s for each in (before.candidates[0], place(fleet, other).candidates[0])}
+    assert max(fetch_s) == pytest.approx(2 * min(fetch_s))
+
+
+def test_a_replica_that_started_anew_fetches_nothing() -> None:
+    fleet, prompt = make_fleet(1), tokens(6400)
+    snapshot(fleet, "r0", disk=chunks(prompt))
+    for _ in range(10):
+        fleet.replicas["r0"].fetch(60.0, 0.0)
+    fleet.copy_failed("r0", 0.0)
+    fleet.apply_info("r0", peer_info("r0", incarnation="two"))
+    snapshot(fleet, "r0", disk=chunks(prompt))
+    assert place(fleet, prompt).candidates[0].fetch_s < 1.0
+    assert fleet.replicas["r0"].can_give(0.0)
+
+
+def test_two_routers_agree_on_a_new_sessions_home() -> None:
+    one, other = make_fleet(40), make_fleet(40)
+    homes = {
+        name: place(one, tokens(640), session=name).replica_id
+        for name in (f"session-{number}" for number in range(40))
+    }
+    assert homes == {name: place(other, tokens(640), session=name).replica_id for name in homes}
+    assert len(set(homes.values())) > 20
+
+
+def test_a_large_fleet_picks_as_well_as_if_all_were_weighed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chooser = random.Random(7)
+    fleet = make_fleet(60)
+    prompts = [tokens(3200, start=at * 10**6) for at in range(20)]
+    for name in fleet.replicas:
+        known = [prompt for prompt in prompts if chooser.random() < 0.2]
+        snapshot(fleet, name, disk=[key for prompt in known for key in chunks(prompt)])
+        make_busy(fleet, name, chooser.choice([0.0, 0.5, 2.0]) * chooser.random())
+
+    def best_s(decision: Decision) -> float:
+        picked = next(e for e in decision.candidates if e.replica_id == decision.replica_id)
+        return picked.score_s(DEFAULT)
+
+    few = [place(fleet, prompt) for prompt in prompts]
+    assert all(len(each.candidates) <= placement.MAX_WEIGHED for each in few)
+    monkeypatch.setattr(placement, "MAX_WEIGHED", 1000)
+    for prompt, decision in zip(prompts, few, strict=True):
+        assert best_s(decision) <= best_s(place(fleet, prompt)) * 1.1 + 0.01
+
+
+def test_the_home_is_weighed_in_a_large_fleet_whatever_it_costs() -> None:
+    fleet = make_fleet(60)
+    fleet.sessions.note("s", 7, 0.0)
+    make_busy(fleet, "r7", 50.0)
+    decision = place(fleet, tokens(640), session="s")
+    assert "r7" in {each.replica_id for each in decision.candidates}
+    assert decision.reason == "session-spill"
+
+
+def test_what_many_hold_is_found_in_a_large_fleet() -> None:
+    """A crowd that holds the prompt has a little to do; all others are idle and hold nothing."""
+    fleet, prompt = make_fleet(60, transfer_port=None), tokens(6400)
+    crowd = {f"r{at}" for at in range(20)}
+    for name in sorted(crowd):
+        stored(fleet, name, Tier.GPU, blocks(prompt))
+        make_busy(fleet, name, 0.2 if name == "r13" else 0.5)
+    decision = place(fleet, prompt)
+    assert decision.replica_id == "r13"
+    assert len(decision.candidates) <= placement.MAX_WEIGHED
+
+
+@pytest.mark.parametrize("policy", ["longest-prefix", "session", "least-loaded", "round-robin"])
+def test_other_policies_weigh_few_and_pick_the_same(
+    policy: PolicyName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, prompt = make_fleet(60, policy=policy), tokens(6400)
+    for at in range(60):
+        snapshot(fleet, f"r{at}", disk=chunks(prompt)[: at * 3 % 50])
+    fleet.sessions.note("s", 31, 0.0)
+    few = [place(fleet, prompt, session) for session in (None, "s", "t")]
+    assert all(len(each.candidates) <= placement.MAX_WEIGHED + 1 for each in few)
+    monkeypatch.setattr(placement, "MAX_WEIGHED", 1000)
+    every = [place(fleet, prompt, session) for session in (None, "s", "t")]
+    assert [(each.replica_id, each.reason, each.home) for each in few] == [
+        (each.replica_id, each.reason, each.home) for each in every
+    ]
+    assert [each.plan for each in few] == [each.plan for each in every]

@@ -1,0 +1,139 @@
+"""Tokens put together from remembered pieces are those of the whole text."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from router.prompt.tokenizer.encoder import Encoder
+from router.prompt.tokenizer.token_cache import Memo
+from tests.router.prompt.tokenizer_makers import KINDS, SPECIALS, TEXT, texts
+
+WORDS = sorted({word for line in TEXT for word in line.split()})
+# No two stretches of it are alike.
+LONG = " ".join(random.Random(7).choices(WORDS, k=2000))
+
+# Kinds of which it is known beforehand that plain text in them cannot be cut.
+UNCUT = {"legacy-llama", "single-words", "spaced-special"}
+
+
+@cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    return KINDS[kind]()
+
+
+def encoder_of(kind: str, max_bytes: int = 1 << 24) -> Encoder:
+    return Encoder(tokenizer_of(kind), Memo(max_bytes))
+
+
+def ids_of(encoder: Encoder, text: str, *, special: bool = False) -> list[int]:
+    pieces = encoder.encode(text, add_special_tokens=special)
+    return [token for piece in pieces for token in piece.ids]
+
+
+def expected(kind: str, text: str, *, special: bool = False) -> list[int]:
+    found: list[int] = tokenizer_of(kind).encode(text, add_special_tokens=special).ids
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_have_the_tokens_of_the_whole(kind: str) -> None:
+    encoder = encoder_of(kind)
+    for text in texts():
+        for special in (False, True):
+            for _ in range(2):  # anew, and remembered
+                assert ids_of(encoder, text, special=special) == expected(
+                    kind, text, special=special
+                ), text
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - UNCUT))
+def test_an_unchanged_beginning_is_not_tokenized_again(kind: str) -> None:
+    memo = Memo(1 << 24)
+    encoder = Encoder(tokenizer_of(kind), memo)
+    text = LONG[:12_000]
+    ids_of(encoder, text)
+    before = memo.stats.tokens_tokenized
+    ids_of(encoder, text + " and so it goes on")
+    assert memo.stats.tokens_tokenized - before < 0.25 * before
+
+
+@pytest.mark.parametrize("kind", ["legacy-llama", "spaced-special"])
+def test_what_cannot_be_cut_is_still_split_at_special_tokens(kind: str) -> None:
+    memo = Memo(1 << 24)
+    encoder = Encoder(tokenizer_of(kind), memo)
+    turn = "<|user|>" + LONG[:3000] + "<|assistant|>"
+    ids_of(encoder, turn)
+    before = memo.stats.tokens_tokenized
+    ids_of(encoder, turn + "yes</s><|user|>more")
+    assert memo.stats.tokens_tokenized - before < 20
+
+
+def test_a_tokenizer_that_looks_around_its_tokens_is_never_cut() -> None:
+    assert not encoder_of("single-words").splits_text
+    assert not encoder_of("single-words").splits_specials
+
+
+def test_texts_differ_at_the_beginning_only_where_the_tokenizer_does() -> None:
+    # The same words first and after a special token have other tokens here,
+    # so one must not be remembered for the other.
+    encoder = encoder_of("metaspace-first-split")
+    assert ids_of(encoder, "word")[0] != ids_of(encoder, "<s>word")[1]
+    assert ids_of(encoder, "<s>word<s>word") == expected("metaspace-first-split", "<s>word<s>word")
+
+
+def test_without_room_everything_is_tokenized_anew() -> None:
+    memo = Memo(0)
+    encoder = Encoder(tokenizer_of("llama3"), memo)
+    for text in texts():
+        assert ids_of(encoder, text) == expected("llama3", text)
+    memo.check()
+    assert memo.used_bytes == 0
+
+
+def test_text_that_is_not_unicode_is_an_error() -> None:
+    with pytest.raises((UnicodeEncodeError, TypeError)):
+        encoder_of("gpt2").encode("a\ud800", add_special_tokens=False)
+
+
+ATOMS = st.one_of(
+    st.sampled_from(
+        [
+            *SPECIALS,
+            *("<left>", "<right>", "<|use", "  ", "café", "brown fox", "dog", "END", "<mask>"),
+            *(" ", "  ", "\n", "\r\n", "\t", "\u00a0", "\u3000", "'s", "'LL", "e\u0301", "\u0301"),
+            *("日本", "한국", "👩\u200d👩", "ﬁ", "İ", "ß", "▁", "Ġ", "x▁y"),
+        ]
+    ),
+    st.text(max_size=8),
+    st.sampled_from(" ".join(TEXT[:7]).split(" ")).map(lambda word: word + " "),
+)
+# Long plain stretches in between, or nothing would ever be cut.
+STRETCHES = st.integers(0, 500).flatmap(
+    lambda start: st.integers(0, 2500).map(lambda length: LONG[start : start + length])
+)
+TEXTS = st.lists(st.one_of(ATOMS, ATOMS, ATOMS, STRETCHES), max_size=12).map("".join)
+
+
+def edited(draw: Callable[..., Any], text: str) -> str:
+    """Return ``text`` with something inserted, removed or put behind it."""
+    at = draw(st.integers(0, len(text)))
+    to = draw(st.integers(at, min(len(text), at + 40)))
+    return f"{text[:at]}{draw(ATOMS)}{text[to:]}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(data=st.data())
+def test_remembered_tokens_equal_fresh_ones_after_any_edit(kind: str, data: st.DataObject) -> None:
+    encoder = encoder_of(kind, max_bytes=data.draw(st.sampled_from([2_000, 1 << 24])))
+    text = data.draw(TEXTS)
+    for _ in range(4):
+        special = data.draw(st.booleans())
+        assert ids_of(encoder, text, special=special) == expected(kind, text, special=special)
+        text = edited(data.draw, text)

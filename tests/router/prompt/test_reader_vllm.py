@@ -1,0 +1,324 @@
+"""Our tokens against vLLM's own, for every kind of tokenizer, template and request.
+
+vLLM's rendering application runs without an engine (`vllm_oracle`). What it
+refuses must not be exact here; what is exact here must be equal; and the
+shapes listed must be exact, so that "not exact" is no way out.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from router.prompt.reader import Prompt, PromptReader
+from tests.router.prompt.chat_shapes import (
+    ANTHROPIC,
+    CHAT_OPTIONS,
+    COMPLETION_OPTIONS,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    TEMPLATES,
+)
+from tests.router.prompt.tokenizer_makers import (
+    KINDS,
+    TEXT,
+    gemma,
+    gpt2,
+    llama3,
+    metaspace,
+    write_model,
+)
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"),
+]
+
+RENDERED = {
+    "/tokenize": "/tokenize",
+    "/v1/chat/completions": "/v1/chat/completions/render",
+    "/v1/completions": "/v1/completions/render",
+    "/v1/responses": "/v1/responses/render",
+    "/v1/messages": "/v1/messages/render",
+}
+
+
+class Oracle:
+    """vLLM's rendering application, in a process of its own."""
+
+    def __init__(self) -> None:
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        }
+        script = Path(__file__).with_name("vllm_oracle.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            text=True,
+        )
+
+    def tokens(
+        self, model: Path, endpoint: str, body: dict[str, Any], args: tuple[str, ...] = ()
+    ) -> list[int] | None:
+        """Return the replica's tokens, or None if it refuses the request."""
+        whole = {"model": str(model), "max_tokens": 1, **body}
+        if endpoint == "/tokenize":
+            whole.pop("max_tokens")
+        if endpoint == "/v1/responses":
+            whole["max_output_tokens"] = whole.pop("max_tokens")
+        answer = self.ask(model, RENDERED[endpoint], whole, args)
+        if answer["status"] != 200:
+            # An empty prompt has no tokens to answer with; everything else is refused.
+            return [] if "No token_ids rendered" in json.dumps(answer) else None
+        found = answer["body"]
+        if isinstance(found, list):
+            found = found[0]
+        tokens: list[int] = found["tokens"] if endpoint == "/tokenize" else found["token_ids"]
+        return tokens
+
+    def ask(
+        self, model: Path, path: str, body: dict[str, Any], args: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """Return the application's answer: ``status`` and ``body``."""
+        request = {"model": str(model), "path": path, "body": body, "args": args}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Oracle]:
+    running = Oracle()
+    yield running
+    running.close()
+
+
+class Compared:
+    """Collects what differs, so that one run shows all of it."""
+
+    def __init__(self, oracle: Oracle, model: Path, *args: str) -> None:
+        self.oracle = oracle
+        self.model = model
+        self.args = args
+        self.differ: list[str] = []
+        self.exact = 0
+        template = args[args.index("--chat-template") + 1] if args else None
+        self.reader = PromptReader.load(model, chat_template=template)
+
+    def ask(self, name: str, endpoint: str, body: dict[str, Any]) -> None:
+        before = json.dumps(body)
+        theirs = self.oracle.tokens(self.model, endpoint, body, self.args)
+        prompt = self.reader.read_now(endpoint, body)
+        assert json.dumps(body) == before, "reading must leave the body as it is"
+        if problem := self._problem(prompt, theirs):
+            self.differ.append(f"{endpoint} {name}: {problem}")
+        self.exact += prompt.exact
+
+    @staticmethod
+    def _problem(prompt: Prompt, theirs: list[int] | None) -> str | None:
+        if theirs is None:
+            # Refused by the replica: its tokens do not exist. Ours may, where
+            # what it refuses is not about the prompt.
+            return None
+        if not prompt.exact:
+            return f"not exact ({prompt.doubt})"
+        if prompt.token_ids != theirs:
+            return f"ours {prompt.token_ids} theirs {theirs} of {prompt.text!r}"
+        return None
+
+    def done(self, at_least: int) -> None:
+        assert not self.differ, "\n".join(self.differ[:20])
+        assert self.exact >= at_least
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def template(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(template: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(template) / "model"
+    return write_model(directory, llama3(), TEMPLATES[template])
+
+
+@pytest.mark.parametrize("endpoint", ["/tokenize", "/v1/chat/completions"])
+def test_chats_are_exact_in_every_shape(oracle: Oracle, model: Path, endpoint: str) -> None:
+    compared = Compared(oracle, model)
+    options = CHAT_OPTIONS | (COMPLETION_OPTIONS if endpoint != "/tokenize" else {})
+    for name, messages in MESSAGES.items():
+        for option, more in options.items():
+            compared.ask(f"{name}, {option}", endpoint, {"messages": messages, **more})
+    compared.done(at_least=40)
+
+
+def test_completions_are_exact(oracle: Oracle, model: Path) -> None:
+    compared = Compared(oracle, model)
+    for name, body in COMPLETIONS.items():
+        compared.ask(name, "/v1/completions", body)
+        if isinstance(body["prompt"], str):
+            compared.ask(name, "/tokenize", body)
+    compared.done(at_least=len(COMPLETIONS))
+
+
+def test_responses_are_exact(oracle: Oracle, model: Path) -> None:
+    compared = Compared(oracle, model)
+    for name, body in RESPONSES.items():
+        compared.ask(name, "/v1/responses", body)
+    compared.done(at_least=5)
+
+
+def test_anthropic_messages_are_exact(oracle: Oracle, model: Path) -> None:
+    compared = Compared(oracle, model)
+    for name, body in ANTHROPIC.items():
+        compared.ask(name, "/v1/messages", body)
+    compared.done(at_least=5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tokenizer_is_exact(oracle: Oracle, kind: str, tmp_path: Path) -> None:
+    compare_tokenizer(oracle, write_model(tmp_path / "model", KINDS[kind](), TEMPLATES["parts"]))
+
+
+CLASSES: dict[str, tuple[Tokenizer, dict[str, Any], dict[str, Any]]] = {
+    "Qwen2Tokenizer": (llama3(), {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None}, {}),
+    "Qwen2TokenizerFast, no tokens": (
+        gpt2(),
+        {
+            "tokenizer_class": "Qwen2TokenizerFast",
+            "eos_token": None,
+            "pad_token": None,
+            "bos_token": None,
+            "unk_token": None,
+        },
+        {},
+    ),
+    "qwen2 by its model": (llama3(), {}, {"model_type": "qwen2"}),
+    "LlamaTokenizer": (
+        metaspace("always", split=True)(),
+        {"tokenizer_class": "LlamaTokenizer"},
+        {},
+    ),
+    "LlamaTokenizer, legacy": (
+        metaspace("first", split=True)(),
+        {"tokenizer_class": "LlamaTokenizerFast", "legacy": True},
+        {},
+    ),
+    "LlamaTokenizer, no prefix": (
+        metaspace("first", split=True)(),
+        {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False, "legacy": False},
+        {},
+    ),
+    "LlamaTokenizer, add_bos_token": (
+        metaspace("first", split=True)(),
+        {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": True},
+        {},
+    ),
+    "GPT2Tokenizer": (llama3(), {"tokenizer_class": "GPT2Tokenizer"}, {}),
+    "GPT2Tokenizer, prefix": (
+        gpt2(),
+        {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True},
+        {},
+    ),
+    "GemmaTokenizer": (gemma(), {"tokenizer_class": "GemmaTokenizer", "bos_token": "<s>"}, {}),
+    "phi3 with LlamaTokenizer": (
+        metaspace("always", split=True)(),
+        {"tokenizer_class": "LlamaTokenizerFast"},
+        {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]},
+    ),
+    "mistral": (
+        metaspace("first", split=True)(),
+        {"tokenizer_class": "LlamaTokenizer"},
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+    ),
+    "no class": (llama3(), {"tokenizer_class": None}, {}),
+    "tokens of the configuration": (
+        llama3(),
+        {
+            "added_tokens_decoder": {
+                "0": {"content": "<s>", "special": True},
+                "899": {"content": "dog", "lstrip": True, "normalized": False, "special": False},
+                "2000": {"content": "<extra>", "normalized": False, "special": True},
+            },
+            "additional_special_tokens": ["<|more|>"],
+            "image_token": "<image>",
+            "bos_token": {"__type": "AddedToken", "content": "<s>", "special": True},
+        },
+        {},
+    ),
+    "tokens that are new": (llama3(), {"sep_token": "<sep>", "extra_special_tokens": ["<x>"]}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_that_transformers_builds_anew_are_exact(
+    oracle: Oracle, name: str, tmp_path: Path
+) -> None:
+    tokenizer, config, model = CLASSES[name]
+    directory = write_model(
+        tmp_path / "model", tokenizer, TEMPLATES["parts"], config=config, model=model
+    )
+    compare_tokenizer(oracle, directory)
+
+
+def compare_tokenizer(oracle: Oracle, model: Path) -> None:
+    compared = Compared(oracle, model)
+    for name, body in COMPLETIONS.items():
+        compared.ask(name, "/v1/completions", body)
+    for name in ("turns", "unicode", "special in text", "spaces", "long", "parts with more"):
+        compared.ask(name, "/v1/chat/completions", {"messages": MESSAGES[name]})
+    for name in (
+        "<sep> a <x>b",
+        "<image> <|more|>x <extra>",
+        "the dog dogs <mask> <pad>x",
+        *TEXT[:7],
+    ):
+        compared.ask(name, "/tokenize", {"prompt": name})
+    compared.done(at_least=20)
+
+
+def test_a_template_given_to_the_server_is_exact(oracle: Oracle, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", llama3(), TEMPLATES["chatml"])
+    other = tmp_path / "other.jinja"
+    other.write_text(TEMPLATES["everything"])
+    compared = Compared(oracle, model, "--chat-template", str(other))
+    for name, messages in MESSAGES.items():
+        compared.ask(name, "/v1/chat/completions", {"messages": messages})
+    compared.done(at_least=20)
+
+
+def test_templates_by_name_are_exact(oracle: Oracle, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", llama3(), TEMPLATES["chatml"])
+    more = model / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text(TEMPLATES["everything"])
+    compared = Compared(oracle, model)
+    for name, messages in MESSAGES.items():
+        for option in ("plain", "one tool"):
+            body = {"messages": messages, **CHAT_OPTIONS[option]}
+            compared.ask(f"{name}, {option}", "/tokenize", body)
+    compared.done(at_least=20)

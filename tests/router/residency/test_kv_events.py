@@ -1,0 +1,209 @@
+"""Decoding vLLM's KV events, mapping their media, ordering them, finding the hash scheme."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from cacheengine.keys import HashScheme, key64, prompt_extra_keys
+from router.residency.kv_events import (
+    Arrival,
+    BadEvents,
+    BlocksRemoved,
+    BlocksStored,
+    FirstBlocks,
+    GpuCleared,
+    KvEventReader,
+    MessageOrder,
+    explains,
+    find_shape,
+    tier_of,
+)
+from router.residency.tiers import Tier
+from tests.router.feeds.kv_publisher import payload, removed, stored
+
+
+@pytest.mark.parametrize(
+    ("medium", "locality", "tier"),
+    [
+        ("GPU", None, Tier.GPU),
+        (None, None, Tier.GPU),  # before vLLM named media there was only the GPU
+        ("CPU", None, Tier.CPU),
+        ("cpu", None, Tier.CPU),
+        ("STORAGE", "LOCAL", Tier.DISK),
+        ("STORAGE", None, Tier.DISK),
+        ("STORAGE", "REMOTE", Tier.REMOTE),
+        ("CXL", None, Tier.REMOTE),
+        ("GPU2", "LOCAL", Tier.REMOTE),
+    ],
+)
+def test_every_medium_is_mapped_and_an_unknown_one_is_the_slowest(
+    medium: str | None, locality: str | None, tier: Tier
+) -> None:
+    assert tier_of(medium, locality) is tier
+
+
+def test_maps_are_read() -> None:
+    reader = KvEventReader()
+    body = payload(
+        5.0,
+        stored([1, 2**64 - 1], range(32)),
+        removed([1]),
+        stored([3], medium="STORAGE", locality="REMOTE"),
+        {"type": "AllBlocksCleared"},
+    )
+    batch = reader.read(7, body)
+    assert (batch.seq, batch.ts) == (7, 5.0)
+    assert batch.events == [
+        FirstBlocks([1, 2**64 - 1], list(range(32)), 16),
+        BlocksStored(Tier.GPU, [1, 2**64 - 1]),
+        BlocksRemoved(Tier.GPU, [1]),
+        BlocksStored(Tier.REMOTE, [3]),
+        GpuCleared(),
+    ]
+
+
+def test_arrays_of_earlier_versions_are_read() -> None:
+    reader = KvEventReader()
+    body = payload(
+        5.0,
+        ["BlockStored", [1, 2], None, list(range(32)), 16, None, "GPU"],
+        ["BlockRemoved", [1]],
+        ["AllBlocksCleared"],
+    )
+    assert reader.read(0, body).events == [
+        FirstBlocks([1, 2], list(range(32)), 16),
+        BlocksStored(Tier.GPU, [1, 2]),
+        BlocksRemoved(Tier.GPU, [1]),
+        GpuCleared(),
+    ]
+
+
+def test_whole_digests_are_cut_to_64_bits() -> None:
+    digest = bytes(range(32))
+    batch = KvEventReader().read(0, payload(0.0, removed([digest])))
+    assert batch.events == [BlocksRemoved(Tier.GPU, [key64(digest)])]
+
+
+def test_events_of_unknown_types_are_left_out() -> None:
+    body = payload(0.0, {"type": "BlockAdmired", "stars": 5}, removed([1]), ["Other", 1])
+    assert KvEventReader().read(0, body).events == [BlocksRemoved(Tier.GPU, [1])]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"ts": 1}),
+        payload(0.0, {"type": "BlockRemoved", "block_hashes": "none"}),
+        payload(0.0, {"type": "BlockStored"}),
+    ],
+)
+def test_what_is_not_vllms_format_is_refused(body: bytes) -> None:
+    with pytest.raises(BadEvents, match="message 3"):
+        KvEventReader().read(3, body)
+
+
+def test_only_one_group_of_a_hybrid_model_is_followed() -> None:
+    """Sliding-window layers drop blocks that a prefix hit still uses."""
+    reader = KvEventReader()
+    window: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    reader.shows_first = False
+    batch = reader.read(
+        0,
+        payload(
+            0.0,
+            stored([1], **window),
+            stored([1]),
+            removed([1], group_idx=1),
+            stored([2], **window),
+        ),
+    )
+    assert batch.events == [
+        BlocksStored(Tier.GPU, [1]),
+        GpuCleared(),
+        BlocksStored(Tier.GPU, [1]),
+    ]
+
+
+def test_a_model_of_sliding_windows_alone_is_followed() -> None:
+    window: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
+    batch = KvEventReader().read(0, payload(0.0, stored([1], **window), removed([1])))
+    assert batch.events == [BlocksStored(Tier.GPU, [1]), BlocksRemoved(Tier.GPU, [1])]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"parent_block_hash": 9},
+        {"lora_name": "adapter"},
+        {"lora_id": 1, "extra_keys": [["adapter"]]},
+        {"lora_name": "adapter", "extra_keys": [["adapter", "salt"]]},
+        {"extra_keys": [[["image", 3]]]},
+        {"extra_keys": [[["image", 3], "salt"]]},
+        {"extra_keys": [[b"embeddings"]]},
+        {"extra_keys": [["salt", b"embeddings"]]},
+        {"token_ids": []},
+        {"block_size": 0},
+    ],
+)
+def test_only_plain_beginnings_show_the_scheme(more: dict[str, object]) -> None:
+    event = stored([1], range(16)) | more
+    batch = KvEventReader().read(0, payload(0.0, event))
+    assert [type(each) for each in batch.events] == [BlocksStored]
+
+
+def test_a_medium_further_on_hides_the_scheme() -> None:
+    event = stored([1, 2], range(32)) | {"extra_keys": [None, [["image", -4]]]}
+    batch = KvEventReader().read(0, payload(0.0, event))
+    assert [type(each) for each in batch.events] == [BlocksStored]
+
+
+@pytest.mark.parametrize("salt", [None, "pepper"])
+def test_a_salted_beginning_shows_the_scheme_too(salt: str | None) -> None:
+    """Where every tenant has a salt, no other beginnings come."""
+    token_ids = list(range(64))
+    _, first_extra = prompt_extra_keys(cache_salt=salt)
+    keys = HashScheme("xxhash", "0").chain(token_ids, 16, first_extra_keys=first_extra)
+    extra = [[salt] if salt else None, None, None, None]
+    event = stored([key64(key) for key in keys], token_ids) | {"extra_keys": extra}
+    first = KvEventReader().read(0, payload(0.0, event)).events[0]
+    assert isinstance(first, FirstBlocks)
+    assert first.cache_salt == salt
+    shape = find_shape(first, None)
+    assert shape is not None
+    assert shape.scheme == HashScheme("xxhash", "0")
+    other = FirstBlocks(first.keys, first.token_ids, 16, "other")
+    assert not explains(shape, other)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+def test_the_scheme_is_found(algorithm: str) -> None:
+    token_ids = list(range(64))
+    scheme = HashScheme(algorithm, "my seed")
+    first = FirstBlocks([key64(key) for key in scheme.chain(token_ids, 16)], token_ids, 16)
+    shape = find_shape(first, "my seed")
+    assert shape is not None
+    assert (shape.scheme, shape.block_tokens) == (scheme, 16)
+    assert find_shape(first, None) is None
+
+
+def test_one_wrong_block_refutes_a_scheme() -> None:
+    token_ids = list(range(64))
+    keys = [key64(key) for key in HashScheme().chain(token_ids, 16)]
+    keys[-1] ^= 1
+    assert find_shape(FirstBlocks(keys, token_ids, 16), None) is None
+
+
+def test_messages_are_told_apart_by_number_and_time() -> None:
+    order = MessageOrder()
+    assert order.arrival(0, 1.0) is Arrival.NEXT
+    assert order.arrival(4, 1.0) is Arrival.GAP
+    order.advance(4, 10.0)
+    assert order.arrival(5, 11.0) is Arrival.NEXT
+    assert order.arrival(4, 10.0) is Arrival.DUPLICATE
+    assert order.arrival(0, 9.0) is Arrival.DUPLICATE
+    assert order.arrival(0, 12.0) is Arrival.RESTART
+    order.reset()
+    assert order.arrival(0, 12.0) is Arrival.NEXT

@@ -1,0 +1,286 @@
+"""Copies of KV before the forward, between two real replicas: real engines, agents, sockets."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cacheengine.transfer import fetch as fetching
+from cacheengine.transfer import protocol
+from cacheengine.transfer.channel import Channel
+from router.config.settings import PrefetchConfig
+from router.fleet.policy import Decision, KvCopy, Plan, Reason
+from router.latency.ttft_model import Part, Work
+from router.staging import peer_copy
+from router.staging.agent_client import AgentClient
+from router.staging.peer_copy import MAX_UNDER_WAY, Copier, CopyOutcome
+from router.staging.prefetch import Timing
+from tests.cacheengine.building import CHUNK_BYTES, config
+from tests.cacheengine.conftest import MakeBench
+from tests.router.real_replicas import CHUNKS, RealFleet, real_fleet
+from tests.router.staging.agent_server import until
+
+
+class Told:
+    """What a `CopyListener` hears."""
+
+    def __init__(self) -> None:
+        self.observed: list[tuple[str, int, float]] = []
+        self.failed: list[str] = []
+
+    def observed_copy(self, replica_id: str, nbytes: int, seconds: float) -> None:
+        self.observed.append((replica_id, nbytes, seconds))
+
+    def copy_failed(self, replica_id: str, now_s: float) -> None:
+        self.failed.append(replica_id)
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+async def real(make_bench: MakeBench, tmp_path: Path) -> AsyncIterator[RealFleet]:
+    """One holds all chunks, two none."""
+    first = make_bench(32, config(tmp_path / "one"))
+    first.store(CHUNKS)
+    first.finish_puts()
+    async with real_fleet([first, make_bench(32, config(tmp_path / "two"))]) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def copier(real: RealFleet, told: Told) -> AsyncIterator[Copier]:
+    made = Copier(
+        PrefetchConfig(wait_cap_s=20.0),
+        real.fleet.replicas,
+        partial(AgentClient, real.session),
+        told,
+    )
+    yield made
+    await made.stop()
+
+
+def decision(keys: Sequence[bytes] = CHUNKS, gain_s: float = 20.0) -> Decision:
+    """Go to two, and have it copy chunks from one."""
+    return Decision(
+        replica_id="two",
+        url="http://two",
+        reason=Reason.SESSION_SPILL,
+        prompt_tokens=5000,
+        matched_tokens={},
+        predicted_ttft_s=1.0,
+        copy=KvCopy(
+            source_id="one",
+            keys=tuple(keys),
+            nbytes=len(keys) * CHUNK_BYTES,
+            expected_gain_s=gain_s,
+        ),
+        plan=Plan(slot=1, work=Work(new_tokens=1)),
+    )
+
+
+async def run(copier: Copier, wanted: Decision) -> CopyOutcome:
+    outcome = await copier.run(wanted)
+    assert outcome is not None
+    return outcome
+
+
+def ready(real: RealFleet, replica: int) -> int:
+    return real.replicas[replica].bench.engine.held_in(CHUNKS, "cpu")
+
+
+async def test_the_chunks_are_there_when_the_wait_ends(
+    real: RealFleet, copier: Copier, told: Told
+) -> None:
+    outcome = await run(copier, decision())
+    assert (outcome.asked, outcome.arrived, outcome.timing) == (20, 20, Timing.IN_TIME)
+    assert outcome.moved_bytes == 20 * CHUNK_BYTES
+    assert str(outcome) == "from=one;asked=20;arrived=20;in-time"
+    assert real.replicas[1].bench.has_right_bytes(CHUNKS)
+    ((replica, nbytes, seconds),) = told.observed
+    assert (replica, nbytes) == ("two", 20 * CHUNK_BYTES)
+    assert seconds > 0
+
+
+async def test_the_source_may_hold_them_in_any_tier(real: RealFleet, copier: Copier) -> None:
+    real.replicas[0].bench.engine.clear(["cpu"], CHUNKS[5:15])
+    assert (await run(copier, decision())).timing is Timing.IN_TIME
+    assert real.replicas[1].bench.has_right_bytes(CHUNKS)
+
+
+async def test_who_follows_with_the_same_beginning_waits_for_it_too(
+    real: RealFleet, copier: Copier
+) -> None:
+    leader = asyncio.create_task(run(copier, decision()))
+    await asyncio.sleep(0)
+    follower = replace(
+        decision(), copy=None, plan=Plan(slot=1, work=Work(new_tokens=1), chain=CHUNKS)
+    )
+    assert copier.is_coming(follower)
+    assert await copier.run(follower) is None
+    assert ready(real, 1) == len(CHUNKS)
+    assert (await leader).timing is Timing.IN_TIME
+    assert not copier.is_coming(follower)
+
+
+async def test_others_do_not_wait_for_it(copier: Copier) -> None:
+    leader = asyncio.create_task(run(copier, decision()))
+    await asyncio.sleep(0)
+    plan = Plan(slot=1, work=Work(new_tokens=1), chain=(b"another",))
+    other_prompt = replace(decision(), copy=None, plan=plan)
+    same = replace(decision(), copy=None, plan=replace(plan, chain=CHUNKS))
+    elsewhere = replace(same, replica_id="one")
+    assert not copier.is_coming(other_prompt)
+    assert not copier.is_coming(elsewhere)
+    assert await copier.run(other_prompt) is None
+    assert not leader.done()
+    await leader
+
+
+async def test_who_follows_waits_no_longer_than_it_gains(copier: Copier) -> None:
+    leader = asyncio.create_task(run(copier, decision(gain_s=0.0)))
+    await asyncio.sleep(0)
+    plan = Plan(slot=1, work=Work(new_tokens=1), chain=CHUNKS)
+    assert await copier.run(replace(decision(), copy=None, plan=plan)) is None
+    assert (await leader).timing is Timing.LATE
+
+
+async def test_what_the_destination_holds_is_not_sent(real: RealFleet, copier: Copier) -> None:
+    """Be it on its disk: a prefetch brings that up at the same time."""
+    two = real.replicas[1].bench
+    two.store(CHUNKS[:15])
+    two.finish_puts()
+    two.engine.clear(["cpu"], CHUNKS[:15])
+    outcome = await run(copier, decision())
+    assert (outcome.arrived, outcome.moved_bytes) == (20, 5 * CHUNK_BYTES)
+    assert ready(real, 1) == 20
+
+
+async def test_copies_are_pinned_until_their_use(real: RealFleet, copier: Copier) -> None:
+    await run(copier, decision(CHUNKS[:5]))
+    bench = real.replicas[1].bench
+    assert bench.engine.stats().cpu_held_bytes == 5 * CHUNK_BYTES
+    bench.clock.advance(PrefetchConfig().pin_s + 0.1)
+    await until(lambda: bench.engine.stats().prefetch_unused_chunks == 5)
+
+
+async def test_a_late_copy_goes_on_and_is_learned_from(
+    real: RealFleet, copier: Copier, told: Told
+) -> None:
+    outcome = await run(copier, decision(gain_s=0.0))
+    assert (outcome.arrived, outcome.pending, outcome.timing) == (0, True, Timing.LATE)
+    await until(lambda: bool(told.observed))
+    assert ready(real, 1) == 20
+
+
+async def test_chunks_that_the_source_has_not_are_a_miss(
+    real: RealFleet, copier: Copier, told: Told
+) -> None:
+    real.replicas[0].bench.engine.clear()
+    outcome = await run(copier, decision())
+    assert (outcome.arrived, outcome.timing, outcome.error) == (0, Timing.FAILED, None)
+    assert not told.observed and not told.failed
+
+
+async def test_a_source_that_is_gone_is_a_miss(real: RealFleet, copier: Copier, told: Told) -> None:
+    await asyncio.to_thread(real.replicas[0].stop)
+    outcome = await run(copier, decision())
+    assert outcome.timing is Timing.FAILED
+    assert real.replicas[0].url in (outcome.error or "")
+    assert told.failed == ["one"]
+
+
+async def test_a_source_that_dies_in_the_middle(
+    real: RealFleet, copier: Copier, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has arrived is usable, and its time teaches nothing."""
+    monkeypatch.setattr(fetching, "_WINDOW_BYTES", 4 * CHUNK_BYTES)
+    send = protocol.send_chunk
+    sent = iter(range(1000))
+
+    def dies(channel: Channel, key: bytes, view: memoryview) -> None:
+        # From then on, too: the second of the two connections may open later.
+        if next(sent) >= 10:
+            for each in list(real.replicas[0].server._open):
+                each.shut()
+        send(channel, key, view)
+
+    monkeypatch.setattr(protocol, "send_chunk", dies)
+    outcome = await run(copier, decision())
+    assert outcome.timing is Timing.FAILED
+    assert 0 < outcome.arrived < 20
+    assert real.replicas[1].bench.has_right_bytes(CHUNKS[: outcome.arrived])
+    assert not told.observed and not told.failed
+
+
+async def test_a_source_that_hangs_is_left_alone(
+    real: RealFleet, copier: Copier, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(protocol, "send_chunk", lambda *args: gate.wait())
+    monkeypatch.setattr(peer_copy, "_STALL_S", 0.2)
+    assert (await run(copier, decision(gain_s=0.0))).timing is Timing.LATE
+    await until(lambda: told.failed == ["one"])
+    gate.set()
+
+
+async def test_a_destination_that_is_gone(real: RealFleet, copier: Copier, told: Told) -> None:
+    await asyncio.to_thread(real.replicas[1].stop)
+    outcome = await run(copier, decision())
+    assert outcome.timing is Timing.FAILED and outcome.error
+    assert told.failed == ["two"], "its source may give to others"
+
+
+async def test_replicas_that_exchange_nothing(real: RealFleet, copier: Copier) -> None:
+    real.fleet.replicas["one"].transfer_port = None
+    outcome = await run(copier, decision())
+    assert (outcome.timing, outcome.arrived) == (Timing.FAILED, 0)
+
+
+async def test_nothing_is_copied_without_need(real: RealFleet, told: Told) -> None:
+    off = Copier(
+        PrefetchConfig(enabled=False), real.fleet.replicas, partial(AgentClient, real.session), told
+    )
+    assert await off.run(decision()) is None
+    on = Copier(PrefetchConfig(), real.fleet.replicas, partial(AgentClient, real.session), told)
+    assert await on.run(replace(decision(), copy=None)) is None
+    assert ready(real, 1) == 0
+
+
+async def test_so_many_at_once_and_no_more(
+    real: RealFleet, copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = asyncio.Event()
+
+    async def waits(*args: object) -> CopyOutcome:
+        await gate.wait()
+        return CopyOutcome(source_id="one", asked=20, arrived=20)
+
+    monkeypatch.setattr(copier, "_follow", waits)
+    late = [await run(copier, decision(gain_s=0.0)) for _ in range(MAX_UNDER_WAY)]
+    assert {each.timing for each in late} == {Timing.LATE}
+    assert "under way already" in ((await run(copier, decision())).error or "")
+    gate.set()
+    await until(lambda: not copier._under_way)
+    assert (await run(copier, decision())).timing is Timing.IN_TIME
+
+
+async def test_the_fleet_learns_the_rate_and_rests_from_a_source(real: RealFleet) -> None:
+    replica = real.fleet.replicas["two"]
+    assert not replica.rates.knows(Part.PEER)
+    small = 100 * replica.kv_bytes_per_token
+    real.fleet.observed_copy("two", int(small), 1.0)
+    assert not replica.rates.knows(Part.PEER), "a small copy teaches nothing"
+    before = replica.rates.per_second(Part.PEER)
+    for _ in range(5):
+        real.fleet.observed_copy("two", int(before), 10.0)
+    assert replica.rates.per_second(Part.PEER) == pytest.approx(before / 10, rel=0.3)
+    assert replica.rates.knows(Part.PEER)
+    real.fleet.copy_failed("one", 100.0)
+    assert real.fleet.replicas["one"].no_copies_until_s > 100.0

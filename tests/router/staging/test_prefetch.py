@@ -1,0 +1,111 @@
+"""Prefetch before forward: what is asked, how long is waited, and that failing is harmless."""
+
+from functools import partial
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from cacheengine.wire import PrefetchReply
+from router.config.settings import PrefetchConfig, RatesConfig, ReplicaConfig
+from router.fleet.policy import Decision, Plan, Reason
+from router.fleet.replica import Replica
+from router.latency.ttft_model import Work
+from router.staging.agent_client import AgentClient
+from router.staging.prefetch import Prefetcher, PrefetchOutcome
+from tests.router.staging.agent_server import AgentServer, serving
+
+KEYS = (bytes(range(32)), bytes(range(1, 33)), bytes(range(2, 34)))
+
+
+def decision(gain_s: float = 0.2, keys: tuple[bytes, ...] = KEYS) -> Decision:
+    return Decision(
+        replica_id="r",
+        url="http://r",
+        reason=Reason.LONGEST_MATCH,
+        prompt_tokens=100,
+        matched_tokens={},
+        predicted_ttft_s=1.0,
+        prefetch_keys=keys,
+        expected_gain_s=gain_s,
+        plan=Plan(slot=0, work=Work(new_tokens=1)),
+    )
+
+
+async def run(
+    agent_url: str | None,
+    asked: Decision,
+    config: PrefetchConfig | None = None,
+) -> PrefetchOutcome:
+    replica = Replica.new(0, ReplicaConfig(url="http://r", agent_url=agent_url), RatesConfig())
+    times = iter([1.0, 1.25])
+    async with aiohttp.ClientSession() as session:
+        prefetcher = Prefetcher(
+            config or PrefetchConfig(),
+            {"r": replica},
+            partial(AgentClient, session),
+            lambda: next(times),
+        )
+        return await prefetcher.run(asked)
+
+
+async def test_the_chunks_are_asked_for_and_the_answer_is_counted() -> None:
+    agent = AgentServer()
+    agent.prefetch_reply = PrefetchReply(
+        resident=1, promoted=1, pending=0, missing=1, promoted_bytes=64_000
+    )
+    async with serving(agent.app()) as url:
+        outcome = await run(url, decision())
+    request = agent.prefetches[0]
+    assert request.keys == [key.hex() for key in KEYS]
+    assert (request.wait_s, request.pin_s) == (0.2, 10.0)
+    assert outcome == PrefetchOutcome(
+        asked=3, promoted=2, pending=0, missing=1, promoted_bytes=64_000, waited_s=0.25
+    )
+
+
+async def test_the_wait_is_capped() -> None:
+    agent = AgentServer()
+    async with serving(agent.app()) as url:
+        await run(url, decision(gain_s=60.0), PrefetchConfig(wait_cap_s=0.5, pin_s=3.0))
+    assert (agent.prefetches[0].wait_s, agent.prefetches[0].pin_s) == (0.5, 3.0)
+
+
+async def test_nothing_is_asked_for_where_there_is_nothing_to_gain() -> None:
+    agent = AgentServer()
+    async with serving(agent.app()) as url:
+        assert await run(url, decision(keys=())) == PrefetchOutcome(asked=0)
+        off = PrefetchConfig(enabled=False)
+        assert await run(url, decision(), off) == PrefetchOutcome(asked=0)
+    assert await run(None, decision()) == PrefetchOutcome(asked=0)
+    assert agent.prefetches == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "timing"),
+    [
+        ({"promoted": 3}, "in-time"),
+        ({"promoted": 2, "pending": 1}, "late"),
+        ({"promoted": 1, "missing": 2}, "failed"),
+        ({"pending": 3, "error": "no answer"}, "failed"),
+    ],
+)
+def test_in_time_late_or_failed(counts: dict[str, Any], timing: str) -> None:
+    assert PrefetchOutcome(asked=3, **counts).timing == timing
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_failed_prefetch_is_an_outcome(is_there: bool) -> None:
+    async def fail(request: web.Request) -> web.Response:
+        return web.json_response({"error": "broken"}, status=500)
+
+    app = web.Application()
+    app.router.add_post("/prefetch", fail)
+    async with serving(app) as url:
+        if is_there:
+            outcome = await run(url, decision())
+    if not is_there:
+        outcome = await run(url, decision())
+    assert (outcome.asked, outcome.pending, outcome.promoted) == (3, 3, 0)
+    assert outcome.error is not None
