@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_a_tick_ends_some_claims_and_the_next_ones_the_others(claim_keys: int) -
     while left[-1]:
         fleet.tick(2.0)
         left.append(len(fleet.index))
-    ended = [before - after for before, after in zip(left, left[1:], strict=False)]
+    ended = [before - after for before, after in pairwise(left)]
     assert max(ended) <= 10_000
     assert len(ended) < 15
     fleet.index.check()

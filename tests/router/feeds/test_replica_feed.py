@@ -15,7 +15,7 @@ from cacheengine.keys import HashScheme, chunk_keys, key64
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.feeds.replica_feed import Feeds
 from router.fleet.fleet import Fleet
-from router.residency.prefix_index import keys64
+from router.residency.block_hashes import keys64
 from router.residency.tiers import Tier
 from router.staging.agent_client import AgentClient, AgentError, HistoryGone
 from tests.router.feeds.kv_publisher import KvPublisher, publisher, removed, stored

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cacheengine.keys import HashScheme, key64
+from router.residency.block_hashes import keys64
+from router.residency.claims import Claim
 from router.residency.matches import LOWER_TIERS, ChunkRun, Match
-from router.residency.prefix_index import Claim, PrefixIndex, keys64
+from router.residency.prefix_index import PrefixIndex
 from router.residency.replica_sets import Depth, slots
 from router.residency.tiers import Tier
 
@@ -61,7 +63,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(max_keys=10_000, swept_at_once=3)
+        self.index = PrefixIndex(max_keys=10_000)
         self.held: dict[tuple[int, Tier], Counter[int]] = {}
         self.claims: list[tuple[Claim, int, set[int], float]] = []
         self.former: dict[Claim, dict[int, set[int]]] = {}
@@ -173,7 +175,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        self.index.sweep()
+        self.index.sweep(3)
 
     @invariant()
     def holds_together(self) -> None:
@@ -191,7 +193,7 @@ class BoundedMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(max_keys=20, swept_at_once=3)
+        self.index = PrefixIndex(max_keys=20)
         self.now_s = 0.0
 
     @rule(replica=REPLICAS, tier=TIERS, keys=st.lists(st.integers(0, 60), max_size=40))
@@ -336,14 +338,14 @@ def test_a_claim_of_what_is_known_takes_no_room() -> None:
     index.add(0, Tier.GPU, [1, 2])
     for _ in range(1000):
         index.withdraw(index.believe(0, [1, 2], until_s=5.0))
-    assert not index._claims
+    assert not index._claims._by_end
 
 
-def test_expiring_takes_as_many_claims_as_it_may() -> None:
+def test_expiring_ends_whole_claims_of_as_many_keys_as_it_may() -> None:
     index = PrefixIndex(100)
     for key in range(3):
         index.believe(0, [key], until_s=1.0)
-    index.expire(1.0, limit=2)
+    index.expire(1.0, max_keys=10)
     assert len(index) == 1
 
 
@@ -382,7 +384,7 @@ def test_replicas_that_end_at_different_depths_are_told_apart(replicas: int) -> 
 
 
 def test_what_is_forgotten_counts_no_more_before_it_is_swept() -> None:
-    index = PrefixIndex(1000, swept_at_once=10)
+    index = PrefixIndex(1000)
     keys = list(range(25))
     index.add(0, Tier.GPU, keys)
     index.add(1, Tier.GPU, keys[:5])
@@ -391,7 +393,7 @@ def test_what_is_forgotten_counts_no_more_before_it_is_swept() -> None:
     index.add(0, Tier.GPU, keys[:3])
     for _ in range(3):
         assert index.depths(keys, 1, 0b11) == [Depth(0b10, 5, 5), Depth(0b01, 3, 3)]
-        index.sweep()
+        index.sweep(10)
         index.check()
     assert len(index) == 8
 
