@@ -11,7 +11,6 @@ Called by fleet, feeds and staging. Imports nothing of the router; no I/O, no cl
 from router.residency.block_hashes import PromptKeyring, PromptKeys, PromptView, keys64
 from router.residency.claims import Claim
 from router.residency.kv_events import (
-    Arrival,
     BadEvents,
     BlocksRemoved,
     BlocksStored,
@@ -20,7 +19,6 @@ from router.residency.kv_events import (
     KvBatch,
     KvEvent,
     KvEventReader,
-    MessageOrder,
     explains,
     find_shape,
 )
@@ -31,7 +29,6 @@ from router.residency.tiers import KeyShape, Tier
 
 __all__ = [
     "LOWER_TIERS",
-    "Arrival",
     "BadEvents",
     "BlocksRemoved",
     "BlocksStored",
@@ -45,7 +42,6 @@ __all__ = [
     "KvEvent",
     "KvEventReader",
     "Match",
-    "MessageOrder",
     "PrefixIndex",
     "PromptKeyring",
     "PromptKeys",

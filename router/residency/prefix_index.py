@@ -37,7 +37,7 @@ taken from: so none loses all while others, hardly smaller, lose nothing."""
 _KEYS_PER_TICK: Final = 10_000
 """Keys whose claims end, and keys whose bits are cleared, in one `tick`: some 10 ms each."""
 
-_KEYS_PER_CLAIM: Final = 4
+_KEYS_PER_CLAIM: Final = 12
 """Ending a claim costs as much as so many keys, beside its own."""
 
 

@@ -79,7 +79,7 @@ async def test_changes_follow_the_snapshot() -> None:
 async def test_changes_soon_after_others_are_asked_for_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.feeds.replica_feed._POLL_GAP_S", 0.5)
+    monkeypatch.setattr("router.feeds.agent_feed._POLL_GAP_S", 0.5)
     agent = AgentServer()
     async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
         await agent.change("cpu", True, CHUNKS[:1])
@@ -94,7 +94,7 @@ async def test_changes_soon_after_others_are_asked_for_at_once(
 async def test_an_agent_that_answers_empty_at_once_is_not_asked_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.feeds.replica_feed._POLL_GAP_S", 0.5)
+    monkeypatch.setattr("router.feeds.agent_feed._POLL_GAP_S", 0.5)
     agent = AgentServer()
     agent.waits = False
     async with serving(agent.app()) as url, feeding(agent_url=url):

@@ -345,7 +345,7 @@ def test_expiring_ends_whole_claims_of_as_many_keys_as_it_may() -> None:
     index = PrefixIndex(100)
     for key in range(3):
         index.believe(0, [key], until_s=1.0)
-    index.expire(1.0, max_keys=10)
+    index.expire(1.0, max_keys=14)
     assert len(index) == 1
 
 
