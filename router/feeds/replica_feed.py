@@ -11,7 +11,7 @@ from typing import Final
 import aiohttp
 import zmq.asyncio
 
-from router.feeds.agent_feed import AgentFeed
+from router.feeds.agent_feed import AgentFeed, poll_gap_s
 from router.feeds.kv_feed import KvFeed
 from router.fleet import Fleet
 from router.staging import AgentClient
@@ -31,13 +31,17 @@ class Feeds:
     async def start(self) -> None:
         """Begin, and wait a little so that the first request finds the agents' snapshots."""
         self._context = zmq.asyncio.Context()
+        replicas = self._fleet.replicas.values()
+        gap_s = poll_gap_s(sum(each.config.agent_url is not None for each in replicas))
         agents = []
-        for replica in self._fleet.replicas.values():
+        for replica in replicas:
             kv_feed = KvFeed(self._fleet, replica, self._session, self._context)
             self._tasks.append(asyncio.create_task(kv_feed.run()))
             if (url := replica.config.agent_url) is not None:
                 client = AgentClient(self._session, url)
-                agents.append(AgentFeed(self._fleet, replica, client, kv_feed.agent_told))
+                agents.append(
+                    AgentFeed(self._fleet, replica, client, told=kv_feed.agent_told, gap_s=gap_s)
+                )
         self._tasks += [asyncio.create_task(each.run()) for each in agents]
         with suppress(TimeoutError):
             async with asyncio.timeout(_START_WAIT_S):

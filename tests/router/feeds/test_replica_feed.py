@@ -13,6 +13,7 @@ from aiohttp import web
 
 from cacheengine.keys import HashScheme, chunk_keys, key64
 from router.config.settings import ReplicaConfig, RouterConfig
+from router.feeds.agent_feed import poll_gap_s
 from router.feeds.replica_feed import Feeds
 from router.fleet.fleet import Fleet
 from router.residency.block_hashes import keys64
@@ -95,6 +96,18 @@ async def test_an_agent_that_answers_empty_at_once_is_not_asked_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("router.feeds.agent_feed._POLL_GAP_S", 0.5)
+    agent = AgentServer()
+    agent.waits = False
+    async with serving(agent.app()) as url, feeding(agent_url=url):
+        await asyncio.sleep(0.2)
+        assert agent.calls.count("/events") == 1
+
+
+async def test_many_agents_are_not_asked_more_often_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [poll_gap_s(agents) for agents in (1, 25, 1000)] == [0.05, 0.05, 2.0]
+    monkeypatch.setattr("router.feeds.agent_feed._POLLS_PER_S", 0.5)
     agent = AgentServer()
     agent.waits = False
     async with serving(agent.app()) as url, feeding(agent_url=url):
