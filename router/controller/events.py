@@ -1,61 +1,50 @@
 """What the controller has been asked to do, by event id: the latest, so that memory is bounded."""
 
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from cacheengine.wire import MoveStatus
+from router.controller.registry import Instance
 
 MAX_EVENTS: Final = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Move:
-    """A move under way: whom to ask about it."""
+    """A move: which agent to ask about it."""
 
-    destination: str
-    """The instance's id."""
-    agent_url: str
+    destination: Instance
     agent_event_id: str
     chunk_tokens: int
     final: MoveStatus | None = None
-    """How it ended, once that is known."""
+    """How it ended, once that is known: its agent may forget it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """One thing that was asked; without a ``move`` it was done when it was answered."""
 
-    id: str
     num_tokens: int
     move: Move | None = None
 
 
 class Events:
-    """The latest ``max_events`` events."""
+    """The latest ``max_events`` events, by id."""
 
     def __init__(self, max_events: int = MAX_EVENTS) -> None:
         self._max_events = max_events
         self._events: dict[str, Event] = {}
 
-    def add(self, event: Event) -> None:
+    def add(self, event_id: str, event: Event) -> None:
         """Remember an event, and forget the oldest if there are too many."""
-        self._events[event.id] = event
+        self._events[event_id] = event
         while len(self._events) > self._max_events:
             del self._events[next(iter(self._events))]
 
     def get(self, event_id: str) -> Event | None:
         """Return an event, None if it is unknown or forgotten."""
         return self._events.get(event_id)
-
-    def finish(self, event_id: str, final: MoveStatus) -> None:
-        """Note how a move ended, unless it was forgotten meanwhile."""
-        event = self._events.get(event_id)
-        if event is not None and event.move is not None:
-            self._events[event_id] = replace(event, move=replace(event.move, final=final))
-
-    def __len__(self) -> int:
-        return len(self._events)
 
 
 def new_event_id(kind: str) -> str:

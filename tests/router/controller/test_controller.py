@@ -11,7 +11,7 @@ from cacheengine import wire
 from router.controller.api import UNSUPPORTED
 from router.controller.events import MAX_EVENTS
 from router.controller.registry import Configured
-from tests.router.controller.control_agent import CHUNK_TOKENS, ControlAgent
+from tests.router.controller.control_agent import CHUNK_TOKENS, TIERS, ControlAgent
 from tests.router.controller.controlling import TOKENS, Controlled, controlled, with_agents
 from tests.router.staging.agent_server import serving
 
@@ -92,7 +92,9 @@ async def test_lookup_names_the_location_that_holds_most(
 
 async def test_lookup_passes_the_salt_on(control: Controlled, one: ControlAgent) -> None:
     await control.ok("/lookup", {"tokens": TOKENS, "cache_salt": "s"})
-    assert one.asked == [("/lookup", wire.LookupRequest(tokens=TOKENS, cache_salt="s"))]
+    assert one.asked == [
+        ("/lookup", wire.LookupRequest(tokens=TOKENS, cache_salt="s", tier=tier)) for tier in TIERS
+    ]
 
 
 async def test_lookup_of_nothing_asks_nobody(control: Controlled, one: ControlAgent) -> None:
@@ -462,28 +464,36 @@ PIN: dict[str, object] = {"tokens": [1], "instance_id": "one", "location": CPU}
         ("/lookup", b"", "/lookup: "),
         ("/lookup", b"{", "/lookup: "),
         ("/lookup", b'{"tokens": [1], "cache_salt": "\xff"}', "/lookup: "),
-        ("/move", move(tokens=None), "give 'tokens', the prompt's token ids"),
-        ("/move", move(tokens=[]), "give 'tokens', the prompt's token ids"),
+        ("/move", move(tokens=None), "Expected `array`, got `null` - at `$.tokens`"),
+        ("/move", move(tokens=[]), "Expected `array` of length >= 1 - at `$.tokens`"),
         ("/move", move(old_position=["one"]), "Expected `array` of length 2 - at `$.old_position`"),
         ("/move", move(old_position="one"), "Expected `array`, got `str` - at `$.old_position`"),
         (
             "/move",
             move(new_position=["two", "cpu"]),
-            "'cpu' is no location; choose from LocalCPUBackend, LocalDiskBackend, RemoteBackend",
+            "Invalid enum value 'cpu' - at `$.new_position[1]`; it takes a JSON object with old",
         ),
         ("/move", move(new_position=["one", CPU]), "both positions are the same"),
-        ("/pin", {**PIN, "tokens": []}, "give 'tokens'"),
+        ("/pin", {**PIN, "tokens": []}, "Expected `array` of length >= 1 - at `$.tokens`"),
         ("/pin", {"tokens": [1], "location": CPU}, "missing required field `instance_id`"),
-        ("/unpin", {**PIN, "location": "GPU"}, "'GPU' is no location; choose from LocalCPU"),
-        ("/clear", {"instance_id": "one", "tokens": []}, "'tokens' is empty: leave it out to"),
-        ("/clear", {"instance_id": "one", "locations": []}, "'locations' is empty: name some"),
+        (
+            "/unpin",
+            {**PIN, "location": "GPU"},
+            "; locations are LocalCPUBackend, LocalDiskBackend, RemoteBackend",
+        ),
+        ("/clear", {"instance_id": "one", "tokens": []}, "length >= 1 - at `$.tokens`; it takes"),
+        ("/clear", {"instance_id": "one", "locations": []}, "length >= 1 - at `$.locations`; it"),
         (
             "/clear",
             {"instance_id": "one", "location": CPU, "locations": [CPU]},
             "give either 'location' or 'locations'",
         ),
         ("/clear", {"instance_id": "one", "token": [1]}, "unknown field `token`; it takes"),
-        ("/clear", {"instance_id": "one", "location": "disk"}, "'disk' is no location"),
+        (
+            "/clear",
+            {"instance_id": "one", "location": "disk"},
+            "Invalid enum value 'disk' - at `$.location`",
+        ),
         ("/health", {}, "missing required field `instance_id`"),
         ("/check_finish", {"event_id": 1}, "Expected `str`, got `int` - at `$.event_id`"),
     ],
