@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
@@ -10,23 +11,15 @@ import orjson
 from aiohttp import web
 
 from cacheengine.wire import ClearRequest, MoveRequest, MoveSource, PinReply, PinRequest
-from router.config import ApiError, NotFound, NotSupported, UpstreamFailed
+from router.config import ApiError, NotFound, UpstreamFailed
 from router.controller import calls
 from router.controller.agents import AgentCalls
-from router.controller.events import MAX_EVENTS, Event, Events, Move, new_event_id
-from router.controller.moves import check_in_reach, progress, status_or_none, transfer_address
+from router.controller.moves import Move, check_in_reach, progress, status_or_none, transfer_address
 from router.controller.registry import Instance, Registry
 from router.staging import AgentClient
 
-UNSUPPORTED: Final = {
-    "/compress": "chunks are compressed by remote_serde, for the remote tier alone",
-    "/decompress": "chunks are compressed by remote_serde, for the remote tier alone",
-    "/persist": "with local_disk set every chunk is written to disk anyway",
-    "/query_instance": "GET /instances lists the instances with their addresses",
-    "/batched_p2p_lookup": "POST /lookup tells which instance holds a prompt",
-}
-"""LMCache's endpoints that are not done here, and what to do instead."""
-
+MAX_EVENTS: Final = 1000
+"""So many of the latest events are remembered."""
 _UNREACHABLE: Final = 1
 """The error code of an agent that does not answer; 0 is that of a healthy one."""
 _LONGEST_NAMES: Final = 1000
@@ -51,7 +44,8 @@ class ControllerApi:
         self._limit_bytes = limit_bytes
         self._clock = clock
         self._wall_clock = wall_clock
-        self._events = Events()
+        self._events: dict[str, Move | int] = {}
+        """What was asked, by event id: of what was done at once, how many tokens it was."""
 
     def routes(self) -> list[web.RouteDef]:
         """Return the API's routes."""
@@ -67,7 +61,6 @@ class ControllerApi:
             web.post("/query_worker_info", self.query_worker_info),
             web.get("/instances", self.instances),
             web.post("/register", self.register),
-            *(web.post(path, self.unsupported) for path in UNSUPPORTED),
         ]
 
     # --- what is where
@@ -96,7 +89,7 @@ class ControllerApi:
                 layout[each.id] = answer
         if errors and len(errors) == len(instances):
             raise UpstreamFailed("no instance answers: " + "; ".join(errors.values()))
-        own: dict[str, Any] = {"event_id": new_event_id("Lookup"), "layout_info": layout}
+        own: dict[str, Any] = {"event_id": _new_event_id("Lookup"), "layout_info": layout}
         if errors:
             own["errors"] = errors
         return _json({**layout, **own})
@@ -140,6 +133,7 @@ class ControllerApi:
         move = Move(
             destination=target,
             agent_event_id=reply.event_id,
+            num_tokens=reply.num_tokens,
             chunk_tokens=target_info.chunk_tokens,
         )
         return self._accepted("Move", reply.num_tokens, move)
@@ -147,13 +141,12 @@ class ControllerApi:
     async def check_finish(self, request: web.Request) -> web.Response:
         """Answer ``running``, ``done``, ``failed`` or ``not_found``, and what has arrived."""
         call = await self._read(request, calls.CheckFinishCall)
-        event = self._events.get(call.event_id)
-        if event is None:
+        move = self._events.get(call.event_id)
+        if move is None:
             text = f"no such event, or older than the latest {MAX_EVENTS}"
             return _json({"status": "not_found", "error": text})
-        move = event.move
-        if move is None:
-            return _json({"status": "done", "num_tokens": event.num_tokens})
+        if isinstance(move, int):
+            return _json({"status": "done", "num_tokens": move})
         status = move.final or await self._agents.ask(
             move.destination, lambda agent: status_or_none(agent, move)
         )
@@ -162,7 +155,7 @@ class ControllerApi:
             return _json({"status": "not_found", "error": text})
         if status.state != "running":
             move.final = status
-        return _json(progress(event, move, status))
+        return _json(progress(move, status))
 
     # --- keeping and dropping
 
@@ -209,7 +202,7 @@ class ControllerApi:
     async def health(self, request: web.Request) -> web.Response:
         """Answer an instance's error code, 0 if its agent is well."""
         call = await self._read(request, calls.HealthCall)
-        answer: dict[str, Any] = {"event_id": new_event_id("Health"), "error_codes": {"0": 0}}
+        answer: dict[str, Any] = {"event_id": _new_event_id("Health"), "error_codes": {"0": 0}}
         try:
             await self._agents.ask(self._found(call.instance_id), AgentClient.health)
         except NotFound:
@@ -232,7 +225,7 @@ class ControllerApi:
                 param="worker_ids",
             )
         info = instance.worker_info(self._wall_clock() - self._clock())
-        return _json({"event_id": new_event_id("QueryWorkerInfo"), "worker_infos": [info]})
+        return _json({"event_id": _new_event_id("QueryWorkerInfo"), "worker_infos": [info]})
 
     async def register(self, request: web.Request) -> web.Response:
         """Say where that is done."""
@@ -240,10 +233,6 @@ class ControllerApi:
             "this is the controller's API; replicas register at its monitor port: write that "
             "of controller.monitor_port in their controller_url"
         )
-
-    async def unsupported(self, request: web.Request) -> web.Response:
-        """Say what to do instead."""
-        raise NotSupported(f"{request.path} is not done here: {UNSUPPORTED[request.path]}")
 
     # --- parts of the above
 
@@ -264,9 +253,16 @@ class ControllerApi:
     def _accepted(
         self, kind: str, num_tokens: int, move: Move | None = None, **more: object
     ) -> web.Response:
-        event_id = new_event_id(kind)
-        self._events.add(event_id, Event(num_tokens=num_tokens, move=move))
+        event_id = _new_event_id(kind)
+        self._events[event_id] = num_tokens if move is None else move
+        if len(self._events) > MAX_EVENTS:
+            del self._events[next(iter(self._events))]
         return _json({"event_id": event_id, "num_tokens": num_tokens, **more})
+
+
+def _new_event_id(kind: str) -> str:
+    """Return an id that begins with what was asked, as LMCache's do."""
+    return f"{kind}{uuid.uuid4()}"
 
 
 def _json(value: object) -> web.Response:

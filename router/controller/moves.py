@@ -1,13 +1,25 @@
 """Moves of chunks between instances: whether they can be, and how they go."""
 
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from cacheengine.wire import InstanceInfo, MoveStatus
 from router.config import Conflict, host_port, is_loopback
-from router.controller.events import Event, Move
 from router.controller.registry import Instance
 from router.staging import AgentClient, AgentRefused
+
+
+@dataclass(kw_only=True)
+class Move:
+    """A move, and which agent to ask about it."""
+
+    destination: Instance
+    agent_event_id: str
+    num_tokens: int
+    chunk_tokens: int
+    final: MoveStatus | None = None
+    """How it ended, once that is known: its agent may forget it."""
 
 
 def check_in_reach(source: Instance, target: Instance) -> None:
@@ -53,11 +65,11 @@ async def status_or_none(agent: AgentClient, move: Move) -> MoveStatus | None:
         raise
 
 
-def progress(event: Event, move: Move, status: MoveStatus) -> dict[str, Any]:
+def progress(move: Move, status: MoveStatus) -> dict[str, Any]:
     """Return how a move goes, for the caller that has asked for it."""
     shown = {
         "status": status.state,
-        "num_tokens": event.num_tokens,
+        "num_tokens": move.num_tokens,
         "arrived_tokens": status.arrived_chunks * move.chunk_tokens,
         "moved_bytes": status.moved_bytes,
     }

@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from cacheengine import wire
-from router.controller.api import UNSUPPORTED
-from router.controller.events import MAX_EVENTS
+from router.controller.api import MAX_EVENTS
 from router.controller.registry import Configured
 from tests.router.controller.control_agent import CHUNK_TOKENS, TIERS, ControlAgent
 from tests.router.controller.controlling import TOKENS, Controlled, controlled, with_agents
@@ -251,6 +250,17 @@ async def test_check_finish_of_an_unknown_event(control: Controlled) -> None:
         "status": "not_found",
         "error": f"no such event, or older than the latest {MAX_EVENTS}",
     }
+
+
+async def test_only_the_latest_events_are_kept(
+    control: Controlled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.controller.api.MAX_EVENTS", 3)
+    pin = {"tokens": TOKENS, "instance_id": "one", "location": CPU}
+    ids = [(await control.ok("/pin", pin))["event_id"] for _ in range(4)]
+    assert len(set(ids)) == 4 and all(each.startswith("Pin") for each in ids)
+    answers = [await control.ok("/check_finish", {"event_id": each}) for each in ids]
+    assert [each["status"] for each in answers] == ["not_found", "done", "done", "done"]
 
 
 async def test_instances_that_differ_cannot_exchange_chunks(
@@ -531,13 +541,6 @@ async def test_an_unknown_instance(control: Controlled, path: str, body: object)
     assert status == 404
     assert answer["error"]["message"] == "no instance 'three'; known are one, two"
     assert answer["error"]["code"] == "unknown_instance"
-
-
-@pytest.mark.parametrize("path", sorted(UNSUPPORTED))
-async def test_what_is_not_done_here_says_so(control: Controlled, path: str) -> None:
-    status, answer = await control.post(path, {"instance_id": "one"})
-    assert status == 501
-    assert answer["error"]["message"].startswith(f"{path} is not done here: ")
 
 
 async def test_an_agent_that_registers_at_the_wrong_port_is_told_the_right_one(
