@@ -195,6 +195,19 @@ async def test_a_stock_vllm_tells_where_its_events_are(context: zmq.asyncio.Cont
             assert next(iter(fleet.replicas.values())).has_events
 
 
+async def test_a_gpu_cache_that_is_reset_leaves_what_the_cpu_holds(
+    context: zmq.asyncio.Context,
+) -> None:
+    """vLLM says so of its GPU's prefix cache alone; its CPU tier may go on."""
+    async with publisher(context) as source:
+        await source.publish(stored(BLOCKS, list(PROMPT.token_ids or ())))
+        await source.publish(stored(BLOCKS, medium="CPU"))
+        await source.publish({"type": "AllBlocksCleared"})
+        endpoints = {"kv_events": source.endpoint, "kv_replay": source.replay_endpoint}
+        async with feeding(**endpoints) as fleet:
+            await until(lambda: matched(fleet) == {Tier.CPU: 256})
+
+
 async def test_a_stock_vllm_that_dies_is_forgotten_and_found_again(
     context: zmq.asyncio.Context,
 ) -> None:
