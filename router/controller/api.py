@@ -14,7 +14,13 @@ from cacheengine.wire import ClearRequest, MoveRequest, MoveSource, PinReply, Pi
 from router.config import ApiError, NotFound, UpstreamFailed
 from router.controller import calls
 from router.controller.agents import AgentCalls
-from router.controller.moves import Move, check_in_reach, progress, status_or_none, transfer_address
+from router.controller.moves import (
+    AcceptedMove,
+    check_in_reach,
+    progress,
+    status_or_none,
+    transfer_address,
+)
 from router.controller.registry import Instance, Registry
 from router.staging import AgentClient
 
@@ -44,7 +50,7 @@ class ControllerApi:
         self._limit_bytes = limit_bytes
         self._clock = clock
         self._wall_clock = wall_clock
-        self._events: dict[str, Move | int] = {}
+        self._events: dict[str, AcceptedMove | int] = {}
         """What was asked, by event id: of what was done at once, how many tokens it was."""
 
     def routes(self) -> list[web.RouteDef]:
@@ -70,7 +76,7 @@ class ControllerApi:
 
         LMCache's page shows the instances at the top level, its code under
         ``layout_info``: both are there. Instances that hold nothing are left
-        out; those that did not answer are under ``errors``.
+        out; instances that did not answer are under ``errors``.
         """
         call = await self._read(request, calls.LookupCall)
         instances = self._registry.instances() if call.tokens else []
@@ -130,7 +136,7 @@ class ControllerApi:
             copy=bool(call.copy),
         )
         reply = await self._agents.ask(target, lambda agent: agent.move(wanted))
-        move = Move(
+        move = AcceptedMove(
             destination=target,
             agent_event_id=reply.event_id,
             num_tokens=reply.num_tokens,
@@ -251,7 +257,7 @@ class ControllerApi:
         return instance
 
     def _accepted(
-        self, kind: str, num_tokens: int, move: Move | None = None, **more: object
+        self, kind: str, num_tokens: int, move: AcceptedMove | None = None, **more: object
     ) -> web.Response:
         event_id = _new_event_id(kind)
         self._events[event_id] = num_tokens if move is None else move

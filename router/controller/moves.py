@@ -11,8 +11,8 @@ from router.staging import AgentClient, AgentRefused
 
 
 @dataclass(kw_only=True)
-class Move:
-    """A move, and which agent to ask about it."""
+class AcceptedMove:
+    """A move that an agent has accepted, and will be asked about."""
 
     destination: Instance
     agent_event_id: str
@@ -55,7 +55,7 @@ def transfer_address(source: Instance, source_info: InstanceInfo, target: Instan
     return host_port(host, source_info.transfer_port)
 
 
-async def status_or_none(agent: AgentClient, move: Move) -> MoveStatus | None:
+async def status_or_none(agent: AgentClient, move: AcceptedMove) -> MoveStatus | None:
     """Return how a move goes; None if its agent does not know it. Raises `AgentError`."""
     try:
         return await agent.move_status(move.agent_event_id)
@@ -65,7 +65,7 @@ async def status_or_none(agent: AgentClient, move: Move) -> MoveStatus | None:
         raise
 
 
-def progress(move: Move, status: MoveStatus) -> dict[str, Any]:
+def progress(move: AcceptedMove, status: MoveStatus) -> dict[str, Any]:
     """Return how a move goes, for the caller that has asked for it."""
     shown = {
         "status": status.state,

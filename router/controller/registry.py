@@ -1,4 +1,4 @@
-"""Which instances the controller knows: those of its configuration, and those that registered.
+"""Which instances the controller knows: configured ones, and ones that have registered.
 
 Pure state: no I/O, no clock, times are passed in. One agent counts once, even
 if it is configured and registers too, possibly under another name.

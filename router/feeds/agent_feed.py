@@ -60,7 +60,7 @@ class AgentFeed:
             except (AgentError, ValueError) as error:  # ValueError: keys that are not whole
                 if pause.is_first:
                     log.warning("%s: its agent does not answer: %s", self._replica.id, error)
-            except Exception:  # nobody else would notice that the following ended
+            except Exception:  # else the following would end unnoticed
                 log.exception("%s: following its agent failed", self._replica.id)
             finally:
                 self.tried.set()
@@ -112,8 +112,8 @@ class AgentFeed:
     async def _take_events(self, batch: EventBatch) -> None:
         """Apply events in their order, with a turn for others after every `_PIECE_KEYS`.
 
-        No one else changes the lower tiers of a replica with an agent between the pieces: of
-        its KV events, which another task applies, only those of the GPU count.
+        Between the pieces nothing else changes the lower tiers of this replica: of its KV
+        events, which another task applies, only those of the GPU count, as there is an agent.
         """
         room_bytes = _PIECE_KEYS * _KEY_BYTES
         for event in batch.events:

@@ -67,7 +67,7 @@ class KvFeed:
                 if (endpoints := await self._endpoints()) is not None:
                     await self._follow(endpoints)
                     pause_s = self._pause.next_s()
-            except Exception:  # nobody else would notice that the following ended
+            except Exception:  # else the following would end unnoticed
                 log.exception("%s: following its KV events failed", self._replica.id)
                 pause_s = self._pause.next_s()
             with suppress(TimeoutError):

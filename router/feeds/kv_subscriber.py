@@ -3,7 +3,7 @@
 At first contact, after a gap, and when it has been quiet for a while, what may
 be missing is asked from the publisher's replay endpoint. What cannot be had
 ends in `KvSink.forget`: better to know nothing of a GPU than something wrong.
-A connection that is lost ends the following; whoever runs it begins anew.
+A connection that is lost ends the following; the caller begins anew.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class KvEndpoints:
 
 
 class KvSink(Protocol):
-    """Who hears the events of one replica."""
+    """The receiver of one replica's events."""
 
     def following(self) -> None:
         """Everything that can be known is known; what comes now is new."""
@@ -111,7 +111,7 @@ class KvSubscriber:
                 await asyncio.sleep(0)
 
     async def _take(self, batch: KvBatch) -> None:
-        """Apply a message, after those that are missing before it.
+        """Apply a message, after the messages that are missing before it.
 
         A number that was seen before is a duplicate (of a replay) if its time is
         not later than the last one's, else the publisher has restarted.

@@ -19,7 +19,7 @@ TEXT_PIECE_CHARS: Final = 1024
 
 
 class PromptView(Protocol):
-    """What of a prompt placing needs (`router.prompt.Prompt`)."""
+    """The parts of a prompt that placement needs (`router.prompt.Prompt`)."""
 
     @property
     def token_ids(self) -> Sequence[int] | None:

@@ -206,7 +206,7 @@ class PrefixIndex:
         """Return how deep each of many replicas holds a prompt, in one walk, deepest first.
 
         ``among`` has the bits of the replicas (`Replica.slot`) to tell of;
-        those that hold nothing of the prompt are left out. For each of the
+        replicas that hold nothing of the prompt are left out. For each of the
         others it says what `match` would.
         """
         stale = among & self._stale_replicas

@@ -243,6 +243,31 @@ async def test_an_unknown_seed_is_said_once(
     assert sum("PYTHONHASHSEED" in record.message for record in caplog.records) == 1
 
 
+async def test_every_replica_of_a_large_fleet_has_its_sockets(
+    context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZMQ's default is 1023 for all, of which 341 replicas took 3 each."""
+
+    class Small(zmq.asyncio.Context):
+        def __init__(self) -> None:
+            super().__init__()
+            self.set(zmq.MAX_SOCKETS, 10)
+
+    monkeypatch.setattr("zmq.asyncio.Context", Small)
+    async with publisher(context) as source, aiohttp.ClientSession() as session:
+        replicas = tuple(
+            ReplicaConfig(url=f"http://127.0.0.1:{port}", kv_events=source.endpoint)
+            for port in range(1, 6)
+        )
+        fleet = Fleet(RouterConfig(replicas=replicas))
+        feeds = Feeds(fleet, session)
+        await feeds.start()
+        try:
+            await until(lambda: all(each.has_events for each in fleet.replicas.values()))
+        finally:
+            await feeds.stop()
+
+
 async def test_a_replica_that_tells_nothing_is_let_be() -> None:
     async with serving(web.Application()) as url, feeding(url=url) as fleet:
         assert matched(fleet) == {}
