@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from router.feeds.agent_feed import AgentFeed, poll_gap_s
 from router.feeds.kv_feed import KvFeed
+from router.feeds.kv_subscriber import SOCKETS_PER_REPLICA
 from router.fleet import Fleet
 from router.staging import AgentClient
 
@@ -30,8 +31,10 @@ class Feeds:
 
     async def start(self) -> None:
         """Begin, and wait a little so that the first request finds the agents' snapshots."""
-        self._context = zmq.asyncio.Context()
         replicas = self._fleet.replicas.values()
+        self._context = zmq.asyncio.Context()
+        sockets = SOCKETS_PER_REPLICA * len(replicas) + self._context.get(zmq.MAX_SOCKETS)
+        self._context.set(zmq.MAX_SOCKETS, min(sockets, self._context.get(zmq.SOCKET_LIMIT)))
         gap_s = poll_gap_s(sum(each.config.agent_url is not None for each in replicas))
         agents = []
         for replica in replicas:
