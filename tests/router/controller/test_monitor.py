@@ -1,7 +1,6 @@
 """Registering with the controller, over HTTP."""
 
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from router.controller.controller import MAX_REQUESTS
 from router.controller.registry import Configured
 from tests.router.controller.control_agent import ControlAgent
-from tests.router.controller.controlling import TOKENS, Controlled, controlled, with_agents
+from tests.router.controller.controlling import TOKENS, Controlled, with_agents
 from tests.router.staging.agent_server import until
 
 AGENT = {
@@ -20,12 +19,6 @@ AGENT = {
     "heartbeat_s": 5.0,
 }
 BEAT = {"instance_id": "a", "incarnation": "one"}
-
-
-@pytest.fixture
-async def control() -> AsyncIterator[Controlled]:
-    async with controlled() as made:
-        yield made
 
 
 async def known(control: Controlled) -> list[dict[str, Any]]:
