@@ -74,6 +74,8 @@ PURE = (
     "router.latency.ttft_model",
     "router.latency.prediction_errors",
     "router.latency.prefill_queue",
+    "router.residency.claims",
+    "router.residency.kv_events",
     "router.residency.prefix_index",
     "router.residency.replica_sets",
     "router.residency.matches",

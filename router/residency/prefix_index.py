@@ -117,7 +117,10 @@ class PrefixIndex:
             if believed:
                 believed.pop(key, None)
         self._known += len(held) - before
-        self._clear_bits(replica, tier, gone)
+        if tier is Tier.GPU:
+            self._on_gpu.discard(replica, gone)
+        else:
+            self._clear_bits(replica, tier, gone)
 
     def forget(self, replica: int, tiers: Collection[Tier] | None = None) -> None:
         """Drop all that is known of a replica, or of these tiers of it.
@@ -151,7 +154,8 @@ class PrefixIndex:
 
     def withdraw(self, claim: Claim) -> None:
         """End a claim before its time; what another one claims too stays believed."""
-        self._clear_bits(claim.replica, Tier.GPU, self._claims.end(claim))
+        # What is known is not believed as well: these keys are neither now.
+        self._on_gpu.discard(claim.replica, self._claims.end(claim))
 
     def expire(self, now_s: float, max_keys: float = inf) -> None:
         """End the claims whose time is over, until ``max_keys`` are reached or just exceeded."""
