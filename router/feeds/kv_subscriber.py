@@ -8,7 +8,7 @@ A connection that is lost ends the following; the caller begins anew.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Final, Protocol, cast
@@ -26,6 +26,8 @@ SOCKETS_PER_REPLICA: Final = 4
 the first one: it allows 1023 altogether."""
 _HIGH_WATER: Final = 100_000
 """Messages kept while others are being applied, as many as vLLM keeps to be sent."""
+_AT_ONCE_BYTES: Final = 32_768
+"""Messages taken before others may run: some milliseconds."""
 _END_OF_REPLAY: Final = (1 << 64) - 1
 _HEARTBEAT_MS: Final = 5_000
 _DEAD_AFTER_MS: Final = 15_000
@@ -100,6 +102,7 @@ class KvSubscriber:
     async def _follow(self, socket: zmq.asyncio.Socket) -> None:
         await self._catch_up()
         self._sink.following()
+        waiting: zmq.SyncSocket = zmq.Socket.shadow(socket.underlying)
         while True:
             # Not poll() first: that costs as much again for every message.
             try:
@@ -109,16 +112,24 @@ class KvSubscriber:
                 # would show that it is missing.
                 await self._catch_up()
                 continue
-            if len(frames) == 3:
-                await self._take(self._reader.read(_number(frames[1]), frames[2]))
-                await asyncio.sleep(0)
+            left_bytes = _AT_ONCE_BYTES
+            with contextlib.suppress(zmq.Again):
+                await self._take(frames)
+                # While the loop was busy more have come: without it each costs half.
+                while (left_bytes := left_bytes - len(frames[-1])) > 0:
+                    frames = waiting.recv_multipart(zmq.NOBLOCK)
+                    await self._take(frames)
+            await asyncio.sleep(0)
 
-    async def _take(self, batch: KvBatch) -> None:
+    async def _take(self, frames: Sequence[bytes]) -> None:
         """Apply a message, after the messages that are missing before it.
 
         A number that was seen before is a duplicate (of a replay) if its time is
         not later than the last one's, else the publisher has restarted.
         """
+        if len(frames) != 3:
+            return
+        batch = self._reader.read(_number(frames[1]), frames[2])
         if batch.seq < self._expected:
             if batch.ts <= self._last_ts:
                 return

@@ -6,11 +6,15 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
+import zmq.asyncio
 
 from router.config.settings import ReplicaConfig, RouterConfig
+from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
 from router.fleet.fleet import Fleet
+from router.residency.kv_events import KvBatch, KvEventReader
 from router.residency.prefix_index import PrefixIndex
 from router.residency.tiers import Tier
+from tests.router.feeds.kv_publisher import publisher, stored
 from tests.router.feeds.test_replica_feed import feeding
 from tests.router.staging.agent_server import AgentServer, serving, until
 
@@ -75,6 +79,39 @@ async def test_what_changes_while_a_snapshot_is_taken_wins_over_it(
         assert fleet.index.held(0) == {Tier.DISK: len(KEYS) - 2}
         assert not fleet.index.match(0, KEYS[-2:]).runs
     assert agent.calls.count("/snapshot") == 1
+
+
+async def test_messages_that_wait_are_taken_a_few_at_a_time() -> None:
+    """Each has 9 KB; four of them are 32 KB and some."""
+    context, turns, taken = zmq.asyncio.Context(), [0], Counter[int]()
+
+    class Sink:
+        def following(self) -> None: ...
+
+        def forget(self) -> None: ...
+
+        def apply(self, batch: KvBatch) -> None:
+            taken[turns[0]] += 1
+
+    async def count() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    async with publisher(context) as source:
+        endpoints = KvEndpoints(source.endpoint, source.replay_endpoint)
+        subscriber = KvSubscriber(context, endpoints, KvEventReader(), Sink())
+        tasks = [asyncio.create_task(subscriber.run()), asyncio.create_task(count())]
+        await source.subscribed()
+        keys = [2**63 + key for key in range(1_000)]
+        for _ in range(50):
+            await source.publish(stored(keys))
+        await until(lambda: taken.total() == 50)
+        assert max(taken.values()) <= 4
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("claim_keys", [1, 500])
