@@ -119,7 +119,7 @@ def _make_parts(
     return Parts(
         fleet=fleet,
         admission=admission,
-        feeds=Feeds(fleet, session, time.monotonic),
+        feeds=Feeds(fleet, session),
         health=health,
         prompts=prompts,
         metrics=metrics,

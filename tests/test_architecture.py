@@ -77,6 +77,8 @@ PURE = (
     "router.latency.ttft_model",
     "router.latency.prediction_errors",
     "router.latency.prefill_queue",
+    "router.residency.claims",
+    "router.residency.kv_events",
     "router.residency.prefix_index",
     "router.residency.replica_sets",
     "router.residency.matches",

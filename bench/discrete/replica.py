@@ -17,7 +17,7 @@ from bench.simulator.model.request import SimRequest
 from bench.simulator.model.scheduler import ReplicaModel
 from bench.simulator.storage.engine_tiers import EngineTiers
 from cacheengine.record.events import KeyEventRecord
-from router.residency.prefix_index import keys64
+from router.residency.block_hashes import keys64
 from router.residency.tiers import Tier
 
 _FIRST_AND_LAST: Final = 10**9

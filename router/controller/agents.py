@@ -5,12 +5,12 @@ the `ApiError` that the caller gets, with the instance's name in it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 import aiohttp
 
-from cacheengine.wire import LookupRequest, MoveStatus, TierName
+from cacheengine.wire import LookupRequest, TierName
 from router.config import (
     ApiError,
     BadRequest,
@@ -20,14 +20,12 @@ from router.config import (
     UpstreamFailed,
     UpstreamTimeout,
 )
-from router.controller.calls import LOCATION_OF, Tokens
-from router.controller.events import Move
+from router.controller.calls import TIER_OF, Location, LookupCall
 from router.controller.registry import Instance
 from router.staging import AgentClient, AgentError, AgentRefused, AgentTimeout
 
 MAX_CALLS: Final = 64
 """Calls to agents at once; more wait for their turn."""
-_LOWER_TIERS: Final[tuple[TierName, ...]] = ("disk", "remote")
 _LONGEST_ERROR: Final = 500
 _REFUSALS: Final[dict[int, type[ApiError]]] = {
     400: BadRequest,
@@ -40,7 +38,7 @@ _REFUSALS: Final[dict[int, type[ApiError]]] = {
 _T = TypeVar("_T")
 
 
-class Agents:
+class AgentCalls:
     """Calls to agents over one session."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
@@ -55,49 +53,22 @@ class Agents:
         except AgentError as error:
             raise _as_api_error(instance.id, error) from None
 
-    async def longest(
-        self, instance: Instance, tokens: Tokens, cache_salt: str | None
-    ) -> tuple[str, int] | None:
+    async def longest(self, instance: Instance, call: LookupCall) -> tuple[Location, int] | None:
         """Return the location that holds most of a prompt, and how many tokens of it.
 
         The fastest one where several hold as much; None if none holds any.
         Raises `ApiError`.
         """
 
-        async def held(tier: TierName | None) -> tuple[int, Sequence[str]]:
-            request = LookupRequest(tokens=tokens, cache_salt=cache_salt, tier=tier)
+        async def held(tier: TierName) -> int:
+            request = LookupRequest(tokens=call.tokens, cache_salt=call.cache_salt, tier=tier)
             reply = await self.ask(instance, lambda agent: agent.lookup(request))
-            return reply.matched_tokens, reply.tiers
+            return reply.matched_tokens
 
-        matched, fastest = await held(None)
-        if not matched:
-            return None
-        # Every chunk comes from the fastest tier that has it: those from the
-        # CPU up to the first that is not are all that the CPU holds in a row.
-        in_cpu = next((i for i, tier in enumerate(fastest) if tier != "cpu"), len(fastest))
-        if in_cpu == len(fastest):
-            return LOCATION_OF["cpu"], matched
-        lower = await asyncio.gather(*(held(tier) for tier in _LOWER_TIERS))
-        counts = {
-            LOCATION_OF["cpu"]: matched * in_cpu // len(fastest),
-            **{LOCATION_OF[tier]: n for tier, (n, _) in zip(_LOWER_TIERS, lower, strict=True)},
-        }
+        counts = await asyncio.gather(*map(held, TIER_OF.values()))
         # max() takes the first of equals, and they stand fastest first.
-        best = max(counts, key=counts.__getitem__)
-        return (best, counts[best]) if counts[best] else None
-
-    async def move_status(self, move: Move) -> MoveStatus | None:
-        """Return how a move goes; None if its agent does not know it. Raises `ApiError`."""
-        try:
-            async with self._turns:
-                client = AgentClient(self._session, move.agent_url)
-                return await client.move_status(move.agent_event_id)
-        except AgentRefused as error:
-            if error.status == 404:
-                return None
-            raise _as_api_error(move.destination, error) from None
-        except AgentError as error:
-            raise _as_api_error(move.destination, error) from None
+        location, tokens = max(zip(TIER_OF, counts, strict=True), key=lambda each: each[1])
+        return (location, tokens) if tokens else None
 
 
 def _as_api_error(name: str, error: AgentError) -> ApiError:

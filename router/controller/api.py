@@ -2,48 +2,30 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 import orjson
 from aiohttp import web
 
-from cacheengine.wire import (
-    ClearRequest,
-    InstanceInfo,
-    MoveRequest,
-    MoveSource,
-    MoveStatus,
-    PinReply,
-    PinRequest,
-)
-from router.config import (
-    ApiError,
-    BadRequest,
-    Conflict,
-    NotFound,
-    NotSupported,
-    UpstreamFailed,
-    host_port,
-    is_loopback,
-)
+from cacheengine.wire import ClearRequest, MoveRequest, MoveSource, PinReply, PinRequest
+from router.config import ApiError, NotFound, UpstreamFailed
 from router.controller import calls
-from router.controller.agents import Agents
-from router.controller.events import MAX_EVENTS, Event, Events, Move, new_event_id
-from router.controller.registry import Instance, Registered, Registry
+from router.controller.agents import AgentCalls
+from router.controller.moves import (
+    AcceptedMove,
+    check_in_reach,
+    progress,
+    status_or_none,
+    transfer_address,
+)
+from router.controller.registry import Instance, Registry
 from router.staging import AgentClient
 
-UNSUPPORTED: Final = {
-    "/compress": "chunks are compressed by remote_serde, for the remote tier alone",
-    "/decompress": "chunks are compressed by remote_serde, for the remote tier alone",
-    "/persist": "with local_disk set every chunk is written to disk anyway",
-    "/query_instance": "GET /instances lists the instances with their addresses",
-    "/batched_p2p_lookup": "POST /lookup tells which instance holds a prompt",
-}
-"""LMCache's endpoints that are not done here, and what to do instead."""
-
+MAX_EVENTS: Final = 1000
+"""So many of the latest events are remembered."""
 _UNREACHABLE: Final = 1
 """The error code of an agent that does not answer; 0 is that of a healthy one."""
 _LONGEST_NAMES: Final = 1000
@@ -57,7 +39,7 @@ class ControllerApi:
     def __init__(
         self,
         registry: Registry,
-        agents: Agents,
+        agents: AgentCalls,
         *,
         limit_bytes: int,
         clock: Callable[[], float] = time.monotonic,
@@ -68,7 +50,8 @@ class ControllerApi:
         self._limit_bytes = limit_bytes
         self._clock = clock
         self._wall_clock = wall_clock
-        self._events = Events()
+        self._events: dict[str, AcceptedMove | int] = {}
+        """What was asked, by event id: of what was done at once, how many tokens it was."""
 
     def routes(self) -> list[web.RouteDef]:
         """Return the API's routes."""
@@ -84,7 +67,6 @@ class ControllerApi:
             web.post("/query_worker_info", self.query_worker_info),
             web.get("/instances", self.instances),
             web.post("/register", self.register),
-            *(web.post(path, self.unsupported) for path in UNSUPPORTED),
         ]
 
     # --- what is where
@@ -94,12 +76,12 @@ class ControllerApi:
 
         LMCache's page shows the instances at the top level, its code under
         ``layout_info``: both are there. Instances that hold nothing are left
-        out; those that did not answer are under ``errors``.
+        out; instances that did not answer are under ``errors``.
         """
         call = await self._read(request, calls.LookupCall)
         instances = self._registry.instances() if call.tokens else []
         answers = await asyncio.gather(
-            *(self._agents.longest(each, call.tokens, call.cache_salt) for each in instances),
+            *(self._agents.longest(each, call) for each in instances),
             return_exceptions=True,
         )
         layout: dict[str, tuple[str, int]] = {}
@@ -113,7 +95,7 @@ class ControllerApi:
                 layout[each.id] = answer
         if errors and len(errors) == len(instances):
             raise UpstreamFailed("no instance answers: " + "; ".join(errors.values()))
-        own: dict[str, Any] = {"event_id": new_event_id("Lookup"), "layout_info": layout}
+        own: dict[str, Any] = {"event_id": _new_event_id("Lookup"), "layout_info": layout}
         if errors:
             own["errors"] = errors
         return _json({**layout, **own})
@@ -121,7 +103,7 @@ class ControllerApi:
     async def instances(self, request: web.Request) -> web.Response:
         """Answer which instances there are, and when their heartbeats came."""
         now_s = self._clock()
-        found = [_shown(each, now_s) for each in self._registry.instances()]
+        found = [each.listing(now_s) for each in self._registry.instances()]
         return _json({"instances": found})
 
     # --- moving
@@ -132,31 +114,32 @@ class ControllerApi:
         Or from another tier of its own.
         """
         call = await self._read(request, calls.MoveCall)
-        tokens = calls.required_tokens(call.tokens, "their chunks are moved")
-        source, source_tier = self._position(call.old_position, "old_position")
-        target, target_tier = self._position(call.new_position, "new_position")
-        if (source, source_tier) == (target, target_tier):
-            raise BadRequest("both positions are the same", param="new_position")
-        _check_in_reach(source, target)
+        (source_id, source_location), (target_id, target_location) = (
+            call.old_position,
+            call.new_position,
+        )
+        source = self._found(source_id, "old_position")
+        target = self._found(target_id, "new_position")
+        check_in_reach(source, target)
         source_info, target_info = await asyncio.gather(
             *(self._agents.ask(each, AgentClient.info) for each in (source, target))
         )
         wanted = MoveRequest(
             source=MoveSource(
                 agent_url=source.agent_url,
-                transfer_address=_transfer_address(source, source_info, target_info),
-                tier=source_tier,
+                transfer_address=transfer_address(source, source_info, target_info),
+                tier=calls.TIER_OF[source_location],
             ),
-            tier=target_tier,
-            tokens=tokens,
+            tier=calls.TIER_OF[target_location],
+            tokens=call.tokens,
             cache_salt=call.cache_salt,
             copy=bool(call.copy),
         )
         reply = await self._agents.ask(target, lambda agent: agent.move(wanted))
-        move = Move(
-            destination=target.id,
-            agent_url=target.agent_url,
+        move = AcceptedMove(
+            destination=target,
             agent_event_id=reply.event_id,
+            num_tokens=reply.num_tokens,
             chunk_tokens=target_info.chunk_tokens,
         )
         return self._accepted("Move", reply.num_tokens, move)
@@ -164,20 +147,21 @@ class ControllerApi:
     async def check_finish(self, request: web.Request) -> web.Response:
         """Answer ``running``, ``done``, ``failed`` or ``not_found``, and what has arrived."""
         call = await self._read(request, calls.CheckFinishCall)
-        event = self._events.get(call.event_id)
-        if event is None:
+        move = self._events.get(call.event_id)
+        if move is None:
             text = f"no such event, or older than the latest {MAX_EVENTS}"
             return _json({"status": "not_found", "error": text})
-        move = event.move
-        if move is None:
-            return _json({"status": "done", "num_tokens": event.num_tokens})
-        status = move.final or await self._agents.move_status(move)
+        if isinstance(move, int):
+            return _json({"status": "done", "num_tokens": move})
+        status = move.final or await self._agents.ask(
+            move.destination, lambda agent: status_or_none(agent, move)
+        )
         if status is None:
-            text = f"{move.destination} does not know the move: it has started anew since"
+            text = f"{move.destination.id} does not know the move: it has started anew since"
             return _json({"status": "not_found", "error": text})
         if status.state != "running":
-            self._events.finish(event.id, status)
-        return _json(_progress(event, move, status))
+            move.final = status
+        return _json(progress(move, status))
 
     # --- keeping and dropping
 
@@ -193,21 +177,13 @@ class ControllerApi:
         self,
         request: web.Request,
         kind: str,
-        act: Callable[[AgentClient, PinRequest], Any],
+        act: Callable[[AgentClient, PinRequest], Awaitable[PinReply]],
     ) -> web.Response:
         call = await self._read(request, calls.PinCall)
+        tier = calls.TIER_OF[call.location]
+        wanted = PinRequest(tokens=call.tokens, cache_salt=call.cache_salt, tier=tier)
         instance = self._found(call.instance_id)
-        wanted = PinRequest(
-            tokens=calls.required_tokens(call.tokens, "their chunks are (un)pinned"),
-            cache_salt=call.cache_salt,
-            tier=calls.tier_of(call.location, "location"),
-        )
-
-        async def done(agent: AgentClient) -> PinReply:
-            reply: PinReply = await act(agent, wanted)
-            return reply
-
-        reply = await self._agents.ask(instance, done)
+        reply = await self._agents.ask(instance, lambda agent: act(agent, wanted))
         return self._accepted(kind, reply.num_tokens)
 
     async def clear(self, request: web.Request) -> web.Response:
@@ -218,13 +194,7 @@ class ControllerApi:
         """
         call = await self._read(request, calls.ClearCall)
         instance = self._found(call.instance_id)
-        if call.tokens is not None and not call.tokens:
-            raise BadRequest(
-                "'tokens' is empty: leave it out to clear everything there", param="tokens"
-            )
-        wanted = ClearRequest(
-            tiers=calls.cleared_tiers(call), tokens=call.tokens, cache_salt=call.cache_salt
-        )
+        wanted = ClearRequest(tiers=call.tiers(), tokens=call.tokens, cache_salt=call.cache_salt)
         info = await self._agents.ask(instance, AgentClient.info)
         reply = await self._agents.ask(instance, lambda agent: agent.clear(wanted))
         dropped = {
@@ -238,7 +208,7 @@ class ControllerApi:
     async def health(self, request: web.Request) -> web.Response:
         """Answer an instance's error code, 0 if its agent is well."""
         call = await self._read(request, calls.HealthCall)
-        answer: dict[str, Any] = {"event_id": new_event_id("Health"), "error_codes": {"0": 0}}
+        answer: dict[str, Any] = {"event_id": _new_event_id("Health"), "error_codes": {"0": 0}}
         try:
             await self._agents.ask(self._found(call.instance_id), AgentClient.health)
         except NotFound:
@@ -260,19 +230,8 @@ class ControllerApi:
                 f"'{instance.id}' has no worker {strange[0]}: an instance has one agent, worker 0",
                 param="worker_ids",
             )
-        parts = urlsplit(instance.agent_url)
-        since_wall_s = self._wall_clock() - self._clock()
-        registered = instance.registered
-        info = {
-            "instance_id": instance.id,
-            "worker_id": 0,
-            "ip": parts.hostname,
-            "port": parts.port,
-            "peer_init_url": _peer_url(parts.hostname, registered),
-            "registration_time": registered and since_wall_s + registered.since_s,
-            "last_heartbeat_time": registered and since_wall_s + registered.seen_s,
-        }
-        return _json({"event_id": new_event_id("QueryWorkerInfo"), "worker_infos": [info]})
+        info = instance.worker_info(self._wall_clock() - self._clock())
+        return _json({"event_id": _new_event_id("QueryWorkerInfo"), "worker_infos": [info]})
 
     async def register(self, request: web.Request) -> web.Response:
         """Say where that is done."""
@@ -280,10 +239,6 @@ class ControllerApi:
             "this is the controller's API; replicas register at its monitor port: write that "
             "of controller.monitor_port in their controller_url"
         )
-
-    async def unsupported(self, request: web.Request) -> web.Response:
-        """Say what to do instead."""
-        raise NotSupported(f"{request.path} is not done here: {UNSUPPORTED[request.path]}")
 
     # --- parts of the above
 
@@ -301,85 +256,19 @@ class ControllerApi:
             )
         return instance
 
-    def _position(self, position: calls.Position, param: str) -> tuple[Instance, Any]:
-        name, location = position
-        return self._found(name, param), calls.tier_of(location, param)
-
     def _accepted(
-        self, kind: str, num_tokens: int, move: Move | None = None, **more: object
+        self, kind: str, num_tokens: int, move: AcceptedMove | None = None, **more: object
     ) -> web.Response:
-        event = Event(id=new_event_id(kind), num_tokens=num_tokens, move=move)
-        self._events.add(event)
-        return _json({"event_id": event.id, "num_tokens": num_tokens, **more})
+        event_id = _new_event_id(kind)
+        self._events[event_id] = num_tokens if move is None else move
+        if len(self._events) > MAX_EVENTS:
+            del self._events[next(iter(self._events))]
+        return _json({"event_id": event_id, "num_tokens": num_tokens, **more})
 
 
-def _check_in_reach(source: Instance, target: Instance) -> None:
-    """Raise `Conflict` if the source's address means another machine to the target."""
-    if is_loopback(source.agent_url) and not is_loopback(target.agent_url):
-        raise Conflict(
-            f"{target.id}, at {target.agent_url}, cannot reach {source.id} at "
-            f"{source.agent_url}, its address on this machine alone: give it an agent_url that "
-            "other machines can use",
-            param="old_position",
-        )
-
-
-def _transfer_address(source: Instance, source_info: InstanceInfo, target: InstanceInfo) -> str:
-    """Return where the target fetches the source's chunks; raise `Conflict` if it cannot."""
-    if source_info.incarnation == target.incarnation:
-        return ""  # Between tiers of one replica: nothing is sent.
-    if source_info.layout != target.layout:
-        names = ("model", "hash_algorithm", "hash_seed", "block_tokens", "chunk_tokens")
-        differing = [
-            f"{name} {getattr(source_info, name)} and {getattr(target, name)}"
-            for name in names
-            if getattr(source_info, name) != getattr(target, name)
-        ]
-        why = "; ".join(differing) or "dtype, weights, parallel layout or vLLM's options"
-        raise Conflict(f"the two instances' chunks are not alike: they differ in {why}")
-    if source_info.transfer_port is None:
-        raise Conflict(
-            f"'{source.id}' gives no chunks away: set distributed_url in its configuration",
-            param="old_position",
-        )
-    host = urlsplit(source.agent_url).hostname or "127.0.0.1"
-    return host_port(host, source_info.transfer_port)
-
-
-def _progress(event: Event, move: Move, status: MoveStatus) -> dict[str, Any]:
-    """Return how a move goes, for who has asked for it."""
-    progress = {
-        "status": status.state,
-        "num_tokens": event.num_tokens,
-        "arrived_tokens": status.arrived_chunks * move.chunk_tokens,
-        "moved_bytes": status.moved_bytes,
-    }
-    return {**progress, "error": status.error} if status.error else progress
-
-
-def _shown(instance: Instance, now_s: float) -> dict[str, Any]:
-    registered = instance.registered
-    shown: dict[str, Any] = {
-        "instance_id": instance.id,
-        "agent_url": instance.agent_url,
-        "configured": instance.is_configured,
-        "registered": registered is not None,
-    }
-    if registered is not None:
-        shown |= {
-            "registered_as": registered.registration.instance_id,
-            "incarnation": registered.registration.incarnation,
-            "transfer_port": registered.registration.transfer_port,
-            "heartbeat_s": registered.registration.heartbeat_s,
-            "heartbeat_age_s": round(now_s - registered.seen_s, 3),
-        }
-    return shown
-
-
-def _peer_url(host: str | None, registered: Registered | None) -> str | None:
-    """Return where an instance gives chunks away, as ``host:port``."""
-    port = None if registered is None else registered.registration.transfer_port
-    return None if port is None else host_port(host or "", port)
+def _new_event_id(kind: str) -> str:
+    """Return an id that begins with what was asked, as LMCache's do."""
+    return f"{kind}{uuid.uuid4()}"
 
 
 def _json(value: object) -> web.Response:

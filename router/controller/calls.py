@@ -1,35 +1,38 @@
-"""What the controller is asked: LMCache's requests, checked.
+"""What the controller is asked: LMCache's requests, and agents' registrations.
 
 Names and shapes are LMCache's; ``cache_salt`` is vLLM's, for prompts that were
 salted. Unknown fields are refused, since a misspelled ``tokens`` would make a
-``/clear`` of some chunks one of all.
+``/clear`` of some chunks one of all; so are empty lists, for the same reason.
 """
 
 import asyncio
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
-from cacheengine.wire import TierName
+from cacheengine.wire import Registration, TierName
 from router.config import BadRequest
 from router.http import read_body
 
-LOCATIONS: Final[dict[str, TierName]] = {
+Location = Literal["LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"]
+"""LMCache's names of the tiers, fastest first."""
+
+TIER_OF: Final[dict[Location, TierName]] = {
     "LocalCPUBackend": "cpu",
     "LocalDiskBackend": "disk",
     "RemoteBackend": "remote",
 }
-"""LMCache's names of the tiers, fastest first."""
-
-LOCATION_OF: Final[dict[str, str]] = {tier: name for name, tier in LOCATIONS.items()}
+LOCATION_OF: Final[dict[str, Location]] = {tier: name for name, tier in TIER_OF.items()}
 
 BODY_S: Final = 60.0
-"""So long may a request's body take: who sends none must not keep others out for ever."""
+"""So long may a request's body take: one that never ends must not keep others out for ever."""
 
-Token = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-Tokens = list[Token]
-Position = tuple[str, str]
+Token = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Tokens = Annotated[list[Token], Meta(min_length=1)]
+"""A prompt's token ids from the first one on; vLLM's ``POST /tokenize`` has them."""
+Position = tuple[str, Location]
 """An instance's id, and a location."""
 
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -42,7 +45,7 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class LookupCall(_Call, frozen=True, kw_only=True):
     """``POST /lookup``."""
 
-    tokens: Tokens
+    tokens: list[Token]
     cache_salt: str | None = None
 
 
@@ -50,7 +53,7 @@ class PinCall(_Call, frozen=True, kw_only=True):
     """``POST /pin`` and ``/unpin``."""
 
     instance_id: str
-    location: str
+    location: Location
     tokens: Tokens
     cache_salt: str | None = None
 
@@ -59,10 +62,20 @@ class ClearCall(_Call, frozen=True, kw_only=True):
     """``POST /clear``: one location (as LMCache's code has it), several (as its page), or all."""
 
     instance_id: str
-    location: str | None = None
-    locations: list[str] | None = None
+    location: Location | None = None
+    locations: Annotated[list[Location], Meta(min_length=1)] | None = None
     tokens: Tokens | None = None
     cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what names locations in both ways."""
+        if self.location is not None and self.locations is not None:
+            raise ValueError("give either 'location' or 'locations', one of them")
+
+    def tiers(self) -> list[TierName] | None:
+        """Return the tiers to clear, None for all."""
+        locations = self.locations if self.location is None else [self.location]
+        return None if locations is None else [TIER_OF[each] for each in dict.fromkeys(locations)]
 
 
 class MoveCall(_Call, frozen=True, kw_only=True):
@@ -70,9 +83,14 @@ class MoveCall(_Call, frozen=True, kw_only=True):
 
     old_position: Position
     new_position: Position
-    tokens: Tokens | None = None
+    tokens: Tokens
     copy: bool | None = False
     cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a move to where the chunks are."""
+        if self.old_position == self.new_position:
+            raise ValueError("both positions are the same")
 
 
 class CheckFinishCall(_Call, frozen=True, kw_only=True):
@@ -94,6 +112,15 @@ class WorkerInfoCall(_Call, frozen=True, kw_only=True):
     worker_ids: list[int] = []
 
 
+class RegisterCall(Registration, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /register`` at the monitor: a `Registration` that can be kept and shown."""
+
+    # Printable ASCII, since a name stands in logs and in answers.
+    instance_id: Annotated[str, Meta(pattern=r"^[!-~]([ -~]{0,254}[!-~])?\Z")]
+    transfer_port: Annotated[int, Meta(ge=1, le=65535)] | None
+    heartbeat_s: Annotated[float, Meta(gt=0, le=3600)]
+
+
 async def read_call(request: web.Request, kind: type[_T], limit_bytes: int) -> _T:
     """Return a request's body; raise `BadRequest` or `TooLarge`."""
     try:
@@ -107,47 +134,14 @@ async def read_call(request: web.Request, kind: type[_T], limit_bytes: int) -> _
         raise BadRequest(f"{request.path}: {error}; it takes {_fields_text(kind)}") from None
 
 
-def tier_of(location: str, field: str) -> TierName:
-    """Return the tier that a location names; raise `BadRequest`, naming the known ones."""
-    tier = LOCATIONS.get(location)
-    if tier is None:
-        raise BadRequest(
-            f"'{location}' is no location; choose from {', '.join(LOCATIONS)}", param=field
-        )
-    return tier
-
-
-def required_tokens(tokens: Tokens | None, to_do: str) -> Tokens:
-    """Return the tokens; raise `BadRequest` when there are none."""
-    if not tokens:
-        raise BadRequest(
-            f"give 'tokens', the prompt's token ids from the first one on: {to_do} (vLLM's "
-            "POST /tokenize has them)",
-            param="tokens",
-        )
-    return tokens
-
-
-def cleared_tiers(call: ClearCall) -> list[TierName] | None:
-    """Return the tiers that a ``/clear`` names, None for all; raise `BadRequest`."""
-    if call.location is not None and call.locations is not None:
-        raise BadRequest("give either 'location' or 'locations', one of them", param="location")
-    if call.location is not None:
-        return [tier_of(call.location, "location")]
-    if call.locations is None:
-        return None
-    if not call.locations:
-        raise BadRequest(
-            "'locations' is empty: name some, or leave it out to clear every one",
-            param="locations",
-        )
-    return list(dict.fromkeys(tier_of(each, "locations") for each in call.locations))
-
-
 def _fields_text(kind: type[msgspec.Struct]) -> str:
     """Return the fields of a request as a person reads them."""
     fields = msgspec.structs.fields(kind)
     required = [each.name for each in fields if each.required]
     optional = [each.name for each in fields if not each.required]
     text = f"a JSON object with {', '.join(required)}"
-    return f"{text} and, if wanted, {', '.join(optional)}" if optional else text
+    if optional:
+        text += f" and, if wanted, {', '.join(optional)}"
+    if any("location" in each.name or "position" in each.name for each in fields):
+        text += f"; locations are {', '.join(TIER_OF)}"
+    return text

@@ -5,6 +5,7 @@ programs, and the monitor, where replicas' agents register. What is asked is
 done by the agents; the controller knows where they are, and nothing of chunks.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from router.config import Overloaded
-from router.controller.agents import Agents
+from router.controller.agents import AgentCalls
 from router.controller.api import ControllerApi
 from router.controller.monitor import MAX_BODY_BYTES, Monitor
 from router.controller.registry import Configured, Registry
@@ -44,7 +45,7 @@ class Controller:
         self._clock = clock
         self._api = ControllerApi(
             self.registry,
-            Agents(session),
+            AgentCalls(session),
             limit_bytes=limit_bytes,
             clock=clock,
             wall_clock=wall_clock,
@@ -60,11 +61,13 @@ class Controller:
         return self._application(self._monitor.routes(), MAX_BODY_BYTES)
 
     def _application(self, routes: Sequence[web.RouteDef], limit_bytes: int) -> web.Application:
-        gate = _Gate(MAX_REQUESTS)
+        under_way = asyncio.Semaphore(MAX_REQUESTS)
 
         @web.middleware
         async def admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
-            with gate:
+            if under_way.locked():
+                raise Overloaded(f"{MAX_REQUESTS} requests are under way; ask again later")
+            async with under_way:
                 self._forget_expired()
                 return await handler(request)
 
@@ -74,25 +77,5 @@ class Controller:
 
     def _forget_expired(self) -> None:
         for gone in self.registry.expire(self._clock()):
-            what = gone.registration
-            log.warning(
-                "%s (%s) has missed its heartbeats and is forgotten",
-                what.instance_id,
-                what.agent_url,
-            )
-
-
-class _Gate:
-    """Lets so many in at once, and refuses more."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._inside = 0
-
-    def __enter__(self) -> None:
-        if self._inside >= self._size:
-            raise Overloaded(f"{self._size} requests are under way; ask again later")
-        self._inside += 1
-
-    def __exit__(self, *exc: object) -> None:
-        self._inside -= 1
+            name, url = gone.registration.instance_id, gone.registration.agent_url
+            log.warning("%s (%s) has missed its heartbeats and is forgotten", name, url)

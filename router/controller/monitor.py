@@ -1,7 +1,6 @@
 """The controller's monitor port: where agents register and show that they live."""
 
 import logging
-import re
 import time
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -11,16 +10,13 @@ import msgspec
 from aiohttp import web
 
 from cacheengine.wire import Heartbeat, Registration
-from router.config import BadRequest, Conflict, NotFound, Overloaded, host_port, is_same_url
-from router.controller.calls import read_call
-from router.controller.registry import NameTaken, Registered, Registry, RegistryFull
+from router.config import ApiError, BadRequest, NotFound, host_port, is_same_url
+from router.controller.calls import RegisterCall, read_call
+from router.controller.registry import Registered, Registry
 
 log = logging.getLogger("warmroute.controller")
 
 MAX_BODY_BYTES: Final = 64 << 10
-_LONGEST_HEARTBEAT_S: Final = 3600.0
-_NAME: Final = re.compile(r"[!-~]([ -~]{0,254}[!-~])?")
-"""Printable ASCII: a name stands in logs, and in answers."""
 _ANYWHERE: Final = frozenset({"", "0.0.0.0", "::"})
 
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -43,15 +39,14 @@ class Monitor:
 
     async def register(self, request: web.Request) -> web.Response:
         """Take in an agent's `Registration`; 409 when its name is another's by configuration."""
-        registration = _checked(await self._read(request, Registration), request.remote)
+        call = await self._read(request, RegisterCall)
+        agent_url = _reachable(call.agent_url, request.remote)
+        registration = msgspec.structs.replace(call, agent_url=agent_url)
         try:
             before = self._registry.register(registration, self._clock())
-        except NameTaken as error:
-            log.error("refused a registration: %s", error)
-            raise Conflict(str(error), param="instance_id", code="name_taken") from None
-        except RegistryFull as error:
-            log.error("refused %s: %s", registration.instance_id, error)
-            raise Overloaded(str(error), retry_after_s=60) from None
+        except ApiError as error:
+            log.error("refused to register %s: %s", registration.instance_id, error)
+            raise
         _log_registered(registration, before)
         return web.json_response({"registered": registration.instance_id})
 
@@ -72,26 +67,6 @@ class Monitor:
 
     async def _read(self, request: web.Request, kind: type[_T]) -> _T:
         return await read_call(request, kind, MAX_BODY_BYTES)
-
-
-def _checked(registration: Registration, remote: str | None) -> Registration:
-    """Return a registration whose agent can be reached; raise `BadRequest`."""
-    if not _NAME.fullmatch(registration.instance_id):
-        raise BadRequest(
-            "instance_id must be 1 to 256 printable ASCII characters, the outer ones no spaces",
-            param="instance_id",
-        )
-    if not 0 < registration.heartbeat_s <= _LONGEST_HEARTBEAT_S:
-        raise BadRequest(
-            f"heartbeat_s is {registration.heartbeat_s}; it must be above 0 and at most "
-            f"{_LONGEST_HEARTBEAT_S:g}",
-            param="heartbeat_s",
-        )
-    port = registration.transfer_port
-    if port is not None and not 0 < port < 1 << 16:
-        raise BadRequest(f"transfer_port is {port}, which is no port", param="transfer_port")
-    url = _reachable(registration.agent_url, remote)
-    return msgspec.structs.replace(registration, agent_url=url)
 
 
 def _reachable(agent_url: str, remote: str | None) -> str:
@@ -128,9 +103,9 @@ def _log_registered(now: Registration, before: Registered | None) -> None:
         log.info("%s has started anew", now.instance_id)
 
 
-def _unknown(who: Heartbeat) -> NotFound:
+def _unknown(beat: Heartbeat) -> NotFound:
     return NotFound(
-        f"'{who.instance_id}' is not registered in this incarnation: register first",
+        f"'{beat.instance_id}' is not registered in this incarnation: register first",
         param="instance_id",
         code="unknown_instance",
     )

@@ -1,26 +1,20 @@
-"""Which instances the controller knows: those of its configuration, and those that registered.
+"""Which instances the controller knows: configured ones, and ones that have registered.
 
 Pure state: no I/O, no clock, times are passed in. One agent counts once, even
 if it is configured and registers too, possibly under another name.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
+from urllib.parse import urlsplit
 
 from cacheengine.wire import Heartbeat, Registration
-from router.config import is_same_url
+from router.config import Conflict, Overloaded, host_port, is_same_url
 
 MISSED_HEARTBEATS: Final = 3
 """After so many a registered instance is forgotten."""
-
-
-class NameTaken(Exception):  # noqa: N818  (what happened)
-    """An agent claims the name of a configured instance whose agent is another."""
-
-
-class RegistryFull(Exception):  # noqa: N818  (what happened)
-    """As many instances have registered as may."""
+_RETRY_REGISTRATION_S: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +26,20 @@ class Configured:
     incarnation: str | None
     """Its agent's; None while that has not answered."""
 
+    def has_agent(self, registration: Registration) -> bool:
+        """Whether a registration is that of its agent.
+
+        An agent that has started anew has another incarnation at the same URL, and
+        one URL may be written in several ways for the same incarnation.
+        """
+        return self.incarnation == registration.incarnation or is_same_url(
+            self.agent_url, registration.agent_url
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Registered:
-    """An instance that has registered, and when (in the clock of who passes times in)."""
+    """An instance that has registered, and when."""
 
     registration: Registration
     since_s: float
@@ -63,6 +67,39 @@ class Instance:
             registered is not None and name == registered.registration.instance_id
         )
 
+    def listing(self, now_s: float) -> dict[str, Any]:
+        """Return what ``GET /instances`` says of it."""
+        listing: dict[str, Any] = {
+            "instance_id": self.id,
+            "agent_url": self.agent_url,
+            "configured": self.is_configured,
+            "registered": self.registered is not None,
+        }
+        if self.registered is not None:
+            registration = self.registered.registration
+            listing |= {
+                "registered_as": registration.instance_id,
+                "incarnation": registration.incarnation,
+                "transfer_port": registration.transfer_port,
+                "heartbeat_s": registration.heartbeat_s,
+                "heartbeat_age_s": round(now_s - self.registered.seen_s, 3),
+            }
+        return listing
+
+    def worker_info(self, since_wall_s: float) -> dict[str, Any]:
+        """Return what LMCache's ``/query_worker_info`` says of it, in seconds since 1970."""
+        agent, registered = urlsplit(self.agent_url), self.registered
+        port = registered and registered.registration.transfer_port
+        return {
+            "instance_id": self.id,
+            "worker_id": 0,
+            "ip": agent.hostname,
+            "port": agent.port,
+            "peer_init_url": port and host_port(agent.hostname or "", port),
+            "registration_time": registered and since_wall_s + registered.since_s,
+            "last_heartbeat_time": registered and since_wall_s + registered.seen_s,
+        }
+
 
 class Registry:
     """The instances; ``configured`` tells those of the configuration, as they are now."""
@@ -77,20 +114,25 @@ class Registry:
     def register(self, registration: Registration, now_s: float) -> Registered | None:
         """Take in an instance; return what was registered under its name before.
 
-        The latest wins. Raises `NameTaken`, or `RegistryFull` when there is no
-        place for a new name; call `expire` first.
+        The latest wins. Raises `Conflict` for the name of a configured instance whose agent
+        is another, `Overloaded` when there is no place for a new name; call `expire` first.
         """
         name = registration.instance_id
         for each in self._configured():
-            if each.id == name and not _is_same_agent(each, registration):
-                raise NameTaken(
+            if each.id == name and not each.has_agent(registration):
+                raise Conflict(
                     f"'{name}' is configured with the agent at {each.agent_url}, and "
                     f"{registration.agent_url} claims that name: change lmcache_instance_id "
-                    "there, or the replica's agent_url here"
+                    "there, or the replica's agent_url here",
+                    param="instance_id",
+                    code="name_taken",
                 )
         before = self._registered.get(name)
         if before is None and len(self._registered) >= self._max_registered:
-            raise RegistryFull(f"{self._max_registered} instances have registered, no more may")
+            raise Overloaded(
+                f"{self._max_registered} instances have registered, no more may",
+                retry_after_s=_RETRY_REGISTRATION_S,
+            )
         self._registered[name] = Registered(registration=registration, since_s=now_s, seen_s=now_s)
         return before
 
@@ -99,9 +141,7 @@ class Registry:
         known = self._known(beat)
         if known is None or known.is_expired(now_s):
             return False
-        self._registered[beat.instance_id] = Registered(
-            registration=known.registration, since_s=known.since_s, seen_s=now_s
-        )
+        self._registered[beat.instance_id] = replace(known, seen_s=now_s)
         return True
 
     def deregister(self, gone: Heartbeat) -> bool:
@@ -123,7 +163,7 @@ class Registry:
         left = dict(self._registered)
         found = []
         for each in self._configured():
-            twin = next((one for one in left.values() if _is_same_agent(each, one)), None)
+            twin = next((one for one in left.values() if each.has_agent(one.registration)), None)
             if twin is not None:
                 del left[twin.registration.instance_id]
             # Another agent's claim to the name, from before the configured one had it.
@@ -147,21 +187,9 @@ class Registry:
         by_id = next((each for each in instances if each.id == name), None)
         return by_id or next((each for each in instances if each.answers_to(name)), None)
 
-    def _known(self, who: Heartbeat) -> Registered | None:
-        """Return who speaks, if what is registered under that name is the same incarnation."""
-        known = self._registered.get(who.instance_id)
-        if known is None or known.registration.incarnation != who.incarnation:
+    def _known(self, beat: Heartbeat) -> Registered | None:
+        """Return the instance of a heartbeat, if it has registered in this incarnation."""
+        known = self._registered.get(beat.instance_id)
+        if known is None or known.registration.incarnation != beat.incarnation:
             return None
         return known
-
-
-def _is_same_agent(configured: Configured, other: Registration | Registered) -> bool:
-    """Whether a registration is that of a configured agent.
-
-    An agent that has started anew has another incarnation at the same URL, and
-    one URL may be written in several ways for the same incarnation.
-    """
-    registration = other.registration if isinstance(other, Registered) else other
-    return configured.incarnation == registration.incarnation or is_same_url(
-        configured.agent_url, registration.agent_url
-    )

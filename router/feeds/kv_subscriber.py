@@ -3,25 +3,31 @@
 At first contact, after a gap, and when it has been quiet for a while, what may
 be missing is asked from the publisher's replay endpoint. What cannot be had
 ends in `KvSink.forget`: better to know nothing of a GPU than something wrong.
-A connection that is lost ends the following; whoever runs it begins anew.
+A connection that is lost ends the following; the caller begins anew.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final, Protocol, cast
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from router.residency import Arrival, KvBatch, KvEventReader, MessageOrder
+from router.residency import KvBatch, KvEventReader
 
 _REPLAY_TIMEOUT_S: Final = 5.0
 _QUIET_S: Final = 10.0
+SOCKETS_PER_REPLICA: Final = 4
+"""Its events, both ends of the monitor of their connection, a replay. ZMQ must be told before
+the first one: it allows 1023 altogether."""
 _HIGH_WATER: Final = 100_000
 """Messages kept while others are being applied, as many as vLLM keeps to be sent."""
+_AT_ONCE_BYTES: Final = 32_768
+"""Messages taken before others may run: some milliseconds."""
 _END_OF_REPLAY: Final = (1 << 64) - 1
 _HEARTBEAT_MS: Final = 5_000
 _DEAD_AFTER_MS: Final = 15_000
@@ -37,7 +43,7 @@ class KvEndpoints:
 
 
 class KvSink(Protocol):
-    """Who hears the events of one replica."""
+    """The receiver of one replica's events."""
 
     def following(self) -> None:
         """Everything that can be known is known; what comes now is new."""
@@ -68,7 +74,8 @@ class KvSubscriber:
         self._sink = sink
         self._replay_timeout_s = replay_timeout_s
         self._quiet_s = quiet_s
-        self._order = MessageOrder()
+        self._expected = 0
+        self._last_ts = -inf
 
     async def run(self) -> None:
         """Connect, however long that takes, and follow until the connection is lost.
@@ -86,9 +93,7 @@ class KvSubscriber:
                 socket.subscribe(self._endpoints.topic)
                 _connect(socket, self._endpoints.events)
                 await _monitored(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED)
-                await _until_first(
-                    self._follow(socket), _monitored(monitor, zmq.EVENT_DISCONNECTED)
-                )
+                await until_first(self._follow(socket), _monitored(monitor, zmq.EVENT_DISCONNECTED))
             finally:
                 socket.disable_monitor()
                 monitor.close(linger=0)
@@ -97,6 +102,7 @@ class KvSubscriber:
     async def _follow(self, socket: zmq.asyncio.Socket) -> None:
         await self._catch_up()
         self._sink.following()
+        waiting: zmq.SyncSocket = zmq.Socket.shadow(socket.underlying)
         while True:
             # Not poll() first: that costs as much again for every message.
             try:
@@ -106,35 +112,41 @@ class KvSubscriber:
                 # would show that it is missing.
                 await self._catch_up()
                 continue
-            if len(frames) == 3:
-                await self._take(self._reader.read(_number(frames[1]), frames[2]))
-                await asyncio.sleep(0)
+            left_bytes = _AT_ONCE_BYTES
+            with contextlib.suppress(zmq.Again):
+                await self._take(frames)
+                # While the loop was busy more have come: without it each costs half.
+                while (left_bytes := left_bytes - len(frames[-1])) > 0:
+                    frames = waiting.recv_multipart(zmq.NOBLOCK)
+                    await self._take(frames)
+            await asyncio.sleep(0)
 
-    async def _take(self, batch: KvBatch) -> None:
-        arrival = self._order.arrival(batch.seq, batch.ts)
-        if arrival is Arrival.RESTART:
-            self._begin_anew()
-            arrival = self._order.arrival(batch.seq, batch.ts)
-        if arrival is Arrival.GAP:
+    async def _take(self, frames: Sequence[bytes]) -> None:
+        """Apply a message, after the messages that are missing before it.
+
+        A number that was seen before is a duplicate (of a replay) if its time is
+        not later than the last one's, else the publisher has restarted.
+        """
+        if len(frames) != 3:
+            return
+        batch = self._reader.read(_number(frames[1]), frames[2])
+        if batch.seq < self._expected:
+            if batch.ts <= self._last_ts:
+                return
+            self._expected = 0
+            self._forget()
+        if batch.seq > self._expected:
             await self._catch_up()
-            arrival = self._order.arrival(batch.seq, batch.ts)
-        if arrival is Arrival.GAP:
-            self._skip_gap()
-            arrival = Arrival.NEXT
-        if arrival is Arrival.NEXT:
-            self._apply(batch)
+        self._apply(batch)
 
     async def _catch_up(self) -> None:
         """Apply what is missing, as far as the publisher still has it."""
         if self._endpoints.replay is None:
             return
-        replay = self._replay(self._endpoints.replay, self._order.expected)
+        replay = self._replay(self._endpoints.replay, self._expected)
         async with contextlib.aclosing(replay):
             async for batch in replay:
-                if batch.seq > self._order.expected:
-                    self._skip_gap()
-                if batch.seq >= self._order.expected:
-                    self._apply(batch)
+                self._apply(batch)
                 # Frames that are there already are received without a pause:
                 # let others run between the messages of a long replay.
                 await asyncio.sleep(0)
@@ -156,17 +168,19 @@ class KvSubscriber:
                 yield self._reader.read(_number(seq), payload)
 
     def _apply(self, batch: KvBatch) -> None:
-        self._order.advance(batch.seq, batch.ts)
+        """Pass on a message that is new.
+
+        Messages that are missing before it are given up here, and with them what they
+        may have changed.
+        """
+        if batch.seq < self._expected:
+            return
+        if batch.seq > self._expected > 0:
+            self._forget()
+        self._expected, self._last_ts = batch.seq + 1, batch.ts
         self._sink.apply(batch)
 
-    def _skip_gap(self) -> None:
-        """Give up what is missing, and with it what it may have changed."""
-        if self._order.expected > 0:
-            self._sink.forget()
-            self._sink.following()
-
-    def _begin_anew(self) -> None:
-        self._order.reset()
+    def _forget(self) -> None:
         self._sink.forget()
         self._sink.following()
 
@@ -193,7 +207,7 @@ async def _monitored(monitor: zmq.asyncio.Socket, wanted: int) -> None:
             return
 
 
-async def _until_first(work: Awaitable[None], end: Awaitable[None]) -> None:
+async def until_first(work: Awaitable[object], end: Awaitable[object]) -> None:
     """Run both until one is done, then end the other; raise what it raised."""
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(end)]
     try:

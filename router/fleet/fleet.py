@@ -37,9 +37,9 @@ from router.residency import (
     find_shape,
 )
 
-_EXPIRED_PER_PLACE: Final = 4
-"""Claims ended by the way; more than the one that a request makes, so that they
-cannot pile up, and few, so that no request pays for many."""
+_EXPIRED_KEYS_PER_PLACE: Final = 20
+"""Keys whose claims are ended by the way, the last claim whole: never fewer claims than the
+one that a request makes, so that they cannot pile up, and few, so that no request pays for many."""
 
 _TELLING_COPY_TOKENS: Final = 1024
 _REST_FROM_COPIES_S: Final = 5.0
@@ -92,7 +92,7 @@ class Fleet:
         model takes requests.
         """
         self.unseen.pass_time(now_s)
-        self.index.expire(now_s, _EXPIRED_PER_PLACE)
+        self.index.expire(now_s, _EXPIRED_KEYS_PER_PLACE)
         ask = Ask(
             keyring=prompt if isinstance(prompt, PromptKeyring) else PromptKeyring(prompt),
             session=session,
@@ -159,8 +159,7 @@ class Fleet:
     def tick(self, now_s: float) -> None:
         """End what time has ended; to be called about once a second."""
         self.unseen.pass_time(now_s)
-        self.index.expire(now_s)
-        self.index.sweep()
+        self.index.tick(now_s)
 
     def _claim_ttl_s(self, replica: Replica, *, by_tokens: bool) -> float:
         """Return how long a claim holds; one by text can never be confirmed by an event."""

@@ -8,9 +8,9 @@ prompt. The index keeps at most ``max_keys``: of more, the oldest of the largest
 Called by fleet, feeds and staging. Imports nothing of the router; no I/O, no clock.
 """
 
-from router.residency.block_hashes import PromptKeyring, PromptKeys, PromptView
+from router.residency.block_hashes import PromptKeyring, PromptKeys, PromptView, keys64
+from router.residency.claims import Claim
 from router.residency.kv_events import (
-    Arrival,
     BadEvents,
     BlocksRemoved,
     BlocksStored,
@@ -19,18 +19,16 @@ from router.residency.kv_events import (
     KvBatch,
     KvEvent,
     KvEventReader,
-    MessageOrder,
     explains,
     find_shape,
 )
 from router.residency.matches import LOWER_TIERS, ChunkRun, Match
-from router.residency.prefix_index import Claim, PrefixIndex, keys64
+from router.residency.prefix_index import PrefixIndex
 from router.residency.replica_sets import Depth, slots
 from router.residency.tiers import KeyShape, Tier
 
 __all__ = [
     "LOWER_TIERS",
-    "Arrival",
     "BadEvents",
     "BlocksRemoved",
     "BlocksStored",
@@ -44,7 +42,6 @@ __all__ = [
     "KvEvent",
     "KvEventReader",
     "Match",
-    "MessageOrder",
     "PrefixIndex",
     "PromptKeyring",
     "PromptKeys",

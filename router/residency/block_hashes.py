@@ -4,13 +4,14 @@ Keys are shared between replicas that make them alike, so a fleet of one kind
 computes them once per prompt.
 """
 
+import sys
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from cacheengine.keys import HashScheme
 from router.residency.matches import ChunkRun
-from router.residency.prefix_index import keys64
 from router.residency.tiers import KeyShape
 
 TEXT_PIECE_CHARS: Final = 1024
@@ -18,7 +19,7 @@ TEXT_PIECE_CHARS: Final = 1024
 
 
 class PromptView(Protocol):
-    """What of a prompt placing needs (`router.prompt.Prompt`)."""
+    """The parts of a prompt that placement needs (`router.prompt.Prompt`)."""
 
     @property
     def token_ids(self) -> Sequence[int] | None:
@@ -106,6 +107,17 @@ class PromptKeyring:
         if self._affinity is None:
             self._affinity = self._prompt.affinity
         return self._affinity
+
+
+def keys64(chain: Sequence[bytes]) -> list[int]:
+    """Return the 64-bit keys of whole digests, all of one length (a multiple of 8 bytes)."""
+    if not chain:
+        return []
+    words = array("Q", b"".join(chain))
+    if sys.byteorder == "little":
+        words.byteswap()
+    per_digest = len(chain[0]) // words.itemsize
+    return words[per_digest - 1 :: per_digest].tolist()
 
 
 def _by_text(prompt: PromptView) -> PromptKeys:

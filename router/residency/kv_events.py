@@ -1,4 +1,4 @@
-"""vLLM's KV events: their wire format, their tiers, their order, their hash scheme.
+"""vLLM's KV events: their wire format, their tiers, their hash scheme.
 
 A message is (topic, sequence number, payload); the payload is msgpack
 ``[ts, [events], dp_rank]``. Events are maps with a ``type`` since vLLM 0.32 and
@@ -8,7 +8,6 @@ arrays that begin with it before; both are read. Pure: the sockets are in
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import Any, Final
 
@@ -262,46 +261,3 @@ def explains(shape: KeyShape, first: FirstBlocks) -> bool:
     if key64(chain(first.token_ids[:size])[0]) != first.keys[0]:
         return False
     return [key64(key) for key in chain(first.token_ids)] == list(first.keys)
-
-
-class Arrival(Enum):
-    """What a message is, given those before it."""
-
-    NEXT = auto()
-    DUPLICATE = auto()
-    GAP = auto()
-    """Messages before it are missing."""
-    RESTART = auto()
-    """The publisher began anew: what was known of it is void."""
-
-
-class MessageOrder:
-    """The order of one publisher's messages, which it counts from 0.
-
-    A number that was seen before is a duplicate (of a replay) if its time is
-    not later than the last one's, else the publisher has restarted.
-    """
-
-    __slots__ = ("expected", "last_ts")
-
-    def __init__(self) -> None:
-        self.expected = 0
-        self.last_ts = float("-inf")
-
-    def arrival(self, seq: int, ts: float) -> Arrival:
-        """Say what a message is; changes nothing."""
-        if seq == self.expected:
-            return Arrival.NEXT
-        if seq > self.expected:
-            return Arrival.GAP
-        return Arrival.RESTART if ts > self.last_ts else Arrival.DUPLICATE
-
-    def advance(self, seq: int, ts: float) -> None:
-        """Note that a message was taken; the next one follows it."""
-        self.expected = seq + 1
-        self.last_ts = ts
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self.expected = 0
-        self.last_ts = float("-inf")

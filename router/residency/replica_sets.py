@@ -10,7 +10,7 @@ over them by identity.
 Pure state: no clock, no I/O.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import compress, count, repeat
 from operator import itemgetter, or_
@@ -87,9 +87,12 @@ class Holders:
         """Return the bits of each key's holders."""
         return map(self._masks.get, keys, repeat(0))
 
-    def items(self) -> Iterable[tuple[int, int]]:
-        """Return every key with the bits of its holders."""
-        return self._masks.items()
+    def check(self, expected: Mapping[int, int], stale: int) -> None:
+        """Raise AssertionError unless these are the holders, beside ``stale`` replicas."""
+        assert all(self._masks.values()), "a key without holders is kept"
+        for key in expected.keys() | self._masks:
+            wanted, has = expected.get(key, 0), self._masks.get(key, 0)
+            assert wanted | has & stale == has, (key, wanted, has, stale)
 
 
 def slots(replicas: int) -> list[int]:

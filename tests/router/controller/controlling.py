@@ -102,3 +102,9 @@ async def with_agents(
             for agent, url in zip(agents, urls, strict=True)
         ]
         yield urls
+
+
+def move(**changes: object) -> dict[str, object]:
+    """Return a call of ``/move``."""
+    cpu = "LocalCPUBackend"
+    return {"old_position": ["one", cpu], "new_position": ["two", cpu], "tokens": TOKENS} | changes

@@ -13,11 +13,11 @@ from aiohttp import web
 
 from cacheengine.keys import HashScheme, chunk_keys, key64
 from router.config.settings import ReplicaConfig, RouterConfig
+from router.feeds.agent_feed import poll_gap_s
 from router.feeds.replica_feed import Feeds
 from router.fleet.fleet import Fleet
-from router.residency.prefix_index import keys64
+from router.residency.block_hashes import keys64
 from router.residency.tiers import Tier
-from router.staging.agent_client import AgentClient, AgentError, HistoryGone
 from tests.router.feeds.kv_publisher import KvPublisher, publisher, removed, stored
 from tests.router.prompt.prompts_given import tokens
 from tests.router.staging.agent_server import AgentServer, serving, until
@@ -79,7 +79,7 @@ async def test_changes_follow_the_snapshot() -> None:
 async def test_changes_soon_after_others_are_asked_for_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.feeds.replica_feed._POLL_GAP_S", 0.5)
+    monkeypatch.setattr("router.feeds.agent_feed._POLL_GAP_S", 0.5)
     agent = AgentServer()
     async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
         await agent.change("cpu", True, CHUNKS[:1])
@@ -94,7 +94,19 @@ async def test_changes_soon_after_others_are_asked_for_at_once(
 async def test_an_agent_that_answers_empty_at_once_is_not_asked_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.feeds.replica_feed._POLL_GAP_S", 0.5)
+    monkeypatch.setattr("router.feeds.agent_feed._POLL_GAP_S", 0.5)
+    agent = AgentServer()
+    agent.waits = False
+    async with serving(agent.app()) as url, feeding(agent_url=url):
+        await asyncio.sleep(0.2)
+        assert agent.calls.count("/events") == 1
+
+
+async def test_many_agents_are_not_asked_more_often_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [poll_gap_s(agents) for agents in (1, 25, 1000)] == [0.05, 0.05, 2.0]
+    monkeypatch.setattr("router.feeds.agent_feed._POLLS_PER_S", 0.5)
     agent = AgentServer()
     agent.waits = False
     async with serving(agent.app()) as url, feeding(agent_url=url):
@@ -182,6 +194,19 @@ async def test_a_stock_vllm_tells_where_its_events_are(context: zmq.asyncio.Cont
             assert next(iter(fleet.replicas.values())).has_events
 
 
+async def test_a_gpu_cache_that_is_reset_leaves_what_the_cpu_holds(
+    context: zmq.asyncio.Context,
+) -> None:
+    """vLLM says so of its GPU's prefix cache alone; its CPU tier may go on."""
+    async with publisher(context) as source:
+        await source.publish(stored(BLOCKS, list(PROMPT.token_ids or ())))
+        await source.publish(stored(BLOCKS, medium="CPU"))
+        await source.publish({"type": "AllBlocksCleared"})
+        endpoints = {"kv_events": source.endpoint, "kv_replay": source.replay_endpoint}
+        async with feeding(**endpoints) as fleet:
+            await until(lambda: matched(fleet) == {Tier.CPU: 256})
+
+
 async def test_a_stock_vllm_that_dies_is_forgotten_and_found_again(
     context: zmq.asyncio.Context,
 ) -> None:
@@ -217,6 +242,31 @@ async def test_an_unknown_seed_is_said_once(
     assert sum("PYTHONHASHSEED" in record.message for record in caplog.records) == 1
 
 
+async def test_every_replica_of_a_large_fleet_has_its_sockets(
+    context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZMQ's default is 1023 for all, of which 341 replicas took 3 each."""
+
+    class Small(zmq.asyncio.Context):
+        def __init__(self) -> None:
+            super().__init__()
+            self.set(zmq.MAX_SOCKETS, 10)
+
+    monkeypatch.setattr("zmq.asyncio.Context", Small)
+    async with publisher(context) as source, aiohttp.ClientSession() as session:
+        replicas = tuple(
+            ReplicaConfig(url=f"http://127.0.0.1:{port}", kv_events=source.endpoint)
+            for port in range(1, 6)
+        )
+        fleet = Fleet(RouterConfig(replicas=replicas))
+        feeds = Feeds(fleet, session)
+        await feeds.start()
+        try:
+            await until(lambda: all(each.has_events for each in fleet.replicas.values()))
+        finally:
+            await feeds.stop()
+
+
 async def test_a_replica_that_tells_nothing_is_let_be() -> None:
     async with serving(web.Application()) as url, feeding(url=url) as fleet:
         assert matched(fleet) == {}
@@ -228,42 +278,6 @@ async def test_stopping_ends_every_task() -> None:
     async with serving(agent.app()) as url, feeding(agent_url=url):
         pass
     assert {task for task in asyncio.all_tasks() - before if not task.done()} == set()
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "problem"),
-    [
-        (500, b'{"error": "no room"}', "500: no room"),
-        (200, b"<html>", "the answer is not a InstanceInfo"),
-        (200, b"{}", "the answer is not a InstanceInfo"),
-        (404, b"not here", "404: not here"),
-    ],
-)
-async def test_what_is_not_an_agents_answer_is_an_agent_error(
-    status: int, body: bytes, problem: str
-) -> None:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(status=status, body=body)
-
-    app = web.Application()
-    app.router.add_get("/info", answer)
-    async with serving(app) as url, aiohttp.ClientSession() as session:
-        with pytest.raises(AgentError, match=problem):
-            await AgentClient(session, url).info()
-
-
-async def test_chunks_that_are_not_whole_blocks_are_refused() -> None:
-    agent = AgentServer(block_tokens=48)
-    async with serving(agent.app()) as url, aiohttp.ClientSession() as session:
-        with pytest.raises(AgentError, match="chunks of 64 tokens are not whole blocks of 48"):
-            await AgentClient(session, url).info()
-
-
-async def test_events_of_another_incarnation_are_gone() -> None:
-    agent = AgentServer()
-    async with serving(agent.app()) as url, aiohttp.ClientSession() as session:
-        with pytest.raises(HistoryGone):
-            await AgentClient(session, url).events(0, "earlier", 0.0)
 
 
 async def test_an_agent_with_a_hash_that_is_not_known_is_asked_again(

@@ -19,8 +19,8 @@ from router.fleet.decision import Decision, Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import State
 from router.latency.ttft_model import Part
+from router.residency.block_hashes import keys64
 from router.residency.kv_events import BlocksRemoved, BlocksStored, FirstBlocks, GpuCleared, KvBatch
-from router.residency.prefix_index import keys64
 from router.residency.tiers import Tier
 from tests.router.prompt.prompts_given import GivenPrompt, text, tokens
 

@@ -7,14 +7,12 @@ import pytest
 
 from cacheengine.keys import HashScheme, key64, prompt_extra_keys
 from router.residency.kv_events import (
-    Arrival,
     BadEvents,
     BlocksRemoved,
     BlocksStored,
     FirstBlocks,
     GpuCleared,
     KvEventReader,
-    MessageOrder,
     explains,
     find_shape,
     tier_of,
@@ -194,16 +192,3 @@ def test_one_wrong_block_refutes_a_scheme() -> None:
     keys = [key64(key) for key in HashScheme().chain(token_ids, 16)]
     keys[-1] ^= 1
     assert find_shape(FirstBlocks(keys, token_ids, 16), None) is None
-
-
-def test_messages_are_told_apart_by_number_and_time() -> None:
-    order = MessageOrder()
-    assert order.arrival(0, 1.0) is Arrival.NEXT
-    assert order.arrival(4, 1.0) is Arrival.GAP
-    order.advance(4, 10.0)
-    assert order.arrival(5, 11.0) is Arrival.NEXT
-    assert order.arrival(4, 10.0) is Arrival.DUPLICATE
-    assert order.arrival(0, 9.0) is Arrival.DUPLICATE
-    assert order.arrival(0, 12.0) is Arrival.RESTART
-    order.reset()
-    assert order.arrival(0, 12.0) is Arrival.NEXT

@@ -1,0 +1,162 @@
+"""Following one replica's KV events: where they come from, and what they tell the fleet."""
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Final
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+import zmq.asyncio
+
+from cacheengine.wire import InstanceInfo
+from router.feeds.health import authorization
+from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber, until_first
+from router.feeds.pause import Pause
+from router.fleet import Fleet, Replica
+from router.residency import BadEvents, KvBatch, KvEventReader
+
+log = logging.getLogger("warmroute.feeds")
+
+_NO_EVENTS_PAUSE_S: Final = 30.0
+_SOURCES_S: Final = 5.0
+
+
+class _Source(msgspec.Struct):
+    """One entry of vLLM's ``/kv_event_sources``."""
+
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+class KvFeed:
+    """One replica's KV events; a `KvSink` of its subscribers."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        replica: Replica,
+        session: aiohttp.ClientSession,
+        context: zmq.asyncio.Context,
+    ) -> None:
+        self._fleet = fleet
+        self._replica = replica
+        self._session = session
+        self._context = context
+        self._reader = KvEventReader()
+        self._pause = Pause()
+        self._agent_events: str | None = None
+        self._agent_replay: str | None = None
+        self._restarted = asyncio.Event()
+
+    def agent_told(self, info: InstanceInfo, *, restarted: bool) -> None:
+        """Take over from an agent where its vLLM publishes: most likely elsewhere if restarted."""
+        self._agent_events = self._endpoint(info.kv_events_port)
+        self._agent_replay = self._endpoint(info.kv_replay_port)
+        if restarted:
+            self._restarted.set()
+
+    async def run(self) -> None:
+        """Follow the events, and begin anew whenever that breaks off; without end."""
+        while True:
+            self._restarted.clear()
+            pause_s = _NO_EVENTS_PAUSE_S
+            try:
+                if (endpoints := await self._endpoints()) is not None:
+                    await self._follow(endpoints)
+                    pause_s = self._pause.next_s()
+            except Exception:  # else the following would end unnoticed
+                log.exception("%s: following its KV events failed", self._replica.id)
+                pause_s = self._pause.next_s()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._restarted.wait()
+
+    async def _follow(self, endpoints: KvEndpoints) -> None:
+        """Follow until the connection is lost or the replica has started anew."""
+        self._reader = KvEventReader()
+        subscriber = KvSubscriber(self._context, endpoints, self._reader, self)
+        try:
+            await until_first(subscriber.run(), self._restarted.wait())
+            if not self._restarted.is_set():
+                log.warning("%s: its KV events have ended", self._replica.id)
+        except BadEvents as error:
+            if self._pause.is_first:
+                log.warning("%s: its KV events are not vLLM's: %s", self._replica.id, error)
+        except zmq.ZMQError as error:
+            if self._pause.is_first:
+                log.warning("%s: no KV events from %s: %s", self._replica.id, endpoints, error)
+
+    # --- what subscribers tell
+
+    def following(self) -> None:
+        """Note that everything that can be known is known; what comes now is new."""
+        self._fleet.following_kv(self._replica.id)
+        self._pause.reset()
+        log.info("%s: following its KV events", self._replica.id)
+
+    def apply(self, batch: KvBatch) -> None:
+        """Take a message, in order, each once."""
+        problem = self._replica.shape_problem
+        self._fleet.apply_kv(self._replica.id, batch)
+        self._reader.shows_first = not self._replica.shape_checked
+        if self._replica.shape_problem not in (None, problem):
+            log.error("%s: %s", self._replica.id, self._replica.shape_problem)
+
+    def forget(self) -> None:
+        """Drop all that earlier messages told."""
+        self._fleet.lost_kv(self._replica.id)
+        self._reader.shows_first = True
+
+    # --- where they come from
+
+    async def _endpoints(self) -> KvEndpoints | None:
+        """Return where KV events come from, None if nothing says."""
+        config = self._replica.config
+        replay = config.kv_replay or self._agent_replay
+        if config.kv_events is not None:
+            return KvEndpoints(config.kv_events, replay)
+        if config.agent_url is None:
+            return await self._published_endpoints()
+        return KvEndpoints(self._agent_events, replay) if self._agent_events else None
+
+    def _endpoint(self, port: int | None) -> str | None:
+        return None if port is None else f"tcp://{self._host}:{port}"
+
+    @property
+    def _host(self) -> str:
+        host = urlsplit(self._replica.config.url).hostname or "127.0.0.1"
+        return f"[{host}]" if ":" in host else host
+
+    async def _published_endpoints(self) -> KvEndpoints | None:
+        """Ask a vLLM itself, which tells since 0.32."""
+        config = self._replica.config
+        try:
+            async with self._session.get(
+                f"{config.url}/kv_event_sources",
+                headers=authorization(config),
+                timeout=aiohttp.ClientTimeout(total=_SOURCES_S),
+            ) as response:
+                body = await response.read() if response.status == 200 else b"{}"
+            sources = msgspec.json.decode(body, type=dict[str, _Source])
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError):
+            return None
+        if len(sources) > 1:
+            log.warning(
+                "%s: has %d data-parallel ranks behind one URL; only the first one's KV is known",
+                self._replica.id,
+                len(sources),
+            )
+        first = sources.get("0", _Source())
+        if first.endpoint is None:
+            return None
+        replay = first.replay_endpoint and self._reachable(first.replay_endpoint)
+        return KvEndpoints(self._reachable(first.endpoint), replay, first.topic)
+
+    def _reachable(self, endpoint: str) -> str:
+        """Turn an address that a server listens on into one to connect to."""
+        for anywhere in ("*", "0.0.0.0", "[::]"):
+            endpoint = endpoint.replace(f"tcp://{anywhere}:", f"tcp://{self._host}:")
+        return endpoint

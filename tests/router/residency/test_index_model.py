@@ -1,0 +1,234 @@
+"""The index against a naive model, after every random step; and that its limit holds."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from router.residency.claims import Claim
+from router.residency.matches import LOWER_TIERS, Match
+from router.residency.prefix_index import PrefixIndex
+from router.residency.replica_sets import slots
+from router.residency.tiers import Tier
+
+CHAIN = list(range(100, 124))
+KEYS = st.lists(st.sampled_from(CHAIN), max_size=8)
+REPLICAS = st.integers(0, 2)
+TIERS = st.sampled_from(list(Tier))
+STEPS = st.sampled_from([1, 2, 4])
+
+
+def naive_match(
+    gpu: set[int], lower: dict[Tier, set[int]], keys: Sequence[int], step: int
+) -> tuple[int, list[Tier]]:
+    """Return GPU blocks, and the tier of each chunk from the one that holds their end."""
+    blocks = 0
+    while blocks < len(keys) and keys[blocks] in gpu:
+        blocks += 1
+    tiers: list[Tier] = []
+    if blocks == len(keys):
+        return blocks, tiers
+    for end in range((blocks // step + 1) * step, len(keys) + 1, step):
+        found = [tier for tier in LOWER_TIERS if keys[end - 1] in lower[tier]]
+        if not found:
+            break
+        tiers.append(found[0])
+    return blocks, tiers
+
+
+def check_depths(index: PrefixIndex, keys: Sequence[int], step: int, among: int) -> None:
+    """See that for each replica the depth is what its own match says, deepest first."""
+    depths = index.depths(keys, step, among)
+    assert [each.blocks for each in depths] == sorted(
+        (each.blocks for each in depths), reverse=True
+    )
+    found = [
+        (slot, each.gpu_blocks, each.blocks) for each in depths for slot in slots(each.replicas)
+    ]
+    matches = {slot: index.match(slot, keys, step) for slot in slots(among)}
+    assert sorted(found) == [
+        (slot, match.gpu_blocks, sum(match.tokens(1, step).values()))
+        for slot, match in matches.items()
+        if match != Match()
+    ]
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Random operations on the index and on counters per replica and tier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(max_keys=10_000)
+        self.held: dict[tuple[int, Tier], Counter[int]] = {}
+        self.claims: list[tuple[Claim, int, set[int], float]] = []
+        self.former: dict[Claim, dict[int, set[int]]] = {}
+        self.now_s = 0.0
+
+    def counter(self, replica: int, tier: Tier) -> Counter[int]:
+        return self.held.setdefault((replica, tier), Counter())
+
+    def believed(self, replica: int) -> set[int]:
+        keys: set[int] = set()
+        for _, at, claimed, _ in self.claims:
+            if at == replica:
+                keys |= claimed
+        return keys
+
+    def drop_belief(self, replica: int, keys: Sequence[int]) -> None:
+        for _, at, claimed, _ in self.claims:
+            if at == replica:
+                claimed -= set(keys)
+
+    @rule(replica=REPLICAS, tier=TIERS, keys=KEYS, counted=st.booleans())
+    def add(self, replica: int, tier: Tier, keys: list[int], counted: bool) -> None:
+        self.index.add(replica, tier, keys, counted=counted)
+        for key in keys:
+            counter = self.counter(replica, tier)
+            counter[key] = counter[key] + 1 if counted else 1
+        if tier is Tier.GPU:
+            self.drop_belief(replica, keys)
+
+    @rule(replica=REPLICAS, tier=TIERS, keys=KEYS)
+    def remove(self, replica: int, tier: Tier, keys: list[int]) -> None:
+        self.index.remove(replica, tier, keys)
+        for key in keys:
+            counter = self.counter(replica, tier)
+            counter[key] -= 1
+            if counter[key] <= 0:
+                del counter[key]
+                if tier is Tier.GPU:
+                    self.drop_belief(replica, [key])
+
+    @rule(replica=REPLICAS, tiers=st.none() | st.sets(TIERS))
+    def forget(self, replica: int, tiers: set[Tier] | None) -> None:
+        self.index.forget(replica, tiers)
+        for tier in Tier if tiers is None else tiers:
+            self.counter(replica, tier).clear()
+        if tiers is None or Tier.GPU in tiers:
+            self.drop_belief(replica, CHAIN)
+
+    @rule(replica=REPLICAS, length=st.integers(1, len(CHAIN)), ttl_s=st.integers(1, 5))
+    def believe(self, replica: int, length: int, ttl_s: int) -> None:
+        keys = CHAIN[:length]
+        claim = self.index.believe(replica, keys, self.now_s + ttl_s)
+        self.former[claim] = self.holders(replica, keys)
+        self.drop_belief(replica, keys)  # the later claim takes over
+        self.claims.append((claim, replica, set(keys), self.now_s + ttl_s))
+
+    def holders(self, replica: int, keys: Sequence[int]) -> dict[int, set[int]]:
+        """Return the claims, if any, on those keys that need one, up to the first that has none."""
+        found: dict[int, set[int]] = {}
+        for key in keys:
+            claims = [each[2] for each in self.claims if each[1] == replica and key in each[2]]
+            if claims:
+                (found[key],) = claims
+            elif key not in self.counter(replica, Tier.GPU):
+                break
+        return found
+
+    @rule(which=st.integers(0, 20))
+    def withdraw(self, which: int) -> None:
+        if self.claims:
+            claim, *_ = ended = self.claims.pop(which % len(self.claims))
+            self.index.withdraw(claim)
+            self.give_back(ended)
+
+    @rule(step_s=st.integers(0, 3))
+    def expire(self, step_s: int) -> None:
+        self.now_s += step_s
+        self.index.expire(self.now_s)
+        for ended in sorted(self.claims, key=lambda each: each[3]):
+            if ended[3] <= self.now_s:
+                self.claims.remove(ended)
+                self.give_back(ended)
+
+    def give_back(self, ended: tuple[Claim, int, set[int], float]) -> None:
+        """Let the claims whose place one took believe again, if they have not ended."""
+        claim, _, keys, _ = ended
+        for key in keys:
+            former = self.former[claim].get(key)
+            if any(former is claimed for _, _, claimed, _ in self.claims):
+                assert former is not None
+                former.add(key)
+
+    @rule(replica=REPLICAS, step=STEPS, start=st.integers(0, 3), length=st.integers(0, len(CHAIN)))
+    def match(self, replica: int, step: int, start: int, length: int) -> None:
+        keys = CHAIN[start : start + length]
+        gpu = set(self.counter(replica, Tier.GPU)) | self.believed(replica)
+        lower = {tier: set(self.counter(replica, tier)) for tier in LOWER_TIERS}
+        blocks, tiers = naive_match(gpu, lower, keys, step)
+        found = self.index.match(replica, keys, step)
+        assert found.gpu_blocks == blocks
+        assert [run.tier for run in found.runs for _ in range(run.start, run.stop)] == tiers
+        assert all(
+            one.stop == other.start for one, other in zip(found.runs, found.runs[1:], strict=False)
+        )
+
+    @rule(step=STEPS, length=st.integers(0, len(CHAIN)), among=st.integers(0, 7))
+    def depths(self, step: int, length: int, among: int) -> None:
+        check_depths(self.index, CHAIN[:length], step, among)
+
+    @rule()
+    def sweep(self) -> None:
+        self.index.sweep(3)
+
+    @invariant()
+    def holds_together(self) -> None:
+        self.index.check()
+        for (replica, tier), counter in self.held.items():
+            assert self.index.held(replica).get(tier, 0) == len(counter)
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class BoundedMachine(RuleBasedStateMachine):
+    """The limit holds whatever happens, and what is evicted is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(max_keys=20)
+        self.now_s = 0.0
+
+    @rule(replica=REPLICAS, tier=TIERS, keys=st.lists(st.integers(0, 60), max_size=40))
+    def add(self, replica: int, tier: Tier, keys: list[int]) -> None:
+        self.index.add(replica, tier, keys)
+
+    @rule(replica=REPLICAS, keys=st.lists(st.integers(0, 60), max_size=30, unique=True))
+    def believe(self, replica: int, keys: list[int]) -> None:
+        self.now_s += 1
+        self.index.believe(replica, keys, self.now_s + 3)
+        self.index.expire(self.now_s)
+
+    @rule(replica=REPLICAS)
+    def forget(self, replica: int) -> None:
+        self.index.forget(replica)
+
+    @invariant()
+    def stays_bounded(self) -> None:
+        self.index.check()
+
+
+@given(
+    held=st.lists(st.tuples(st.integers(0, 24), st.integers(0, 24), st.integers(0, 23))),
+    step=STEPS,
+    among=st.integers(0, 2**64 - 1),
+)
+def test_one_walk_tells_what_each_replicas_match_does(
+    held: list[tuple[int, int, int]], step: int, among: int
+) -> None:
+    """Replicas hold different lengths, on the GPU with a hole."""
+    index = PrefixIndex(10_000)
+    for replica, (on_gpu, on_disk, hole) in enumerate(held):
+        index.add(replica, Tier.GPU, [key for key in CHAIN[:on_gpu] if key != CHAIN[hole]])
+        index.add(replica, Tier.DISK, CHAIN[:on_disk])
+    index.check()
+    check_depths(index, CHAIN, step, among)
+    check_depths(index, CHAIN, step, 2 ** len(held) - 1)
+
+
+TestBounded = BoundedMachine.TestCase
+TestBounded.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
