@@ -4,9 +4,11 @@ import asyncio
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import aiohttp
 import pytest
@@ -15,7 +17,10 @@ from aiohttp.test_utils import TestServer
 
 from cacheengine.keys import HashScheme, prompt_extra_keys
 from router.config.errors import BadRequest, ConfigError
+from router.prompt.messages import chat_tools
 from router.prompt.reader import TEXT_PIECE_CHARS, Prompt, PromptReader, Trust
+from router.prompt.templates import ChatTemplate
+from router.prompt.tokenizer import Memo, Piece
 from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import CALL, TEMPLATES, USER, WEATHER
 from tests.router.prompt.test_encoder import LONG
@@ -243,6 +248,50 @@ async def test_what_is_known_is_not_sent_to_a_thread(
         assert prompt.token_ids == llama3().encode(prompt.text, add_special_tokens=False).ids
     await reader.read(CHAT, chat(said("system", distinct("two"))))
     assert len(sent) == 2
+
+
+@pytest.mark.xfail(strict=True, reason="it is rendered three times, twice on the loop")
+async def test_a_long_new_prompt_is_rendered_once_and_tokenized_off_the_loop(
+    reader: PromptReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered, tokenized = Mock(wraps=ChatTemplate.render), []
+
+    def render(*args: Any, **options: Any) -> str:
+        text: str = rendered(*args, **options)
+        return text
+
+    def add(memo: Memo, *args: Any) -> Piece:
+        tokenized.append(threading.current_thread())
+        return remember(memo, *args)
+
+    remember = Memo.add
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    monkeypatch.setattr(Memo, "add", add)
+    await reader.read(CHAT, chat(said("system", distinct("one"))))
+    assert rendered.call_count == 1
+    assert tokenized
+    assert threading.current_thread() not in tokenized
+
+
+@pytest.mark.xfail(strict=True, reason="its bytes count as text")
+@pytest.mark.parametrize("with_tokenizer", [True, False])
+async def test_the_bytes_of_an_image_do_not_make_a_prompt_long(
+    reader: PromptReader, monkeypatch: pytest.MonkeyPatch, with_tokenizer: bool
+) -> None:
+    to_thread = AsyncMock()
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
+    audio = {"type": "input_audio", "input_audio": {"data": "A" * 1_000_000, "format": "wav"}}
+    body = chat(said("system", LONG), {"role": "user", "content": [image, audio]})
+    used = reader if with_tokenizer else PromptReader(None)
+    assert (await used.read(CHAT, body)).text
+    to_thread.assert_not_called()
+
+
+@pytest.mark.xfail(strict=True, reason="they are copied")
+def test_the_schemas_of_tools_are_not_copied() -> None:
+    (made,) = chat_tools([WEATHER]) or ()
+    assert made["function"]["parameters"] is WEATHER["function"]["parameters"]
 
 
 def test_reading_leaves_the_body_alone(reader: PromptReader) -> None:
