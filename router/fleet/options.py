@@ -285,7 +285,9 @@ def actual(work: Work, cached_tokens: int, kv_bytes_per_token: float) -> Work:
 
 def _may_fetch(replica: Replica, donor: Replica) -> bool:
     """Whether a replica can use chunks of a donor."""
-    return donor is not replica and donor.layout == replica.layout and donor.shape == replica.shape
+    if donor is replica or donor.layout != replica.layout:
+        return False
+    return donor.key_shape == replica.key_shape
 
 
 def _usable(held: dict[Tier, int], prompt_tokens: int, max_staged_tokens: float) -> dict[Tier, int]:

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from router.config import BadRequest
 from router.prompt import anthropic, responses
-from router.prompt.body_fields import Body
 from router.prompt.messages import (
     CHAT,
     RESPONSES,
@@ -21,6 +20,8 @@ from router.prompt.messages import (
     check_messages,
 )
 from router.prompt.templates import ChatTemplate, Message
+
+Body = Mapping[str, Any]
 
 # Settings of the rendering itself, which a request cannot give as template variables.
 # fmt: off

@@ -7,7 +7,6 @@ order of keys is part of the prompt. Whatever is not reproduced here with
 certainty raises `Unsupported`: no tokens are better than wrong ones.
 """
 
-import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -237,7 +236,7 @@ def function_definition(
     made: dict[str, Any] = {
         "name": function["name"],
         "description": _optional(function, "description", str),
-        "parameters": copy.deepcopy(_optional(function, "parameters", dict)),
+        "parameters": _optional(function, "parameters", dict),
     }
     own = _optional(function, "defer_loading", bool)
     optional = {
