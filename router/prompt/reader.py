@@ -23,7 +23,6 @@ from router.prompt.tokenizer import (
     Agreement,
     Loaded,
     Memo,
-    MemoStats,
     ReadingTurns,
     Trust,
     compare,
@@ -103,11 +102,6 @@ class PromptReader:
     def max_model_len(self) -> int | None:
         """The context's tokens, as a replica said in `verify`."""
         return self._drafter.max_model_len
-
-    @property
-    def stats(self) -> MemoStats:
-        """What was reused and what had to be computed, since start."""
-        return self.memo.stats
 
     @property
     def text_trust(self) -> Trust:

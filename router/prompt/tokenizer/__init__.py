@@ -10,7 +10,7 @@ Called by `router.prompt` alone.
 
 from router.prompt.tokenizer.encoder import CutText, Encoder
 from router.prompt.tokenizer.reading_turns import ReadingTurns
-from router.prompt.tokenizer.token_cache import Memo, MemoStats, Piece
+from router.prompt.tokenizer.token_cache import Memo, Piece
 from router.prompt.tokenizer.tokenizer import Loaded, load_directory
 from router.prompt.tokenizer.trust import Agreement, Trust, compare
 from router.prompt.tokenizer.verification import CHAT_PROBES, TEXT_PROBES
@@ -23,7 +23,6 @@ __all__ = [
     "Encoder",
     "Loaded",
     "Memo",
-    "MemoStats",
     "Piece",
     "ReadingTurns",
     "Trust",

@@ -4,10 +4,11 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from tokenizers import Tokenizer
 
+from router.config import ConfigError
 from router.prompt.tokenizer.split_points import CUT_CHARS, Cutter, Part, longest_first
 from router.prompt.tokenizer.token_cache import Memo, Piece
 
@@ -16,22 +17,18 @@ _log = logging.getLogger(__name__)
 _PROBES: Final = ("a", "Hello, world", " x\n", "é 12")
 
 
-class _Space(NamedTuple):
-    """One way to tokenize: texts that different tokenizers have in common differ in their names."""
-
-    tokenizer: Tokenizer
-    name: object
-    adds_ends: bool
-
-
 class CutText:
     """A text in parts whose tokens, in a row, are its own; thread-safe."""
 
-    def __init__(self, parts: Sequence[Part], space: _Space, memo: Memo) -> None:
+    def __init__(
+        self, parts: Sequence[Part], tokenizer: Tokenizer, memo: Memo, space: object
+    ) -> None:
+        """``space`` keeps the texts of this tokenizer apart from those of others in the memo."""
         self._parts = parts
-        self._space = space
+        self._tokenizer = tokenizer
         self._memo = memo
-        self._names = [(space.name, part.text) for part in parts if part.token_id is None]
+        self._space = space
+        self._names = [(space, part.text) for part in parts if part.token_id is None]
 
     def new_chars(self) -> int:
         """Return how many characters would have to be tokenized now."""
@@ -45,15 +42,14 @@ class CutText:
         found = zip(self._names, self._memo.find(self._names), strict=True)
         known = {name: piece for name, piece in found if piece is not None}
         missing = [name for name in dict.fromkeys(self._names) if name not in known]
-        made = self._space.tokenizer.encode_batch_fast(
-            [text for _, text in missing], add_special_tokens=self._space.adds_ends
-        )
+        texts = [text for _, text in missing]
+        made = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         for name, encoding in zip(missing, made, strict=True):
             known[name] = self._memo.add(name, encoding.ids, 2 * len(name[1]))
         return [
             Piece.of_token(part.token_id)
             if part.token_id is not None
-            else known[(self._space.name, part.text)]
+            else known[(self._space, part.text)]
             for part in self._parts
         ]
 
@@ -62,17 +58,17 @@ class Encoder:
     """Tokenizes with one tokenizer; thread-safe.
 
     The tokenizer must neither truncate nor pad. ``memo`` may be shared with other encoders.
+    Raises `ConfigError` for a tokenizer that puts other tokens around each text.
     """
 
     def __init__(self, tokenizer: Tokenizer, memo: Memo) -> None:
         self._memo = memo
+        self._space = object()
         description = json.loads(tokenizer.to_str())
         # Special tokens at the ends are put there by the post-processor. Without
         # it, pieces can be tokenized one by one, and the ends added to all.
-        bare = Tokenizer.from_str(json.dumps({**description, "post_processor": None}))
-        self._bare = _Space(bare, object(), adds_ends=False)
-        self._whole = _Space(tokenizer, object(), adds_ends=True)
-        self._ends = self._find_ends()
+        self._bare = Tokenizer.from_str(json.dumps({**description, "post_processor": None}))
+        self._before, self._after = self._ends(tokenizer)
         added = tokenizer.get_added_tokens_decoder().values()
         special = [one.content for one in added if one.special]
         self._special = re.compile(longest_first(special) or r"(?!)")
@@ -82,19 +78,9 @@ class Encoder:
             self._cutter.splits_specials = self._cutter.splits_text = False
 
     @property
-    def splits_specials(self) -> bool:
-        """Whether what stands between two special tokens is found again by itself."""
-        return self._cutter.splits_specials
-
-    @property
-    def splits_text(self) -> bool:
-        """Whether an unchanged beginning of a long text is found again by itself."""
-        return self._cutter.splits_text
-
-    @property
     def adds_ends(self) -> bool:
         """Whether special tokens are added to texts, where they are asked for."""
-        return self._ends != ([], [])
+        return bool(self._before or self._after)
 
     def holds_special(self, text: str) -> bool:
         """Whether a special token is written out in a text."""
@@ -102,31 +88,31 @@ class Encoder:
 
     def cut(self, text: str, *, add_special_tokens: bool) -> CutText:
         """Return the text in parts that are tokenized one by one."""
-        if not add_special_tokens:
-            return CutText(list(self._cutter.parts(text)), self._bare, self._memo)
-        if self._ends is None:
-            return CutText([Part(text)], self._whole, self._memo)
-        before, after = self._ends
-        parts = [*before, *self._cutter.parts(text), *after]
-        return CutText(parts, self._bare, self._memo)
+        parts = list(self._cutter.parts(text))
+        if add_special_tokens:
+            parts = [*self._before, *parts, *self._after]
+        return CutText(parts, self._bare, self._memo, self._space)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[Piece]:
         """Return the pieces whose ids, in a row, are the tokens of ``text``."""
         return self.cut(text, add_special_tokens=add_special_tokens).pieces()
 
-    def _find_ends(self) -> tuple[list[Part], list[Part]] | None:
-        """Return the tokens put before and after any text, or None if they depend on it."""
+    def _ends(self, tokenizer: Tokenizer) -> tuple[list[Part], list[Part]]:
+        """Return the tokens put before and after any text."""
         found: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         for probe in _PROBES:
-            bare: list[int] = self._bare.tokenizer.encode(probe, add_special_tokens=False).ids
-            whole: list[int] = self._whole.tokenizer.encode(probe, add_special_tokens=True).ids
+            bare: list[int] = self._bare.encode(probe, add_special_tokens=False).ids
+            whole: list[int] = tokenizer.encode(probe, add_special_tokens=True).ids
             starts = range(len(whole) - len(bare) + 1)
-            at = next((at for at in starts if whole[at : at + len(bare)] == bare), None)
-            if at is None:
-                return None
+            at = next((at for at in starts if whole[at : at + len(bare)] == bare), len(whole))
             found.add((tuple(whole[:at]), tuple(whole[at + len(bare) :])))
         if len(found) != 1:
-            return None
+            raise ConfigError(
+                "tokenizer.json",
+                "post_processor",
+                "puts other tokens around each text",
+                "its prompts can only be matched by text",
+            )
         before, after = found.pop()
         return [Part("", one) for one in before], [Part("", one) for one in after]
 
@@ -135,6 +121,6 @@ class Encoder:
         mark = min(special, default="")
         words = "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n "
         sample = words + mark + words * (1 + 3 * CUT_CHARS // len(words)) + mark + words
-        cut = CutText(list(self._cutter.parts(sample)), self._bare, Memo(1 << 20))
+        cut = CutText(list(self._cutter.parts(sample)), self._bare, Memo(1 << 20), self._space)
         together = [token for piece in cut.pieces() for token in piece.ids]
-        return together == self._bare.tokenizer.encode(sample, add_special_tokens=False).ids
+        return together == self._bare.encode(sample, add_special_tokens=False).ids
