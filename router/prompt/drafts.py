@@ -104,7 +104,7 @@ class Drafter:
                 prompt.part_types = media.part_types(messages)
             return prompt
 
-        return replace(draft, prompt_of=completed)
+        return Draft(completed, draft.cut, draft.chars)
 
     def _draft(self, given: PromptInput, trust: Trust) -> Draft:
         if isinstance(given, TextInput):
@@ -114,11 +114,10 @@ class Drafter:
         if self._model is None:
             raise Unsupported("there is no tokenizer")
         shown = media.show_as_text(given.messages)
-        given = replace(given, messages=shown.messages)
-        rendered = self._rendered(self._model, given)
         if shown.modality_of:
-            return self._with_media(self._model, given, trust, shown, rendered)
-        return self._of_known_text(rendered[0], given, trust)
+            return self._with_media(self._model, given, trust, shown)
+        text, _ = self._rendered(self._model, given)
+        return self._of_known_text(text, given, trust)
 
     def _rendered(
         self, model: _Model, given: ChatInput, conversation: Sequence[Message] | None = None
@@ -183,11 +182,10 @@ class Drafter:
         given: ChatInput,
         trust: Trust,
         shown: media.Shown,
-        rendered: tuple[str, Sequence[Message]],
     ) -> Draft:
         """Return a prompt whose tokens end before its first medium."""
         doubt = _no_start(model, given, trust, shown)
-        text, conversation = rendered
+        text, conversation = self._rendered(model, replace(given, messages=shown.messages))
         start = ""
         if doubt is None:
             doubt = "what stands from the first medium on has no keys that could be known"

@@ -259,10 +259,13 @@ def _truncation(body: Body) -> Truncation | None:
 
 def _flag(body: Body, name: str, default: bool) -> bool:
     value = body.get(name, default)
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float | str):
         raise Unsupported(f"'{name}' is {value!r}, which a replica may take for true or false")
     return bool(checked(value, bool, name))
 
 
 def _typed(body: Body, name: str, kind: Any) -> Any:
-    return checked(body.get(name), kind | None, name)
+    value = body.get(name)
+    return None if value is None else checked(value, kind, name)

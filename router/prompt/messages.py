@@ -56,6 +56,9 @@ class _AnyMessage(Struct):
     content: str | list[Any] | dict[str, Any] | None = None
 
 
+_MESSAGES: Final = Annotated[list[_AnyMessage], msgspec.Meta(min_length=1)]
+
+
 class _Named(Struct):
     name: str = ""
     task: str = ""
@@ -158,8 +161,7 @@ def conversation(
 
 def check_messages(value: object, name: str = "messages") -> list[Message]:
     """Return ``value`` if it can be a list of chat messages, else raise `BadRequest`."""
-    shape = Annotated[list[_AnyMessage], msgspec.Meta(min_length=1)]
-    messages: list[Message] = checked(value, shape, name)
+    messages: list[Message] = checked(value, _MESSAGES, name)
     if any(isinstance(one.get("content"), dict) for one in messages):
         raise Unsupported("content that is an object")  # vLLM goes over its keys
     return messages
@@ -251,9 +253,9 @@ def chat_tools(value: object) -> list[dict[str, Any]] | None:
 
     Unknown fields are dropped, missing ones are there as None.
     """
-    tools = checked(value, list[_AnyTool] | None, "tools")
-    if tools is None:
+    if value is None:
         return None
+    tools = checked(value, list[_AnyTool], "tools")
     return [_chat_tool(supported(tool, _ChatTool, f"tools[{at}]")) for at, tool in enumerate(tools)]
 
 

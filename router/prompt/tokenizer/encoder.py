@@ -42,10 +42,11 @@ class CutText:
         found = zip(self._names, self._memo.find(self._names), strict=True)
         known = {name: piece for name, piece in found if piece is not None}
         missing = [name for name in dict.fromkeys(self._names) if name not in known]
-        texts = [text for _, text in missing]
-        made = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        for name, encoding in zip(missing, made, strict=True):
-            known[name] = self._memo.add(name, encoding.ids, 2 * len(name[1]))
+        if missing:
+            texts = [text for _, text in missing]
+            made = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for name, encoding in zip(missing, made, strict=True):
+                known[name] = self._memo.add(name, encoding.ids, 2 * len(name[1]))
         return [
             Piece.of_token(part.token_id)
             if part.token_id is not None
