@@ -1,4 +1,4 @@
-"""A request's prompt up to its tokens: rendered, with what is certain of it, not yet tokenized.
+"""From a request's body to a draft of its prompt: rendered, but not tokenized yet.
 
 Tokens are exact or not given out as exact. Where the replica may see others
 (a template that comes with the request, state that only the replica has),
@@ -177,11 +177,7 @@ class Drafter:
         return Draft(prompt_of, _cut(model.encoder, text, given), len(text))
 
     def _with_media(
-        self,
-        model: _Model,
-        given: ChatInput,
-        trust: Trust,
-        shown: media.Shown,
+        self, model: _Model, given: ChatInput, trust: Trust, shown: media.Shown
     ) -> Draft:
         """Return a prompt whose tokens end before its first medium."""
         doubt = _no_start(model, given, trust, shown)
@@ -278,7 +274,7 @@ def _ids_of(pieces: Sequence[Piece]) -> list[int]:
 
 
 def _without_end(pieces: Sequence[Piece], tokens: int) -> tuple[list[Piece], list[int]]:
-    """Return pieces, and their tokens but the last ones; pieces that hold of those are left out."""
+    """Return the tokens but the last ones, and the pieces that hold none of the last ones."""
     every = _ids_of(pieces)
     ids = every[: max(0, len(every) - tokens)]
     whole: list[Piece] = []

@@ -1,7 +1,7 @@
-"""Reads the prompts of one model: short ones at once, long ones in a thread, all of them once.
+"""Reads the prompts of one model, long ones in a thread, and checks its tokens at the replicas.
 
-What a prompt's tokens are is the matter of `router.prompt.drafts`; how far they are those of
-the replicas is found out here, by asking them.
+Each prompt is rendered once, by `router.prompt.drafts`. Replicas are asked for their tokens
+of the probes; where they differ from the reader's, the reader's are not used.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ class PromptReader:
 
     @property
     def text_trust(self) -> Trust:
-        """How far the tokens of texts are those of the replicas that do not differ."""
+        """How far the tokens of texts equal the replicas', except those that `differs` names."""
         return self._texts.trust
 
     @property

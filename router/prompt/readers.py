@@ -30,6 +30,8 @@ _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 _ASK_AGAIN_S: Final = 30.0
 _LONGEST_PAUSE_S: Final = 3600.0
 
+_SOON: Final = aiohttp.ClientTimeout(total=2.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
@@ -138,7 +140,7 @@ class PromptSource:
             replica.due_s, replica.pause_s = -inf, _ASK_AGAIN_S
 
     def differs(self, url: str) -> bool:
-        """Whether a replica's tokens are not those that its prompts are read as."""
+        """Whether a replica makes other tokens of its prompts than their reader."""
         return any(reader.differs(url) for reader in self._readers())
 
     def _readers(self) -> list[PromptReader]:
@@ -184,7 +186,7 @@ async def _version(
 ) -> str | None:
     """Return the version of vLLM that a replica runs, None if it does not tell."""
     try:
-        async with session.get(f"{url}/version", headers=headers) as response:
+        async with session.get(f"{url}/version", headers=headers, timeout=_SOON) as response:
             answer = await response.json()
     except (aiohttp.ClientError, TimeoutError, ValueError):
         return None

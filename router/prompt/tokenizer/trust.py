@@ -40,7 +40,7 @@ class Agreement:
 
     @property
     def trust(self) -> Trust:
-        """How far the tokens are those of the replicas, but for those that differ (`differs`)."""
+        """How far the tokens equal the replicas', except for replicas that differ (`differs`)."""
         if self._by_files is Trust.REFUTED or not self._equal:
             return self._by_files
         return Trust.CONFIRMED if any(self._equal.values()) else Trust.REFUTED
@@ -55,7 +55,7 @@ class Agreement:
         self._equal.pop(replica_url, None)
 
     def differs(self, replica_url: str) -> bool:
-        """Whether tokens are used that are not those of this replica."""
+        """Whether this replica gave other tokens than the ones that are used."""
         return self.trust is not Trust.REFUTED and self._equal.get(replica_url) is False
 
 
