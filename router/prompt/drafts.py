@@ -143,14 +143,14 @@ class Drafter:
         return text, conversation
 
     def _of_text(self, text: str, doubt: str) -> Draft:
-        return Draft(lambda pieces: Prompt(text=text, memo=self._memo, doubt=doubt))
+        return Draft(lambda pieces: Prompt(rendered=text, memo=self._memo, doubt=doubt))
 
     def _of_ids(self, given: TextInput, prompt: list[int]) -> Draft:
         ids, cut = self._truncated(prompt, given.truncation)
         doubt = given.doubt or cut
         return Draft(
             lambda pieces: Prompt(
-                text=None, memo=self._memo, token_ids=ids, pieces=self._memo.runs(ids), doubt=doubt
+                memo=self._memo, token_ids=ids, pieces=self._memo.runs(ids), doubt=doubt
             )
         )
 
@@ -172,7 +172,7 @@ class Drafter:
             doubt = given.doubt or doubt
             if not trust.exact:
                 doubt = doubt or model.files.doubt or "no replica has confirmed the tokens"
-            return Prompt(text=text, memo=self._memo, token_ids=ids, pieces=pieces, doubt=doubt)
+            return Prompt(rendered=text, memo=self._memo, token_ids=ids, pieces=pieces, doubt=doubt)
 
         return Draft(prompt_of, _cut(model.encoder, text, given), len(text))
 
@@ -191,7 +191,7 @@ class Drafter:
         def prompt_of(pieces: list[Piece]) -> Prompt:
             whole, ids = _without_end(pieces, _UNSURE_TOKENS)
             return Prompt(
-                text=text,
+                rendered=text,
                 memo=self._memo,
                 token_ids=ids if len(ids) >= _FEWEST_TOKENS else None,
                 pieces=whole,

@@ -13,7 +13,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from cacheengine.keys import ExtraKeys, HashScheme
 
@@ -105,18 +105,17 @@ class Memo:
 
     def runs(self, token_ids: Sequence[int]) -> list[Piece]:
         """Return pieces for a prompt that is given as token ids."""
-        starts = range(0, len(token_ids), _RUN_TOKENS)
-        names = [("ids", *token_ids[start : start + _RUN_TOKENS]) for start in starts]
+        pieces = []
         with self._lock:
-            return [self._run(name) for name in names]
-
-    def _run(self, name: tuple[Any, ...]) -> Piece:
-        known = self._get(name)
-        if isinstance(known, Piece):
-            return known
-        piece = Piece(self._serial(), array("I", name[1:]), _ENTRY_BYTES + 12 * len(name))
-        self._put(name, piece)
-        return piece
+            for start in range(0, len(token_ids), _RUN_TOKENS):
+                run = token_ids[start : start + _RUN_TOKENS]
+                piece = self._get(("ids", *run))
+                if not isinstance(piece, Piece):
+                    nbytes = _ENTRY_BYTES + 12 * len(run)
+                    piece = Piece(self._serial(), array("I", run), nbytes)
+                    self._put(("ids", *run), piece)
+                pieces.append(piece)
+        return pieces
 
     def chain(
         self,
