@@ -157,10 +157,15 @@ def _make_health(
                 )
         except TimeoutError:
             log.warning("%s: its tokens were not compared within %g s", name, _LEARN_S)
+        fleet.match_by_text({each.name for each in config.replicas if prompts.differs(each.url)})
+
+    def down(name: str, reason: str) -> None:
+        fleet.down(name)
+        prompts.compare_again(replicas[name].url)  # what comes up may be another
 
     listener = Listener(
         up=fleet.up,
-        down=lambda name, reason: fleet.down(name),
+        down=down,
         models=models,
     )
     return HealthMonitor(replicas, session=session, timeouts=config.timeouts, listener=listener)

@@ -190,7 +190,7 @@ def _may_fetch(replica: Replica, source: Replica) -> bool:
     """Whether a replica can use chunks of another."""
     if source is replica:
         return False
-    return source.layout == replica.layout and source.shape == replica.shape
+    return source.layout == replica.layout and source.key_shape == replica.key_shape
 
 
 def _usable(held: dict[Tier, int], prompt_tokens: int, max_staged_tokens: float) -> dict[Tier, int]:

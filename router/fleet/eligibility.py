@@ -134,9 +134,9 @@ class Roster:
 def _kinds(replicas: Sequence[Replica]) -> list[Kind]:
     kinds: dict[tuple[KeyShape | None, tuple[tuple[str, str], ...]], Kind] = {}
     for each in replicas:
-        name = (each.shape, tuple(sorted(each.adapters.items())))
+        name = (each.key_shape, tuple(sorted(each.adapters.items())))
         bits = kinds[name].replicas if name in kinds else 0
-        kinds[name] = Kind(each.shape, each.adapters, bits | 1 << each.slot)
+        kinds[name] = Kind(each.key_shape, each.adapters, bits | 1 << each.slot)
     return list(kinds.values())
 
 

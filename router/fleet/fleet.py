@@ -201,6 +201,14 @@ class Fleet:
             replica.models, replica.adapters = names, adapters
             self._roster.changed()
 
+    def match_by_text(self, replica_ids: Collection[str]) -> None:
+        """Match prompts by their text at these replicas, where tokens differ from the router's."""
+        differing = {self.replicas[each].slot for each in replica_ids}
+        for replica in self.replicas.values():
+            if replica.tokens_differ is not (replica.slot in differing):
+                replica.tokens_differ = not replica.tokens_differ
+                self._roster.changed()
+
     def _receive(self, replica: Replica, signal: Signal) -> None:
         if replica.receive(signal):
             self._roster.changed()

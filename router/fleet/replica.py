@@ -69,6 +69,8 @@ class Replica:
     """Where it has its LoRA adapters from, by the names that requests use."""
     shape: KeyShape | None = None
     """None: its keys are not known, what it was sent is remembered by text."""
+    tokens_differ: bool = False
+    """Whether it makes other tokens of prompts than the router: they are matched by text there."""
     shape_checked: bool = False
     """Whether the shape was seen to give the keys in its events."""
     shape_problem: str | None = None
@@ -120,6 +122,11 @@ class Replica:
     def in_flight(self) -> int:
         """Requests under way."""
         return self.waiting + self.decoding
+
+    @property
+    def key_shape(self) -> KeyShape | None:
+        """How the keys of prompts are made; None where they are matched by text."""
+        return None if self.tokens_differ else self.shape
 
     @property
     def has_agent(self) -> bool:

@@ -8,7 +8,7 @@ bytes of text. One module for each dialect: chat and completions (`messages`), `
 Called by proxy and feeds. Imports config.
 """
 
-from router.prompt.reader import Prompt
+from router.prompt.prompt import Prompt
 from router.prompt.readers import PromptSource, ServedModel
 
 __all__ = [

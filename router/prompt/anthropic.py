@@ -2,16 +2,66 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Literal
 
-from router.config import BadRequest
+from msgspec import Meta, Struct
+
 from router.prompt.media import source_url
-from router.prompt.messages import Unsupported
+from router.prompt.messages import BILLING_HEADER, Unsupported, checked, supported
 from router.prompt.templates import Message
 
-# Claude Code's line with a hash of the request: vLLM drops the block that has it.
-_BILLING_HEADER: Final = "x-anthropic-billing-header"
-_ROLES: Final = ("user", "assistant", "system")
+
+class _AnyBlock(Struct):
+    type: str
+
+
+class _AnyMessage(Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[_AnyBlock]
+
+
+class _AnyTool(Struct):
+    input_schema: dict[str, Any]
+
+
+class _Body(Struct):
+    messages: list[_AnyMessage]
+    system: str | list[_AnyBlock] | None = None
+    tools: list[_AnyTool] | None = None
+
+
+class _Block(Struct, tag_field="type"):
+    """A block whose conversion is known."""
+
+
+class _Text(_Block, tag="text"):
+    text: str
+
+
+class _Image(_Block, tag="image"):
+    source: dict[str, Any] | None = None
+
+
+class _Thinking(_Block, tag="thinking"):
+    thinking: str
+
+
+class _RedactedThinking(_Block, tag="redacted_thinking"):
+    """Opaque: the replica skips it."""
+
+
+class _ToolUse(_Block, tag="tool_use"):
+    id: Annotated[str, Meta(min_length=1)]
+    name: str | None = None
+    input: dict[str, Any] | None = None
+
+
+class _ToolResult(_Block, tag="tool_result"):
+    tool_use_id: str | None = None
+    content: str | list[_Text | _Image] | None = None
+
+
+_Known = list[_Text | _Image | _Thinking | _RedactedThinking | _ToolUse | _ToolResult]
 
 
 def chat_body(body: Mapping[str, Any], *, merge_inline_system: bool) -> dict[str, Any]:
@@ -20,17 +70,20 @@ def chat_body(body: Mapping[str, Any], *, merge_inline_system: bool) -> dict[str
     ``merge_inline_system``: all system messages go to the front, for templates
     that take one only there.
     """
-    messages = _checked(body.get("messages"))
-    system = [_system_text(body.get("system"), "system")]
+    checked(body, _Body)
+    messages: list[Message] = body["messages"]
+    # At the top level vLLM looks for the header in blocks only.
+    system = body.get("system") or ""
+    texts = [system if isinstance(system, str) else _system_text(system)]
     if merge_inline_system:
-        system += [_system_text(one["content"], "messages") for one in messages if _is_system(one)]
+        texts += [_system_text(one["content"]) for one in messages if one["role"] == "system"]
     made: list[Message] = []
-    if text := "".join(system):
+    if text := "".join(texts):
         made.append({"role": "system", "content": text})
     for message in messages:
-        if not _is_system(message):
+        if message["role"] != "system":
             made += _convert(message)
-        elif not merge_inline_system and (inline := _system_text(message["content"], "messages")):
+        elif not merge_inline_system and (inline := _system_text(message["content"])):
             made.append({"role": "system", "content": inline})
     chat: dict[str, Any] = {"messages": made}
     config = body.get("output_config")
@@ -40,7 +93,7 @@ def chat_body(body: Mapping[str, Any], *, merge_inline_system: bool) -> dict[str
         if body.get(key) is not None:
             chat[key] = body[key]
     if body.get("tools") is not None:
-        chat["tools"] = _tools(body["tools"])
+        chat["tools"] = [_tool(tool) for tool in body["tools"]]
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "none":
         chat["tool_choice"] = "none"
@@ -53,39 +106,11 @@ def disables_thinking(body: Mapping[str, Any]) -> bool:
     return isinstance(thinking, dict) and thinking.get("type") == "disabled"
 
 
-def _checked(value: object) -> list[Message]:
-    if not isinstance(value, list):
-        raise BadRequest("'messages' must be a list of messages", param="messages")
-    for index, one in enumerate(value):
-        where = f"messages[{index}]"
-        if not isinstance(one, dict) or one.get("role") not in _ROLES:
-            raise BadRequest(
-                f"'{where}' must be an object with role user, assistant or system", param=where
-            )
-        if not isinstance(one.get("content"), str | list):
-            raise BadRequest(
-                f"'{where}.content' must be a string or a list of blocks", param=f"{where}.content"
-            )
-    return value
-
-
-def _is_system(message: Message) -> bool:
-    return bool(message["role"] == "system")
-
-
-def _system_text(content: object, param: str) -> str:
-    if content is None:
-        return ""
+def _system_text(content: str | list[Any]) -> str:
     if isinstance(content, str):
-        # At the top level vLLM looks for the header in blocks only.
-        inline = param == "messages"
-        return "" if inline and content.startswith(_BILLING_HEADER) else content
-    if not isinstance(content, list):
-        raise BadRequest(f"'{param}' must be a string or a list of blocks", param=param)
-    texts = [_field(block, "text") for block in content if _kind(block) == "text"]
-    if len(texts) < len(content):
-        raise Unsupported("a system message with blocks that are no text")
-    return "".join(text for text in texts if not text.startswith(_BILLING_HEADER))
+        return "" if content.startswith(BILLING_HEADER) else content
+    blocks = supported(content, list[_Text], "a system message with blocks that are no text")
+    return "".join(one.text for one in blocks if not one.text.startswith(BILLING_HEADER))
 
 
 def _convert(message: Message) -> list[Message]:
@@ -93,28 +118,25 @@ def _convert(message: Message) -> list[Message]:
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    before: list[Message] = []
+    results: list[Message] = []
     parts: list[dict[str, Any]] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for block in content:
-        match _kind(block):
-            case "text":
-                if text := _field(block, "text"):
-                    parts.append({"type": "text", "text": text})
-            case "image":
+    for block in supported(content, _Known, "a message"):
+        match block:
+            case _Text():
+                parts += [{"type": "text", "text": block.text}] if block.text else []
+            case _Image():
                 parts += _image(block)
-            case "thinking":
-                thoughts.append(_field(block, "thinking"))
-            case "redacted_thinking":
-                pass  # opaque: the replica skips it
-            case "tool_use":
+            case _Thinking():
+                thoughts.append(block.thinking)
+            case _ToolUse():
                 calls.append(_call(block))
-            case "tool_result" if role == "user":
-                before += _result(block)
-            case kind:
-                raise Unsupported(f"a block of type {kind!r}")
-    return before + _with_content(role, parts, thoughts, calls)
+            case _ToolResult() if role == "user":
+                results += _result(block)
+            case _ToolResult():
+                raise Unsupported("a tool's result that is not the user's")
+    return results + _with_content(role, parts, thoughts, calls)
 
 
 def _with_content(
@@ -134,75 +156,36 @@ def _with_content(
     return [made]
 
 
-def _call(block: Message) -> dict[str, Any]:
-    arguments = block.get("input") or {}
-    name = block.get("name") or ""
-    if not isinstance(arguments, dict) or not isinstance(name, str) or not block.get("id"):
-        raise Unsupported("a tool_use block without an id, a name or an input")
-    return {
-        "id": _field(block, "id"),
-        "type": "function",
-        "function": {"name": name, "arguments": json.dumps(arguments)},
-    }
+def _call(block: _ToolUse) -> dict[str, Any]:
+    function = {"name": block.name or "", "arguments": json.dumps(block.input or {})}
+    return {"id": block.id, "type": "function", "function": function}
 
 
-def _image(block: Message) -> list[dict[str, Any]]:
+def _image(block: _Image) -> list[dict[str, Any]]:
     """Return an image as a part of a chat message; none if it has no source."""
-    source = block.get("source")
-    if source is not None and not isinstance(source, dict):
-        raise Unsupported("an image block whose source is no object")
-    return [{"type": "image_url", "image_url": {"url": source_url(source)}}] if source else []
+    if not block.source:
+        return []
+    return [{"type": "image_url", "image_url": {"url": source_url(block.source)}}]
 
 
-def _result(block: Message) -> list[Message]:
+def _result(block: _ToolResult) -> list[Message]:
     """Return a tool's result; images in it come after it, in a message of their own."""
-    content = block.get("content")
+    content = block.content or ""
     images: list[dict[str, Any]] = []
-    if isinstance(content, list):
-        if any(_kind(one) not in ("text", "image") for one in content):
-            raise Unsupported("a tool_result that is not all text and images")
-        images = [part for one in content if one["type"] == "image" for part in _image(one)]
-        content = "\n".join(_field(one, "text") for one in content if one["type"] == "text")
-    elif content is not None and not isinstance(content, str):
-        raise Unsupported("a tool_result whose content is no text")
-    call_id = block.get("tool_use_id")
-    if call_id is not None and not isinstance(call_id, str):
-        raise Unsupported("a tool_result whose tool_use_id is no string")
-    made: list[Message] = [
-        {"role": "tool", "tool_call_id": call_id or "", "content": content or ""}
-    ]
-    return [*made, {"role": "user", "content": images}] if images else made
+    if not isinstance(content, str):
+        images = [part for one in content if isinstance(one, _Image) for part in _image(one)]
+        content = "\n".join(one.text for one in content if isinstance(one, _Text))
+    result = {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": content}
+    return [result, {"role": "user", "content": images}] if images else [result]
 
 
-def _tools(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise BadRequest("'tools' must be a list", param="tools")
-    made = []
-    for index, tool in enumerate(value):
-        where = f"tools[{index}]"
-        schema = tool.get("input_schema") if isinstance(tool, dict) else None
-        if not isinstance(schema, dict):
-            raise BadRequest(f"'{where}' must be an object with an 'input_schema'", param=where)
-        function = {
-            "name": tool.get("name"),
-            "description": tool.get("description"),
-            "parameters": schema if "type" in schema else {**schema, "type": "object"},
-            "strict": tool.get("strict"),
-            "defer_loading": tool.get("defer_loading"),
-        }
-        made.append({"type": "function", "function": function})
-    return made
-
-
-def _kind(block: object) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if not isinstance(kind, str):
-        raise BadRequest("every block needs a type", param="messages")
-    return kind
-
-
-def _field(block: Message, name: str) -> str:
-    text = block.get(name)
-    if not isinstance(text, str):
-        raise Unsupported(f"a {block['type']} block without {name}")
-    return text
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    schema = tool["input_schema"]
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": schema if "type" in schema else {**schema, "type": "object"},
+        "strict": tool.get("strict"),
+        "defer_loading": tool.get("defer_loading"),
+    }
+    return {"type": "function", "function": function}

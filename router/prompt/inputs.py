@@ -5,13 +5,14 @@ Each endpoint's body is read into a `ChatInput` (rendered by a template) or a
 precedence are those of vLLM 0.32's request classes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Final, Literal
+
+from msgspec import Meta
 
 from router.config import BadRequest
 from router.prompt import anthropic, responses
-from router.prompt.body_fields import Body
 from router.prompt.messages import (
     CHAT,
     RESPONSES,
@@ -19,8 +20,11 @@ from router.prompt.messages import (
     Unsupported,
     chat_tools,
     check_messages,
+    checked,
 )
 from router.prompt.templates import ChatTemplate, Message
+
+Body = Mapping[str, Any]
 
 # Settings of the rendering itself, which a request cannot give as template variables.
 # fmt: off
@@ -30,6 +34,16 @@ _NOT_VARIABLES: Final = frozenset({
     "tokenizer_kwargs",
 })
 # fmt: on
+
+# Where an endpoint takes less than /v1/chat/completions does: the fields that it takes.
+_TOKENIZED: Final = frozenset(
+    {
+        *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
+        *("chat_template", "chat_template_kwargs"),
+    }
+)
+_EMBEDDED: Final = _TOKENIZED | {"truncate_prompt_tokens", "truncation_side"}
+_ANSWERED: Final = frozenset({"chat_template_kwargs", "kv_transfer_params", "tool_choice"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,43 +110,48 @@ def _chat(body: Body) -> ChatInput:
 def _chat_input(
     body: Body, messages: Sequence[Message], tools: list[dict[str, Any]] | None
 ) -> ChatInput:
-    _refuse_own_template(body)
+    if body.get("chat_template") is not None:
+        raise Unsupported("a chat template of the request's own")
     _refuse_given_tokens(body)
+    own = _typed(body, "chat_template_kwargs", dict[str, Any]) or {}
+    if reserved := _NOT_VARIABLES & own.keys():
+        raise Unsupported(f"chat_template_kwargs has {sorted(reserved)}")
     effort = _typed(body, "reasoning_effort", str)
-    extra = {
+    said = {
         "add_generation_prompt": _flag(body, "add_generation_prompt", True),
         "continue_final_message": _flag(body, "continue_final_message", False),
-        "documents": _documents(body),
-        **_effort(body, effort),
+        "documents": _typed(body, "documents", list[dict[str, str]]),
+        "reasoning_effort": effort,
     }
+    if effort is not None and "enable_thinking" not in own:
+        said["enable_thinking"] = effort != "none"
     hidden = tools is not None and body.get("tool_choice") == "none"
     return ChatInput(
         messages=messages,
         tools=tools,
-        variables=_variables(body, extra),
+        # vLLM takes None and "auto" for unset, wherever they stand; fields override variables.
+        variables={
+            key: value
+            for given in (own, said)
+            for key, value in given.items()
+            if value not in (None, "auto")
+        },
         add_special_tokens=_flag(body, "add_special_tokens", False),
         truncation=_truncation(body),
         doubt="the replica may leave out tools when tool_choice is none" if hidden else None,
     )
 
 
+def _only(body: Body, fields: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key in fields}
+
+
 def _tokenize(body: Body) -> PromptInput:
     if "messages" not in body:
-        text = body.get("prompt")
-        if not isinstance(text, str):
-            raise BadRequest("'prompt' must be a string", param="prompt")
+        text = checked(body.get("prompt"), str, "prompt")
         return TextInput(prompt=text, add_special_tokens=_flag(body, "add_special_tokens", True))
-    _refuse_own_template(body)
-    extra = {
-        "add_generation_prompt": _flag(body, "add_generation_prompt", True),
-        "continue_final_message": _flag(body, "continue_final_message", False),
-    }
-    return ChatInput(
-        messages=check_messages(body["messages"]),
-        tools=chat_tools(body.get("tools")),
-        variables=_variables(body, extra),
-        add_special_tokens=_flag(body, "add_special_tokens", False),
-    )
+    messages = check_messages(body["messages"])
+    return _chat_input(_only(body, _TOKENIZED), messages, chat_tools(body.get("tools")))
 
 
 def _completion(body: Body) -> TextInput:
@@ -145,19 +164,10 @@ def _completion(body: Body) -> TextInput:
 def _embedding(body: Body) -> PromptInput:
     if body.get("padding") is not None:
         raise Unsupported("padding")
-    if "messages" in body and "input" not in body:
-        _refuse_own_template(body)
-        extra = {
-            "add_generation_prompt": _flag(body, "add_generation_prompt", False),
-            "continue_final_message": _flag(body, "continue_final_message", False),
-        }
-        return ChatInput(
-            messages=check_messages(body["messages"]),
-            variables=_variables(body, extra),
-            add_special_tokens=_flag(body, "add_special_tokens", False),
-            truncation=_truncation(body),
-        )
-    return _text_input(body, "input")
+    if "messages" not in body or "input" in body:
+        return _text_input(body, "input")
+    chat = {"add_generation_prompt": False, **_only(body, _EMBEDDED)}
+    return _chat_input(chat, check_messages(body["messages"]), None)
 
 
 def _responses(body: Body) -> ChatInput:
@@ -165,27 +175,18 @@ def _responses(body: Body) -> ChatInput:
         raise Unsupported("what a previous response said is known only to its replica")
     if body.get("previous_input_messages") is not None:
         raise Unsupported("previous_input_messages")
-    _refuse_given_tokens(body)
-    reasoning = _typed(body, "reasoning", dict) or {}
-    effort = _typed(reasoning, "effort", str)
     goes_on = responses.continues(body.get("input"))
-    extra = {
+    reasoning = _typed(body, "reasoning", dict[str, Any]) or {}
+    chat = _only(body, _ANSWERED) | {
         "add_generation_prompt": not goes_on,
         "continue_final_message": goes_on,
-        **_effort(body, effort),
+        "add_special_tokens": True,  # so it is in vLLM, unlike for chat completions
+        "reasoning_effort": _typed(reasoning, "effort", str),
     }
-    tools = responses.tools(body.get("tools"))
-    hidden = tools is not None and body.get("tool_choice") == "none"
+    messages = responses.messages(body.get("input"), _typed(body, "instructions", str))
+    made = _chat_input(chat, messages, responses.tools(body.get("tools")))
     cut = body.get("truncation", "disabled") != "disabled"
-    return ChatInput(
-        messages=responses.messages(body.get("input"), _typed(body, "instructions", str)),
-        tools=tools,
-        variables=_variables(body, extra),
-        add_special_tokens=True,  # so it is in vLLM, unlike for chat completions
-        truncation=Truncation(tokens=-1) if cut else None,
-        dialect=RESPONSES,
-        doubt="the replica may leave out tools when tool_choice is none" if hidden else None,
-    )
+    return replace(made, dialect=RESPONSES, truncation=Truncation(tokens=-1) if cut else None)
 
 
 def _messages(body: Body, template_for: TemplateFor) -> ChatInput:
@@ -193,10 +194,8 @@ def _messages(body: Body, template_for: TemplateFor) -> ChatInput:
     merge = any(one is None or one.wants_system_first for one in templates)
     chat = anthropic.chat_body(body, merge_inline_system=merge)
     made = _chat_input(chat, chat["messages"], chat_tools(chat.get("tools")))
-    if not anthropic.disables_thinking(body):
-        return made
     used = frozenset[str]().union(*(one.variables for one in templates if one))
-    if used & {"reasoning_effort", "enable_thinking"}:
+    if anthropic.disables_thinking(body) and used & {"reasoning_effort", "enable_thinking"}:
         raise Unsupported("how the replica turns thinking off is its own setting")
     return made
 
@@ -241,42 +240,6 @@ def _with_reasoning(message: Message) -> Message:
     return renamed
 
 
-def _effort(body: Body, effort: str | None) -> dict[str, Any]:
-    own = _typed(body, "chat_template_kwargs", dict) or {}
-    thinking = (
-        {} if effort is None or "enable_thinking" in own else {"enable_thinking": effort != "none"}
-    )
-    return {"reasoning_effort": effort, **thinking}
-
-
-def _variables(body: Body, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template's variables: the request's own, overridden by what its fields say."""
-    own = _typed(body, "chat_template_kwargs", dict) or {}
-    if reserved := _NOT_VARIABLES & own.keys():
-        raise Unsupported(f"chat_template_kwargs has {sorted(reserved)}")
-    # vLLM takes None and "auto" for unset, wherever they stand.
-    return _set(own) | _set(extra)
-
-
-def _set(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value not in (None, "auto")}
-
-
-def _documents(body: Body) -> list[dict[str, str]] | None:
-    documents: list[dict[str, str]] | None = _typed(body, "documents", list)
-    for document in documents or ():
-        if not isinstance(document, dict) or not all(
-            isinstance(value, str) for value in document.values()
-        ):
-            raise BadRequest("'documents' must hold objects of strings", param="documents")
-    return documents
-
-
-def _refuse_own_template(body: Body) -> None:
-    if body.get("chat_template") is not None:
-        raise Unsupported("a chat template of the request's own")
-
-
 def _refuse_given_tokens(body: Body) -> None:
     transfer = body.get("kv_transfer_params")
     if isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None:
@@ -289,14 +252,8 @@ def _truncation(body: Body) -> Truncation | None:
         return None
     if isinstance(tokens, bool | float | str):
         raise Unsupported(f"truncate_prompt_tokens is {tokens!r}, which a replica may read")
-    if not isinstance(tokens, int) or tokens < -1:
-        raise BadRequest(
-            "'truncate_prompt_tokens' must be a whole number, at least -1",
-            param="truncate_prompt_tokens",
-        )
-    side = _typed(body, "truncation_side", str)
-    if side not in (None, "left", "right"):
-        raise BadRequest("'truncation_side' must be left or right", param="truncation_side")
+    checked(tokens, Annotated[int, Meta(ge=-1)], "truncate_prompt_tokens")
+    side = _typed(body, "truncation_side", Literal["left", "right"])
     return Truncation(tokens=tokens, side=side)
 
 
@@ -306,12 +263,9 @@ def _flag(body: Body, name: str, default: bool) -> bool:
         return value
     if isinstance(value, int | float | str):
         raise Unsupported(f"'{name}' is {value!r}, which a replica may take for true or false")
-    raise BadRequest(f"'{name}' must be true or false", param=name)
+    return bool(checked(value, bool, name))
 
 
-def _typed(body: Body, name: str, kind: type[str] | type[dict[str, Any]] | type[list[Any]]) -> Any:
+def _typed(body: Body, name: str, kind: Any) -> Any:
     value = body.get(name)
-    if value is not None and not isinstance(value, kind):
-        words = {"str": "a string", "dict": "an object", "list": "a list"}
-        raise BadRequest(f"'{name}' must be {words[kind.__name__]}", param=name)
-    return value
+    return None if value is None else checked(value, kind, name)

@@ -40,8 +40,11 @@ _MODALITIES: Final = {
 }
 _FIELD_OF_TYPE: Final = {"input_image": "image_url", "image": "source"}
 
+FIELDS: Final = frozenset(_MODALITIES)
+"""The names under which parts keep a medium."""
+
 # Fields of a medium's part that templates do not get.
-_OWN_FIELDS: Final = frozenset({*_MODALITIES, "type", "uuid"})
+_OWN_FIELDS: Final = FIELDS | {"type", "uuid"}
 
 # What a client could write so that the model's processor takes it for a medium's place.
 _PLACEHOLDER: Final = re.compile(r"<\W{0,2}(?:image|img|vision|video|audio|speech|media)", re.I)

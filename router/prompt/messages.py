@@ -7,14 +7,19 @@ order of keys is part of the prompt. Whatever is not reproduced here with
 certainty raises `Unsupported`: no tokens are better than wrong ones.
 """
 
-import copy
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
 
 from router.config import BadRequest
 from router.prompt.templates import ContentFormat, Message
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,105 @@ _DECLARED_PART_FIELDS: Final = frozenset({
 # fmt: on
 
 # Claude Code puts a line with a hash of the request here, which vLLM drops.
-_BILLING_HEADER: Final = "x-anthropic-billing-header"
+BILLING_HEADER: Final = "x-anthropic-billing-header"
+
+
+class _AnyMessage(Struct):
+    role: str
+    content: str | list[Any] | dict[str, Any] | None = None
+
+
+_MESSAGES: Final = Annotated[list[_AnyMessage], msgspec.Meta(min_length=1)]
+
+
+class _Named(Struct):
+    name: str = ""
+    task: str = ""
+
+
+class _CalledFunction(Struct):
+    name: str
+    arguments: str
+
+
+class _Call(Struct):
+    id: str
+    type: Literal["function"]
+    function: _CalledFunction
+
+
+class _Assistant(_Named):
+    tool_calls: list[_Call] | None = None
+    reasoning: str | None = None
+
+
+class _ToolResult(_Named):
+    tool_call_id: str = ""
+
+
+class Function(Struct):
+    """A tool's function: its known fields in vLLM's order."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class _DeveloperTool(Struct):
+    type: Literal["function"]
+    function: Function
+
+
+class _Developer(_Named):
+    tools: list[_DeveloperTool] | None = None
+
+
+class _NamedFunction(Struct):
+    name: str
+
+
+class _AnyTool(Struct):
+    function: _NamedFunction
+
+
+class _ChatTool(Struct):
+    function: Function
+    type: Literal["function"] = "function"
+    defer_loading: bool | None = None
+
+
+_SHAPES: Final[Mapping[str, type[_Named]]] = {
+    "assistant": _Assistant,
+    "tool": _ToolResult,
+    "developer": _Developer,
+}
 
 
 class Unsupported(Exception):  # noqa: N818  (not an error: a fact about the request)
     """What the replica makes of this request is not known here; the text says why."""
+
+
+def checked(value: Any, shape: Any, name: str = "") -> Any:
+    """Return ``value`` if it has a shape that every replica asks for, else raise `BadRequest`."""
+    try:
+        msgspec.convert(value, shape)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$")
+        missing = re.search("missing required field `(.*)`", problem)
+        where = name + path.rstrip("`").removesuffix("[...]")
+        where = (where + (f".{missing[1]}" if missing else "")).removeprefix(".")
+        raise BadRequest(f"'{where}': {problem}", param=where) from None
+    return value
+
+
+def supported(value: Any, shape: type[T], what: str) -> T:
+    """Return ``value`` as a shape whose rendering is known, else raise `Unsupported`."""
+    try:
+        return msgspec.convert(value, shape)
+    except msgspec.ValidationError as error:
+        raise Unsupported(f"{what}: {error}") from None
 
 
 def conversation(
@@ -62,45 +161,38 @@ def conversation(
 
 def check_messages(value: object, name: str = "messages") -> list[Message]:
     """Return ``value`` if it can be a list of chat messages, else raise `BadRequest`."""
-    if not isinstance(value, list):
-        raise BadRequest(f"'{name}' must be a list of messages", param=name)
-    if not value:
-        raise BadRequest(f"'{name}' must hold at least one message", param=name)
-    for index, one in enumerate(value):
-        where = f"{name}[{index}]"
-        if not isinstance(one, dict):
-            raise BadRequest(f"'{where}' must be an object", param=where)
-        if not isinstance(one.get("role"), str):
-            raise BadRequest(f"'{where}.role' must be a string", param=f"{where}.role")
-        content = one.get("content")
-        if isinstance(content, dict):
-            raise Unsupported("content that is an object")  # vLLM goes over its keys
-        if content is not None and not isinstance(content, str | list):
-            raise BadRequest(
-                f"'{where}.content' must be a string or a list of parts", param=f"{where}.content"
-            )
-    return value
+    messages: list[Message] = checked(value, _MESSAGES, name)
+    if any(isinstance(one.get("content"), dict) for one in messages):
+        raise Unsupported("content that is an object")  # vLLM goes over its keys
+    return messages
 
 
 def _converse(message: Message, form: ContentFormat, dialect: Dialect, index: int) -> Message:
     role = message["role"]
-    parts = _parts(message.get("content"), role)
-    content = [_part(part, form, dialect.parts, index) for part in parts]
+    supported(message, _SHAPES.get(role, _Named), f"message {index}")
+    content = [
+        _part(part, form, dialect.parts, index) for part in _parts(message.get("content"), role)
+    ]
     result: Message = {
         "role": role,
         "content": content if form == "openai" else "\n".join(part for part in content if part),
     }
     if role == "assistant":
-        _add_assistant_fields(result, message, dialect)
+        # An empty list of calls is as none, so that templates see an ordinary answer.
+        if calls := message.get("tool_calls"):
+            result["tool_calls"] = [_tool_call(call, dialect) for call in calls]
+        if (reasoning := message.get("reasoning")) is not None:
+            result["reasoning"] = result["reasoning_content"] = reasoning
     elif role == "tool":
-        _add_tool_fields(result, message)
-    for key in ("name", "task"):
-        if key in message:
-            if not isinstance(message[key], str):
-                raise Unsupported(f"'{key}' of message {index} is no string")
-            result[key] = message[key]
+        if "tool_call_id" in message:
+            result["tool_call_id"] = message["tool_call_id"]
+        if isinstance(result["content"], list):
+            # Most templates take only a string here, whatever they take elsewhere.
+            result["content"] = "\n".join(part["text"] for part in result["content"])
+    result |= {key: message[key] for key in ("name", "task") if key in message}
     if role == "developer":
-        result["tools"] = _developer_tools(message.get("tools"))
+        tools = message.get("tools")
+        result["tools"] = None if tools is None else [_developer_tool(tool) for tool in tools]
     return result
 
 
@@ -115,7 +207,7 @@ def _parts(content: Any, role: str) -> list[Any]:
 
 def _without_billing_header(part: Any) -> Any | None:
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-    if not isinstance(text, str) or not text.startswith(_BILLING_HEADER):
+    if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
         return part
     rest = text.partition("\n")[2]
     return {**part, "text": rest} if rest else None
@@ -136,47 +228,14 @@ def _part(part: Any, form: ContentFormat, kinds: Mapping[str, str], index: int) 
     return {"type": "text", "text": text, **extra}
 
 
-def _add_assistant_fields(result: Message, message: Message, dialect: Dialect) -> None:
-    calls = message.get("tool_calls")
-    if calls is not None:
-        made = [_tool_call(call, dialect) for call in _list(calls, "tool_calls")]
-        if made:  # an empty list is as none, so that templates see an ordinary answer
-            result["tool_calls"] = made
-    reasoning = message.get("reasoning")
-    if reasoning is not None:
-        if not isinstance(reasoning, str):
-            raise Unsupported("'reasoning' of a message is no string")
-        result["reasoning"] = reasoning
-        result["reasoning_content"] = reasoning
-
-
-def _add_tool_fields(result: Message, message: Message) -> None:
-    if "tool_call_id" in message:
-        if not isinstance(message["tool_call_id"], str):
-            raise Unsupported("'tool_call_id' of a message is no string")
-        result["tool_call_id"] = message["tool_call_id"]
-    if isinstance(result["content"], list):
-        # Most templates take only a string here, whatever they take elsewhere.
-        result["content"] = "\n".join(part["text"] for part in result["content"])
-
-
-def _tool_call(call: Any, dialect: Dialect) -> dict[str, Any]:
-    if not isinstance(call, dict) or call.get("type") != "function":
-        raise Unsupported("a tool call that is no function call")
-    function = call.get("function")
-    if not isinstance(call.get("id"), str) or not isinstance(function, dict):
-        raise Unsupported("a tool call without an id or a function")
-    if not isinstance(function.get("arguments"), str) or not isinstance(function.get("name"), str):
-        raise Unsupported("a tool call whose arguments or name are no strings")
-    made = in_order(function, dialect.call)
-    made["arguments"] = _arguments(function["arguments"])
-    return in_order({**call, "function": made}, ("id", "function", "type"))
+def _tool_call(call: Message, dialect: Dialect) -> Message:
+    function = in_order(call["function"], dialect.call)
+    function["arguments"] = _arguments(function["arguments"])
+    return in_order({**call, "function": function}, ("id", "function", "type"))
 
 
 def _arguments(text: str) -> dict[str, Any]:
     """Return a call's arguments as templates expect them: an object, empty if unusable."""
-    if not text:
-        return {}
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
@@ -184,21 +243,9 @@ def _arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _developer_tools(tools: Any) -> list[dict[str, Any]] | None:
-    if tools is None:
-        return None
-    made = []
-    for tool in _list(tools, "tools"):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type") != "function":
-            raise Unsupported("a developer message with a tool that is no function")
-        if not isinstance(function.get("name"), str):
-            raise Unsupported("a developer message with a function without a name")
-        for key, kind in (("description", str), ("parameters", dict), ("strict", bool)):
-            _optional(function, key, kind)
-        function = in_order(function, ("name", "description", "parameters", "strict"))
-        made.append(in_order({**tool, "function": function}, ("function", "type")))
-    return made
+def _developer_tool(tool: Message) -> Message:
+    function = in_order(tool["function"], ("name", "description", "parameters", "strict"))
+    return in_order({**tool, "function": function}, ("function", "type"))
 
 
 def chat_tools(value: object) -> list[dict[str, Any]] | None:
@@ -208,56 +255,25 @@ def chat_tools(value: object) -> list[dict[str, Any]] | None:
     """
     if value is None:
         return None
-    if not isinstance(value, list):
-        raise BadRequest("'tools' must be a list", param="tools")
-    return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(value)]
+    tools = checked(value, list[_AnyTool], "tools")
+    return [_chat_tool(supported(tool, _ChatTool, f"tools[{at}]")) for at, tool in enumerate(tools)]
 
 
-def _tool(tool: object, where: str) -> dict[str, Any]:
-    if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
-        raise BadRequest(f"'{where}' must be an object with a 'function'", param=where)
-    if tool.get("type", "function") != "function":
-        raise Unsupported(f"a tool of type {tool['type']!r}")
-    deferred = _optional(tool, "defer_loading", bool)
-    made: dict[str, Any] = {
-        "type": "function",
-        "function": function_definition(tool["function"], where, defer_loading=deferred),
-    }
-    if deferred is not None:
-        made["defer_loading"] = deferred
-    return made
+def _chat_tool(tool: _ChatTool) -> dict[str, Any]:
+    deferred = tool.defer_loading
+    if tool.function.defer_loading is None:
+        tool.function.defer_loading = deferred
+    made = function_tool(tool.function)
+    return made if deferred is None else {**made, "defer_loading": deferred}
 
 
-def function_definition(
-    function: Mapping[str, Any], where: str, *, defer_loading: bool | None = None
-) -> dict[str, Any]:
-    """Return a function's definition with its known fields only, in vLLM's order."""
-    if not isinstance(function.get("name"), str):
-        raise BadRequest(f"'{where}.function.name' must be a string", param=where)
-    made: dict[str, Any] = {
-        "name": function["name"],
-        "description": _optional(function, "description", str),
-        "parameters": copy.deepcopy(_optional(function, "parameters", dict)),
-    }
-    own = _optional(function, "defer_loading", bool)
-    optional = {
-        "strict": _optional(function, "strict", bool),
-        "defer_loading": defer_loading if own is None else own,
-    }
-    return made | {key: value for key, value in optional.items() if value is not None}
-
-
-def _optional(value: Mapping[str, Any], key: str, kind: type) -> Any:
-    found = value.get(key)
-    if found is not None and not isinstance(found, kind):
-        raise Unsupported(f"'{key}' of a tool is no {kind.__name__}")
-    return found
-
-
-def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise Unsupported(f"'{name}' of a message is no list")
-    return value
+def function_tool(function: Function) -> dict[str, Any]:
+    """Return a function as the tool that templates get."""
+    fields = msgspec.structs.asdict(function)
+    for name in ("strict", "defer_loading"):
+        if fields[name] is None:
+            del fields[name]
+    return {"type": "function", "function": fields}
 
 
 def in_order(value: Mapping[str, Any], first: Iterable[str]) -> dict[str, Any]:

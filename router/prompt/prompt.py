@@ -3,6 +3,7 @@
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import xxhash
@@ -20,6 +21,7 @@ _AFFINITY_TOKENS: Final = 256
 _AFFINITY_CHARS: Final = 1024
 
 
+@dataclass(kw_only=True, eq=False)
 class Prompt:
     """The prompt of one request.
 
@@ -27,35 +29,27 @@ class Prompt:
     equal texts of two tenants have no key in common.
     """
 
-    def __init__(
-        self,
-        *,
-        text: str | None,
-        memo: Memo,
-        token_ids: list[int] | None = None,
-        pieces: Sequence[Piece] = (),
-        doubt: str | None = None,
-        first_medium: str = "",
-        rest_chars: int = 0,
-    ) -> None:
-        """``rest_chars`` of the text come after the tokens; ``first_medium`` tells media apart."""
-        self.token_ids = token_ids
-        """The tokens, or None where they are not known; with media, those before the first."""
-        self.doubt = doubt
-        """Why `exact` is false, or None."""
-        self.model: str | None = None
-        """The name that the request gives."""
-        self.cache_salt: str | None = None
-        self.media_settings: str = ""
-        """How the request wants its media processed."""
-        self.part_types: frozenset[str] = frozenset()
-        """What can make a replica use an adapter (`lora`) without being asked to."""
-        self._first_medium = first_medium
-        self._rest_chars = rest_chars
-        self._text = text
-        self._memo = memo
-        self._pieces = pieces
-        self._chains: dict[object, list[bytes]] = {}
+    token_ids: list[int] | None = None
+    """The tokens, or None where they are not known; with media, those before the first."""
+    doubt: str | None = None
+    """Why `exact` is false, or None."""
+    model: str | None = None
+    """The name that the request gives."""
+    cache_salt: str | None = None
+    media_settings: str = ""
+    """How the request wants its media processed."""
+    part_types: frozenset[str] = frozenset()
+    """What can make a replica use an adapter (`lora`) without being asked to."""
+    memo: Memo
+    pieces: Sequence[Piece] = ()
+    """What ``token_ids`` are put together from; empty where they are not."""
+    first_medium: str = ""
+    """What tells its first medium from others; empty where there is none."""
+    rest_chars: int = 0
+    """How much of the text comes after ``token_ids``."""
+    rendered: str | None = None
+    """The text; None where only tokens are given."""
+    _chains: dict[object, list[bytes]] = field(default_factory=dict, init=False)
 
     @property
     def exact(self) -> bool:
@@ -65,25 +59,25 @@ class Prompt:
     @property
     def text(self) -> str:
         """The rendered prompt; something that stands for it where it is not text."""
-        if self._text is None:
-            self._text = " ".join(map(str, self.token_ids or ()))
-        return self._text
+        if self.rendered is None:
+            self.rendered = " ".join(map(str, self.token_ids or ()))
+        return self.rendered
 
     @property
     def token_count(self) -> int:
         """The number of tokens; without a tokenizer, or with media, an estimate."""
         if self.token_ids is None:
             return -(-len(self.text) // _CHARS_PER_TOKEN)
-        return len(self.token_ids) - (-self._rest_chars // _CHARS_PER_TOKEN)
+        return len(self.token_ids) - (-self.rest_chars // _CHARS_PER_TOKEN)
 
     @property
     def affinity(self) -> bytes:
         """What prompts that begin alike, and may share KV, have in common."""
-        if self.token_ids and not self._first_medium:
+        if self.token_ids and not self.first_medium:
             beginning = array("q", self.token_ids[:_AFFINITY_TOKENS]).tobytes()
         else:
             beginning = self.text[:_AFFINITY_CHARS].encode(errors="surrogatepass")
-        return self._apart() + beginning + self._first_medium.encode()
+        return self._apart() + beginning + self.first_medium.encode()
 
     def lora(self, adapters: Mapping[str, str]) -> tuple[str, str] | None:
         """Return (name, path) of the adapter that a replica which has ``adapters`` will use.
@@ -116,8 +110,8 @@ class Prompt:
         keys = self._chains.get(name)
         if keys is None:
             every, first = prompt_extra_keys(cache_salt=self.cache_salt, lora=lora)
-            keys = self._memo.chain(
-                self._pieces,
+            keys = self.memo.chain(
+                self.pieces,
                 self.token_ids,
                 scheme,
                 block_tokens,

@@ -8,8 +8,10 @@ with the replica's. Prompts of models without one are matched by their text.
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Final
 
@@ -17,10 +19,18 @@ import aiohttp
 
 from router.config import ConfigError, TokenizerConfig
 from router.prompt.reader import PromptReader
+from router.prompt.tokenizer import Memo
 
 log = logging.getLogger("warmroute.tokenizer")
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
+
+# A replica that deviates, or could not be asked, is asked again after so long,
+# and after twice as long each time that this changes nothing.
+_ASK_AGAIN_S: Final = 30.0
+_LONGEST_PAUSE_S: Final = 3600.0
+
+_SOON: Final = aiohttp.ClientTimeout(total=2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +45,55 @@ class ServedModel:
     """Where a LoRA adapter itself comes from, as the replica wrote it; None for a model."""
 
 
+@dataclass(kw_only=True)
+class _Replica:
+    """What a replica serves, and when its tokens are to be compared next."""
+
+    models: tuple[ServedModel, ...]
+    version: str | None
+    due_s: float = -inf
+    pause_s: float = _ASK_AGAIN_S
+
+    def is_other(self, models: Sequence[ServedModel], version: str | None) -> bool:
+        """Whether it serves something else than before; None is a version that it did not tell."""
+        return self.models != tuple(models) or version not in (None, self.version)
+
+    def asking(self, now_s: float) -> None:
+        """Note that it is asked now: in vain, until `agreed`."""
+        self.due_s = now_s + self.pause_s
+        self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
+
+    def agreed(self) -> None:
+        """Note that all its tokens are ours: nothing to ask until it changes."""
+        self.due_s, self.pause_s = inf, _ASK_AGAIN_S
+
+
 class PromptSource:
-    """Holds a `PromptReader` for each model; `learn` adds them as replicas tell."""
+    """Holds a `PromptReader` for each model that is served; `learn` adds and drops them.
+
+    All readers share one memo.
+    """
 
     def __init__(
-        self, config: TokenizerConfig, environment: Mapping[str, str] = os.environ
+        self,
+        config: TokenizerConfig,
+        environment: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Load the configured tokenizer, if one is; raises `ConfigError`."""
         self._config = config
         self._environment = environment
+        self._clock = clock
         self._lock = asyncio.Lock()
-        self._text = PromptReader.load(None, memo_bytes=config.memo_bytes)
+        self._memo = Memo(config.memo_bytes)
+        self._text = PromptReader(memo=self._memo)
         self._configured = None if config.path is None else self._load(Path(config.path))
         self._by_root: dict[str, PromptReader] = {}
         self._root_of: dict[str, str] = {}
+        self._replicas: dict[str, _Replica] = {}
 
     def reader_for(self, model: str | None) -> PromptReader:
-        """Return who reads the prompts for a model; without a name, for the only one."""
+        """Return the reader of prompts for a model; without a name, that for the only one."""
         if self._configured is not None:
             return self._configured
         if model is None and len(self._by_root) == 1:
@@ -66,20 +108,55 @@ class PromptSource:
         url: str,
         headers: Mapping[str, str],
     ) -> None:
-        """Load what is new among the models of the replica at ``url``, and verify it there.
+        """Load what is new among the models of the replica at ``url``, and compare tokens there.
 
+        They are compared once: again only when the replica has another version or other
+        models, after `compare_again`, or, where they did not agree, after a pause.
         A tokenizer that is not on this machine, or does not load, is logged
         once; its prompts stay text.
         """
-        for model in models:
-            self._root_of[model.id] = model.root
+        replica = self._replicas.get(url)
+        version = await _version(session, url, headers)
+        if replica is None or replica.is_other(models, version):
+            replica = self._replicas[url] = _Replica(models=tuple(models), version=version)
+            for reader in self._readers():
+                reader.forget(url)
+        await self._load_and_drop()
+        if self._clock() < replica.due_s:
+            return
+        replica.asking(self._clock())
+        readers = {self.reader_for(model.id) for model in models}
+        agree = [
+            await reader.verify(session, url, headers=headers)
+            for reader in readers
+            if reader.has_tokenizer
+        ]
+        if all(agree):
+            replica.agreed()
+
+    def compare_again(self, url: str) -> None:
+        """Have the tokens of a replica compared at the next `learn`: it may have restarted."""
+        if replica := self._replicas.get(url):
+            replica.due_s, replica.pause_s = -inf, _ASK_AGAIN_S
+
+    def differs(self, url: str) -> bool:
+        """Whether a replica makes other tokens of its prompts than their reader."""
+        return any(reader.differs(url) for reader in self._readers())
+
+    def _readers(self) -> list[PromptReader]:
+        return [self._configured] if self._configured else list(self._by_root.values())
+
+    async def _load_and_drop(self) -> None:
+        """Load readers for the models that replicas serve now, and drop those of all others."""
         async with self._lock:
-            for root in {model.root for model in models}:
-                if self._configured is None and root not in self._by_root:
-                    self._by_root[root] = await asyncio.to_thread(self._load_root, root)
-        for reader in {self.reader_for(model.id) for model in models}:
-            if reader.has_tokenizer:
-                await reader.verify(session, url, headers=headers)
+            served = [model for each in self._replicas.values() for model in each.models]
+            self._root_of = {model.id: model.root for model in served}
+            if self._configured is not None:
+                return
+            for root in {model.root for model in served} - self._by_root.keys():
+                self._by_root[root] = await asyncio.to_thread(self._load_root, root)
+            for root in self._by_root.keys() - {model.root for model in served}:
+                del self._by_root[root]
 
     def _load_root(self, root: str) -> PromptReader:
         """Return the reader for a model, or that of text; reads files."""
@@ -100,9 +177,21 @@ class PromptSource:
         return reader
 
     def _load(self, path: Path) -> PromptReader:
-        return PromptReader.load(
-            path, chat_template=self._config.chat_template, memo_bytes=self._config.memo_bytes
-        )
+        template = self._config.chat_template
+        return PromptReader.load(path, chat_template=template, memo=self._memo)
+
+
+async def _version(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]
+) -> str | None:
+    """Return the version of vLLM that a replica runs, None if it does not tell."""
+    try:
+        async with session.get(f"{url}/version", headers=headers, timeout=_SOON) as response:
+            answer = await response.json()
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return None
+    version = answer.get("version") if isinstance(answer, dict) else None
+    return version if isinstance(version, str) else None
 
 
 def local_model(model: str, environment: Mapping[str, str]) -> Path | None:

@@ -4,11 +4,51 @@ Only items whose conversion is certain: messages of text, function calls and
 their outputs, reasoning in plain text.
 """
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from router.config import BadRequest
-from router.prompt.messages import Unsupported, check_messages, function_definition
+from msgspec import Meta, Struct
+
+from router.prompt.messages import (
+    Function,
+    Unsupported,
+    check_messages,
+    checked,
+    function_tool,
+    supported,
+)
 from router.prompt.templates import Message
+
+
+class _FunctionCall(Struct):
+    call_id: str
+    name: str
+    arguments: str
+    namespace: None = None
+
+
+class _FunctionOutput(Struct):
+    call_id: str
+    output: str
+
+
+class _OutputText(Struct):
+    text: str
+    type: Literal["output_text"]
+
+
+class _Answer(Struct):
+    content: Annotated[list[_OutputText], Meta(min_length=1)]
+    type: Literal["message"]
+
+
+class _ReasoningText(Struct):
+    text: str
+    type: Literal["reasoning_text"]
+
+
+class _Reasoning(Struct):
+    content: Annotated[list[_ReasoningText], Meta(min_length=1)]
+    encrypted_content: Literal[""] | None = None
 
 
 def messages(value: object, instructions: str | None) -> list[Message]:
@@ -20,12 +60,8 @@ def messages(value: object, instructions: str | None) -> list[Message]:
         return [*made, {"role": "user", "content": value}]
     if isinstance(value, dict):
         raise Unsupported("input that is an object")
-    if not isinstance(value, list):
-        raise BadRequest("'input' must be a string or a list of items", param="input")
     items: list[Message] = []
-    for index, item in enumerate(value):
-        if not isinstance(item, dict):
-            raise BadRequest(f"'input[{index}]' must be an object", param=f"input[{index}]")
+    for item in checked(value, str | list[dict[str, Any]], "input"):
         _append(items, item)
     return made + items
 
@@ -42,21 +78,13 @@ def continues(value: object) -> bool:
 
 def tools(value: object) -> list[dict[str, Any]] | None:
     """Return the function tools as templates get them, or None when there are no tools."""
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        raise BadRequest("'tools' must be a list", param="tools")
-    made = []
-    for index, tool in enumerate(value):
-        if not isinstance(tool, dict):
-            raise BadRequest(f"'tools[{index}]' must be an object", param=f"tools[{index}]")
+    given: list[dict[str, Any]] = checked(value, list[dict[str, Any]] | None, "tools") or []
+    for tool in given:
         if tool.get("type") in ("custom", "namespace"):
             raise Unsupported(f"a tool of type {tool['type']!r}")
-        if tool.get("type") == "function":
-            made.append(
-                {"type": "function", "function": function_definition(tool, f"tools[{index}]")}
-            )
-    return made if value else None
+    functions = [tool for tool in given if tool.get("type") == "function"]
+    made = [function_tool(supported(tool, Function, "a function tool")) for tool in functions]
+    return made if given else None
 
 
 def _append(items: list[Message], item: Message) -> None:
@@ -88,47 +116,25 @@ def _join(items: list[Message], answer: Message | None, field: str, text: str) -
         items.append({"role": "assistant", field: text})
 
 
-def _call(item: Message) -> dict[str, Any]:
-    if item.get("namespace") is not None:
-        raise Unsupported("a call of a namespaced function")
-    fields = [item.get(key) for key in ("call_id", "name", "arguments")]
-    if not all(isinstance(field, str) for field in fields):
-        raise Unsupported("a function call without call_id, name or arguments")
-    call_id, name, arguments = fields
+def _call(item: Message) -> Message:
+    call = supported(item, _FunctionCall, "a function call")
     return {
-        "id": call_id,
-        "function": {"name": name, "arguments": arguments},
+        "id": call.call_id,
+        "function": {"name": call.name, "arguments": call.arguments},
         "type": "function",
     }
 
 
 def _output(item: Message) -> Message:
-    output, call_id = item.get("output"), item.get("call_id")
-    if not isinstance(output, str) or not isinstance(call_id, str):
-        raise Unsupported("a function's output that is no text, or for no call")
-    return {"role": "tool", "content": output, "tool_call_id": call_id}
+    output = supported(item, _FunctionOutput, "a function's output")
+    return {"role": "tool", "content": output.output, "tool_call_id": output.call_id}
 
 
 def _reasoning(item: Message) -> str:
-    content = item.get("content")
-    if item.get("encrypted_content") or not isinstance(content, list) or not content:
-        raise Unsupported("reasoning that is not in plain text")
-    return _text(content[0], "reasoning_text")
+    return supported(item, _Reasoning, "reasoning that is not in plain text").content[0].text
 
 
 def _answer(item: Message) -> str:
-    content = item.get("content")
-    if isinstance(content, str):
+    if isinstance(content := item.get("content"), str):
         return content
-    if item.get("type") != "message" or not isinstance(content, list) or not content:
-        raise Unsupported("an answer that is no text")
-    return _text(content[0], "output_text")
-
-
-def _text(part: object, kind: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != kind:
-        raise Unsupported(f"an answer that is no {kind}")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise Unsupported(f"a {kind} without text")
-    return text
+    return supported(item, _Answer, "an answer that is no text").content[0].text

@@ -7,7 +7,6 @@ source, as vLLM's ``renderers/hf.py`` finds them; the environment is that of
 transformers' ``utils/chat_template_utils.py``.
 """
 
-import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -99,7 +98,6 @@ class ChatTemplate:
         self.variables: frozenset[str] = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self.content_format: ContentFormat = "openai" if walks_content(tree) else "string"
         self.knows_developer = '"developer"' in source or "'developer'" in source
-        self.uses_clock = "strftime_now" in self.variables or "strftime_now" in source
         self.wants_system_first = self._refuses_inline_system()
 
     def render(
@@ -149,20 +147,21 @@ class ChatTemplate:
 
     def _mark_end(self, messages: list[Message], field: str) -> tuple[list[Message], str]:
         """Return the messages with the end of the last one marked, and its text."""
-        messages = [*messages[:-1], copy.deepcopy(messages[-1])]
-        last = messages[-1]
+        last = dict(messages[-1])
         content = last.get(field)
         if content is None or field not in self.source:
             raise TemplateRefused(f"the last message has no {field} that could be continued")
+        final = content
         if isinstance(content, str):
             last[field] = content + _CONTINUE_HERE
-            return messages, content
-        for part in reversed(content):
-            if "text" in part:
-                text: str = part["text"]
-                part["text"] = text + _CONTINUE_HERE
-                return messages, text
-        raise TemplateRefused("the last message has no text that could be continued")
+        else:
+            at = max((at for at, part in enumerate(content) if "text" in part), default=None)
+            if at is None:
+                raise TemplateRefused("the last message has no text that could be continued")
+            final = content[at]["text"]
+            marked = {**content[at], "text": final + _CONTINUE_HERE}
+            last[field] = [*content[:at], marked, *content[at + 1 :]]
+        return [*messages[:-1], last], final
 
     def _refuses_inline_system(self) -> bool:
         """Whether a system message after the first raises, as /v1/messages must know."""

@@ -2,28 +2,27 @@
 
 `load_directory` builds the tokenizer of a model from its files; `Encoder` encodes pieces
 that may be encoded apart and `Memo` remembers them, within bounds; `ReadingTurns` shares
-the reading thread between large and small prompts. `Trust` records whether the ids agree
-with those of each replica, as `CHAT_PROBES` and `TEXT_PROBES` found.
+the reading thread between large and small prompts. `Agreement` records which replicas gave
+the same ids, as `CHAT_PROBES` and `TEXT_PROBES` found.
 
 Called by `router.prompt` alone.
 """
 
-from router.prompt.tokenizer.encoder import Encoder, MuchIsNew
+from router.prompt.tokenizer.encoder import CutText, Encoder
 from router.prompt.tokenizer.reading_turns import ReadingTurns
-from router.prompt.tokenizer.token_cache import Memo, MemoStats, Piece
+from router.prompt.tokenizer.token_cache import Memo, Piece
 from router.prompt.tokenizer.tokenizer import Loaded, load_directory
-from router.prompt.tokenizer.trust import Comparison, Trust, compare
+from router.prompt.tokenizer.trust import Agreement, Trust, compare
 from router.prompt.tokenizer.verification import CHAT_PROBES, TEXT_PROBES
 
 __all__ = [
     "CHAT_PROBES",
     "TEXT_PROBES",
-    "Comparison",
+    "Agreement",
+    "CutText",
     "Encoder",
     "Loaded",
     "Memo",
-    "MemoStats",
-    "MuchIsNew",
     "Piece",
     "ReadingTurns",
     "Trust",

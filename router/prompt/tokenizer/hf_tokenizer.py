@@ -8,6 +8,7 @@ model's type as well as on the name in ``tokenizer_config.json``.
 
 import json
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
@@ -31,9 +32,9 @@ _PLAIN_MODELS: Final = frozenset({
 })
 # fmt: on
 
-Build = Callable[[Json, Json, dict[str, Any]], Tokenizer]
+Build = Callable[[Json, Json, Mapping[str, Any]], Tokenizer]
 """(tokenizer.json, tokenizer_config.json, named special tokens) -> the backend, before
-tokens are added; puts the class's own special tokens to the named ones."""
+tokens are added."""
 
 
 class Recipe(NamedTuple):
@@ -42,6 +43,8 @@ class Recipe(NamedTuple):
     build: Build
     doubt: str | None = None
     """Why transformers may build it in another way, or None."""
+    special_tokens: Mapping[str, str] = MappingProxyType({})
+    """The class's own, where the configuration names no others."""
     redeclares: bool = False
     """Whether special tokens are declared once more in the end, without their flags."""
 
@@ -64,7 +67,7 @@ def recipe(config: Json, model: Json) -> Recipe:
     return Recipe(_plain, f"{name or 'a tokenizer without a class'} is not one known here")
 
 
-def _plain(description: Json, config: Json, named: dict[str, Any]) -> Tokenizer:
+def _plain(description: Json, config: Json, named: Mapping[str, Any]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(description))
 
 
@@ -73,32 +76,9 @@ def _rebuilt(description: Json, **model: Any) -> Tokenizer:
     vocabulary = description["model"]
     if vocabulary.get("type") != "BPE":
         raise ValueError(f"a {vocabulary.get('type')} where a BPE is expected")
-    defaults = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": vocabulary["vocab"],
-        "merges": vocabulary["merges"],
-    }
-    made = {
-        **description,
-        "model": defaults | model,
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "decoder": None,
-        "added_tokens": [],
-    }
-    return Tokenizer.from_str(json.dumps(made))
-
-
-def _default(named: dict[str, Any], **defaults: str) -> None:
-    for name, token in defaults.items():
-        named.setdefault(name, token)
+    own = {key: vocabulary[key] for key in ("type", "vocab", "merges")}
+    without: Json = {"normalizer": None, "pre_tokenizer": None, "decoder": None, "added_tokens": []}
+    return Tokenizer.from_str(json.dumps({**description, **without, "model": {**own, **model}}))
 
 
 _QWEN2_PATTERN: Final = (
@@ -107,9 +87,7 @@ _QWEN2_PATTERN: Final = (
 )
 
 
-def _qwen2(description: Json, config: Json, named: dict[str, Any]) -> Tokenizer:
-    end = "<|endoftext|>"
-    _default(named, unk_token=end, eos_token=end, pad_token=end)
+def _qwen2(description: Json, config: Json, named: Mapping[str, Any]) -> Tokenizer:
     tokenizer = _rebuilt(description, continuing_subword_prefix="", end_of_word_suffix="")
     tokenizer.normalizer = normalizers.NFC()
     prefix = bool(config.get("add_prefix_space"))
@@ -122,8 +100,7 @@ def _qwen2(description: Json, config: Json, named: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _llama(description: Json, config: Json, named: dict[str, Any]) -> Tokenizer:
-    _default(named, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+def _llama(description: Json, config: Json, named: Mapping[str, Any]) -> Tokenizer:
     tokenizer = _rebuilt(description, fuse_unk=True, byte_fallback=True)
     prefix = config.get("add_prefix_space")
     scheme = "never" if prefix is not None and not prefix else "first"
@@ -135,24 +112,14 @@ def _llama(description: Json, config: Json, named: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _gpt2(description: Json, config: Json, named: dict[str, Any]) -> Tokenizer:
-    end = "<|endoftext|>"
-    _default(named, unk_token=end, bos_token=end, eos_token=end)
+def _gpt2(description: Json, config: Json, named: Mapping[str, Any]) -> Tokenizer:
     tokenizer = _rebuilt(description, continuing_subword_prefix="", end_of_word_suffix="")
     prefix = bool(config.get("add_prefix_space"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     return tokenizer
 
 
-def _gemma(description: Json, config: Json, named: dict[str, Any]) -> Tokenizer:
-    _default(
-        named,
-        unk_token="<unk>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        mask_token="<mask>",
-    )
+def _gemma(description: Json, config: Json, named: Mapping[str, Any]) -> Tokenizer:
     tokenizer = _rebuilt(
         description, fuse_unk=True, byte_fallback=True, unk_token=str(named["unk_token"])
     )
@@ -163,9 +130,29 @@ def _gemma(description: Json, config: Json, named: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
+_END: Final = "<|endoftext|>"
 _RECIPES: Final[Mapping[str, Recipe]] = {
-    "Qwen2Tokenizer": Recipe(_qwen2, redeclares=True),
-    "LlamaTokenizer": Recipe(_llama),
-    "GPT2Tokenizer": Recipe(_gpt2),
-    "GemmaTokenizer": Recipe(_gemma),
+    "Qwen2Tokenizer": Recipe(
+        _qwen2,
+        special_tokens={"unk_token": _END, "eos_token": _END, "pad_token": _END},
+        redeclares=True,
+    ),
+    "LlamaTokenizer": Recipe(
+        _llama,
+        special_tokens={"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    ),
+    "GPT2Tokenizer": Recipe(
+        _gpt2,
+        special_tokens={"unk_token": _END, "bos_token": _END, "eos_token": _END},
+    ),
+    "GemmaTokenizer": Recipe(
+        _gemma,
+        special_tokens={
+            "unk_token": "<unk>",
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "mask_token": "<mask>",
+        },
+    ),
 }

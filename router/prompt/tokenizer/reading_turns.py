@@ -1,7 +1,7 @@
-"""Whose prompt is tokenized next: one at a time, on all cores, short ones before long ones.
+"""The order in which long prompts are tokenized: one at a time, short ones before long ones.
 
-The pieces of one prompt are tokenized on all cores at once. So several at a time would
-all end when the last does, and none sooner than one after the other.
+The pieces of one prompt keep all cores busy. Several prompts at once would all be ready when
+the last one is; one after the other, none is ready later, and most are ready sooner.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ _CHARS_PER_S: Final = 5_000_000.0
 class ReadingTurns:
     """Gives turns, one at a time.
 
-    In order of when each would end if it were alone. So nobody starves: a prompt is passed
-    only by those that come while it could have been read. For one event loop at a time.
+    In order of when each prompt would be ready if it were alone. So none starves: it is passed
+    only by prompts that arrive while it could have been read. For one event loop at a time.
     """
 
     def __init__(self) -> None:

@@ -9,10 +9,10 @@ tokenizer can reach across; that is decided here from its description
 is not cut.
 """
 
+import os.path
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 CUT_CHARS: Final = 1024
 """About how long pieces of plain text get."""
@@ -23,6 +23,7 @@ _CUT: Final = re.compile(r"[A-Za-z](?= [A-Za-z])")
 _LOCAL_NORMALIZERS: Final = frozenset(
     {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
 )
+_SPACES_REPLACED: Final = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 
 # Pre-tokenizers that part a letter from a space behind it, whatever surrounds them.
 _PARTING: Final = frozenset({"Whitespace", "WhitespaceSplit", "BertPreTokenizer"})
@@ -37,31 +38,36 @@ _CASED: Final = (
     r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
 _ENDINGS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS: Final = frozenset(
-    {
-        r" ?\p{L}+",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
-        r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
-        *(rf"[^\r\n\p{{L}}\p{{N}}]?{cased}" for cased in _CASED),
-        *(rf"[^\r\n\p{{L}}\p{{N}}]?{cased}{_ENDINGS}?" for cased in _CASED),
-    }
+_WORDS: Final = (
+    r" ?\p{L}+",
+    r"[^\r\n\p{L}\p{N}]?\p{L}+",
+    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+    *(rf"[^\r\n\p{{L}}\p{{N}}]?{cased}" for cased in _CASED),
+    *(rf"[^\r\n\p{{L}}\p{{N}}]?{cased}{_ENDINGS}?" for cased in _CASED),
 )
-_OTHERS: Final = frozenset(
-    {
-        *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", _ENDINGS),
-        *(r"\p{N}", r"\p{N}+", r" ?\p{N}+", r"\p{N}{1,3}"),
-        *(r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"),
-        *(r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r" ?[\p{P}\p{S}]+[\r\n]*"),
-        *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
-        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
-        *(r"[一-龥぀-ゟ゠-ヿ]+", r"[一-龥]+"),  # noqa: RUF001  (as DeepSeek has it)
-    }
+_OTHERS: Final = (
+    *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", _ENDINGS),
+    *(r"\p{N}", r"\p{N}+", r" ?\p{N}+", r"\p{N}{1,3}"),
+    *(r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"),
+    *(r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r" ?[\p{P}\p{S}]+[\r\n]*"),
+    *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
+    *(r"[一-龥぀-ゟ゠-ヿ]+", r"[一-龥]+"),  # noqa: RUF001  (as DeepSeek has it)
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+def _made_of(alternatives: Iterable[str]) -> re.Pattern[str]:
+    """Return what matches a split pattern whose alternatives are all among these."""
+    one = f"(?:{'|'.join(map(re.escape, alternatives))})"
+    return re.compile(rf"{one}(?:\|{one})*")
+
+
+_LOCAL_SPLIT: Final = _made_of((*_WORDS, *_OTHERS))
+_SPLIT_WITHOUT_WORDS: Final = _made_of(_OTHERS)
+
+
+class Part(NamedTuple):
     """A stretch of text between special tokens, or one special token (``token_id``)."""
 
     text: str
@@ -77,13 +83,18 @@ class Cutter:
     def __init__(self, description: Mapping[str, Any]) -> None:
         added: list[Mapping[str, Any]] = list(description.get("added_tokens") or ())
         before = [one for one in added if not one["normalized"]]
+        steps = _steps(description.get("pre_tokenizer"), "pretokenizers")
         # A token that looks at the characters around it would see other ones
         # at a cut; then nothing is cut at all.
-        self.splits_specials = not any(one["single_word"] for one in added)
+        looks_around = any(one["single_word"] for one in added)
+        # Some tokenizers put a space before the first word of a text, but not
+        # before one that follows a special token.
+        first_differs = any(step.get("prepend_scheme") == "first" for step in steps)
+        self.splits_specials = not looks_around and not first_differs
         self.splits_text = (
-            not any(one["single_word"] or _reaches_across(one) for one in added)
-            and _is_local_normalizer(description.get("normalizer"))
-            and _parts_words(description)
+            not looks_around
+            and not any(map(_reaches_across, added))
+            and _parts_words(description, steps)
         )
         # All tokens that are looked for before normalization take part in the
         # search, since the longest at a place wins; but only those that take
@@ -96,11 +107,6 @@ class Cutter:
             one["content"]: one["id"] for one in before if not (one["lstrip"] or one["rstrip"])
         }
 
-    @property
-    def barrier(self) -> str | None:
-        """A special token that can stand in front of a piece to say that it is not the first."""
-        return min(self._ids, default=None) if self.splits_specials else None
-
     def parts(self, text: str) -> Iterable[Part]:
         """Yield the parts of ``text``, in order; none of them is empty."""
         start = 0
@@ -109,12 +115,10 @@ class Cutter:
             token_id = self._ids.get(match.group())
             if token_id is None:
                 continue
-            if match.start() > start:
-                yield from self._pieces(text[start : match.start()])
+            yield from self._pieces(text[start : match.start()])
             yield Part(match.group(), token_id)
             start = match.end()
-        if start < len(text):
-            yield from self._pieces(text[start:])
+        yield from self._pieces(text[start:])
 
     def _pieces(self, stretch: str) -> Iterable[Part]:
         start = 0
@@ -124,7 +128,8 @@ class Cutter:
                 break
             yield Part(stretch[start : cut.end()])
             start = cut.end()
-        yield Part(stretch[start:])
+        if start < len(stretch):
+            yield Part(stretch[start:])
 
 
 def longest_first(contents: Iterable[str]) -> str:
@@ -139,115 +144,57 @@ def longest_first(contents: Iterable[str]) -> str:
     may_end = heads.pop("", None)
     branches = []
     for group in heads.values():
-        shared = _common_start(min(group), max(group))
+        shared = os.path.commonprefix(group)  # noqa: RUF071  (characters are meant)
         branches.append(re.escape(shared) + longest_first(one[len(shared) :] for one in group))
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)}){'?' if may_end else ''}"
 
 
-def _common_start(first: str, second: str) -> str:
-    pairs = enumerate(zip(first, second, strict=False))
-    end = next((index for index, (one, other) in pairs if one != other), None)
-    return first if end is None else first[:end]
-
-
 def _reaches_across(added: Mapping[str, Any]) -> bool:
     """Whether an added token can hold a letter and the space behind it."""
     content: str = added["content"]
-    if re.search(r"\S\s", content):
-        return True
-    return bool(added["rstrip"]) and content[-1:].isalpha()
+    return bool(re.search(r"\S\s", content)) or (added["rstrip"] and content[-1:].isalpha())
 
 
-def _is_local_normalizer(normalizer: Mapping[str, Any] | None) -> bool:
-    if normalizer is None:
-        return True
-    if normalizer["type"] == "Sequence":
-        return all(_is_local_normalizer(one) for one in normalizer["normalizers"])
-    if normalizer["type"] == "Replace":
-        return bool(normalizer["pattern"] == {"String": " "} and normalizer["content"] == "▁")
-    return normalizer["type"] in _LOCAL_NORMALIZERS
+def _steps(step: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer, which may be a sequence in a sequence."""
+    if step is None:
+        return []
+    if step["type"] == "Sequence":
+        return [inner for one in step[name] for inner in _steps(one, name)]
+    return [step]
 
 
-def _parts_words(description: Mapping[str, Any]) -> bool:
+def _parts_words(description: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> bool:
     """Whether words end at a space, by the pre-tokenizer or for want of a merge over it."""
     model = description["model"]
-    if model.get("dropout"):
+    normalizers = _steps(description.get("normalizer"), "normalizers")
+    spaces_replaced = _SPACES_REPLACED in normalizers
+    if model.get("dropout") or not all(
+        one == _SPACES_REPLACED or one["type"] in _LOCAL_NORMALIZERS for one in normalizers
+    ):
         return False
-    steps = _steps(description.get("pre_tokenizer"))
-    spaces_left = not _replaces_spaces(description.get("normalizer"))
-    if not all(_is_local_step(step, spaces_left=spaces_left) for step in steps):
-        return False
-    return any(_parts(step) for step in steps) or _no_merge_over_space(model)
+    parting = [_parts_at_space(step, spaces_replaced=spaces_replaced) for step in steps]
+    return None not in parting and (any(parting) or _no_merge_over_space(model))
 
 
-def _steps(pre_tokenizer: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    if pre_tokenizer is None:
-        return []
-    if pre_tokenizer["type"] == "Sequence":
-        return [step for one in pre_tokenizer["pretokenizers"] for step in _steps(one)]
-    return [pre_tokenizer]
-
-
-def _replaces_spaces(normalizer: Mapping[str, Any] | None) -> bool:
-    if normalizer is None:
-        return False
-    if normalizer["type"] == "Sequence":
-        return any(_replaces_spaces(one) for one in normalizer["normalizers"])
-    return bool(normalizer["type"] == "Replace")
-
-
-def _is_local_step(step: Mapping[str, Any], *, spaces_left: bool) -> bool:
+def _parts_at_space(step: Mapping[str, Any], *, spaces_replaced: bool) -> bool | None:
+    """Whether a step parts a letter from a space behind it; None if it may reach across."""
     match step["type"]:
-        case "ByteLevel" | "Digits" | "Punctuation":
-            return True  # ByteLevel prepends a space only where there is none
-        case "Metaspace":
-            return bool(step["replacement"] == "▁")  # likewise
-        case "Split":
-            if step["pattern"] == {"String": " "}:
-                return not spaces_left  # nothing to split at
-            alternatives = _alternatives(step)
-            return bool(alternatives) and all(one in _WORDS | _OTHERS for one in alternatives)
-    return step["type"] in _PARTING
-
-
-def _parts(step: Mapping[str, Any]) -> bool:
-    match step["type"]:
-        case "ByteLevel":
+        case "Digits" | "Punctuation":
+            return False
+        case "ByteLevel":  # it prepends a space only where there is none
             return bool(step.get("use_regex", True))
-        case "Metaspace":
+        case "Metaspace" if step["replacement"] == "▁":  # likewise
             return bool(step.get("split", True))
-        case "Split":
-            return any(one in _WORDS for one in _alternatives(step))
-    return step["type"] in _PARTING
-
-
-def _alternatives(step: Mapping[str, Any]) -> list[str]:
-    """Return the alternatives of a split whose matches are pieces of their own, else none."""
-    if step.get("invert") or step["behavior"] not in ("Isolated", "Removed"):
-        return []
-    return _top_level(step["pattern"].get("Regex", ""))
-
-
-def _top_level(pattern: str) -> list[str]:
-    """Split a pattern at each ``|`` that is in no brackets."""
-    found, depth, in_class, start, at = [], 0, False, 0, 0
-    while at < len(pattern):
-        char = pattern[at]
-        if char == "\\":
-            at += 1
-        elif in_class:
-            in_class = char != "]"
-        elif char == "[":
-            in_class = True
-        elif char in "()":
-            depth += 1 if char == "(" else -1
-        elif char == "|" and depth == 0:
-            found.append(pattern[start:at])
-            start = at + 1
-        at += 1
-    return [*found, pattern[start:]]
+        case "Split" if step["pattern"] == {"String": " "} and spaces_replaced:
+            return False  # nothing to split at
+        case "Split" if not step.get("invert") and step["behavior"] in ("Isolated", "Removed"):
+            pattern = step["pattern"].get("Regex", "")
+            local = _LOCAL_SPLIT.fullmatch(pattern) is not None
+            return _SPLIT_WITHOUT_WORDS.fullmatch(pattern) is None if local else None
+    return True if step["type"] in _PARTING else None
 
 
 def _no_merge_over_space(model: Mapping[str, Any]) -> bool:
@@ -260,10 +207,8 @@ def _no_merge_over_space(model: Mapping[str, Any]) -> bool:
         return False
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return False
-    return not any("▁" in token.lstrip("▁") for token in _merged(model["merges"]))
-
-
-def _merged(merges: Iterable[Any]) -> Iterable[str]:
-    for merge in merges:
-        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-        yield left + right
+    merged = (
+        merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
+        for merge in model["merges"]
+    )
+    return not any("▁" in token.lstrip("▁") for token in merged)

@@ -1,11 +1,11 @@
 """What has been tokenized and hashed before, found again by its content.
 
-One least-recently-used store, bounded in bytes, holds two kinds of things:
+One least-recently-used store, bounded in bytes, holds two kinds of entries:
 pieces (text -> token ids) and steps (a piece after a certain sequence of
 pieces, hashed in a certain way -> the keys of the blocks that end in it). Texts
 themselves are the dictionary's keys, so that nothing rests on a hash alone.
 A salt or an adapter is a way of hashing: each tenant's steps are its own, and
-leave in their turn.
+leave in their turn. All tokenizers share one store: the name of a piece says whose it is.
 """
 
 import threading
@@ -13,9 +13,11 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final, TypeVar
 
 from cacheengine.keys import ExtraKeys, HashScheme
+
+_Name = TypeVar("_Name", bound=Hashable)
 
 # What a dictionary entry with its small objects takes beside its payload.
 _ENTRY_BYTES: Final = 400
@@ -29,7 +31,6 @@ _RUN_TOKENS: Final = 128
 class MemoStats:
     """Totals since start; each is counted on one line of this module."""
 
-    tokens_reused: int = 0
     tokens_tokenized: int = 0
     blocks_reused: int = 0
     blocks_hashed: int = 0
@@ -42,6 +43,7 @@ class Piece:
 
     serial: int
     ids: "array[int]"
+    nbytes: int = 0
 
     @classmethod
     def of_token(cls, token_id: int) -> "Piece":
@@ -55,6 +57,7 @@ class _Step:
 
     serial: int
     keys: tuple[bytes, ...]
+    nbytes: int
 
 
 class Memo:
@@ -69,7 +72,6 @@ class Memo:
         self.stats = MemoStats()
         self._lock = threading.Lock()
         self._entries: OrderedDict[Hashable, Piece | _Step] = OrderedDict()
-        self._sizes: dict[Hashable, int] = {}
         self._bytes = 0
         self._last_serial = 0
 
@@ -78,45 +80,42 @@ class Memo:
         """Estimated bytes of all that is remembered."""
         return self._bytes
 
-    def find(self, texts: Sequence[Hashable]) -> list[Piece | None]:
-        """Return the piece of each text, None where it is not known."""
+    def find(self, names: Sequence[Hashable]) -> list[Piece | None]:
+        """Return the piece of each name, None where it is not known."""
         with self._lock:
-            found = [self._get(text) for text in texts]
-            pieces = [one if isinstance(one, Piece) else None for one in found]
-            self.stats.tokens_reused += sum(len(one.ids) for one in pieces if one)
-        return pieces
+            found = [self._get(name) for name in names]
+        return [one if isinstance(one, Piece) else None for one in found]
 
-    def unknown(self, texts: Sequence[Hashable]) -> list[Hashable]:
-        """Return the texts that have no piece, each once; that is no use of the others."""
+    def unknown(self, names: Sequence[_Name]) -> list[_Name]:
+        """Return the names that have no piece, each once; that is no use of the others."""
         with self._lock:
-            return [text for text in dict.fromkeys(texts) if text not in self._entries]
+            return [name for name in dict.fromkeys(names) if name not in self._entries]
 
-    def add(self, text: Hashable, ids: Sequence[int], text_bytes: int) -> Piece:
-        """Remember the tokens of ``text``, which takes about ``text_bytes``; return its piece."""
+    def add(self, name: Hashable, ids: Sequence[int], text_bytes: int) -> Piece:
+        """Remember the tokens of a text that takes about ``text_bytes``; return its piece."""
         packed = array("I", ids)
         with self._lock:
             self.stats.tokens_tokenized += len(packed)
-            known = self._entries.get(text)
+            known = self._entries.get(name)
             if isinstance(known, Piece):
                 return known  # another thread was first: its keys hang on its serial
-            piece = Piece(self._serial(), packed)
-            self._put(text, piece, text_bytes + 4 * len(packed))
+            piece = Piece(self._serial(), packed, _ENTRY_BYTES + text_bytes + 4 * len(packed))
+            self._put(name, piece)
         return piece
 
     def runs(self, token_ids: Sequence[int]) -> list[Piece]:
         """Return pieces for a prompt that is given as token ids."""
-        starts = range(0, len(token_ids), _RUN_TOKENS)
-        names = [("ids", *token_ids[start : start + _RUN_TOKENS]) for start in starts]
+        pieces = []
         with self._lock:
-            return [self._run(name) for name in names]
-
-    def _run(self, name: tuple[Any, ...]) -> Piece:
-        known = self._get(name)
-        if isinstance(known, Piece):
-            return known
-        piece = Piece(self._serial(), array("I", name[1:]))
-        self._put(name, piece, 12 * len(name))
-        return piece
+            for start in range(0, len(token_ids), _RUN_TOKENS):
+                run = token_ids[start : start + _RUN_TOKENS]
+                piece = self._get(("ids", *run))
+                if not isinstance(piece, Piece):
+                    nbytes = _ENTRY_BYTES + 12 * len(run)
+                    piece = Piece(self._serial(), array("I", run), nbytes)
+                    self._put(("ids", *run), piece)
+                pieces.append(piece)
+        return pieces
 
     def chain(
         self,
@@ -151,8 +150,7 @@ class Memo:
     def check(self) -> None:
         """Raise AssertionError unless sizes add up and the bound is kept."""
         with self._lock:
-            assert self._sizes.keys() == self._entries.keys()
-            assert self._bytes == sum(self._sizes.values())
+            assert self._bytes == sum(entry.nbytes for entry in self._entries.values())
             assert self._bytes <= self.max_bytes or not self._entries
 
     def _known_keys(self, pieces: Sequence[Piece], context: Hashable) -> list[bytes]:
@@ -185,8 +183,9 @@ class Memo:
                 end = tokens // block_tokens
                 step = self._get(name)
                 if not isinstance(step, _Step):
-                    step = _Step(self._serial(), tuple(keys[stored:end]))
-                    self._put(name, step, _KEY_BYTES * len(step.keys))
+                    own = tuple(keys[stored:end])
+                    step = _Step(self._serial(), own, _ENTRY_BYTES + _KEY_BYTES * len(own))
+                    self._put(name, step)
                 before, stored = step.serial, end
 
     def _serial(self) -> int:
@@ -199,15 +198,13 @@ class Memo:
             self._entries.move_to_end(name)
         return entry
 
-    def _put(self, name: Hashable, entry: Piece | _Step, payload_bytes: int) -> None:
-        size = payload_bytes + _ENTRY_BYTES
-        self._bytes += size - self._sizes.get(name, 0)
-        self._sizes[name] = size
+    def _put(self, name: Hashable, entry: Piece | _Step) -> None:
+        """Store an entry that is not there yet, and evict what was not used for longest."""
+        self._bytes += entry.nbytes
         self._entries[name] = entry
-        self._entries.move_to_end(name)
-        while self._bytes > self.max_bytes and self._entries:
+        while self._bytes > self.max_bytes:
             # A step whose predecessor is gone cannot be reached any more: it is
             # never touched again, and leaves in its turn.
-            oldest, _ = self._entries.popitem(last=False)
-            self._bytes -= self._sizes.pop(oldest)
+            _, oldest = self._entries.popitem(last=False)
+            self._bytes -= oldest.nbytes
             self.stats.evictions += 1

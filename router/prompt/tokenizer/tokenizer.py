@@ -80,6 +80,8 @@ def load_directory(path: Path) -> Loaded:
     how = recipe(config, model)
     try:
         named, extra = _special_tokens(config, description)
+        for name, token in how.special_tokens.items():
+            named.setdefault(name, token)
         tokenizer = how.build(description, config, named)
         _add_tokens(tokenizer, _configured_tokens(config, description), named, extra)
         if how.redeclares:
@@ -94,6 +96,7 @@ def load_directory(path: Path) -> Loaded:
         raise ConfigError(str(file), "", f"is no tokenizer ({error})", "check the file") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    kind = model.get("model_type")
     others = [name for name in _OTHER_PROCESSING if (path / name).exists()]
     beside = f"{others[0]} stands beside the tokenizer" if others else None
     return Loaded(
@@ -101,19 +104,9 @@ def load_directory(path: Path) -> Loaded:
         special_tokens={name: str(token) for name, token in named.items()},
         templates=_templates(path, config),
         doubt=how.doubt or beside,
-        chat_doubt=_chat_doubt(model),
-        media_doubt=_media_doubt(model),
+        chat_doubt=f"vLLM renders {kind} in a way of its own" if kind in _OWN_RENDERING else None,
+        media_doubt=f"{kind} has its media before the text" if kind in _MEDIA_AT_START else None,
     )
-
-
-def _chat_doubt(model: Mapping[str, Any]) -> str | None:
-    kind = model.get("model_type")
-    return f"vLLM renders {kind} in a way of its own" if kind in _OWN_RENDERING else None
-
-
-def _media_doubt(model: Mapping[str, Any]) -> str | None:
-    kind = model.get("model_type")
-    return f"{kind} has its media before the text" if kind in _MEDIA_AT_START else None
 
 
 def _read_json(path: Path) -> Json:

@@ -1,4 +1,4 @@
-"""How far our tokens are those of the replicas, and how a replica is asked about it."""
+"""How far a reader's tokens are those of the replicas, and how a replica is asked about it."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class Trust(StrEnum):
-    """How far this reader's tokens are those of the replicas."""
+    """How far the tokens of a reader are those of the replicas."""
 
     PROVEN = "proven"
     """By the files alone: of a kind whose tokens are tested to be equal."""
@@ -22,18 +22,41 @@ class Trust(StrEnum):
     DOUBTFUL = "doubtful"
     """Probably equal: used, and not called exact."""
     REFUTED = "refuted"
-    """A replica gave other tokens: not used."""
+    """Every replica that was asked gave other tokens: not used."""
 
     @property
     def exact(self) -> bool:
         """Whether tokens may be called exact."""
         return self in (Trust.PROVEN, Trust.CONFIRMED)
 
-    def after(self, equal: bool | None) -> "Trust":
-        """Return the trust after a comparison (None: there was nothing to compare)."""
-        if equal is None or self is Trust.REFUTED:
-            return self  # one replica that differs is enough, whatever another says
-        return Trust.CONFIRMED if equal else Trust.REFUTED
+
+class Agreement:
+    """Which replicas gave a reader's tokens for one kind of prompt: text or chat."""
+
+    def __init__(self, by_files: Trust) -> None:
+        """``by_files`` is what counts as long as no replica was asked; REFUTED stays."""
+        self._by_files = by_files
+        self._equal: dict[str, bool] = {}
+
+    @property
+    def trust(self) -> Trust:
+        """How far the tokens equal the replicas', except for replicas that differ (`differs`)."""
+        if self._by_files is Trust.REFUTED or not self._equal:
+            return self._by_files
+        return Trust.CONFIRMED if any(self._equal.values()) else Trust.REFUTED
+
+    def note(self, replica_url: str, equal: bool | None) -> None:
+        """Note what came of a comparison (None: there was nothing to compare)."""
+        if equal is not None:
+            self._equal[replica_url] = equal
+
+    def forget(self, replica_url: str) -> None:
+        """Forget a replica: it serves something else now."""
+        self._equal.pop(replica_url, None)
+
+    def differs(self, replica_url: str) -> bool:
+        """Whether this replica gave other tokens than the ones that are used."""
+        return self.trust is not Trust.REFUTED and self._equal.get(replica_url) is False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +111,8 @@ def _report(url: str, probe: Mapping[str, Any], ours: list[int], theirs: list[in
     at = next((i for i, (mine, yours) in pairs if mine != yours), min(len(ours), len(theirs)))
     _log.error(
         "%s: tokens differ from ours at %d of %d for %.200s; prompts of this kind are matched "
-        "by text from now on. Check tokenizer.path, and tokenizer.chat_template if the replica "
-        "runs with --chat-template",
+        "by text there until they agree. Check tokenizer.path, and tokenizer.chat_template if "
+        "the replica runs with --chat-template",
         url,
         at,
         len(theirs),

@@ -74,11 +74,6 @@ def test_what_cannot_be_cut_is_still_split_at_special_tokens(kind: str) -> None:
     assert memo.stats.tokens_tokenized - before < 20
 
 
-def test_a_tokenizer_that_looks_around_its_tokens_is_never_cut() -> None:
-    assert not encoder_of("single-words").splits_text
-    assert not encoder_of("single-words").splits_specials
-
-
 def test_texts_differ_at_the_beginning_only_where_the_tokenizer_does() -> None:
     # The same words first and after a special token have other tokens here,
     # so one must not be remembered for the other.

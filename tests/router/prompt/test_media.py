@@ -279,12 +279,12 @@ def test_the_count_of_tokens_does_not_follow_the_bytes(reader: PromptReader) -> 
 def test_the_next_turn_costs_only_its_new_text(reader: PromptReader) -> None:
     first = chat(text(LONG), image())
     reader.read_now(CHAT, first).chain(SCHEME, 16)
-    before = (reader.stats.tokens_tokenized, reader.stats.blocks_hashed)
+    before = (reader.memo.stats.tokens_tokenized, reader.memo.stats.blocks_hashed)
     more = [{"role": "assistant", "content": "A fox."}, {"role": "user", "content": "Why?"}]
     second = reader.read_now(CHAT, {"messages": [*first["messages"], *more]})
     assert second.chain(SCHEME, 16)
-    assert reader.stats.tokens_tokenized == before[0]
-    assert reader.stats.blocks_hashed - before[1] <= 80
+    assert reader.memo.stats.tokens_tokenized == before[0]
+    assert reader.memo.stats.blocks_hashed - before[1] <= 80
     reader.memo.check()
 
 

@@ -4,9 +4,11 @@ import asyncio
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import aiohttp
 import pytest
@@ -15,7 +17,10 @@ from aiohttp.test_utils import TestServer
 
 from cacheengine.keys import HashScheme, prompt_extra_keys
 from router.config.errors import BadRequest, ConfigError
+from router.prompt.messages import chat_tools
 from router.prompt.reader import TEXT_PIECE_CHARS, Prompt, PromptReader, Trust
+from router.prompt.templates import ChatTemplate
+from router.prompt.tokenizer import Memo, Piece
 from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import CALL, TEMPLATES, USER, WEATHER
 from tests.router.prompt.test_encoder import LONG
@@ -103,7 +108,7 @@ async def test_what_is_not_certain_is_not_exact(
         (CHAT, chat(USER, chat_template_kwargs=[]), "chat_template_kwargs"),
         (CHAT, chat(USER, reasoning_effort=1), "reasoning_effort"),
         (CHAT, chat(USER, documents="x"), "documents"),
-        (CHAT, chat(USER, documents=[{"a": 1}]), "documents"),
+        (CHAT, chat(USER, documents=[{"a": 1}]), "documents[0]"),
         (CHAT, chat(USER, add_generation_prompt=[]), "add_generation_prompt"),
         (CHAT, chat(USER, truncate_prompt_tokens=-2), "truncate_prompt_tokens"),
         (CHAT, chat(USER, truncate_prompt_tokens=2, truncation_side="up"), "truncation_side"),
@@ -120,7 +125,7 @@ async def test_what_is_not_certain_is_not_exact(
         ("/v1/responses", {"input": ["a"]}, "input[0]"),
         ("/v1/responses", {"input": "a", "tools": 5}, "tools"),
         ("/v1/messages", {"messages": 5}, "messages"),
-        ("/v1/messages", chat({"role": "robot", "content": "x"}), "messages[0]"),
+        ("/v1/messages", chat({"role": "robot", "content": "x"}), "messages[0].role"),
         ("/v1/messages", chat({"role": "user"}), "messages[0].content"),
         ("/v1/messages", {"messages": [USER], "system": 5}, "system"),
         ("/v1/messages", {"messages": [USER], "tools": [5]}, "tools[0]"),
@@ -142,13 +147,15 @@ async def test_a_second_turn_costs_only_its_new_text(reader: PromptReader) -> No
     turns = [said("system", "You are brief."), said("user", LONG)]
     first = await reader.read(CHAT, chat(*turns))
     first.chain(SCHEME, 16)
-    before = (reader.stats.tokens_tokenized, reader.stats.blocks_hashed)
+    before = (reader.memo.stats.tokens_tokenized, reader.memo.stats.blocks_hashed)
     turns += [said("assistant", "So it is."), said("user", "And why?")]
     second = await reader.read(CHAT, chat(*turns))
     keys = second.chain(SCHEME, 16)
     new = second.token_count - first.token_count
-    assert reader.stats.tokens_tokenized - before[0] <= new < 80
-    assert reader.stats.blocks_hashed - before[1] <= len(keys) - len(first.chain(SCHEME, 16)) + 1
+    assert reader.memo.stats.tokens_tokenized - before[0] <= new < 80
+    assert (
+        reader.memo.stats.blocks_hashed - before[1] <= len(keys) - len(first.chain(SCHEME, 16)) + 1
+    )
     assert keys == SCHEME.chain(second.token_ids or [], 16)
     reader.memo.check()
 
@@ -243,6 +250,49 @@ async def test_what_is_known_is_not_sent_to_a_thread(
         assert prompt.token_ids == llama3().encode(prompt.text, add_special_tokens=False).ids
     await reader.read(CHAT, chat(said("system", distinct("two"))))
     assert len(sent) == 2
+
+
+async def test_a_long_new_prompt_is_rendered_once_and_tokenized_off_the_loop(
+    reader: PromptReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered, tokenized = Mock(wraps=ChatTemplate.render), []
+
+    def render(*args: Any, **options: Any) -> str:
+        text: str = rendered(*args, **options)
+        return text
+
+    def add(memo: Memo, *args: Any) -> Piece:
+        tokenized.append(threading.current_thread())
+        return remember(memo, *args)
+
+    remember = Memo.add
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    monkeypatch.setattr(Memo, "add", add)
+    await reader.read(CHAT, chat(said("system", distinct("one"))))
+    assert rendered.call_count == 1
+    assert tokenized
+    assert threading.current_thread() not in tokenized
+
+
+@pytest.mark.parametrize("with_tokenizer", [True, False])
+async def test_the_bytes_of_an_image_do_not_make_a_prompt_long(
+    reader: PromptReader, monkeypatch: pytest.MonkeyPatch, with_tokenizer: bool
+) -> None:
+    to_thread = AsyncMock()
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
+    audio = {"type": "input_audio", "input_audio": {"data": "A" * 1_000_000, "format": "wav"}}
+    body = chat(said("system", LONG), {"role": "user", "content": [image, audio]})
+    used = reader if with_tokenizer else PromptReader(None)
+    assert (await used.read(CHAT, body)).text
+    to_thread.assert_not_called()
+
+
+def test_the_schemas_of_tools_are_not_copied() -> None:
+    made = chat_tools([WEATHER])
+    assert made is not None
+    given = WEATHER["function"]["parameters"]
+    assert made[0]["function"]["parameters"]["properties"] is given["properties"]
 
 
 def test_reading_leaves_the_body_alone(reader: PromptReader) -> None:
@@ -393,9 +443,10 @@ async def test_another_tokenizer_on_the_replica_ends_all_tokens(
     assert not await verified(reader, Replica(other, lambda body, ids: ids), session)
     assert reader.read_now(CHAT, chat(USER)).token_ids is None
     assert reader.read_now("/v1/completions", {"prompt": "x"}).token_ids is None
-    # One that agrees later does not make up for it.
+    # Another that agrees makes up for it: only the first is matched by text then.
     same = Replica(other, lambda body, ids: reader._claim(body) or 400)
-    assert not await verified(reader, same, session)
+    assert await verified(reader, same, session)
+    assert reader.read_now(CHAT, chat(USER)).exact
 
 
 async def test_a_replica_that_refuses_some_shapes_can_still_agree(

@@ -37,6 +37,12 @@ def test_only_what_is_known_to_be_local_is_cut(kind: str) -> None:
     assert Cutter(description_of(kind)).splits_text == (kind in CUT_TEXT)
 
 
+def test_a_tokenizer_that_looks_around_its_tokens_is_never_cut() -> None:
+    cutter = Cutter(description_of("single-words"))
+    assert not cutter.splits_text
+    assert not cutter.splits_specials
+
+
 def split(pattern: dict[str, str], **more: Any) -> dict[str, Any]:
     return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False, **more}
 

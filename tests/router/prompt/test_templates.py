@@ -59,7 +59,6 @@ def test_json_is_printed_as_it_is() -> None:
 def test_the_clock_is_the_one_given() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2026, 7, 26))
     assert template.render([USER], variables={}) == "26 Jul 2026"
-    assert template.uses_clock
 
 
 def test_a_template_that_raises_refuses() -> None:

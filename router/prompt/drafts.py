@@ -1,0 +1,287 @@
+"""From a request's body to a draft of its prompt: rendered, but not tokenized yet.
+
+Tokens are exact or not given out as exact. Where the replica may see others
+(a template that comes with the request, state that only the replica has),
+`Prompt.exact` is false; where nothing is known, there are no tokens and the
+text itself is what prompts are compared by. Of a prompt with images, audio or
+video only the tokens before the first of them are known (`router.prompt.media`).
+"""
+
+import json
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from router.config import BadRequest
+from router.prompt import media
+from router.prompt.inputs import Body, ChatInput, PromptInput, TextInput, Truncation, read_input
+from router.prompt.messages import Unsupported
+from router.prompt.messages import conversation as converse
+from router.prompt.prompt import Prompt
+from router.prompt.templates import ChatTemplate, Message, TemplateRefused, compiled
+from router.prompt.tokenizer import CutText, Encoder, Loaded, Memo, Piece, Trust
+
+# So many tokens right before a medium are not relied on: they could be other ones
+# together with what the model's processor puts there (Gemma 3 joins newlines).
+_UNSURE_TOKENS: Final = 8
+
+# With fewer before the first medium, such a prompt is better remembered by its text:
+# that reaches past the medium.
+_FEWEST_TOKENS: Final = 256
+
+# Where a replica may choose an adapter by the kinds of content.
+_CHATS: Final = frozenset({"/v1/chat/completions", "/v1/messages"})
+
+# Settings of a request that change what its media become.
+_MEDIA_SETTINGS: Final = ("mm_processor_kwargs", "media_io_kwargs")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt that is rendered and not tokenized yet."""
+
+    prompt_of: Callable[[list[Piece]], Prompt]
+    """Makes the prompt of the pieces of ``cut``."""
+    cut: CutText | None = None
+    """What is to be tokenized; None where nothing is."""
+    chars: int = 0
+    """How long ``cut`` is."""
+
+    def finish(self) -> Prompt:
+        """Return the prompt, tokenizing what of it is new."""
+        return self.prompt_of([] if self.cut is None else self.cut.pieces())
+
+
+class _Model(NamedTuple):
+    files: Loaded
+    encoder: Encoder
+
+
+class Drafter:
+    """Drafts the prompts for one model, by its tokenizer and templates if they are known."""
+
+    def __init__(self, loaded: Loaded | None, chat_template: str | None, memo: Memo) -> None:
+        """``chat_template`` overrides the model's own. Raises `ConfigError` when one is none."""
+        self.max_model_len: int | None = None
+        """How many tokens the replicas' context has, where one has told."""
+        self._memo = memo
+        self._model = None if loaded is None else _Model(loaded, Encoder(loaded.tokenizer, memo))
+        sources = {} if loaded is None else loaded.templates
+        if chat_template is not None:
+            # vLLM also takes the name of one of the model's templates here.
+            sources = {"default": sources.get(chat_template, chat_template)}
+        self._templates = {name: compiled(name, source) for name, source in sources.items()}
+
+    def template(self, with_tools: bool) -> ChatTemplate | None:
+        """Return the template of a request with tools or without."""
+        if with_tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        return self._templates.get("default")
+
+    def draft(self, endpoint: str, body: Body, trust_in: Callable[[PromptInput], Trust]) -> Draft:
+        """Return the prompt of a request to ``endpoint``; raise `BadRequest` for wrong types.
+
+        ``trust_in`` says how far the tokens of an input are trusted.
+        """
+        salt = _cache_salt(body) if endpoint != "/tokenize" else None
+        messages = body.get("messages")
+        try:
+            given = read_input(endpoint, body, self.template)
+            if isinstance(given, ChatInput):
+                messages = given.messages
+            draft = self._draft(given, trust_in(given))
+        except Unsupported as reason:
+            draft = self._of_text(_stand_in(body), str(reason))
+        model = body.get("model")
+
+        def completed(pieces: list[Piece]) -> Prompt:
+            prompt = draft.prompt_of(pieces)
+            prompt.model = model if isinstance(model, str) else None
+            prompt.cache_salt = salt
+            prompt.media_settings = _media_settings(body)
+            if endpoint in _CHATS:
+                prompt.part_types = media.part_types(messages)
+            return prompt
+
+        return Draft(completed, draft.cut, draft.chars)
+
+    def _draft(self, given: PromptInput, trust: Trust) -> Draft:
+        if isinstance(given, TextInput):
+            if isinstance(given.prompt, list):
+                return self._of_ids(given, given.prompt)
+            return self._of_known_text(given.prompt, given, trust)
+        if self._model is None:
+            raise Unsupported("there is no tokenizer")
+        shown = media.show_as_text(given.messages)
+        if shown.modality_of:
+            return self._with_media(self._model, given, trust, shown)
+        text, _ = self._rendered(self._model, given)
+        return self._of_known_text(text, given, trust)
+
+    def _rendered(
+        self, model: _Model, given: ChatInput, conversation: Sequence[Message] | None = None
+    ) -> tuple[str, Sequence[Message]]:
+        """Return the prompt's text, and the conversation that the template got."""
+        template = self.template(given.tools is not None)
+        if template is None:
+            raise Unsupported("the model has no chat template")
+        if conversation is None:
+            conversation = converse(given.messages, template.content_format, given.dialect)
+        variables = {**model.files.special_tokens, **given.variables}
+        try:
+            text = template.render(
+                conversation,
+                tools=given.tools,
+                documents=variables.pop("documents", None),
+                add_generation_prompt=variables.pop("add_generation_prompt", False),
+                continue_final_message=variables.pop("continue_final_message", False),
+                variables=variables,
+            )
+        except TemplateRefused as error:
+            raise Unsupported(str(error)) from error
+        return text, conversation
+
+    def _of_text(self, text: str, doubt: str) -> Draft:
+        return Draft(lambda pieces: Prompt(rendered=text, memo=self._memo, doubt=doubt))
+
+    def _of_ids(self, given: TextInput, prompt: list[int]) -> Draft:
+        ids, cut = self._truncated(prompt, given.truncation)
+        doubt = given.doubt or cut
+        return Draft(
+            lambda pieces: Prompt(
+                memo=self._memo, token_ids=ids, pieces=self._memo.runs(ids), doubt=doubt
+            )
+        )
+
+    def _of_known_text(self, text: str, given: PromptInput, trust: Trust) -> Draft:
+        """Return the prompt of a text that is what the replica tokenizes."""
+        model = self._model
+        if model is None:
+            return self._of_text(text, "there is no tokenizer")
+        if trust is Trust.REFUTED:
+            return self._of_text(text, _refuted(model))
+
+        def prompt_of(pieces: list[Piece]) -> Prompt:
+            every = _ids_of(pieces)
+            ids, doubt = self._truncated(every, given.truncation)
+            if len(ids) != len(every):
+                pieces = []
+                if given.add_special_tokens and model.encoder.adds_ends:
+                    doubt = "special tokens at the ends may survive truncation"
+            doubt = given.doubt or doubt
+            if not trust.exact:
+                doubt = doubt or model.files.doubt or "no replica has confirmed the tokens"
+            return Prompt(rendered=text, memo=self._memo, token_ids=ids, pieces=pieces, doubt=doubt)
+
+        return Draft(prompt_of, _cut(model.encoder, text, given), len(text))
+
+    def _with_media(
+        self, model: _Model, given: ChatInput, trust: Trust, shown: media.Shown
+    ) -> Draft:
+        """Return a prompt whose tokens end before its first medium."""
+        doubt = _no_start(model, given, trust, shown)
+        text, conversation = self._rendered(model, replace(given, messages=shown.messages))
+        start = ""
+        if doubt is None:
+            doubt = "what stands from the first medium on has no keys that could be known"
+            real, _ = self._rendered(model, given, media.put_back(conversation, shown))
+            start = media.start_before_media(text, real)
+
+        def prompt_of(pieces: list[Piece]) -> Prompt:
+            whole, ids = _without_end(pieces, _UNSURE_TOKENS)
+            return Prompt(
+                rendered=text,
+                memo=self._memo,
+                token_ids=ids if len(ids) >= _FEWEST_TOKENS else None,
+                pieces=whole,
+                doubt=doubt,
+                first_medium=next(iter(shown.modality_of)),
+                rest_chars=len(text) - len(start),
+            )
+
+        return Draft(prompt_of, _cut(model.encoder, start, given), len(start))
+
+    def _truncated(
+        self, ids: list[int], truncation: Truncation | None
+    ) -> tuple[list[int], str | None]:
+        """Return what the replica keeps of a prompt, and a doubt where that is not certain."""
+        if truncation is None:
+            return ids, None
+        length = truncation.tokens
+        if length < 0:
+            if self.max_model_len is not None and len(ids) < self.max_model_len:
+                return ids, None
+            return ids, "how much the replica's context keeps is not known"
+        if len(ids) <= length:
+            return ids, None
+        # Generating replicas keep the end unless told otherwise.
+        return (ids[:length] if truncation.side == "right" else ids[len(ids) - length :]), None
+
+
+def _no_start(model: _Model, given: ChatInput, trust: Trust, shown: media.Shown) -> str | None:
+    """Return why not even the tokens before the first medium are known, None if they are."""
+    if trust is Trust.REFUTED:
+        return _refuted(model)
+    if given.truncation is not None:
+        return "how much is kept of a prompt with media is not known"
+    texts = list(media.texts_of([shown.until_first, given.tools, given.variables]))
+    if media.may_hold_placeholder(texts) or any(map(model.encoder.holds_special, texts)):
+        return "the model's processor may take a text for the place of a medium"
+    return model.files.media_doubt
+
+
+def _refuted(model: _Model) -> str:
+    return model.files.chat_doubt or "the replicas gave other tokens for the probes"
+
+
+def _cache_salt(body: Body) -> str | None:
+    """Return what keeps a tenant's prompts apart, or None; raise `BadRequest` for no string."""
+    salt = body.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise BadRequest("'cache_salt' must be a string that is not empty", param="cache_salt")
+    return salt
+
+
+def _media_settings(body: Body) -> str:
+    """Return how the request wants its media processed; empty for no wish."""
+    given = {name: body[name] for name in _MEDIA_SETTINGS if body.get(name)}
+    return json.dumps(given, sort_keys=True) if given else ""
+
+
+def _stand_in(body: Body) -> str:
+    """Return a text that begins alike for requests whose prompts begin alike."""
+    lines: list[Any] = [body.get(key) for key in ("tools", "instructions", "system")]
+    for key in ("messages", "input", "prompt"):
+        value = media.shortened(body.get(key))
+        lines += value if isinstance(value, list) else [value]
+    return "\n".join(json.dumps(line, ensure_ascii=False) for line in lines if line is not None)
+
+
+def _cut(encoder: Encoder, text: str, given: PromptInput) -> CutText:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Unsupported(f"the text is not Unicode ({error})") from error
+    return encoder.cut(text, add_special_tokens=given.add_special_tokens)
+
+
+def _ids_of(pieces: Sequence[Piece]) -> list[int]:
+    every = array("I")
+    for piece in pieces:
+        every.extend(piece.ids)
+    return every.tolist()
+
+
+def _without_end(pieces: Sequence[Piece], tokens: int) -> tuple[list[Piece], list[int]]:
+    """Return the tokens but the last ones, and the pieces that hold none of the last ones."""
+    every = _ids_of(pieces)
+    ids = every[: max(0, len(every) - tokens)]
+    whole: list[Piece] = []
+    count = 0
+    for piece in pieces:
+        count += len(piece.ids)
+        if count > len(ids):
+            break
+        whole.append(piece)
+    return whole, ids

@@ -1,0 +1,246 @@
+"""The reader of each model: how it is found, compared with each replica, and dropped."""
+
+import gc
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from router.config import TokenizerConfig
+from router.prompt import Prompt, PromptSource, ServedModel
+from router.prompt.reader import PromptReader, Trust
+from router.proxy.upstream import client_session
+from tests.router.prompt.chat_shapes import TEMPLATES, USER
+from tests.router.prompt.tokenizer_makers import llama3, write_model
+
+CHAT = "/v1/chat/completions"
+PROBES = 18
+BOUND_BYTES = 200_000
+
+
+class Replica:
+    """A scripted replica: it tokenizes with ``model``, renders by its template, tells a version."""
+
+    def __init__(self, model: Path) -> None:
+        self.reader = PromptReader.load(model)
+        self.version = "1"
+        self.asked = 0
+        self.status = 200
+        self.url = ""
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        if self.status != 200:
+            return web.json_response({}, status=self.status)
+        prompt = self.reader.read_now("/tokenize", await request.json())
+        return web.json_response({"tokens": prompt.token_ids, "max_model_len": 4096})
+
+    async def tell_version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        app = web.Application()
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_get("/version", self.tell_version)
+        async with TestServer(app) as server:
+            self.url = str(server.make_url("")).rstrip("/")
+            yield
+
+
+class Fleet:
+    """A source of readers with scripted replicas, and a clock that stands still."""
+
+    def __init__(self, session: aiohttp.ClientSession, config: TokenizerConfig) -> None:
+        self.now_s = 0.0
+        self.session = session
+        self.source = PromptSource(config, clock=lambda: self.now_s)
+
+    async def learn(self, replica: Replica, *models: ServedModel) -> None:
+        await self.source.learn(models, session=self.session, url=replica.url, headers={})
+
+    def differing(self, *replicas: Replica) -> list[Replica]:
+        return [each for each in replicas if self.source.differs(each.url)]
+
+    def chat(self) -> Prompt:
+        return self.source.reader_for("m").read_now(CHAT, {"messages": [USER]})
+
+
+Start = Callable[[Path], Any]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", llama3(), TEMPLATES["parts"])
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """The same tokenizer, and another chat template."""
+    return write_model(tmp_path / "other", llama3(), TEMPLATES["chatml"])
+
+
+@pytest.fixture
+def served(model: Path) -> ServedModel:
+    return ServedModel(id="m", root=str(model))
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    async with AsyncExitStack() as stack:
+
+        async def started(path: Path) -> Replica:
+            replica = Replica(path)
+            await stack.enter_async_context(replica.serving())
+            return replica
+
+        yield started
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    async with client_session() as session:
+        yield Fleet(session, TokenizerConfig(memo_bytes=BOUND_BYTES))
+
+
+async def test_a_replica_that_deviates_loses_exact_tokens_for_itself_only(
+    fleet: Fleet, start: Start, served: ServedModel, model: Path, other: Path
+) -> None:
+    old, new = await start(model), await start(other)
+    await fleet.learn(old, served)
+    await fleet.learn(new, served)
+    assert fleet.chat().exact
+    assert fleet.differing(old, new) == [new]
+
+
+async def test_the_order_in_which_replicas_are_asked_makes_no_difference(
+    fleet: Fleet, start: Start, served: ServedModel, model: Path, other: Path
+) -> None:
+    old, new = await start(model), await start(other)
+    await fleet.learn(new, served)
+    assert fleet.chat().token_ids is None, "no replica is known that has these tokens"
+    assert fleet.differing(old, new) == []
+    await fleet.learn(old, served)
+    assert fleet.chat().exact
+    assert fleet.differing(old, new) == [new]
+
+
+async def test_where_all_replicas_deviate_in_chats_other_prompts_keep_their_tokens(
+    fleet: Fleet, start: Start, served: ServedModel, other: Path
+) -> None:
+    replicas = [await start(other), await start(other)]
+    for each in replicas:
+        await fleet.learn(each, served)
+    assert fleet.chat().token_ids is None
+    reader = fleet.source.reader_for("m")
+    assert reader.read_now("/v1/completions", {"prompt": "x"}).exact
+    assert fleet.differing(*replicas) == []
+
+
+async def test_a_replica_that_agrees_again_is_matched_by_tokens_again(
+    fleet: Fleet, start: Start, served: ServedModel, model: Path, other: Path
+) -> None:
+    old, new = await start(model), await start(other)
+    await fleet.learn(old, served)
+    await fleet.learn(new, served)
+    new.reader, new.version = PromptReader.load(model), "2"
+    await fleet.learn(new, served)
+    assert fleet.differing(old, new) == []
+
+
+async def test_a_replica_that_agrees_is_not_asked_again(
+    fleet: Fleet, start: Start, served: ServedModel, model: Path
+) -> None:
+    replica = await start(model)
+    for _ in range(3):
+        await fleet.learn(replica, served)
+        fleet.now_s += 10_000
+    assert replica.asked == PROBES
+
+
+@pytest.mark.parametrize("what", ["restart", "version", "models"])
+async def test_a_replica_that_changes_is_asked_again(
+    fleet: Fleet, start: Start, served: ServedModel, model: Path, what: str
+) -> None:
+    replica = await start(model)
+    await fleet.learn(replica, served)
+    models = [served]
+    match what:
+        case "restart":
+            fleet.source.compare_again(replica.url)
+        case "version":
+            replica.version = "2"
+        case "models":
+            models.append(ServedModel(id="adapter", root=str(model), adapter_path="/a"))
+    for _ in range(2):
+        await fleet.learn(replica, *models)
+    assert replica.asked == 2 * PROBES
+
+
+async def test_a_replica_that_does_not_agree_is_asked_ever_more_rarely(
+    fleet: Fleet, start: Start, served: ServedModel, model: Path
+) -> None:
+    replica = await start(model)
+    replica.status = 500
+    asked_at_s = []
+    while fleet.now_s < 24 * 3600:
+        before = replica.asked
+        await fleet.learn(replica, served)
+        if replica.asked > before:
+            asked_at_s.append(fleet.now_s)
+        fleet.now_s += 30
+    pauses_s = [after - before for before, after in pairwise(asked_at_s)]
+    assert pauses_s[:3] == [30, 60, 120]
+    assert pauses_s == sorted(pauses_s)
+    assert pauses_s[-1] == 3600
+    replica.status = 200
+    fleet.now_s += 3600
+    await fleet.learn(replica, served)
+    assert replica.asked == len(asked_at_s) + PROBES
+    assert fleet.source.reader_for("m").text_trust is Trust.CONFIRMED
+
+
+async def test_a_silent_replica_changes_nothing_for_the_others(
+    fleet: Fleet, start: Start, served: ServedModel, model: Path
+) -> None:
+    replica = await start(model)
+    await fleet.learn(replica, served)
+    replica.status = 500
+    fleet.source.compare_again(replica.url)
+    await fleet.learn(replica, served)
+    assert fleet.chat().exact
+    assert fleet.differing(replica) == []
+
+
+async def test_the_readers_of_all_models_share_one_bound(
+    fleet: Fleet, start: Start, model: Path, other: Path
+) -> None:
+    replica = await start(model)
+    models = [ServedModel(id=str(path), root=str(path)) for path in (model, other)]
+    await fleet.learn(replica, *models)
+    readers = [fleet.source.reader_for(each.id) for each in models]
+    for number in range(300):
+        for reader in readers:
+            reader.read_now("/v1/completions", {"prompt": f"{number} " + "some words " * 50})
+    memos = {id(reader.memo): reader.memo for reader in readers}
+    assert sum(memo.used_bytes for memo in memos.values()) <= BOUND_BYTES
+
+
+async def test_the_reader_of_a_model_that_is_no_longer_served_is_dropped(
+    fleet: Fleet, start: Start, served: ServedModel, model: Path, other: Path
+) -> None:
+    replica = await start(model)
+    await fleet.learn(replica, served)
+    dropped = weakref.ref(fleet.source.reader_for("m"))
+    await fleet.learn(replica, ServedModel(id="n", root=str(other)))
+    assert not fleet.source.reader_for("m").has_tokenizer
+    assert fleet.source.reader_for("n").has_tokenizer
+    gc.collect()
+    assert dropped() is None
