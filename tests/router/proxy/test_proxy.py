@@ -3,6 +3,7 @@
 import asyncio
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import anthropic
@@ -347,6 +348,25 @@ async def test_a_cut_answer_that_is_no_stream_is_seen_to_be_cut(
             await response.read()
     assert (await router.record()).outcome is Outcome.CUT
     assert router.in_flight() == 0
+
+
+async def test_a_cut_stays_the_replicas_fault_where_the_client_does_not_hear_of_it(
+    fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client goes away while it is told that the replica broke off."""
+    gone = Mock(side_effect=ConnectionResetError("the client has gone, too"))
+    monkeypatch.setattr("router.proxy.relay.error_body", gone)
+    fleet.one.will(stream(*chat_events("a")[:1], cut=True))
+    router = await fleet.router()
+    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.read()
+    record = await router.record()
+    assert gone.called
+    assert record.outcome is Outcome.CUT and record.error is not None
+    async with client.get(f"{router.url}/metrics") as response:
+        counted = await response.text()
+    assert 'outcome="cut"' in counted and 'outcome="client-gone"' not in counted
 
 
 # --- clients that go away
