@@ -15,8 +15,7 @@ import pytest
 from router.config.settings import ReplicaConfig
 from router.prompt.prompt import Prompt
 from router.prompt.reader import PromptReader
-from router.proxy import proxy
-from router.proxy.request import Asked
+from router.proxy.request import Asked, parse
 from tests.router.conftest import Fleet
 from tests.router.scripted import chat_events, cut_before_headers, stream
 
@@ -27,7 +26,7 @@ CHAT = "/v1/chat/completions"
 def held(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
     """What was parsed of requests, and the prompts that were read."""
     seen: list[weakref.ref[object]] = []
-    parse, read = proxy.parse, PromptReader.read
+    read = PromptReader.read
 
     def parsed(*given: Any) -> Asked:
         asked = parse(*given)
@@ -39,7 +38,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
         seen.append(weakref.ref(prompt))
         return prompt
 
-    monkeypatch.setattr(proxy, "parse", parsed)
+    monkeypatch.setattr("router.proxy.proxy.parse", parsed)
     monkeypatch.setattr(PromptReader, "read", reads)
     return seen
 
