@@ -1,4 +1,4 @@
-"""Accepting a request: its body within the limit, and the fields that routing needs."""
+"""What routing needs of a request: the fields of its body, and the headers for the router."""
 
 import uuid
 from collections.abc import Mapping
@@ -42,6 +42,8 @@ class Asked:
     model: str | None
     session: str | None
     previous_response_id: str | None
+    max_wait_s: float
+    """How long the client lets its request be held."""
 
     @property
     def has_prompt(self) -> bool:
@@ -55,7 +57,7 @@ class Asked:
 
 
 def parse(endpoint: str, body: bytes, headers: Mapping[str, str], session_header: str) -> Asked:
-    """Check a JSON body and take from it what routing needs; raise `BadRequest`."""
+    """Check a JSON body and the headers for what routing needs; raise `BadRequest`."""
     fields = json_object(body)
     return Asked(
         endpoint=endpoint,
@@ -66,6 +68,7 @@ def parse(endpoint: str, body: bytes, headers: Mapping[str, str], session_header
         previous_response_id=(
             _text(fields, "previous_response_id") if endpoint == "/v1/responses" else None
         ),
+        max_wait_s=_max_wait_s(headers.get(MAX_WAIT_HEADER)),
     )
 
 
@@ -84,12 +87,13 @@ def json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def max_wait_s(headers: Mapping[str, str]) -> float:
-    """Return how long the client lets its request be held (infinite unless it says).
+def request_id(headers: Mapping[str, str]) -> str:
+    """Return the client's X-Request-Id, or a new one."""
+    return headers.get("X-Request-Id") or uuid.uuid4().hex
 
-    Raises `BadRequest` when the header is no number of seconds.
-    """
-    said = headers.get(MAX_WAIT_HEADER)
+
+def _max_wait_s(said: str | None) -> float:
+    """Return the seconds that a header says; infinite without it."""
     if said is None:
         return inf
     try:
@@ -99,11 +103,6 @@ def max_wait_s(headers: Mapping[str, str]) -> float:
     if not seconds >= 0:
         raise BadRequest(f"the header {MAX_WAIT_HEADER} must be a number of seconds, like 2.5")
     return seconds
-
-
-def request_id(headers: Mapping[str, str]) -> str:
-    """Return the client's X-Request-Id, or a new one."""
-    return headers.get("X-Request-Id") or uuid.uuid4().hex
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str | None:

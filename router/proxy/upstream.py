@@ -9,8 +9,8 @@ is how the replica learns that nobody waits any more.
 # ruff: noqa: N818  (what happened, not "errors" of ours)
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Final
@@ -108,6 +108,10 @@ class Answer:
         except (aiohttp.ClientError, OSError) as error:
             raise AnswerCut(describe(error)) from error
 
+    def close(self) -> None:
+        """Close the connection, unless it is in the pool again: the answer was read whole."""
+        self._response.close()
+
 
 class _Sending:
     """Notes when one request was written to its connection.
@@ -133,7 +137,7 @@ async def _note_sent(
 
 
 class Upstream:
-    """Opens requests to replicas over one shared connection pool."""
+    """Sends requests to replicas over one shared connection pool."""
 
     def __init__(
         self,
@@ -145,18 +149,15 @@ class Upstream:
         self._timeouts = timeouts
         self._clock = clock
 
-    @asynccontextmanager
-    async def open(
+    async def send(
         self, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None
-    ) -> AsyncIterator[Answer]:
-        """Send a request and hold its answer, from its first byte, for the block.
+    ) -> Answer:
+        """Send a request; return its answer, to be closed, once its first byte is here.
 
-        Raises `TryFailed` up to the first byte. The connection goes back to
-        the pool when the answer was read to its end, and is closed otherwise.
+        Raises `TryFailed` where none came.
         """
-        response: aiohttp.ClientResponse | None = None
         sending = _Sending(self._clock)
-        try:
+        with ExitStack() as opened:
             try:
                 async with asyncio.timeout(self._timeouts.first_byte_s):
                     response = await self._session.request(
@@ -170,6 +171,7 @@ class Upstream:
                             total=None, sock_connect=self._timeouts.connect_s
                         ),
                     )
+                    opened.callback(response.close)
                     headers_s = self._clock()
                     await _refuse_retryable(response)
                     # vLLM sends a stream's headers before it has computed
@@ -185,17 +187,14 @@ class Upstream:
                 raise TryFailed(Cause.CONNECT, describe(error)) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise TryFailed(Cause.CUT, describe(error)) from error
-            yield Answer(
-                response,
-                first,
-                sent_s=sending.sent_s,
-                headers_s=headers_s,
-                first_s=self._clock(),
-            )
-        finally:
-            if response is not None:
-                # A no-op for an answer that was read to its end.
-                response.close()
+            opened.pop_all()
+        return Answer(
+            response,
+            first,
+            sent_s=sending.sent_s,
+            headers_s=headers_s,
+            first_s=self._clock(),
+        )
 
 
 async def _refuse_retryable(response: aiohttp.ClientResponse) -> None:

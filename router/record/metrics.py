@@ -8,8 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.fleet import Decision
 from router.latency import ErrorFigures, Quantiles
-from router.record.records import Outcome, RequestRecord
+from router.record.records import RequestRecord
+from router.staging import Preparation
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -122,48 +124,47 @@ class Metrics:
         self._requests.labels(record.endpoint, replica, status, record.outcome).inc()
         for each in record.failed_tries:
             self._failed_tries.labels(each.replica_id, each.cause).inc()
-        if record.reason is not None:
-            self._decisions.labels(record.reason).inc()
         if record.read_s is not None:
             self._read.observe(record.read_s)
         if record.place_s is not None:
             self._place.observe(record.place_s)
-        if record.admission_wait_s is not None:
-            self._admission_wait.observe(record.admission_wait_s)
+        if record.held_s is not None:
+            self._admission_wait.observe(record.held_s)
         if record.rejected is not None:
             self._rejected.labels(record.rejected).inc()
-        if record.prefetch_wait_s is not None:
-            self._prefetch_wait.labels(replica).observe(record.prefetch_wait_s)
-            self._prefetch_bytes.labels(replica).inc(record.prefetch_bytes)
-        if record.prefetch_result is not None:
-            self._prefetches.labels(replica, record.prefetch_result).inc()
-        if record.copy_result is not None:
-            self._copies.labels(replica, record.copy_result).inc()
-            self._copy_bytes.labels(replica).inc(record.copy_bytes)
-        for result, chunks in record.prefetch_chunks.items():
-            self._prefetch_chunks.labels(replica, result).inc(chunks)
+        if record.decision is not None:
+            self._observe_decision(record.decision)
+            self._observe_preparation(record.prepared, replica)
+        if record.cached_tokens is not None:
+            self._cached_tokens.labels(replica).inc(record.cached_tokens)
+        if record.ttft_s is not None:
+            self._ttft.labels(replica, str(record.streamed).lower()).observe(record.ttft_s)
         self._response_bytes.labels(replica).inc(record.response_bytes)
         self._duration.labels(replica).observe(record.total_s)
-        self._observe_tokens(record, replica)
-        self._observe_ttft(record, replica)
 
     def render(self) -> bytes:
         """Return the text that Prometheus scrapes."""
         return generate_latest(self._registry)
 
-    def _observe_tokens(self, record: RequestRecord, replica: str) -> None:
-        if record.prompt_tokens is not None:
-            self._prompt_tokens.labels(replica).inc(record.prompt_tokens)
-        for tier, count in record.matched_tokens.items():
-            self._matched_tokens.labels(replica, tier).inc(count)
-        if record.cached_tokens is not None:
-            self._cached_tokens.labels(replica).inc(record.cached_tokens)
+    def _observe_decision(self, decision: Decision) -> None:
+        self._decisions.labels(decision.reason).inc()
+        self._prompt_tokens.labels(decision.replica_id).inc(decision.prompt_tokens)
+        for tier, count in decision.matched_tokens.items():
+            self._matched_tokens.labels(decision.replica_id, tier).inc(count)
 
-    def _observe_ttft(self, record: RequestRecord, replica: str) -> None:
-        if record.ttft_s is None or record.outcome is Outcome.REFUSED:
-            return
-        streamed = str(record.streamed).lower()
-        self._ttft.labels(replica, streamed).observe(record.ttft_s)
+    def _observe_preparation(self, prepared: Preparation, replica: str) -> None:
+        prefetch, copy = prepared.prefetch, prepared.copy
+        if prefetch is not None or copy is not None:
+            self._prefetch_wait.labels(replica).observe(prepared.waited_s)
+        if prefetch is not None:
+            self._prefetches.labels(replica, prefetch.timing).inc()
+            self._prefetch_bytes.labels(replica).inc(prefetch.promoted_bytes)
+            for result in ("promoted", "pending", "missing"):
+                chunks = getattr(prefetch, result)
+                self._prefetch_chunks.labels(replica, result).inc(chunks)
+        if copy is not None:
+            self._copies.labels(replica, copy.timing).inc()
+            self._copy_bytes.labels(replica).inc(copy.moved_bytes)
 
     def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
         return Counter(f"warmroute_{name}", text, labels, registry=self._registry)

@@ -1,19 +1,42 @@
 """The record of a request, and its readers."""
 
 import logging
+from typing import Any
 
 import pytest
 
+from router.fleet.policy import Decision, Plan, Reason
 from router.latency.prediction_errors import PredictionErrors
+from router.latency.ttft_model import Work
 from router.record.metrics import Metrics, ReplicaGauges
-from router.record.records import Cause, Exchange, FailedTry, Outcome, RequestRecord, log_record
+from router.record.records import (
+    Cause,
+    FailedTry,
+    Outcome,
+    RequestRecord,
+    answer_headers,
+    log_record,
+)
+from router.staging.prefetch import PrefetchOutcome
+from router.staging.stager import Preparation
 
 
-def ended(**known: object) -> RequestRecord:
-    exchange = Exchange(request_id="r", endpoint="/v1/completions", started_s=100.0)
-    for name, value in known.items():
-        setattr(exchange, name, value)
-    return exchange.record(103.0)
+def ended(**known: Any) -> RequestRecord:
+    return RequestRecord(
+        request_id="r", endpoint="/v1/completions", started_s=100.0, ended_s=103.0, **known
+    )
+
+
+def decided(reason: Reason, **matched_tokens: int) -> Decision:
+    return Decision(
+        replica_id="one",
+        url="http://one",
+        reason=reason,
+        prompt_tokens=10,
+        matched_tokens=matched_tokens,
+        predicted_ttft_s=0.5,
+        plan=Plan(slot=0, work=Work(new_tokens=1)),
+    )
 
 
 def test_times_are_counted_from_the_start() -> None:
@@ -28,10 +51,7 @@ def test_a_plain_end_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
         ended(
             outcome=Outcome.OK,
             status=200,
-            replica_id="one",
-            reason="longest-match",
-            prompt_tokens=10,
-            matched_tokens={"gpu": 8, "cpu": 0},
+            decision=decided(Reason.LONGEST_MATCH, gpu=8, cpu=0),
             first_byte_s=100.25,
         )
     )
@@ -39,7 +59,7 @@ def test_a_plain_end_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert line.levelname == "INFO"
     assert line.getMessage() == (
         "/v1/completions status=200 replica=one reason=longest-match prompt_tokens=10 "
-        "matched=gpu:8 ttft_ms=250 total_ms=3000 id=r"
+        "matched=gpu:8 ttft_ms=250 predicted_ms=500 total_ms=3000 id=r"
     )
 
 
@@ -60,6 +80,31 @@ def test_trouble_is_a_warning(caplog: pytest.LogCaptureFixture, known: dict[str,
     assert "\n" not in line.getMessage(), "what others sent cannot forge lines"
 
 
+def test_the_first_end_is_the_one() -> None:
+    record = ended()
+    assert record.outcome is Outcome.FAILED, "as long as none is noted"
+    record.end(Outcome.CUT, error="broke off")
+    record.end(Outcome.CLIENT_GONE)
+    assert (record.outcome, record.error) == (Outcome.CUT, "broke off")
+
+
+def test_the_headers_tell_of_the_decision() -> None:
+    assert answer_headers(ended()) == {"x-request-id": "r"}
+    assert answer_headers(ended(decision=decided(Reason.ONLY_REPLICA, gpu=8), held_s=0.02)) == {
+        "x-request-id": "r",
+        "x-warmroute-replica": "one",
+        "x-warmroute-reason": "only-replica",
+        "x-warmroute-prompt-tokens": "10",
+        "x-warmroute-predicted-ttft-ms": "500.0",
+        "x-warmroute-held-ms": "20.0",
+        "x-warmroute-retries": "0",
+        "x-warmroute-matched-gpu": "8",
+        "x-warmroute-matched-cpu": "0",
+        "x-warmroute-matched-disk": "0",
+        "x-warmroute-matched-remote": "0",
+    }
+
+
 def test_every_end_is_counted() -> None:
     metrics = Metrics(
         lambda: [ReplicaGauges(replica_id="one", state="up", is_up=True, in_flight=3)],
@@ -69,15 +114,13 @@ def test_every_end_is_counted() -> None:
         ended(
             outcome=Outcome.OK,
             status=200,
-            replica_id="one",
-            reason="retry",
+            decision=decided(Reason.RETRY, gpu=8),
+            prepared=Preparation(
+                prefetch=PrefetchOutcome(asked=5, promoted=4, pending=1, promoted_bytes=4096),
+                waited_s=0.2,
+            ),
             streamed=True,
-            prompt_tokens=10,
-            matched_tokens={"gpu": 8},
             cached_tokens=6,
-            prefetch_wait_s=0.2,
-            prefetch_chunks={"promoted": 4, "pending": 1, "missing": 0},
-            prefetch_bytes=4096,
             first_byte_s=101.0,
             failed_tries=[FailedTry(replica_id="two", cause=Cause.CONNECT, detail="x")],
         )
