@@ -1,7 +1,7 @@
 """What can go wrong, in the words and shapes that a person or a client sees.
 
-`ConfigError` is for whoever starts the router; `ApiError` and its subclasses
-are for whoever sends it a request, and know both bodies that clients parse:
+`ConfigError` is for the operator at the router's start; `ApiError` and its subclasses
+are for its clients, and know both bodies that clients parse:
 OpenAI's and, for ``/v1/messages``, Anthropic's.
 """
 

@@ -141,8 +141,8 @@ class TimeoutsConfig:
 class ControllerConfig:
     """LMCache's controller, for moving, pinning and clearing KV by hand or program.
 
-    There is no authentication: whoever reaches its ports can drop every
-    replica's KV.
+    There is no authentication: any program that reaches its ports can drop
+    every replica's KV.
     """
 
     host: str = "127.0.0.1"

@@ -29,7 +29,7 @@ _MODELS_EVERY_PROBES: Final = 15
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Who hears what the monitor finds; each is called with the replica's id first."""
+    """What is called with the monitor's findings; the replica's id comes first."""
 
     up: Callable[[str], None]
     down: Callable[[str, str], None]
@@ -73,7 +73,7 @@ class HealthMonitor:
         """Begin to probe; return once every replica was probed, or after a second without.
 
         So the first request finds the replicas known, and a replica that is slow to answer
-        keeps nobody from the others.
+        keeps no request from the others.
         """
         self._tasks = [
             asyncio.create_task(self._watch(name), name=f"health of {name}")
@@ -91,7 +91,7 @@ class HealthMonitor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def suspect(self, name: str, cause: Cause) -> None:
-        """A request failed there: down at once if nobody listens; probe now in any case."""
+        """A request failed there: down at once if its port is closed; probe now in any case."""
         watched = self._watched[name]
         if cause is Cause.CONNECT:
             self._set_down(name, watched, "a request found nobody listening")
@@ -110,7 +110,7 @@ class HealthMonitor:
     async def _probe_guarded(self, name: str) -> None:
         try:
             await self._probe(name)
-        except Exception:  # a replica nobody probes would stay as it is for ever
+        except Exception:  # without probes a replica would stay as it is for ever
             log.exception("%s: probing it failed", name)
 
     async def _probe(self, name: str) -> None:

@@ -33,7 +33,7 @@ async def errors_answered(request: web.Request, handler: Handler) -> web.StreamR
         response.headers["Allow"] = allowed
         return response
     except ConnectionResetError:
-        raise  # the client has gone: there is nobody to tell
+        raise  # the client has gone: no answer reaches it
     except Exception:
         # The last resort for defects of ours: the client gets an answer in
         # its own shape, the log gets the trace.

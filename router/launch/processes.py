@@ -28,7 +28,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """A child that is not ready yet, for a line on somebody's screen."""
+    """A child that is not ready yet, for a line on the screen."""
 
     name: str
     elapsed_s: float
@@ -117,7 +117,7 @@ class ProcessGroup:
             raise ValueError(f"a child named {name!r} is already running")
         path = Path(log_path or f"{name}.log")
         # A signal between the fork and the entry in the table would leave a
-        # child that nobody ends.
+        # child that is never ended.
         with self._no_interrupt():
             try:
                 child = Child.spawn(name, argv, env, path, cwd=cwd)

@@ -8,7 +8,7 @@ Called by the application. Imports config, http, prompt, residency, latency, fle
 staging and record.
 """
 
-from router.proxy.proxy import Proxy, Sinks
+from router.proxy.proxy import Proxy
 from router.proxy.request import PROMPTED, PROMPTLESS, json_object, parse
 from router.proxy.response_owners import Bindings
 from router.proxy.upstream import Upstream, client_session
@@ -18,7 +18,6 @@ __all__ = [
     "PROMPTLESS",
     "Bindings",
     "Proxy",
-    "Sinks",
     "Upstream",
     "client_session",
     "json_object",

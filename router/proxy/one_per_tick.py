@@ -1,15 +1,15 @@
-"""One request after another, so that those who have been placed are sent before more are."""
+"""One request after another: a request that has been placed is sent before the next is placed."""
 
 import asyncio
 from collections import deque
 
 
 class Turnstile:
-    """Lets one through in each turn of the event loop, in the order in which they came.
+    """Lets one request through in each turn of the event loop, in the order of their arrival.
 
     To read and place a prompt takes a millisecond or two, to send it some turns of the loop.
-    Of a hundred that came at once all would be read and placed in one turn, before the first
-    of them is sent, and before a token of any answer under way is passed on.
+    Without this, a hundred requests that arrive together would all be read and placed in one
+    turn, before the first of them is sent and before any token under way is passed on.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Turnstile:
         self._taken = False
 
     async def enter(self) -> None:
-        """Return at once, or in a later turn if somebody has been let through in this one."""
+        """Return at once, or in a later turn if a request has been let through in this one."""
         if self._taken:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._line.append(turn)

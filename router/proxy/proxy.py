@@ -41,16 +41,6 @@ Clock = Callable[[], float]
 _NOTHING: Final = Usage()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sinks:
-    """Who hears of what happens."""
-
-    record: Callable[[RequestRecord], None]
-    """Called once for each request, at its end."""
-    trouble: Callable[[str, Cause], None]
-    """Called when a try at a replica (its id) has failed."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Begun:
     """A replica's answer that has begun, and what is to be given back at its end."""
@@ -78,9 +68,13 @@ class Proxy:
         preparer: Preparer,
         upstream: Upstream,
         bindings: Bindings,
-        sinks: Sinks,
+        observe: Callable[[RequestRecord], None],
+        suspect: Callable[[str, Cause], None],
         clock: Clock = time.monotonic,
     ) -> None:
+        """``observe`` is called once for each request, at its end; ``suspect`` when a try at a
+        replica (its id) has failed.
+        """
         self._config = config
         self._fleet = fleet
         self._admission = admission
@@ -88,7 +82,8 @@ class Proxy:
         self._preparer = preparer
         self._upstream = upstream
         self._bindings = bindings
-        self._sinks = sinks
+        self._observe = observe
+        self._suspect = suspect
         self._clock = clock
         self._turnstile = Turnstile()
 
@@ -114,7 +109,7 @@ class Proxy:
             raise
         finally:
             record.ended_s = self._clock()
-            self._sinks.record(record)
+            self._observe(record)
 
     async def decide(self, asked: Asked) -> tuple[Prompt | None, Decision]:
         """Return where a request would go, without sending it or changing any state."""
@@ -254,7 +249,7 @@ class Proxy:
         record.failed_tries.append(
             FailedTry(replica_id=record.replica_id, cause=failure.cause, detail=failure.detail)
         )
-        self._sinks.trouble(record.replica_id, failure.cause)
+        self._suspect(record.replica_id, failure.cause)
 
     def _give_up(self, refusal: WholeAnswer | None, record: RequestRecord) -> web.Response:
         """Answer with the last replica's own refusal if it had one, else with ours."""

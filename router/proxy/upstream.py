@@ -3,7 +3,7 @@
 aiohttp's exceptions are mapped here, once, to `TryFailed` (nothing of the
 answer has been seen: another replica may be asked) and `AnswerCut` (the answer
 had begun). A call that is cancelled closes its connection to the replica, which
-is how the replica learns that nobody waits any more.
+is how the replica learns that its answer is not wanted any more.
 """
 
 # ruff: noqa: N818  (what happened, not "errors" of ours)
@@ -239,7 +239,7 @@ def forwarded_headers(
 
 
 def kept_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Return an answer's headers without those that concern one connection, or are ours to say."""
+    """Return an answer's headers without connection headers and the router's own."""
     kept = _without(headers, _HOP_BY_HOP)
     for name in {name for name in kept if name.lower().startswith(OWN_HEADERS)}:
         kept.popall(name, None)

@@ -35,7 +35,7 @@ class ReplicaGauges:
     errors: ErrorFigures | None = None
     """Of its predicted TTFTs; None before the first streamed answer."""
     rates: Mapping[str, float] = field(default_factory=dict)
-    """Units per second, of those that were learned, by the name of their part."""
+    """Learned rates: units per second by the name of their part."""
 
 
 class Metrics:
@@ -178,7 +178,7 @@ class Metrics:
 
 
 class _FleetCollector(Collector):
-    """Gauges that are read from the fleet when somebody looks, not kept beside it."""
+    """Gauges that are read from the fleet at each scrape, not kept beside it."""
 
     def __init__(
         self,

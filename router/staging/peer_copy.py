@@ -47,9 +47,9 @@ class CopyOutcome:
 
     source_id: str
     asked: int
-    """Chunks, those that the destination had before included."""
+    """Chunks, including the ones that the destination had before."""
     arrived: int = 0
-    """Of those there then; 0 while the copy goes on."""
+    """Chunks of these at the destination then; 0 while the copy goes on."""
     moved_bytes: int = 0
     waited_s: float = 0.0
     pending: bool = False

@@ -35,7 +35,7 @@ class PrefetchOutcome:
 
     asked: int
     promoted: int = 0
-    """In the CPU tier now, those that were there before included."""
+    """In the CPU tier now, including the ones that were there before."""
     pending: int = 0
     missing: int = 0
     promoted_bytes: int = 0
