@@ -26,9 +26,8 @@ from router.fleet import Decision, Fleet, Ticket
 from router.http import read_body
 from router.latency import Promised
 from router.prompt import Prompt, PromptSource
-from router.proxy.one_per_tick import Turnstile
 from router.proxy.relay import relay
-from router.proxy.request import Asked, parse, request_id
+from router.proxy.request import Asked, Turnstile, parse, request_id
 from router.proxy.response_owners import Bindings
 from router.proxy.upstream import Answer, TryFailed, Upstream, WholeAnswer, forwarded_headers
 from router.proxy.usage import Usage, UsageReader
