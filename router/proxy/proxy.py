@@ -46,12 +46,9 @@ class _Begun:
 
     ticket: Ticket
     answer: Answer
+    is_ok: bool
+    """Whether the replica computes what was asked."""
     usage: UsageReader = field(default_factory=UsageReader)
-
-    @property
-    def is_ok(self) -> bool:
-        """Whether the replica computes what was asked."""
-        return self.answer.status < 400
 
 
 class Proxy:
@@ -186,12 +183,12 @@ class Proxy:
             self._release(ticket)
             raise
         record.streamed, record.first_byte_s = answer.streamed, answer.began_s
-        begun = _Begun(ticket=ticket, answer=answer)
-        if begun.is_ok:
+        is_ok = answer.status < 400
+        if is_ok:
             lag_s = answer.sent_s - ticket.started_s - record.prepared.waited_s
             ticket.first_byte(answer.began_s, streamed=answer.streamed, lag_s=lag_s)
             self._admission.wake()
-        return begun
+        return _Begun(ticket=ticket, answer=answer, is_ok=is_ok)
 
     async def _admit(self, asked: Asked, keyring: PromptKeyring, record: RequestRecord) -> Admitted:
         """Wait until the request may go; a retry does not wait again.
@@ -213,7 +210,7 @@ class Proxy:
             max_wait_s=asked.max_wait_s,
         )
         record.held_s = (record.held_s or 0.0) + admitted.waited_s
-        record.decision, record.prepared = admitted.decision, Preparation()
+        record.decision = admitted.decision
         return admitted
 
     def _place(
@@ -248,6 +245,7 @@ class Proxy:
         record.failed_tries.append(
             FailedTry(replica_id=record.replica_id, cause=failure.cause, detail=failure.detail)
         )
+        record.prepared = Preparation()  # what was prepared was for that replica
         self._suspect(record.replica_id, failure.cause)
 
     def _give_up(self, refusal: WholeAnswer | None, record: RequestRecord) -> web.Response:

@@ -10,7 +10,6 @@ is how the replica learns that its answer is not wanted any more.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Final
@@ -157,37 +156,32 @@ class Upstream:
         Raises `TryFailed` where none came.
         """
         sending = _Sending(self._clock)
-        with ExitStack() as opened:
-            try:
-                async with asyncio.timeout(self._timeouts.first_byte_s):
-                    response = await self._session.request(
-                        method,
-                        url,
-                        headers=headers,
-                        data=body,
-                        allow_redirects=False,
-                        trace_request_ctx=sending,
-                        timeout=aiohttp.ClientTimeout(
-                            total=None, sock_connect=self._timeouts.connect_s
-                        ),
-                    )
-                    opened.callback(response.close)
-                    headers_s = self._clock()
-                    await _refuse_retryable(response)
-                    # vLLM sends a stream's headers before it has computed
-                    # anything: only the first byte of the body shows that the
-                    # replica has survived the prefill.
-                    first = await response.content.readany()
-            except aiohttp.ConnectionTimeoutError as error:
-                raise TryFailed(Cause.CONNECT, "no connection in time") from error
-            except TimeoutError as error:
-                wait_s = self._timeouts.first_byte_s
-                raise TryFailed(Cause.TIMEOUT, f"no first byte within {wait_s} s") from error
-            except aiohttp.ClientConnectorError as error:
-                raise TryFailed(Cause.CONNECT, describe(error)) from error
-            except (aiohttp.ClientError, OSError) as error:
-                raise TryFailed(Cause.CUT, describe(error)) from error
-            opened.pop_all()
+        response: aiohttp.ClientResponse | None = None
+        try:
+            async with asyncio.timeout(self._timeouts.first_byte_s):
+                response = await self._session.request(
+                    method,
+                    url,
+                    headers=headers,
+                    data=body,
+                    allow_redirects=False,
+                    trace_request_ctx=sending,
+                    timeout=aiohttp.ClientTimeout(
+                        total=None, sock_connect=self._timeouts.connect_s
+                    ),
+                )
+                headers_s = self._clock()
+                await _refuse_retryable(response)
+                # vLLM sends a stream's headers before it has computed
+                # anything: only the first byte of the body shows that the
+                # replica has survived the prefill.
+                first = await response.content.readany()
+        except BaseException as error:
+            if response is not None:
+                response.close()
+            if (failure := self._failure(error)) is None:
+                raise
+            raise failure from error
         return Answer(
             response,
             first,
@@ -195,6 +189,20 @@ class Upstream:
             headers_s=headers_s,
             first_s=self._clock(),
         )
+
+    def _failure(self, error: BaseException) -> TryFailed | None:
+        """Return what aiohttp's exceptions mean; None for what is no failure of a replica."""
+        match error:
+            case aiohttp.ConnectionTimeoutError():
+                return TryFailed(Cause.CONNECT, "no connection in time")
+            case TimeoutError():
+                wait_s = self._timeouts.first_byte_s
+                return TryFailed(Cause.TIMEOUT, f"no first byte within {wait_s} s")
+            case aiohttp.ClientConnectorError():
+                return TryFailed(Cause.CONNECT, describe(error))
+            case aiohttp.ClientError() | OSError():
+                return TryFailed(Cause.CUT, describe(error))
+        return None
 
 
 async def _refuse_retryable(response: aiohttp.ClientResponse) -> None:
