@@ -210,7 +210,7 @@ class Proxy:
             max_wait_s=asked.max_wait_s,
         )
         record.held_s = (record.held_s or 0.0) + admitted.waited_s
-        record.decision = admitted.decision
+        record.decided(admitted.decision)
         return admitted
 
     def _place(

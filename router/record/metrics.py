@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.fleet import Decision
 from router.latency import ErrorFigures, Quantiles
 from router.record.records import RequestRecord
 from router.staging import Preparation
@@ -132,9 +131,13 @@ class Metrics:
             self._admission_wait.observe(record.held_s)
         if record.rejected is not None:
             self._rejected.labels(record.rejected).inc()
-        if record.decision is not None:
-            self._observe_decision(record.decision)
-            self._observe_preparation(record.prepared, replica)
+        if record.reason is not None:
+            self._decisions.labels(record.reason).inc()
+        if record.prompt_tokens is not None:
+            self._prompt_tokens.labels(replica).inc(record.prompt_tokens)
+        for tier, count in record.matched_tokens.items():
+            self._matched_tokens.labels(replica, tier).inc(count)
+        self._observe_preparation(record.prepared, replica)
         if record.cached_tokens is not None:
             self._cached_tokens.labels(replica).inc(record.cached_tokens)
         if record.ttft_s is not None:
@@ -145,12 +148,6 @@ class Metrics:
     def render(self) -> bytes:
         """Return the text that Prometheus scrapes."""
         return generate_latest(self._registry)
-
-    def _observe_decision(self, decision: Decision) -> None:
-        self._decisions.labels(decision.reason).inc()
-        self._prompt_tokens.labels(decision.replica_id).inc(decision.prompt_tokens)
-        for tier, count in decision.matched_tokens.items():
-            self._matched_tokens.labels(decision.replica_id, tier).inc(count)
 
     def _observe_preparation(self, prepared: Preparation, replica: str) -> None:
         prefetch, copy = prepared.prefetch, prepared.copy

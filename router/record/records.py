@@ -5,6 +5,7 @@ whatever the end was. Nothing else is told about requests.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import nan
@@ -74,10 +75,15 @@ class RequestRecord:
     """Until a replica could soon begin; the predicted TTFT counts from its end."""
     rejected: str | None = None
     """Why the router did not let it wait any longer, or at all: "full", "deadline"."""
-    decision: Decision | None = None
-    """The last, where a replica failed before."""
+    replica_id: str | None = None
+    """The replica that was asked last."""
+    reason: str | None = None
+    prompt_tokens: int | None = None
+    matched_tokens: Mapping[str, int] = field(default_factory=dict)
+    """By tier, as the router believed when it decided."""
+    predicted_ttft_s: float | None = None
     prepared: Preparation = field(default_factory=Preparation)
-    """For that decision."""
+    """At that replica."""
     failed_tries: list[FailedTry] = field(default_factory=list)
     streamed: bool = False
     first_byte_s: float | None = None
@@ -91,15 +97,16 @@ class RequestRecord:
     """The status sent to the client."""
     error: str | None = None
 
+    def decided(self, decision: Decision) -> None:
+        """Note where the request goes. The decision's keys are not kept: they may be long."""
+        self.replica_id, self.reason = decision.replica_id, decision.reason
+        self.prompt_tokens, self.matched_tokens = decision.prompt_tokens, decision.matched_tokens
+        self.predicted_ttft_s = decision.predicted_ttft_s
+
     def end(self, outcome: Outcome, *, error: str | None = None) -> None:
         """Note how the request ended. The first end counts: others are its consequences."""
         if self.outcome is Outcome.FAILED:
             self.outcome, self.error = outcome, error
-
-    @property
-    def replica_id(self) -> str | None:
-        """The replica that was asked last."""
-        return None if self.decision is None else self.decision.replica_id
 
     @property
     def ttft_s(self) -> float | None:
@@ -113,20 +120,18 @@ class RequestRecord:
 
 
 def answer_headers(record: RequestRecord) -> dict[str, str]:
-    """Return the headers in which the router tells the client of the decision."""
-    headers = {"x-request-id": record.request_id}
-    if (decision := record.decision) is None:
-        return headers
-    headers |= {
-        "x-warmroute-replica": decision.replica_id,
-        "x-warmroute-reason": str(decision.reason),
-        "x-warmroute-prompt-tokens": str(decision.prompt_tokens),
-        "x-warmroute-predicted-ttft-ms": f"{decision.predicted_ttft_s * 1000:.1f}",
+    """Return the headers in which the router tells of a request that a replica answers."""
+    headers = {
+        "x-request-id": record.request_id,
+        "x-warmroute-replica": str(record.replica_id),
+        "x-warmroute-reason": str(record.reason),
+        "x-warmroute-prompt-tokens": str(record.prompt_tokens),
+        "x-warmroute-predicted-ttft-ms": f"{(record.predicted_ttft_s or 0.0) * 1000:.1f}",
         "x-warmroute-held-ms": f"{(record.held_s or 0.0) * 1000:.1f}",
         "x-warmroute-retries": str(len(record.failed_tries)),
     }
     for tier in Tier:
-        headers[f"x-warmroute-matched-{tier}"] = str(decision.matched_tokens.get(tier, 0))
+        headers[f"x-warmroute-matched-{tier}"] = str(record.matched_tokens.get(tier, 0))
     return headers | record.prepared.headers()
 
 
@@ -139,19 +144,22 @@ def log_record(record: RequestRecord) -> None:
 
 
 def _line(record: RequestRecord) -> str:
-    decision = record.decision
+    matched = ",".join(f"{tier}:{count}" for tier, count in record.matched_tokens.items() if count)
     tries = ",".join(f"{each.replica_id}:{each.cause}" for each in record.failed_tries)
     parts = {
         "status": record.status,
         "outcome": None if record.outcome is Outcome.OK else record.outcome,
-        **_decided(decision),
+        "replica": record.replica_id,
+        "reason": record.reason,
+        "prompt_tokens": record.prompt_tokens,
+        "matched": matched or None,
         "cached_tokens": record.cached_tokens,
         "output_tokens": record.output_tokens,
         "prefetch": record.prepared.prefetch,
         "copy": record.prepared.copy,
         "held_ms": _ms(record.held_s or None),
         "ttft_ms": _ms(record.ttft_s),
-        "predicted_ms": None if decision is None else _ms(decision.predicted_ttft_s),
+        "predicted_ms": _ms(record.predicted_ttft_s),
         "total_ms": _ms(record.total_s),
         "failed_tries": tries or None,
         "error": None if record.error is None else repr(record.error),
@@ -159,18 +167,6 @@ def _line(record: RequestRecord) -> str:
     }
     told = " ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
     return f"{record.endpoint} {told}"
-
-
-def _decided(decision: Decision | None) -> dict[str, object]:
-    if decision is None:
-        return {}
-    matched = [f"{tier}:{count}" for tier, count in decision.matched_tokens.items() if count]
-    return {
-        "replica": decision.replica_id,
-        "reason": decision.reason,
-        "prompt_tokens": decision.prompt_tokens,
-        "matched": ",".join(matched) or None,
-    }
 
 
 def _ms(seconds: float | None) -> str | None:
