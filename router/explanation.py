@@ -1,14 +1,15 @@
 """What a decision rests on, for ``POST /explain``: as JSON values, and in one sentence."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Final
 
 from router.config import RouterConfig
-from router.fleet import CandidateCost, Decision, Fleet, Reason, Replica, State
+from router.fleet import Candidate, Decision, Fleet, Reason, Replica, State
 from router.latency import Part, Rates
 from router.prompt import Prompt
+from router.residency import Tier
 
 SHOWN: Final = 16
 """Candidates that are shown, the soonest; beside the pick and the session's home."""
@@ -61,13 +62,13 @@ def explanation(
         "why": why(decision, fleet.config),
         "prompt_tokens": decision.prompt_tokens,
         "exact_tokens": prompt is not None and prompt.exact,
-        "matched_tokens": {str(tier): n for tier, n in decision.matched_tokens.items()},
+        "matched_tokens": _by_name(decision.matched_tokens),
         "predicted_ttft_s": decision.predicted_ttft_s,
         "home": decision.home,
         "prefetch_chunks": len(decision.prefetch_keys),
         "expected_gain_s": decision.expected_gain_s,
         "copy": _copy(decision),
-        "candidates": [_candidate(each, fleet.replicas[each.replica_id]) for each in shown],
+        "candidates": [_candidate(each, fleet) for each in shown],
         "left_out": sum(1 for each in able if each not in names),
     }
 
@@ -102,19 +103,19 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.0f} ms"
 
 
-def _head(picked: CandidateCost, soonest: CandidateCost) -> str:
+def _head(picked: Candidate, soonest: Candidate) -> str:
     late_s = picked.ttft_s - soonest.ttft_s
     if late_s < _NO_LATER_S:
         return "answers soonest"
     return "answers nearly as soon as any"
 
 
-def _holds(picked: CandidateCost, prompt_tokens: int) -> str:
+def _holds(picked: Candidate, prompt_tokens: int) -> str:
     found = {
         _WHERE.get(tier, tier): count for tier, count in picked.matched_tokens.items() if count
     }
-    if picked.copied_tokens:
-        found[f"to be copied from {picked.copied_from}"] = picked.copied_tokens
+    if (source := picked.source) is not None:
+        found[f"to be copied from {source.replica.id}"] = source.tokens
     if not found:
         return f"it holds none of the {prompt_tokens:,} tokens"
     (where, count), *others = found.items()
@@ -122,7 +123,7 @@ def _holds(picked: CandidateCost, prompt_tokens: int) -> str:
     return ", ".join(told + [f"{count:,} {where}" for where, count in others])
 
 
-def _against_home(home: CandidateCost, soonest: CandidateCost, margin: str) -> str:
+def _against_home(home: Candidate, soonest: Candidate, margin: str) -> str:
     sooner_s = home.ttft_s - soonest.ttft_s
     if sooner_s < _NO_LATER_S:
         return "nobody would answer sooner"
@@ -131,7 +132,7 @@ def _against_home(home: CandidateCost, soonest: CandidateCost, margin: str) -> s
     )
 
 
-def _against_spill(picked: CandidateCost, home: CandidateCost, margin: str) -> str:
+def _against_spill(picked: Candidate, home: Candidate, margin: str) -> str:
     late_s = home.ttft_s - picked.ttft_s
     return (
         f"the session's home {home.replica_id} would take {seconds_text(late_s)} longer, "
@@ -139,7 +140,7 @@ def _against_spill(picked: CandidateCost, home: CandidateCost, margin: str) -> s
     )
 
 
-def _against_others(picked: CandidateCost, other: CandidateCost) -> str:
+def _against_others(picked: Candidate, other: Candidate) -> str:
     """Contrast a pick with the soonest of the others."""
     late_s = other.ttft_s - picked.ttft_s
     name = other.replica_id
@@ -154,14 +155,14 @@ def _against_others(picked: CandidateCost, other: CandidateCost) -> str:
     return f"{name} would be as soon: among equals, equal beginnings meet at one replica"
 
 
-def _what_speaks_against(other: CandidateCost, picked: CandidateCost) -> str | None:
+def _what_speaks_against(other: Candidate, picked: Candidate) -> str | None:
     """Return why one that answers as soon as the pick, or sooner, was not picked."""
     if other.ttft_s <= picked.ttft_s - _NO_LATER_S and other.waiting > max(1, picked.waiting):
         return f"{other.waiting} wait there already, and in a burst as many are to come"
-    if other.busy_s - picked.busy_s >= _NO_LATER_S:
+    if other.cost.busy_s - picked.cost.busy_s >= _NO_LATER_S:
         return (
-            f"be kept busy for {seconds_text(other.busy_s)} "
-            f"rather than {seconds_text(picked.busy_s)}"
+            f"be kept busy for {seconds_text(other.cost.busy_s)} "
+            f"rather than {seconds_text(picked.cost.busy_s)}"
         )
     return None
 
@@ -170,11 +171,11 @@ def _sooner(late_s: float) -> str:
     return "be as soon" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} sooner"
 
 
-def _find(decision: Decision, replica_id: str) -> CandidateCost:
+def _find(decision: Decision, replica_id: str) -> Candidate:
     return next(each for each in decision.candidates if each.replica_id == replica_id)
 
 
-def _shown(decision: Decision) -> list[CandidateCost]:
+def _shown(decision: Decision) -> list[Candidate]:
     ranked = sorted(decision.candidates, key=lambda each: each.ttft_s)
     kept = (decision.replica_id, decision.home)
     return ranked[:SHOWN] + [each for each in ranked[SHOWN:] if each.replica_id in kept]
@@ -196,13 +197,32 @@ def _copy(decision: Decision) -> dict[str, Any] | None:
     }
 
 
-def _candidate(cost: CandidateCost, replica: Replica) -> dict[str, Any]:
+def _candidate(candidate: Candidate, fleet: Fleet) -> dict[str, Any]:
+    replica, cost, source = candidate.replica, candidate.cost, candidate.source
     errors = replica.errors.figures()
     return {
-        **{each.name: getattr(cost, each.name) for each in fields(cost)},
+        "replica_id": replica.id,
+        "matched_tokens": _by_name(candidate.matched_tokens),
+        "copied_tokens": 0 if source is None else source.tokens,
+        "copied_from": None if source is None else source.replica.id,
+        "in_flight": replica.in_flight,
+        "waiting": candidate.waiting,
+        "busy_share": candidate.busy_share,
+        "ttft_s": cost.ttft_s,
+        "base_s": cost.base_s,
+        "queue_s": cost.queue_s,
+        "fetch_s": cost.fetched_s,
+        "load_s": cost.load_s,
+        "prefill_s": cost.prefill_s,
+        "others_s": candidate.others_s(fleet.judgment),
+        "score_s": candidate.score_s(fleet.judgment),
         "rates": _rates(replica.rates),
         "predictions": None if errors is None else asdict(errors),
     }
+
+
+def _by_name(tokens: Mapping[Tier, int]) -> dict[str, int]:
+    return {str(tier): count for tier, count in tokens.items()}
 
 
 def _rates(rates: Rates) -> dict[str, Any]:

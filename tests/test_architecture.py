@@ -66,7 +66,10 @@ ROUTER_MAY_IMPORT_OF_ENGINE = {"cacheengine.keys", "cacheengine.wire"}
 PURE = (
     "router.fleet.policy",
     "router.fleet.placement",
-    "router.fleet.options",
+    "router.fleet.assessment",
+    "router.fleet.candidate",
+    "router.fleet.decision",
+    "router.fleet.shortlist",
     "router.residency.block_hashes",
     "router.fleet.eligibility",
     "router.admission.queue",

@@ -24,7 +24,7 @@ from bench.ttft import machine, percentile
 from cacheengine.keys import HashScheme
 from router.config.settings import IndexConfig, ReplicaConfig, RouterConfig, SessionConfig
 from router.fleet.fleet import Fleet
-from router.fleet.placement import MAX_WEIGHED
+from router.fleet.shortlist import MAX_WEIGHED
 from router.residency.block_hashes import PromptKeyring
 from router.residency.tiers import KeyShape, Tier
 

@@ -19,7 +19,7 @@ from typing import Final
 
 from bench.record import TIERS, Record
 from bench.ttft import BenchError, percentile
-from router.fleet.policy import Reason
+from router.fleet.decision import Reason
 
 REFUSED: Final = 429
 """The status of a request that the router would not hold any longer."""

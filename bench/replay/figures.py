@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from bench.record import TIERS, Record
 from bench.ttft import percentile
-from router.fleet.policy import Reason
+from router.fleet.decision import Reason
 
 KV_BYTES_PER_TOKEN: Final = 100_000
 """The simulated chunks hold few bytes; what moves is told as if a token's KV were so large."""

@@ -91,7 +91,7 @@ class Gate:
         cost = self._cost(decision)
         if not at_once and self._holds:
             before = self._line.ahead_of(self._about_s(cost.busy_s), now_s)
-            if any(each.item.slot == decision.plan.slot for each in before):
+            if any(each.item.slot == decision.picked.replica.slot for each in before):
                 decision = place(now_s, _promised(before))
                 cost = self._cost(decision)
         held = self._held(place, decision, cost)
@@ -173,20 +173,17 @@ class Gate:
         return service_s * judgment.alike + judgment.alike_s
 
     def _cost(self, decision: Decision) -> Cost:
-        return self._fleet.replicas[decision.replica_id].rates.cost(decision.plan.work)
+        return decision.picked.cost
 
     def _held(self, place: Place, decision: Decision, cost: Cost) -> Held:
         # What it has to fetch overlaps the work before it, if it is sent that early.
         may_queue_s = self._config.dispatch_ahead_s + cost.fetched_s
-        idle_s = {
-            each.replica_id: each.base_s + each.fetch_s + each.load_s + each.prefill_s
-            for each in decision.candidates
-        }
+        idle_s = {each.replica_id: each.cost.alone_s for each in decision.candidates}
         own_s = idle_s.pop(decision.replica_id)
         return Held(
             place=place,
             wanted=decision.replica_id,
-            slot=decision.plan.slot,
+            slot=decision.picked.replica.slot,
             may_queue_s=may_queue_s,
             worth_s=min(idle_s.values(), default=inf) - own_s,
             roster=self._fleet.roster_version,

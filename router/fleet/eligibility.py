@@ -50,12 +50,12 @@ class Eligible:
 
     replicas: Sequence[Replica]
     by_slot: Mapping[int, Replica]
-    donors: Mapping[int, Replica]
+    sources: Mapping[int, Replica]
     """By slot those that may give their KV: these, and the draining ones."""
     kinds: Sequence[Kind]
-    """Of the donors."""
+    """Of the peer sources."""
     kind_at: Mapping[int, int]
-    """By a donor's slot the index of its kind."""
+    """By a source's slot the index of its kind."""
     lines: Sequence[PrefillLine]
     """Those of the ``replicas``, in the same order."""
     ring: Sequence[tuple[int, int]]
@@ -70,12 +70,12 @@ class Eligible:
     @classmethod
     def of(cls, replicas: Sequence[Replica], draining: Sequence[Replica]) -> "Eligible":
         """Return a view of these replicas as they are now."""
-        donors = [*replicas, *draining]
-        kinds = _kinds(donors)
+        sources = [*replicas, *draining]
+        kinds = _kinds(sources)
         return cls(
             replicas=replicas,
             by_slot={each.slot: each for each in replicas},
-            donors={each.slot: each for each in donors},
+            sources={each.slot: each for each in sources},
             kinds=kinds,
             kind_at={slot: at for at, kind in enumerate(kinds) for slot in slots(kind.replicas)},
             lines=[each.line for each in replicas],

@@ -12,10 +12,10 @@ from typing import Final
 from cacheengine.keys import HashScheme
 from cacheengine.wire import MAX_PINNED_SHARE, EventBatch, InstanceInfo, Snapshot, unpack_keys
 from router.config import DEFAULT, Judgment, RouterConfig
+from router.fleet.decision import Decision, Reason
 from router.fleet.eligibility import Replicas, Roster
 from router.fleet.in_flight import Ticket
 from router.fleet.placement import Ask, decide
-from router.fleet.policy import Decision, Reason
 from router.fleet.replica import Replica, Signal
 from router.fleet.sessions import Sessions
 from router.fleet.unseen import Unseen
@@ -116,15 +116,14 @@ class Fleet:
 
     def start(self, decision: Decision, now_s: float) -> Ticket:
         """Count a request as in flight, and its prompt as arriving on its replica's GPU."""
-        plan = decision.plan
-        replica = self.replicas[decision.replica_id]
+        replica, keys = decision.picked.replica, decision.picked.keys
         claim = None
-        if plan.claim_keys:
-            ttl_s = self._claim_ttl_s(replica, by_tokens=bool(plan.chain))
-            claim = self.index.believe(plan.slot, plan.claim_keys, now_s + ttl_s)
-        if plan.session is not None:
-            self.sessions.note(plan.session, plan.slot, now_s)
-        cost = replica.rates.cost(plan.work)
+        if keys.keys:
+            ttl_s = self._claim_ttl_s(replica, by_tokens=bool(keys.chain))
+            claim = self.index.believe(replica.slot, keys.keys, now_s + ttl_s)
+        if decision.session is not None:
+            self.sessions.note(decision.session, replica.slot, now_s)
+        cost = replica.rates.cost(decision.picked.work)
         if decision.is_staged:
             replica.fetch(cost.fetch_s, now_s)
         self._turn += 1

@@ -5,8 +5,7 @@ from dataclasses import replace
 from math import inf
 
 from router.config import Judgment
-from router.fleet.options import actual
-from router.fleet.policy import Decision
+from router.fleet.decision import Decision
 from router.fleet.replica import Replica
 from router.fleet.unseen import Prefill, Unseen
 from router.latency import Cost, Work
@@ -64,12 +63,12 @@ class Ticket:
 
     def _join(self, now_s: float) -> None:
         self._line_token = self._replica.line.join(self._cost.busy_s, now_s)
-        if not self._decision.plan.streamed and self._unseen_number is None:
+        if not self._decision.streamed and self._unseen_number is None:
             self._unseen_number = self._watch()
 
     def _watch(self) -> int:
-        plan = self._decision.plan
-        last_block = plan.claim_keys[-1] if plan.chain else None
+        keys = self._decision.picked.keys
+        last_block = keys.keys[-1] if keys.chain else None
         prefill = Prefill(last_block=last_block, due_s=self._due_s, ended=self._end_waiting)
         return self._unseen.add(self._replica.slot, prefill)
 
@@ -147,7 +146,7 @@ class Ticket:
     def _learn(self, work: Work, ttft_s: float) -> None:
         if not self._judgment.learns:
             return
-        planned = self._decision.plan.work.new_tokens
+        planned = self._decision.picked.work.new_tokens
         low, high = sorted((planned, work.new_tokens))
         if not self._was_alone and high > self._judgment.learning.other_work * low:
             # In a burst of one prompt one may compute what it was to wait for, and another
@@ -159,10 +158,10 @@ class Ticket:
         self._learned(self._replica)
 
     def _work(self, cached_tokens: int | None) -> Work:
-        work = self._decision.plan.work
+        work = self._decision.picked.work
         if cached_tokens is None:
             return work
-        return actual(work, cached_tokens, self._replica.kv_bytes_per_token)
+        return work.with_cached(cached_tokens, self._replica.kv_bytes_per_token)
 
     def _withdraw(self) -> None:
         # Nothing was computed, as far as anyone knows: a request that is sent

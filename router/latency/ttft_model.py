@@ -32,7 +32,7 @@ a replica, that drove the rates away without bound at 70% load.
 Pure: no clock, no I/O.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import exp, log, sqrt
 
@@ -84,6 +84,31 @@ class Work:
         """New tokens times the mean context that each attends to."""
         return self.new_tokens * (self.matched_tokens + self.new_tokens / 2)
 
+    def with_cached(self, cached_tokens: int, kv_bytes_per_token: float) -> "Work":
+        """Return what a request asked in truth, now that its cached tokens are known.
+
+        Matched tokens that were not there are missing from the end: those to be
+        copied first, then those of the slowest tiers.
+        """
+        prompt_tokens = self.new_tokens + self.matched_tokens
+        matched = min(cached_tokens, prompt_tokens - 1)
+        lost_bytes = max(0, self.matched_tokens - matched) * kv_bytes_per_token
+        left_to_lose = lost_bytes
+        left: list[float] = []
+        for nbytes in (self.peer_bytes, self.remote_bytes, self.disk_bytes):
+            left.append(max(0.0, nbytes - left_to_lose))
+            left_to_lose = max(0.0, left_to_lose - nbytes)
+        peer_bytes, remote_bytes, disk_bytes = left
+        return replace(
+            self,
+            new_tokens=prompt_tokens - matched,
+            matched_tokens=matched,
+            load_bytes=max(0.0, self.load_bytes - lost_bytes),
+            disk_bytes=disk_bytes,
+            remote_bytes=remote_bytes,
+            peer_bytes=peer_bytes,
+        )
+
 
 @dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
 class Cost:
@@ -101,6 +126,11 @@ class Cost:
     def busy_s(self) -> float:
         """The replica's time that the request takes from those behind it."""
         return self.load_s + self.prefill_s
+
+    @property
+    def alone_s(self) -> float:
+        """Predicted time to first token with no queue."""
+        return self.base_s + self.fetched_s + self.busy_s
 
     @property
     def fetched_s(self) -> float:

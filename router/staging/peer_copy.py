@@ -132,7 +132,8 @@ class Copier:
         return {
             task: copy
             for task, copy in self._under_way.items()
-            if copy.destination_id == decision.replica_id and copy.first_key in decision.plan.chain
+            if copy.destination_id == decision.replica_id
+            and copy.first_key in decision.picked.keys.chain
         }
 
     async def _wait_for_coming(self, decision: Decision) -> None:

@@ -149,6 +149,13 @@ def test_a_router_that_starts_anew_still_finds_the_warm_replica(
     another.start()
     try:
         for prompt, holder in zip(prompts, holders, strict=True):
+            # By what the replicas tell at its start: it has sent them nothing.
+            wait_until(
+                f"the new router knows that {holder.name} holds the prompt",
+                lambda holder=holder, prompt=prompt: (
+                    sum(matched_at(another, holder, prompt).values()) >= 1024
+                ),
+            )
             served = Served(another, prompt)
             assert served.replica == holder.name
             assert served.headers["x-warmroute-reason"] == "longest-match"

@@ -13,8 +13,8 @@ from router.cli import main
 from router.config.settings import PolicyName
 from router.explain import table
 from router.explanation import SHOWN, explanation, seconds_text, why
+from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
-from router.fleet.policy import Reason
 from router.latency.reserved_work import Promised
 from router.latency.ttft_model import Part, Work
 from router.residency.tiers import Tier

@@ -22,8 +22,8 @@ from router.admission.gate import Gate
 from router.config.errors import NoReplica, RateLimited
 from router.config.judgment import DEFAULT, Judgment
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
+from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
-from router.fleet.policy import Decision
 from router.latency.reserved_work import Promised
 from router.residency.block_hashes import PromptKeyring
 from router.residency.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
@@ -133,7 +133,7 @@ class OurRouter:
 
         admitted = await self._admission.admit(place, at_once=bool(failed))
         decision, ticket = admitted.decision, admitted.ticket
-        replica = self._replicas[decision.plan.slot]
+        replica = self._replicas[decision.picked.replica.slot]
         ok, cached_tokens = False, None
         began = False
 

@@ -185,8 +185,11 @@ def test_a_replica_that_hangs_costs_its_readers_their_deadline_only(open_store: 
     assert staying.put_many([blob("a")]) == [True]
     assert hanging._process is not None
     process = staying._process
+    stat = Path(f"/proc/{hanging._process.pid}/stat")
     os.kill(hanging._process.pid, signal.SIGSTOP)
     try:
+        # The signal only asks: its threads may serve one more read.
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
         with suppress(StoreError):
             assert get(staying, "a") is None
         wait_until(lambda: answers(staying))

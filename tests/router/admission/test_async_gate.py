@@ -17,8 +17,8 @@ from router.admission.async_gate import Admission
 from router.admission.gate import Gate
 from router.config.errors import Overloaded
 from router.config.settings import AdmissionConfig, RatesConfig, ReplicaConfig, TimeoutsConfig
+from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet as FleetState
-from router.fleet.policy import Decision
 from router.latency.reserved_work import Promised
 from router.record.records import Outcome
 from tests.router.admission.test_gate import make_fleet

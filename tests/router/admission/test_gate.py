@@ -24,8 +24,8 @@ from router.config.settings import (
     ReplicaConfig,
     RouterConfig,
 )
+from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
-from router.fleet.policy import Decision
 from router.latency.reserved_work import Promised
 from router.latency.ttft_model import Part
 from tests.router.fleet.test_fleet import chunks, info

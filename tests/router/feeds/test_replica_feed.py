@@ -51,7 +51,7 @@ async def feeding(**replica: Any) -> AsyncIterator[Fleet]:
 
 def matched(fleet: Fleet) -> dict[str, int]:
     decision = fleet.place(PROMPT, model=None, session=None, now_s=0.0)
-    return dict(decision.matched_tokens)
+    return {str(tier): count for tier, count in decision.matched_tokens.items()}
 
 
 def info_ports(source: KvPublisher) -> dict[str, int]:

@@ -14,9 +14,10 @@ from router.config.settings import (
     ReplicaConfig,
     RouterConfig,
 )
-from router.fleet import placement
+from router.fleet import placement, shortlist
+from router.fleet.candidate import Candidate
+from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
-from router.fleet.policy import Decision
 from router.latency.ttft_model import Part
 from router.residency.tiers import Tier
 from tests.router.fleet.test_fleet import BLOCK, CHUNK, blocks, chunks, info, snapshot, stored
@@ -69,6 +70,11 @@ def make_busy(fleet: Fleet, name: str, seconds: float) -> None:
     fleet.replicas[name].line.join(seconds, 0.0)
 
 
+def copied_from(candidate: Candidate) -> str | None:
+    """Return the replica that a candidate's KV is copied from."""
+    return None if candidate.source is None else candidate.source.replica.id
+
+
 def test_a_replica_that_waits_for_a_busy_holder_gets_its_kv_instead() -> None:
     fleet, prompt = make_fleet(2), tokens(6400)
     snapshot(fleet, "r0", cpu=chunks(prompt)[:80], disk=chunks(prompt))
@@ -82,7 +88,8 @@ def test_a_replica_that_waits_for_a_busy_holder_gets_its_kv_instead() -> None:
     assert decision.copy.expected_gain_s == pytest.approx(6.4, rel=0.2)
     assert decision.matched_tokens == {}
     picked = next(each for each in decision.candidates if each.replica_id == "r1")
-    assert (picked.copied_from, picked.copied_tokens) == ("r0", 6400)
+    assert picked.source is not None
+    assert (picked.source.replica.id, picked.source.tokens) == ("r0", 6400)
 
 
 def test_only_what_is_lacking_is_copied() -> None:
@@ -148,11 +155,11 @@ def test_what_is_still_being_computed_is_not_copied_in_part() -> None:
     (busy,) = (each for each in fleet.replicas.values() if each.in_flight)
     make_busy(fleet, busy.id, 2.0)
     snapshot(fleet, busy.id, cpu=chunks(prompt)[:50])
-    assert {each.copied_from for each in place(fleet, prompt).candidates} == {None}
+    assert {copied_from(each) for each in place(fleet, prompt).candidates} == {None}
 
     # Loaded from CPU RAM, it can be given meanwhile.
     snapshot(fleet, busy.id, cpu=chunks(prompt))
-    assert {each.copied_from for each in place(fleet, prompt).candidates} == {None, busy.id}
+    assert {copied_from(each) for each in place(fleet, prompt).candidates} == {None, busy.id}
 
 
 def test_a_draining_replica_gives_its_kv_to_others() -> None:
@@ -172,7 +179,8 @@ def test_what_is_on_its_way_delays_the_next_fetch() -> None:
     fleet.start(before, 0.0)
     other = tokens(6400, start=10**6)
     snapshot(fleet, "r0", disk=[*chunks(prompt), *chunks(other)])
-    fetch_s = {each.fetch_s for each in (before.candidates[0], place(fleet, other).candidates[0])}
+    after = place(fleet, other)
+    fetch_s = {each.candidates[0].cost.fetched_s for each in (before, after)}
     assert max(fetch_s) == pytest.approx(2 * min(fetch_s))
 
 
@@ -184,7 +192,7 @@ def test_a_replica_that_started_anew_fetches_nothing() -> None:
     fleet.copy_failed("r0", 0.0)
     fleet.apply_info("r0", peer_info("r0", incarnation="two"))
     snapshot(fleet, "r0", disk=chunks(prompt))
-    assert place(fleet, prompt).candidates[0].fetch_s < 1.0
+    assert place(fleet, prompt).candidates[0].cost.fetched_s < 1.0
     assert fleet.replicas["r0"].can_give(0.0)
 
 
@@ -210,11 +218,10 @@ def test_a_large_fleet_picks_as_well_as_if_all_were_weighed(
         make_busy(fleet, name, chooser.choice([0.0, 0.5, 2.0]) * chooser.random())
 
     def best_s(decision: Decision) -> float:
-        picked = next(e for e in decision.candidates if e.replica_id == decision.replica_id)
-        return picked.score_s(DEFAULT)
+        return decision.picked.score_s(DEFAULT)
 
     few = [place(fleet, prompt) for prompt in prompts]
-    assert all(len(each.candidates) <= placement.MAX_WEIGHED for each in few)
+    assert all(len(each.candidates) <= shortlist.MAX_WEIGHED for each in few)
     monkeypatch.setattr(placement, "MAX_WEIGHED", 1000)
     for prompt, decision in zip(prompts, few, strict=True):
         assert best_s(decision) <= best_s(place(fleet, prompt)) * 1.1 + 0.01
@@ -238,7 +245,7 @@ def test_what_many_hold_is_found_in_a_large_fleet() -> None:
         make_busy(fleet, name, 0.2 if name == "r13" else 0.5)
     decision = place(fleet, prompt)
     assert decision.replica_id == "r13"
-    assert len(decision.candidates) <= placement.MAX_WEIGHED
+    assert len(decision.candidates) <= shortlist.MAX_WEIGHED
 
 
 @pytest.mark.parametrize("policy", ["longest-prefix", "session", "least-loaded", "round-robin"])
@@ -250,10 +257,10 @@ def test_other_policies_weigh_few_and_pick_the_same(
         snapshot(fleet, f"r{at}", disk=chunks(prompt)[: at * 3 % 50])
     fleet.sessions.note("s", 31, 0.0)
     few = [place(fleet, prompt, session) for session in (None, "s", "t")]
-    assert all(len(each.candidates) <= placement.MAX_WEIGHED + 1 for each in few)
+    assert all(len(each.candidates) <= shortlist.MAX_WEIGHED + 1 for each in few)
     monkeypatch.setattr(placement, "MAX_WEIGHED", 1000)
     every = [place(fleet, prompt, session) for session in (None, "s", "t")]
     assert [(each.replica_id, each.reason, each.home) for each in few] == [
         (each.replica_id, each.reason, each.home) for each in every
     ]
-    assert [each.plan for each in few] == [each.plan for each in every]
+    assert [each.picked for each in few] == [each.picked for each in every]

@@ -4,44 +4,15 @@ import pytest
 import xxhash
 
 from router.config.judgment import DEFAULT
-from router.fleet.policy import (
-    POLICIES,
-    CandidateCost,
-    Question,
-    Reason,
-    left_behind,
-    pick,
-    with_taken_s,
-)
+from router.fleet.decision import Reason
+from router.fleet.policy import POLICIES, Question, pick
+from tests.router.fleet.deciding import candidate
 
 QUESTION = Question(affinity=1)
 
 
 def hashed(number: int) -> int:
     return xxhash.xxh3_64_intdigest(b"%d" % number)
-
-
-def candidate(
-    name: str,
-    *,
-    prefill_s: float = 1.0,
-    queue_s: float = 0.0,
-    matched: int = 0,
-    in_flight: int = 0,
-    waiting: int = 0,
-) -> CandidateCost:
-    return CandidateCost(
-        replica_id=name,
-        matched_tokens={"gpu": matched} if matched else {},
-        in_flight=in_flight,
-        ttft_s=queue_s + prefill_s,
-        base_s=0.0,
-        queue_s=queue_s,
-        fetch_s=0.0,
-        load_s=0.0,
-        prefill_s=prefill_s,
-        waiting=waiting,
-    )
 
 
 def test_the_soonest_first_token_wins() -> None:
@@ -129,9 +100,7 @@ def test_a_burst_is_taken_to_go_on() -> None:
 
 def test_who_waits_in_a_busy_fleet_foretells_fewer_than_in_an_idle_one() -> None:
     def behind(busy: float) -> float:
-        return with_taken_s(
-            0.0, busy_s=1.0, fetch_s=0.0, waiting=20, busy_share=busy, judgment=DEFAULT
-        )
+        return candidate("busy", waiting=20, busy_share=busy).others_s(DEFAULT)
 
     assert behind(1.0) == pytest.approx(20)
     assert behind(0.5) == pytest.approx(39)
@@ -139,10 +108,13 @@ def test_who_waits_in_a_busy_fleet_foretells_fewer_than_in_an_idle_one() -> None
 
 
 def test_the_busier_the_fleet_the_more_wait_behind() -> None:
-    assert left_behind(0.0, DEFAULT) == DEFAULT.least_behind
-    assert left_behind(0.5, DEFAULT) == pytest.approx(1)
-    assert left_behind(0.8, DEFAULT) == pytest.approx(4)
-    assert left_behind(0.99, DEFAULT) == left_behind(3.0, DEFAULT) == DEFAULT.most_behind
+    def behind(busy: float) -> float:
+        return candidate("busy", busy_share=busy).behind(DEFAULT)
+
+    assert behind(0.0) == DEFAULT.least_behind
+    assert behind(0.5) == pytest.approx(1)
+    assert behind(0.8) == pytest.approx(4)
+    assert behind(0.99) == behind(3.0) == DEFAULT.most_behind
 
 
 def test_the_only_replica_is_picked_whatever_the_policy() -> None:

@@ -149,7 +149,7 @@ def test_its_decoding_is_no_burst_and_no_prefill() -> None:
     for number in range(10):
         start(fleet, tokens(100, start=1000 * number))
     (candidate,) = place(fleet, tokens(100, start=90_000), 10.0).candidates
-    assert (candidate.waiting, candidate.in_flight, candidate.queue_s) == (0, 10, 0.0)
+    assert (candidate.waiting, candidate.in_flight, candidate.cost.queue_s) == (0, 10, 0.0)
 
 
 def test_a_long_prompt_does_not_wait_for_an_answer_whose_kv_was_loaded() -> None:

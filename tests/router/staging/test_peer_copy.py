@@ -14,8 +14,8 @@ from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
 from router.config.settings import PrefetchConfig
-from router.fleet.policy import Decision, KvCopy, Plan, Reason
-from router.latency.ttft_model import Part, Work
+from router.fleet.decision import Decision, KvCopy, Reason
+from router.latency.ttft_model import Part
 from router.staging import peer_copy
 from router.staging.agent_client import AgentClient
 from router.staging.backoff import Backoff
@@ -23,6 +23,8 @@ from router.staging.peer_copy import MAX_UNDER_WAY, Copier, CopyOutcome
 from router.staging.prefetch import Timing
 from tests.cacheengine.building import CHUNK_BYTES, config
 from tests.cacheengine.conftest import MakeBench
+from tests.router.fleet.deciding import candidate
+from tests.router.fleet.deciding import decision as made_decision
 from tests.router.real_replicas import CHUNKS, RealFleet, real_fleet
 from tests.router.staging.agent_server import until
 
@@ -69,23 +71,22 @@ async def copier(real: RealFleet, told: Told) -> AsyncIterator[Copier]:
     await made.stop()
 
 
-def decision(keys: Sequence[bytes] = CHUNKS, gain_s: float = 20.0) -> Decision:
+def decision(
+    keys: Sequence[bytes] = CHUNKS, gain_s: float = 20.0, replica_id: str = "two"
+) -> Decision:
     """Go to two, and have it copy chunks from one."""
-    return Decision(
-        replica_id="two",
-        url="http://two",
-        reason=Reason.SESSION_SPILL,
-        prompt_tokens=5000,
-        matched_tokens={},
-        predicted_ttft_s=1.0,
-        copy=KvCopy(
-            source_id="one",
-            keys=tuple(keys),
-            nbytes=len(keys) * CHUNK_BYTES,
-            expected_gain_s=gain_s,
-        ),
-        plan=Plan(slot=1, work=Work(new_tokens=1)),
+    copy = KvCopy(
+        source_id="one",
+        keys=tuple(keys),
+        nbytes=len(keys) * CHUNK_BYTES,
+        expected_gain_s=gain_s,
     )
+    return made_decision(candidate(replica_id), Reason.SESSION_SPILL, copy=copy)
+
+
+def without_copy(chain: Sequence[bytes], replica_id: str = "two") -> Decision:
+    """Go to a replica with a prompt of these blocks."""
+    return made_decision(candidate(replica_id, chain=tuple(chain)))
 
 
 async def run(copier: Copier, wanted: Decision) -> CopyOutcome:
@@ -122,9 +123,7 @@ async def test_who_follows_with_the_same_beginning_waits_for_it_too(
 ) -> None:
     leader = asyncio.create_task(run(copier, decision()))
     await asyncio.sleep(0)
-    follower = replace(
-        decision(), copy=None, plan=Plan(slot=1, work=Work(new_tokens=1), chain=CHUNKS)
-    )
+    follower = without_copy(CHUNKS)
     assert copier.is_coming(follower)
     assert await copier.run(follower) is None
     assert ready(real, 1) == len(CHUNKS)
@@ -135,10 +134,8 @@ async def test_who_follows_with_the_same_beginning_waits_for_it_too(
 async def test_others_do_not_wait_for_it(copier: Copier) -> None:
     leader = asyncio.create_task(run(copier, decision()))
     await asyncio.sleep(0)
-    plan = Plan(slot=1, work=Work(new_tokens=1), chain=(b"another",))
-    other_prompt = replace(decision(), copy=None, plan=plan)
-    same = replace(decision(), copy=None, plan=replace(plan, chain=CHUNKS))
-    elsewhere = replace(same, replica_id="one")
+    other_prompt = without_copy([b"another"])
+    elsewhere = without_copy(CHUNKS, replica_id="one")
     assert not copier.is_coming(other_prompt)
     assert not copier.is_coming(elsewhere)
     assert await copier.run(other_prompt) is None
@@ -149,8 +146,7 @@ async def test_others_do_not_wait_for_it(copier: Copier) -> None:
 async def test_who_follows_waits_no_longer_than_it_gains(copier: Copier) -> None:
     leader = asyncio.create_task(run(copier, decision(gain_s=0.0)))
     await asyncio.sleep(0)
-    plan = Plan(slot=1, work=Work(new_tokens=1), chain=CHUNKS)
-    assert await copier.run(replace(decision(), copy=None, plan=plan)) is None
+    assert await copier.run(without_copy(CHUNKS)) is None
     assert (await leader).timing is Timing.LATE
 
 

@@ -10,29 +10,22 @@ from aiohttp import web
 
 from cacheengine.wire import PrefetchReply
 from router.config.settings import PrefetchConfig, RatesConfig, ReplicaConfig
-from router.fleet.policy import Decision, Plan, Reason
+from router.fleet.decision import Decision
 from router.fleet.replica import Replica
-from router.latency.ttft_model import Work
 from router.staging.agent_client import AgentClient
 from router.staging.backoff import Backoff
 from router.staging.prefetch import Prefetcher, PrefetchOutcome
+from tests.router.fleet.deciding import candidate
+from tests.router.fleet.deciding import decision as made_decision
 from tests.router.staging.agent_server import AgentServer, serving
 
 KEYS = (bytes(range(32)), bytes(range(1, 33)), bytes(range(2, 34)))
 
 
 def decision(gain_s: float = 0.2, keys: tuple[bytes, ...] = KEYS) -> Decision:
-    return Decision(
-        replica_id="r",
-        url="http://r",
-        reason=Reason.LONGEST_MATCH,
-        prompt_tokens=100,
-        matched_tokens={},
-        predicted_ttft_s=1.0,
-        prefetch_keys=keys,
-        expected_gain_s=gain_s,
-        plan=Plan(slot=0, work=Work(new_tokens=1)),
-    )
+    picked = candidate("r")
+    picked.prefetch_gain_s = gain_s
+    return made_decision(picked, prefetch_keys=keys)
 
 
 async def run(

@@ -1,0 +1,213 @@
+"""What one prompt would cost at one replica, from each source of its KV. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from router.config import Judgment
+from router.fleet.candidate import SLOW_TIERS, Candidate, PeerSource
+from router.fleet.replica import Replica
+from router.latency import Part, Promised, Work
+from router.residency import ChunkRun, Match, PrefixIndex, PromptKeys, Tier
+
+_RATE_OF: Final = {Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
+
+
+class Assessor:
+    """Makes the candidates for one prompt of ``prompt_tokens``.
+
+    ``sources`` are replicas that hold much of it, each with how many blocks, of which
+    others may get what they lack; ``promised`` is what replicas will
+    be given before it, beside what they have; ``busy_share`` is the fleet's.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        prompt_tokens: int,
+        *,
+        judgment: Judgment,
+        sources: Sequence[tuple[Replica, int]] = (),
+        promised: Promised,
+        busy_share: float,
+        now_s: float,
+    ) -> None:
+        self._index = index
+        self._prompt_tokens = prompt_tokens
+        self._judgment = judgment
+        self._sources = sources
+        self._promised = promised
+        self._busy_share = busy_share
+        self._now_s = now_s
+
+    def assess(self, replica: Replica, keys: PromptKeys, gpu_blocks: int) -> Candidate:
+        """Return the best candidate of a replica whose GPU has so many blocks of the prompt.
+
+        Its KV may come from the replica's own tiers alone, or from a peer source too.
+        """
+        runs = self._index.runs(replica.slot, keys.chunk_keys, gpu_blocks // keys.blocks_per_chunk)
+        match = Match(gpu_blocks, runs)
+        held = match.tokens(keys.block_tokens, keys.blocks_per_chunk)
+        matched = _usable(held, self._prompt_tokens, replica.max_staged_tokens)
+        own = self._from_own_tiers(replica, keys, runs, matched)
+        from_peers = self._from_peers(own, match) if self._may_copy_to(replica, keys) else []
+        if not from_peers:
+            return own
+        return min(own, *from_peers, key=lambda each: each.score_s(self._judgment))
+
+    def _may_copy_to(self, replica: Replica, keys: PromptKeys) -> bool:
+        return bool(keys.chain) and replica.has_agent and replica.no_copies_until_s <= self._now_s
+
+    def _from_own_tiers(
+        self,
+        replica: Replica,
+        keys: PromptKeys,
+        runs: tuple[ChunkRun, ...],
+        matched: dict[Tier, int],
+    ) -> Candidate:
+        """Return the candidate with the replica's slow tiers or without, whichever costs less.
+
+        Without is believed only when the slow tier's speed is known: a guess that
+        never let it be used would never be put right.
+        """
+        deep = self._work(replica, keys, matched)
+        candidate = Candidate(
+            replica=replica,
+            keys=keys,
+            runs=runs,
+            matched_tokens=matched,
+            work=deep,
+            cost=replica.rates.cost(deep),
+            waiting=replica.waiting + self._promised.requests(replica.slot),
+            busy_share=(replica.recent.share(self._now_s) + self._busy_share) / 2,
+        )
+        slow = [tier for tier in SLOW_TIERS if matched.get(tier)]
+        if not slow:
+            return candidate
+        # Tiers may alternate along a prefix. What of a faster tier lies behind a
+        # slow one would be lost too; that is rare enough not to be told apart here.
+        shallow = self._work(replica, keys, _before(matched, slow))
+        shallow_cost = replica.rates.cost(shallow)
+        known = all(replica.rates.knows(_RATE_OF[tier]) for tier in slow)
+        if known and shallow_cost.ttft_s < candidate.cost.ttft_s:
+            candidate.work, candidate.cost = shallow, shallow_cost
+        else:
+            gain_s = shallow_cost.busy_s - candidate.cost.busy_s
+            candidate.prefetch_gain_s = max(0.0, gain_s)
+        return candidate
+
+    def _from_peers(self, own: Candidate, match: Match) -> list[Candidate]:
+        """Return a candidate for each peer source that is worth its copy."""
+        blocks = match.blocks(own.keys.blocks_per_chunk)
+        base = self._work(own.replica, own.keys, own.matched_tokens)
+        return [
+            candidate
+            for source, source_blocks in self._sources
+            if source_blocks > blocks and _may_fetch(own.replica, source)
+            if (runs := self._to_copy(source, own, match))
+            if (candidate := self._with_copy(own, base, source, runs)) is not None
+        ]
+
+    def _to_copy(self, source: Replica, own: Candidate, match: Match) -> tuple[ChunkRun, ...]:
+        """Return the chunks of a peer source that are of use from the end of a match on."""
+        keys = own.keys
+        on_gpu = match.gpu_blocks // keys.blocks_per_chunk
+        start = match.runs[-1].stop if match.runs else on_gpu
+        runs = self._index.runs(source.slot, keys.chunk_keys, start)
+        end = on_gpu + own.replica.max_staged_tokens / keys.chunk_tokens
+        usable = [run for run in runs if run.start + 1 <= end]
+        if usable:
+            usable[-1] = replace(usable[-1], stop=int(min(usable[-1].stop, end)))
+        return tuple(usable)
+
+    def _with_copy(
+        self, own: Candidate, base: Work, source: Replica, runs: tuple[ChunkRun, ...]
+    ) -> Candidate | None:
+        """Return the candidate whose KV is completed by a copy; None if that gains too little.
+
+        All of the replica's own tiers count. Chunks that lie on the source's disk or remote
+        are read there first, which is taken to be as fast as the replica's own.
+        """
+        replica, keys, matched = own.replica, own.keys, own.matched_tokens
+        reach = min(runs[-1].stop * keys.chunk_tokens, self._prompt_tokens)
+        per_chunk = keys.chunk_tokens * replica.kv_bytes_per_token
+        slow = dict.fromkeys(SLOW_TIERS, 0.0)
+        copied = 0.0
+        for run in runs:
+            nbytes = (run.stop - run.start) * per_chunk
+            copied += nbytes
+            if run.tier in slow:
+                slow[run.tier] += nbytes
+        backlog_s = base.backlog_s
+        if any(slow.values()):
+            backlog_s = max(backlog_s, source.fetching_until_s - self._now_s)
+        new_tokens = self._new_tokens(keys, reach)
+        work = Work(
+            new_tokens=new_tokens,
+            matched_tokens=max(0, self._prompt_tokens - new_tokens),
+            load_bytes=(reach - matched.get(Tier.GPU, 0)) * replica.kv_bytes_per_token,
+            disk_bytes=base.disk_bytes + slow[Tier.DISK],
+            remote_bytes=base.remote_bytes + slow[Tier.REMOTE],
+            peer_bytes=copied,
+            queue_s=base.queue_s,
+            backlog_s=backlog_s,
+            decoding=base.decoding,
+        )
+        cost = replica.rates.cost(work)
+        gain_s = replica.rates.cost(base).busy_s - cost.busy_s
+        if gain_s < self._judgment.least_copy_gain_s:
+            return None
+        copied_tokens = reach - sum(matched.values())
+        peer = PeerSource(
+            replica=source, runs=runs, tokens=copied_tokens, nbytes=copied, gain_s=gain_s
+        )
+        return replace(own, work=work, cost=cost, source=peer)
+
+    def _new_tokens(self, keys: PromptKeys, matched_tokens: int) -> int:
+        """Return what is left to compute: the last token at least, and with it its whole block."""
+        least = 1
+        if keys.chain:
+            least += max(0, self._prompt_tokens - 1) % keys.block_tokens
+        return max(least, self._prompt_tokens - matched_tokens)
+
+    def _work(self, replica: Replica, keys: PromptKeys, matched: Mapping[Tier, int]) -> Work:
+        total = sum(matched.values())
+        per_token = replica.kv_bytes_per_token
+        new_tokens = self._new_tokens(keys, total)
+        return Work(
+            new_tokens=new_tokens,
+            matched_tokens=max(0, self._prompt_tokens - new_tokens),
+            load_bytes=(total - matched.get(Tier.GPU, 0)) * per_token,
+            disk_bytes=matched.get(Tier.DISK, 0) * per_token,
+            remote_bytes=matched.get(Tier.REMOTE, 0) * per_token,
+            queue_s=replica.line.queue_s(self._now_s) + self._promised.work_s(replica.slot),
+            backlog_s=max(0.0, replica.fetching_until_s - self._now_s),
+            decoding=replica.decoding,
+        )
+
+
+def _may_fetch(replica: Replica, source: Replica) -> bool:
+    """Whether a replica can use chunks of another."""
+    if source is replica:
+        return False
+    return source.layout == replica.layout and source.shape == replica.shape
+
+
+def _usable(held: dict[Tier, int], prompt_tokens: int, max_staged_tokens: float) -> dict[Tier, int]:
+    """Cut off what exceeds the prompt (token counts of texts are estimates), or the CPU RAM.
+
+    All that is not on the GPU is brought there through CPU RAM, at once.
+    """
+    left: float = prompt_tokens
+    usable: dict[Tier, int] = {}
+    staged_left = max_staged_tokens
+    for tier, count in held.items():
+        usable[tier] = int(min(count, left if tier is Tier.GPU else min(left, staged_left)))
+        left -= usable[tier]
+        staged_left -= 0 if tier is Tier.GPU else usable[tier]
+    return usable
+
+
+def _before(matched: dict[Tier, int], slow: Sequence[Tier]) -> dict[Tier, int]:
+    first = min(list(matched).index(tier) for tier in slow)
+    return dict(list(matched.items())[:first])
