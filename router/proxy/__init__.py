@@ -19,7 +19,7 @@ step only asks for a value are not named.
     fleet.fleet.place                 which replica, by what is known now (by way of `Proxy._place`)
     fleet.placement.decide            the replicas that may answer, as candidates
     residency.prefix_index.depths     how much of the prompt each of them holds
-    fleet.options.assess              the ways to get the rest there, and their costs
+    fleet.assessment.assess           the ways to get the rest there, and their costs
     latency.ttft_model.cost           seconds to fetch, load and compute
     fleet.policy.pick                 the candidate with the least score
     fleet.fleet.start                 in flight: its ticket                           return 3

@@ -79,7 +79,7 @@ class RequestRecord:
     """The replica that was asked last."""
     reason: str | None = None
     prompt_tokens: int | None = None
-    matched_tokens: Mapping[str, int] = field(default_factory=dict)
+    matched_tokens: Mapping[Tier, int] = field(default_factory=dict)
     """By tier, as the router believed when it decided."""
     predicted_ttft_s: float | None = None
     prepared: Preparation = field(default_factory=Preparation)

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from router.fleet.policy import Decision, Plan, Reason
+from router.fleet.decision import Reason
 from router.latency.prediction_errors import PredictionErrors
-from router.latency.ttft_model import Work
 from router.record.metrics import Metrics, ReplicaGauges
 from router.record.records import (
     Cause,
@@ -17,8 +16,10 @@ from router.record.records import (
     answer_headers,
     log_record,
 )
+from router.residency.tiers import Tier
 from router.staging.prefetch import PrefetchOutcome
 from router.staging.stager import Preparation
+from tests.router.fleet.deciding import candidate, decision
 
 
 def ended(**known: Any) -> RequestRecord:
@@ -42,7 +43,7 @@ def test_a_plain_end_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
             replica_id="one",
             reason="longest-match",
             prompt_tokens=10,
-            matched_tokens={"gpu": 8, "cpu": 0},
+            matched_tokens={Tier.GPU: 8, Tier.CPU: 0},
             first_byte_s=100.25,
         )
     )
@@ -81,22 +82,13 @@ def test_the_first_end_is_the_one() -> None:
 
 def test_the_headers_tell_of_the_decision() -> None:
     record = ended(held_s=0.02)
-    record.decided(
-        Decision(
-            replica_id="one",
-            url="http://one",
-            reason=Reason.ONLY_REPLICA,
-            prompt_tokens=10,
-            matched_tokens={"gpu": 8},
-            predicted_ttft_s=0.5,
-            plan=Plan(slot=0, work=Work(new_tokens=1)),
-        )
-    )
+    picked = candidate("one", matched=8, prefill_s=0.5)
+    record.decided(decision(picked, reason=Reason.ONLY_REPLICA))
     assert answer_headers(record) == {
         "x-request-id": "r",
         "x-warmroute-replica": "one",
         "x-warmroute-reason": "only-replica",
-        "x-warmroute-prompt-tokens": "10",
+        "x-warmroute-prompt-tokens": "100",
         "x-warmroute-predicted-ttft-ms": "500.0",
         "x-warmroute-held-ms": "20.0",
         "x-warmroute-retries": "0",
@@ -119,7 +111,7 @@ def test_every_end_is_counted() -> None:
             replica_id="one",
             reason="retry",
             prompt_tokens=10,
-            matched_tokens={"gpu": 8},
+            matched_tokens={Tier.GPU: 8},
             prepared=Preparation(
                 prefetch=PrefetchOutcome(asked=5, promoted=4, pending=1, promoted_bytes=4096),
                 waited_s=0.2,

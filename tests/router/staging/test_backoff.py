@@ -10,8 +10,8 @@ import pytest
 
 from cacheengine.wire import MoveReply, MoveRequest, MoveStatus, PrefetchReply
 from router.config.settings import PrefetchConfig, ReplicaConfig, RouterConfig
+from router.fleet.decision import Decision, KvCopy
 from router.fleet.fleet import Fleet
-from router.fleet.policy import Decision, KvCopy
 from router.staging.agent_client import AgentTimeout
 from router.staging.stager import Preparation, Preparer
 from tests.router.staging.test_prefetch import KEYS, decision
