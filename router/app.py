@@ -1,4 +1,4 @@
-"""The router as an aiohttp application: who is made of whom, and who starts when."""
+"""The router as an aiohttp application: what its parts are made of, and when they start."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from router.fleet import Fleet, State
 from router.http import Handler, errors_answered
 from router.own_endpoints import Api
 from router.prompt import PromptSource, ServedModel
-from router.proxy import PROMPTED, PROMPTLESS, Bindings, Proxy, Sinks, Upstream, client_session
+from router.proxy import PROMPTED, PROMPTLESS, Bindings, Proxy, Upstream, client_session
 from router.record import Cause, Metrics, ReplicaGauges, RequestRecord, log_record
 from router.staging import AgentClient, Preparer
 
@@ -31,7 +31,7 @@ _TICK_S: Final = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The router's parts while it runs, for tests and for who embeds it."""
+    """The router's parts while it runs, for tests and for programs that embed it."""
 
     fleet: Fleet
     admission: Admission
@@ -75,7 +75,7 @@ def create_app(
             await parts.health.stop()
 
     async def stop_waiting(app: web.Application) -> None:
-        # Half of the time for those who still wait to be sent, half for their answers.
+        # Half of the time for requests that still wait to be sent, half for their answers.
         loop = asyncio.get_running_loop()
         loop.call_later(config.timeouts.drain_s / 2, app[PARTS].admission.close)
 
@@ -102,7 +102,7 @@ def _make_parts(
         for read in readers:
             read(done)
 
-    def trouble(replica_id: str, cause: Cause) -> None:
+    def suspect(replica_id: str, cause: Cause) -> None:
         # Health checks know a replica by its configured name, which an agent's replaces.
         health.suspect(fleet.replicas[replica_id].config.name, cause)
 
@@ -114,7 +114,8 @@ def _make_parts(
         preparer=preparer,
         upstream=Upstream(session, config.timeouts),
         bindings=Bindings(),
-        sinks=Sinks(record=record, trouble=trouble),
+        observe=record,
+        suspect=suspect,
     )
     return Parts(
         fleet=fleet,

@@ -48,11 +48,16 @@ class Api:
         raise UnknownModel(f"no replica serves the model '{name}'", param="model")
 
     async def health(self, request: web.Request) -> web.Response:
-        """``GET /health``: 200 while at least one replica is up, else 503."""
+        """``GET /health``: 200 while at least one replica is up, else 503.
+
+        ``first_probes`` are under way until every replica has been found up or down.
+        """
         replicas = self._fleet.replicas.values()
         is_ok = any(each.state is State.UP for each in replicas)
+        is_probed = all(each.state is not State.UNKNOWN for each in replicas)
         body = {
             "status": "ok" if is_ok else "no replica is up",
+            "first_probes": "done" if is_probed else "under way",
             "replicas": {
                 each.id: {"url": each.config.url, "state": str(each.state)} for each in replicas
             },

@@ -45,7 +45,7 @@ async def _serve(config: RouterConfig) -> None:
     async with AsyncExitStack() as stack:
         runner = await _setup(app, config.timeouts.drain_s, stack)
         controller = app[PARTS].controller
-        # First: who waits for the router's line finds the controller there too.
+        # First: a program that waits for the router's line finds the controller there too.
         if controller is not None:
             await _serve_controller(controller, config, stack)
         url = await _listen(runner, config.host, config.port, "port")

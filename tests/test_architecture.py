@@ -19,10 +19,10 @@ ROUTER_ROOMS = {
     "prompt": {"config"},
     "latency": {"config"},
     "launch": {"config"},
-    "record": {"latency"},
     "fleet": {"config", "residency", "latency"},
     "admission": {"config", "latency", "fleet"},
     "staging": {"config", "residency", "fleet"},
+    "record": {"residency", "latency", "fleet", "staging"},
     "controller": {"config", "http", "staging"},
     "feeds": {"config", "prompt", "residency", "fleet", "staging", "record"},
     "proxy": {

@@ -6,8 +6,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from cacheengine.settings.settings import load_engine_config
-from router.config.settings import ControllerConfig, load_router_config
-from router.launch.up import load_fleet_file
+from router.config.loading import load_router_config
+from router.config.settings import ControllerConfig
+from router.launch.fleet_file import load_fleet_file
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 INSTANCES = ("instance1", "instance2")

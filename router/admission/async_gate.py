@@ -1,4 +1,4 @@
-"""Admission with asyncio: who waits for what, and the one timer behind it."""
+"""Admission with asyncio: a future for each waiting request, and one timer for them all."""
 
 import asyncio
 import time
@@ -10,10 +10,10 @@ from router.admission.gate import Admitted, End, Gate, Place, Waiting
 from router.config import Overloaded
 
 _PUMP_GAP_S: Final = 0.005
-"""Between two pumps: lines shorten in bursts, and replicas have work ahead for longer."""
+"""Between two pumps: queues shorten in bursts, and replicas have work ahead for longer."""
 _PUMP_REST: Final = 10.0
-"""And so many times as long as a pump took that let nobody go, so that to look at a long line
-in vain costs a tenth of the time."""
+"""And so many times as long as a pump took that admitted no request, so that to scan a long
+queue in vain costs a tenth of the time."""
 
 
 class Admission:
@@ -29,7 +29,7 @@ class Admission:
         self._closed = False
 
     def __len__(self) -> int:
-        """How many wait."""
+        """How many requests wait."""
         return len(self._gate)
 
     async def admit(
@@ -51,8 +51,8 @@ class Admission:
         try:
             return await released
         except asyncio.CancelledError:
-            # The pump may have let it go in that very turn of the loop: then
-            # its ticket is taken, and nobody else knows of it.
+            # The pump may have admitted the request in that very turn of the loop: then
+            # its ticket is taken, and has no other owner.
             if released.done() and not released.cancelled() and released.exception() is None:
                 self._give_back(released.result())
             raise
@@ -61,11 +61,11 @@ class Admission:
             self._gate.leave(arrived)
 
     def wake(self) -> None:
-        """Look soon at who may go; to be called when a replica's line has shortened."""
+        """Look soon which request may go; to be called when a replica's queue has shortened."""
         self._pump_by(-inf)
 
     def close(self) -> None:
-        """Refuse those who wait, with 503; from now on nobody does."""
+        """Refuse the waiting requests with 503; later ones do not wait."""
         self._closed = True
         for released in self._released.values():
             if not released.done():
@@ -98,7 +98,7 @@ class Admission:
     def _deliver(self, released: asyncio.Future[Admitted], end: End) -> None:
         if released.done():
             # Its client has gone, or the router stops, and its handler has not
-            # run since: it still stood in the line.
+            # run since: the request was still in the queue.
             if isinstance(end, Admitted):
                 self._give_back(end)
         elif isinstance(end, Admitted):

@@ -1,7 +1,7 @@
 """What an operator sets, what the decision weighs by, and what can go wrong.
 
-`RouterConfig` is read from YAML by `load_router_config`; every key is checked against the
-dataclasses in `settings` by `schema`. `Judgment` is the one table of the decision's
+`RouterConfig` is read from YAML by `load_router_config` (`loading`); every key is checked
+against the dataclasses in `settings` by `schema`. `Judgment` is the one table of the decision's
 constants. `errors` holds each error that a client can get, with its status and code;
 `addresses` compares hosts, ports and URLs.
 
@@ -27,6 +27,7 @@ from router.config.errors import (
     describe,
 )
 from router.config.judgment import DEFAULT, Judgment, Learning
+from router.config.loading import load_router_config, router_config
 from router.config.schema import build, read_yaml, setting
 from router.config.settings import (
     PolicyName,
@@ -36,8 +37,6 @@ from router.config.settings import (
     RouterConfig,
     TimeoutsConfig,
     TokenizerConfig,
-    load_router_config,
-    router_config,
 )
 
 __all__ = [

@@ -1,7 +1,7 @@
 """What can go wrong, in the words and shapes that a person or a client sees.
 
-`ConfigError` is for whoever starts the router; `ApiError` and its subclasses
-are for whoever sends it a request, and know both bodies that clients parse:
+`ConfigError` is for the operator at the router's start; `ApiError` and its subclasses
+are for its clients, and know both bodies that clients parse:
 OpenAI's and, for ``/v1/messages``, Anthropic's.
 """
 
@@ -49,6 +49,7 @@ class ApiError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "internal_error"
     default_code: ClassVar[str | None] = None
+    default_retry_after_s: ClassVar[int | None] = None
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
-        self.code = code if code is not None else self.default_code
-        self.retry_after_s = retry_after_s
+        self.code = self.default_code if code is None else code
+        self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -162,9 +163,7 @@ class NoReplica(ApiError):
     status = 503
     type = "overloaded_error"
     default_code = "no_replica"
-
-    def __init__(self, message: str, *, retry_after_s: int | None = 1, **more: Any) -> None:
-        super().__init__(message, retry_after_s=retry_after_s, **more)
+    default_retry_after_s = 1
 
 
 class Overloaded(ApiError):
@@ -173,9 +172,7 @@ class Overloaded(ApiError):
     status = 503
     type = "overloaded_error"
     default_code = "overloaded"
-
-    def __init__(self, message: str, *, retry_after_s: int | None = 1, **more: Any) -> None:
-        super().__init__(message, retry_after_s=retry_after_s, **more)
+    default_retry_after_s = 1
 
 
 class UpstreamFailed(ApiError):

@@ -7,11 +7,12 @@ as a `ConfigError` that says where, what, and how to mend it.
 
 import difflib
 import math
+import operator
 import re
 import types
 import typing
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -28,16 +29,8 @@ _UNITS = {
     "_bytes": "bytes",
     "_tokens": "tokens",
 }
+_HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le}
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """What a field's value must satisfy beyond its type."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
 
 
 def setting(
@@ -49,8 +42,8 @@ def setting(
     repr: bool = True,
 ) -> Any:
     """Declare a dataclass field with bounds (inclusive, exclusive, inclusive)."""
-    rule = Rule(at_least=at_least, above=above, at_most=at_most)
-    return field(default=default, metadata={"rule": rule}, repr=repr)
+    bounds = {"at least": at_least, "above": above, "at most": at_most}
+    return field(default=default, metadata=bounds, repr=repr)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -80,8 +73,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def build(cls: type[T], value: object, *, path: str, key: str = "") -> T:
     """Return ``cls`` made from a mapping; ``path`` and ``key`` say where it stands."""
+    known_fields = {each.name: each for each in fields(typing.cast("type[Any]", cls))}
     if not isinstance(value, Mapping):
-        known = ", ".join(_names(cls))
+        known = ", ".join(known_fields)
         raise ConfigError(
             path,
             key,
@@ -89,7 +83,6 @@ def build(cls: type[T], value: object, *, path: str, key: str = "") -> T:
             f"write 'key: value' lines under it; known keys are {known}",
         )
     hints = typing.get_type_hints(cls)
-    known_fields = {each.name: each for each in _fields(cls)}
     for name in value:
         if name not in known_fields:
             raise _unknown(path, key, name, known_fields)
@@ -101,14 +94,6 @@ def build(cls: type[T], value: object, *, path: str, key: str = "") -> T:
         elif each.default is MISSING and each.default_factory is MISSING:
             raise ConfigError(path, where, "is missing", f"add '{name}: ...'")
     return cls(**made)
-
-
-def _fields(cls: type[Any]) -> tuple[Field[Any], ...]:
-    return fields(cls)
-
-
-def _names(cls: type[Any]) -> list[str]:
-    return [each.name for each in _fields(cls)]
 
 
 def _unknown(path: str, key: str, name: object, known: Collection[str]) -> ConfigError:
@@ -185,17 +170,10 @@ def _scalar(hint: Any, value: object, each: Field[Any], path: str, where: str) -
 
 
 def _check_bounds(value: Any, each: Field[Any], path: str, where: str) -> None:
-    rule = each.metadata.get("rule")
-    if rule is None or isinstance(value, str | bool):
-        return
-    bounds = (
-        (rule.at_least is None or value >= rule.at_least, f"at least {rule.at_least}"),
-        (rule.above is None or value > rule.above, f"above {rule.above}"),
-        (rule.at_most is None or value <= rule.at_most, f"at most {rule.at_most}"),
-    )
-    for holds, words in bounds:
-        if not holds:
-            raise ConfigError(path, where, f"{value} is out of range", f"it must be {words}")
+    for words, bound in each.metadata.items():
+        if bound is not None and not _HOLDS[words](value, bound):
+            fix = f"it must be {words} {bound}"
+            raise ConfigError(path, where, f"{value} is out of range", fix)
 
 
 def _wanted(hint: Any, name: str) -> str:

@@ -21,13 +21,15 @@ from router.record import Cause
 
 log = logging.getLogger("warmroute.health")
 
+_FIRST_PROBES_S: Final = 1.0
+"""How long the router's start waits for the first probes; its port is open after that."""
 _SILENT_PROBES: Final = 3
 _MODELS_EVERY_PROBES: Final = 15
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Who hears what the monitor finds; each is called with the replica's id first."""
+    """What is called with the monitor's findings; the replica's id comes first."""
 
     up: Callable[[str], None]
     down: Callable[[str, str], None]
@@ -40,6 +42,7 @@ class Listener:
 class _Watched:
     config: ReplicaConfig
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    probed: asyncio.Event = field(default_factory=asyncio.Event)
     up: bool | None = None
     silent_probes: int = 0
     probes: int = 0
@@ -67,24 +70,28 @@ class HealthMonitor:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Probe every replica once, so that the first request finds them known, then go on."""
-        await asyncio.gather(*(self._probe_guarded(name) for name in self._watched))
+        """Begin to probe; return once every replica was probed, or after a second without.
+
+        So the first request finds the replicas known, and a replica that is slow to answer
+        keeps no request from the others.
+        """
         self._tasks = [
             asyncio.create_task(self._watch(name), name=f"health of {name}")
             for name in self._watched
         ]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_PROBES_S):
+                for watched in self._watched.values():
+                    await watched.probed.wait()
 
     async def stop(self) -> None:
         """End the probing."""
         for task in self._tasks:
             task.cancel()
-        for task in self._tasks:
-            with suppress(asyncio.CancelledError):
-                await task
-        self._tasks = []
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def suspect(self, name: str, cause: Cause) -> None:
-        """A request failed there: down at once if nobody listens; probe now in any case."""
+        """A request failed there: down at once if its port is closed; probe now in any case."""
         watched = self._watched[name]
         if cause is Cause.CONNECT:
             self._set_down(name, watched, "a request found nobody listening")
@@ -93,16 +100,17 @@ class HealthMonitor:
     async def _watch(self, name: str) -> None:
         watched = self._watched[name]
         while True:
+            watched.wake.clear()
+            await self._probe_guarded(name)
+            watched.probed.set()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.health_interval_s):
                     await watched.wake.wait()
-            watched.wake.clear()
-            await self._probe_guarded(name)
 
     async def _probe_guarded(self, name: str) -> None:
         try:
             await self._probe(name)
-        except Exception:  # a replica nobody probes would stay as it is for ever
+        except Exception:  # without probes a replica would stay as it is for ever
             log.exception("%s: probing it failed", name)
 
     async def _probe(self, name: str) -> None:

@@ -7,20 +7,18 @@ and whatever the children have started.
 
 # ruff: noqa: N818  (what happened to a child, not "errors" of ours)
 
-import http.client
 import os
 import signal
-import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
+
+from router.launch.child import Child, alive_in, answers, meaning
 
 _POLL_S: Final = 0.2
 _LINGER_S: Final = 3.0
@@ -30,7 +28,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """A child that is not ready yet, for a line on somebody's screen."""
+    """A child that is not ready yet, for a line on the screen."""
 
     name: str
     elapsed_s: float
@@ -57,20 +55,12 @@ class ChildDied(ChildFailed):
     """A child ended by itself."""
 
     def __init__(self, name: str, returncode: int, log_path: Path, tail: str) -> None:
-        super().__init__(name, f"died ({_meaning(returncode)})", log_path, tail)
+        super().__init__(name, f"died ({meaning(returncode)})", log_path, tail)
         self.returncode = returncode
 
 
 class NotReady(ChildFailed):
     """A child lives but did not answer in time."""
-
-
-@dataclass(kw_only=True)
-class _Child:
-    name: str
-    process: subprocess.Popen[bytes]
-    log_path: Path
-    started_s: float
 
 
 class ProcessGroup:
@@ -87,7 +77,7 @@ class ProcessGroup:
 
     def __init__(self, *, grace_s: float = 15.0) -> None:
         self._grace_s = grace_s
-        self._children: dict[str, _Child] = {}
+        self._children: dict[str, Child] = {}
         self._previous: dict[signal.Signals, Any] = {}
         self._uninterruptible = False
         self._interrupted = False
@@ -127,16 +117,14 @@ class ProcessGroup:
             raise ValueError(f"a child named {name!r} is already running")
         path = Path(log_path or f"{name}.log")
         # A signal between the fork and the entry in the table would leave a
-        # child that nobody ends.
+        # child that is never ended.
         with self._no_interrupt():
             try:
-                process = _spawn(argv, env, path, cwd)
+                child = Child.spawn(name, argv, env, path, cwd=cwd)
             except OSError as error:
                 raise ChildFailed(name, f"cannot be started ({error})", path, "") from error
-            self._children[name] = _Child(
-                name=name, process=process, log_path=path, started_s=time.monotonic()
-            )
-        return process.pid
+            self._children[name] = child
+        return child.process.pid
 
     def wait_ready(
         self,
@@ -156,7 +144,7 @@ class ProcessGroup:
         began_s = told_s = time.monotonic()
         while True:
             self.check()
-            if _answers(url):
+            if answers(url):
                 return time.monotonic() - child.started_s
             now_s = time.monotonic()
             if now_s - began_s >= timeout_s:
@@ -170,7 +158,7 @@ class ProcessGroup:
     def check(self) -> None:
         """Raise `ChildDied` if any child has ended."""
         for child in self._children.values():
-            returncode = _ended(child.process.pid)
+            returncode = child.returncode()
             if returncode is not None:
                 raise ChildDied(child.name, returncode, child.log_path, tail(child.log_path))
 
@@ -195,17 +183,17 @@ class ProcessGroup:
 
     def running(self) -> list[str]:
         """Return the names of the children that have not ended."""
-        return [name for name, each in self._children.items() if _ended(each.process.pid) is None]
+        return [name for name, each in self._children.items() if each.returncode() is None]
 
     def log_path(self, name: str) -> Path:
         """Return where a child's output goes."""
         return self._children[name].log_path
 
-    def _progress(self, child: _Child, now_s: float) -> Progress:
+    def _progress(self, child: Child, now_s: float) -> Progress:
         lines = tail(child.log_path, lines=1)
         return Progress(name=child.name, elapsed_s=now_s - child.started_s, last_line=lines)
 
-    def _end(self, children: Collection[_Child], *, grace_s: float) -> None:
+    def _end(self, children: Collection[Child], *, grace_s: float) -> None:
         """SIGTERM the leaders, wait for them, then SIGKILL what is left of their groups.
 
         Only the leader gets SIGTERM: it knows in which order its own children
@@ -221,11 +209,11 @@ class ProcessGroup:
                     os.kill(child.process.pid, signal.SIGTERM)
         deadline_s = time.monotonic() + grace_s
         for child in children:
-            while _ended(child.process.pid) is None and time.monotonic() < deadline_s:
+            while child.returncode() is None and time.monotonic() < deadline_s:
                 time.sleep(0.02)
         lingering_until_s = time.monotonic() + min(grace_s, _LINGER_S)
         groups = {child.process.pid for child in children}
-        while _alive_in(groups) and time.monotonic() < lingering_until_s:
+        while alive_in(groups) and time.monotonic() < lingering_until_s:
             time.sleep(0.02)
         for child in children:
             with suppress(ProcessLookupError, PermissionError):
@@ -267,59 +255,3 @@ def tail(path: Path, *, lines: int = 30) -> str:
     # A progress bar rewrites its line: only what it shows last counts.
     kept = [line.rsplit("\r", 1)[-1].rstrip() for line in text.rstrip().split("\n")]
     return "\n".join([line for line in kept if line][-lines:])
-
-
-def _spawn(
-    argv: Sequence[str], env: Mapping[str, str] | None, log_path: Path, cwd: Path | None
-) -> subprocess.Popen[bytes]:
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    with log_path.open("wb") as log:
-        return subprocess.Popen(
-            argv,
-            env=None if env is None else dict(env),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _ended(pid: int) -> int | None:
-    """Return an ended child's returncode, as subprocess has it, without reaping it."""
-    try:
-        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return 0
-    if info is None:
-        return None
-    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-
-
-def _alive_in(groups: Collection[int]) -> bool:
-    """Whether a process of these groups lives; zombies do not."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue
-        if int(group) in groups and state != "Z":
-            return True
-    return False
-
-
-def _answers(url: str) -> bool:
-    try:
-        # Never through a proxy from the environment: these are our own children.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(url, timeout=2.0) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
-        return False
-
-
-def _meaning(returncode: int) -> str:
-    if returncode >= 0:
-        return f"exit code {returncode}"
-    name = signal.Signals(-returncode).name
-    return f"{name}, perhaps out of memory" if name == "SIGKILL" else name

@@ -1,14 +1,43 @@
 """One request from its acceptance to the last byte of its answer.
 
-`Proxy.handle` is the way of a request: read (`request`), placed and admitted, prepared
-(staging), forwarded (`Upstream`), relayed, and recorded; with a retry at another replica
-where nothing had been answered. `Bindings` remember which replica owns a stored response.
+The way of a chat request, call by call: 20 modules to the relay, 3 at its end. At each `return`
+the flow comes up to `proxy.proxy` and goes down into another room: four times. Modules that a
+step only asks for a value are not named.
+
+    http.boundary.errors_answered     what is raised below becomes an error of the client's API
+    app.proxied                       the route of all endpoints that one replica answers
+    proxy.proxy.handle                makes the record, and hands it out at the end
+    http.boundary.read_body           the body, within its limit                      return 1
+    proxy.request.parse               model, session, the longest wait
+    prompt.readers.reader_for         the tokenizer of the model
+    prompt.reader.read                a long new prompt is read in a thread
+    prompt.inputs.read_input          which fields are the prompt, by API
+    prompt.templates.render           the chat template: text
+    prompt.tokenizer.encoder.encode   tokens; what is known is looked up              return 2
+    admission.async_gate.admit        waits until the request may go
+    admission.gate.arrive             may it go, or does it wait in the queue?
+    fleet.fleet.place                 which replica, by what is known now (by way of `Proxy._place`)
+    fleet.placement.decide            the replicas that may answer, as candidates
+    residency.prefix_index.depths     how much of the prompt each of them holds
+    fleet.assessment.assess           the ways to get the rest there, and their costs
+    latency.ttft_model.cost           seconds to fetch, load and compute
+    fleet.policy.pick                 the candidate with the least score
+    fleet.fleet.start                 in flight: its ticket                           return 3
+    staging.stager.prepare            prefetch or copy, while that gains              return 4
+    proxy.upstream.send               the request goes out; the answer's first byte
+    proxy.relay.relay                 the answer, as it comes
+    fleet.in_flight.finish            the ticket is given back; the replica's rates learn
+    record.metrics.observe            the figures of the request
+    record.records.log_record         its line in the log
+
+A try that fails before its first byte is made again from `admission` on, at the next best
+replica. `Bindings` remember which replica owns a stored response.
 
 Called by the application. Imports config, http, prompt, residency, latency, fleet, admission,
 staging and record.
 """
 
-from router.proxy.proxy import Proxy, Sinks
+from router.proxy.proxy import Proxy
 from router.proxy.request import PROMPTED, PROMPTLESS, json_object, parse
 from router.proxy.response_owners import Bindings
 from router.proxy.upstream import Upstream, client_session
@@ -18,7 +47,6 @@ __all__ = [
     "PROMPTLESS",
     "Bindings",
     "Proxy",
-    "Sinks",
     "Upstream",
     "client_session",
     "json_object",

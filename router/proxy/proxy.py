@@ -1,15 +1,15 @@
-"""One request from end to end: read, admit, prefetch, forward, learn.
+"""One request from end to end: accept, read, admit, stage, send, relay, record.
 
-The in-flight `Ticket` comes from `Admission` to `Proxy._try` and is given back
-there, in one ``finally``, whether the answer was passed on, cut, refused or not
-waited for.
+A request counts as in flight from `Proxy._admit` on. Its `Ticket` is given back by
+`Proxy._release`, whether the answer was passed on, cut, refused or not waited for.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
+from typing import Final
 
 from aiohttp import web
 
@@ -22,31 +22,33 @@ from router.config import (
     UpstreamFailed,
     UpstreamTimeout,
 )
-from router.fleet import Decision, Fleet
+from router.fleet import Decision, Fleet, Ticket
 from router.http import read_body
 from router.latency import Promised
 from router.prompt import Prompt, PromptSource
-from router.proxy.one_per_tick import Turnstile
 from router.proxy.relay import relay
-from router.proxy.request import Asked, max_wait_s, parse, request_id
+from router.proxy.request import Asked, Turnstile, parse, request_id
 from router.proxy.response_owners import Bindings
-from router.proxy.upstream import TryFailed, Upstream, forwarded_headers
-from router.proxy.usage import UsageReader
-from router.record import Cause, Exchange, FailedTry, Outcome, RequestRecord
-from router.residency import PromptKeyring, Tier
+from router.proxy.upstream import Answer, TryFailed, Upstream, WholeAnswer, forwarded_headers
+from router.proxy.usage import Usage, UsageReader
+from router.record import Cause, FailedTry, Outcome, RequestRecord
+from router.residency import PromptKeyring
 from router.staging import Preparation, Preparer
 
 Clock = Callable[[], float]
 
+_NOTHING: Final = Usage()
 
-@dataclass(frozen=True, kw_only=True)
-class Sinks:
-    """Who hears of what happens."""
 
-    record: Callable[[RequestRecord], None]
-    """Called once for each request, at its end."""
-    trouble: Callable[[str, Cause], None]
-    """Called when a try at a replica (its id) has failed."""
+@dataclass(slots=True, kw_only=True)
+class _Begun:
+    """A replica's answer that has begun, and what is to be given back at its end."""
+
+    ticket: Ticket
+    answer: Answer
+    is_ok: bool
+    """Whether the replica computes what was asked."""
+    usage: UsageReader = field(default_factory=UsageReader)
 
 
 class Proxy:
@@ -62,9 +64,13 @@ class Proxy:
         preparer: Preparer,
         upstream: Upstream,
         bindings: Bindings,
-        sinks: Sinks,
+        observe: Callable[[RequestRecord], None],
+        suspect: Callable[[str, Cause], None],
         clock: Clock = time.monotonic,
     ) -> None:
+        """``observe`` is called once for each request, at its end; ``suspect`` when a try at a
+        replica (its id) has failed.
+        """
         self._config = config
         self._fleet = fleet
         self._admission = admission
@@ -72,52 +78,140 @@ class Proxy:
         self._preparer = preparer
         self._upstream = upstream
         self._bindings = bindings
-        self._sinks = sinks
+        self._observe = observe
+        self._suspect = suspect
         self._clock = clock
         self._turnstile = Turnstile()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for generation; raise `ApiError` for what the router refuses."""
-        exchange = Exchange(
+        record = RequestRecord(
             request_id=request_id(request.headers),
             endpoint=request.path,
             started_s=self._clock(),
         )
         try:
-            return await self._serve(request, exchange)
+            return await self._answer(request, record)
         except ApiError as error:
-            exchange.outcome = Outcome.REFUSED
-            exchange.status, exchange.error = error.status, error.message
+            record.status = error.status
+            record.end(Outcome.REFUSED, error=error.message)
             if isinstance(error, RateLimited):
-                exchange.rejected = error.cause
+                record.rejected = error.cause
             raise
         except (asyncio.CancelledError, ConnectionResetError):
             # aiohttp cancels the handler when the client's connection is lost;
             # a write that was under way may notice it first.
-            exchange.outcome = Outcome.CLIENT_GONE
+            record.end(Outcome.CLIENT_GONE)
             raise
         finally:
-            self._sinks.record(exchange.record(self._clock()))
+            record.ended_s = self._clock()
+            self._observe(record)
 
     async def decide(self, asked: Asked) -> tuple[Prompt | None, Decision]:
         """Return where a request would go, without sending it or changing any state."""
         prompt = await self._read(asked)
         return prompt, self._place(asked, PromptKeyring(prompt), (), Promised(), self._clock())
 
-    async def _serve(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
+        begun = await self._begin(request, record)
+        # From here on no other replica is asked. The body, its fields and the prompt have been
+        # released: an answer may take minutes, and thousands be under way.
+        if isinstance(begun, web.Response):
+            return begun
+        try:
+            return await relay(request, begun.answer, reader=begun.usage, record=record)
+        finally:
+            self._finish(begun, record)
+
+    async def _begin(self, request: web.Request, record: RequestRecord) -> _Begun | web.Response:
+        """Try the best replica, then the next best, until one begins to answer.
+
+        Returns the last one's refusal where none does.
+        """
+        asked = await self._accept(request, record)
+        began_s = self._clock()
+        keyring = PromptKeyring(await self._read(asked))
+        record.read_s = self._clock() - began_s
+        refusal: WholeAnswer | None = None
+        for _ in range(self._config.retries + 1):
+            try:
+                return await self._try(request, asked, keyring, record)
+            except TryFailed as failure:
+                refusal = failure.answer
+                self._note_failure(record, failure)
+            except NoReplica:
+                if not record.failed_tries:
+                    raise
+                break
+        return self._give_up(refusal, record)
+
+    async def _accept(self, request: web.Request, record: RequestRecord) -> Asked:
         body = await read_body(request, self._config.max_body_bytes)
         await self._turnstile.enter()
         asked = parse(request.path, body, request.headers, self._config.sessions.header)
-        exchange.model, exchange.session = asked.model, asked.session
-        began_s = self._clock()
-        prompt = await self._read(asked)
-        exchange.read_s = self._clock() - began_s
-        return await self._try_replicas(request, asked, prompt, exchange)
+        record.model, record.has_session = asked.model, asked.session is not None
+        return asked
 
     async def _read(self, asked: Asked) -> Prompt | None:
         if not asked.has_prompt:
             return None
         return await self._prompts.reader_for(asked.model).read(asked.endpoint, dict(asked.fields))
+
+    async def _try(
+        self, request: web.Request, asked: Asked, keyring: PromptKeyring, record: RequestRecord
+    ) -> _Begun:
+        """Send the request to one replica; return its answer once it has begun.
+
+        Raises `TryFailed` where another replica may be asked.
+        """
+        admitted = await self._admit(asked, keyring, record)
+        # In flight from here on, not from after the prefetch: a burst of the same prompt that
+        # comes while this one waits must see it. Nothing may be awaited before the ``try``: a
+        # client that leaves then would leave the ticket.
+        decision, ticket = admitted.decision, admitted.ticket
+        try:
+            record.prepared = await self._preparer.prepare(decision)
+            if decision.is_staged or record.prepared.waited_s > 0:
+                ticket.sent(self._clock())
+            answer = await self._upstream.send(
+                request.method,
+                decision.url + request.path_qs,
+                headers=self._headers(request, decision, record),
+                body=asked.body,
+            )
+        except BaseException:
+            self._release(ticket)
+            raise
+        record.streamed, record.first_byte_s = answer.streamed, answer.began_s
+        is_ok = answer.status < 400
+        if is_ok:
+            lag_s = answer.sent_s - ticket.started_s - record.prepared.waited_s
+            ticket.first_byte(answer.began_s, streamed=answer.streamed, lag_s=lag_s)
+            self._admission.wake()
+        return _Begun(ticket=ticket, answer=answer, is_ok=is_ok)
+
+    async def _admit(self, asked: Asked, keyring: PromptKeyring, record: RequestRecord) -> Admitted:
+        """Wait until the request may go; a retry does not wait again.
+
+        Nor does what only one replica can answer, or what no replica computes a prompt for.
+        """
+        failed = tuple(each.replica_id for each in record.failed_tries)
+        bound_to = self._bindings.replica_of(asked.previous_response_id)
+
+        def place(now_s: float, promised: Promised) -> Decision:
+            began_s = self._clock()
+            decision = self._place(asked, keyring, failed, promised, now_s)
+            record.place_s = self._clock() - began_s
+            return decision
+
+        admitted = await self._admission.admit(
+            place,
+            at_once=bool(failed) or bound_to is not None or not asked.has_prompt,
+            max_wait_s=asked.max_wait_s,
+        )
+        record.held_s = (record.held_s or 0.0) + admitted.waited_s
+        record.decided(admitted.decision)
+        return admitted
 
     def _place(
         self,
@@ -138,128 +232,30 @@ class Proxy:
             now_s=now_s,
         )
 
-    async def _try_replicas(
-        self, request: web.Request, asked: Asked, prompt: Prompt | None, exchange: Exchange
-    ) -> web.StreamResponse:
-        """Try the best replica, then the next best, until one begins to answer."""
-        failed: TryFailed | None = None
-        for _ in range(self._config.retries + 1):
-            try:
-                return await self._try(request, asked, prompt, exchange)
-            except TryFailed as failure:
-                failed = failure
-            except NoReplica:
-                if failed is None:
-                    raise
-                break
-        assert failed is not None
-        return self._give_up(failed, exchange)
-
-    async def _admit(
-        self, request: web.Request, asked: Asked, prompt: Prompt | None, exchange: Exchange
-    ) -> Admitted:
-        """Wait until the request may go; a retry does not wait again.
-
-        Nor does what only one replica can answer, or what no replica computes a prompt for.
-        """
-        excluded = tuple(each.replica_id for each in exchange.failed_tries)
-        bound_to = self._bindings.replica_of(asked.previous_response_id)
-        keyring = PromptKeyring(prompt)
-
-        def place(now_s: float, promised: Promised) -> Decision:
-            began_s = self._clock()
-            decision = self._place(asked, keyring, excluded, promised, now_s)
-            exchange.place_s = self._clock() - began_s
-            return decision
-
-        return await self._admission.admit(
-            place,
-            at_once=bool(excluded) or bound_to is not None or prompt is None,
-            max_wait_s=max_wait_s(request.headers),
-        )
-
-    async def _try(
-        self, request: web.Request, asked: Asked, prompt: Prompt | None, exchange: Exchange
-    ) -> web.StreamResponse:
-        """Send the request to one replica and pass its answer on.
-
-        Raises `TryFailed` while another replica may still be asked.
-        """
-        reader = UsageReader()
-        ok = False
-        admitted = await self._admit(request, asked, prompt, exchange)
-        # In flight from there, not from after the prefetch: a burst of the same
-        # prompt that comes while this one waits must see it. Nothing may be
-        # awaited before the ``try``: a client that leaves then would leave the ticket.
-        decision, ticket = admitted.decision, admitted.ticket
-        try:
-            _note_admitted(exchange, admitted)
-            prepared = await self._preparer.prepare(decision)
-            _note_prepared(exchange, prepared)
-            if decision.is_staged or prepared.waited_s > 0:
-                ticket.sent(self._clock())
-            async with self._upstream.open(
-                request.method,
-                decision.url + request.path_qs,
-                headers=self._headers(request, decision, exchange),
-                body=asked.body,
-            ) as answer:
-                exchange.streamed = answer.streamed
-                exchange.first_byte_s = answer.began_s
-                ok = answer.status < 400
-                if ok:
-                    lag_s = answer.sent_s - ticket.started_s - prepared.waited_s
-                    ticket.first_byte(answer.began_s, streamed=answer.streamed, lag_s=lag_s)
-                    self._admission.wake()
-                return await relay(
-                    request,
-                    answer,
-                    extra_headers=_decision_headers(decision, prepared, exchange),
-                    reader=reader,
-                    exchange=exchange,
-                )
-        except TryFailed as failure:
-            self._note_failure(exchange, decision.replica_id, failure)
-            raise
-        finally:
-            usage = reader.read()
-            exchange.cached_tokens = usage.cached_tokens
-            exchange.output_tokens = usage.output_tokens
-            ticket.finish(
-                self._clock(),
-                ok=ok,
-                cached_tokens=usage.cached_tokens,
-                output_tokens=usage.output_tokens,
-            )
-            self._admission.wake()
-            if ok and usage.response_id is not None:
-                self._bindings.bind(usage.response_id, decision.replica_id)
-
     def _headers(
-        self, request: web.Request, decision: Decision, exchange: Exchange
+        self, request: web.Request, decision: Decision, record: RequestRecord
     ) -> Mapping[str, str]:
         replica = self._fleet.replicas[decision.replica_id]
         return forwarded_headers(
-            request.headers, request_id=exchange.request_id, api_key=replica.config.api_key
+            request.headers, request_id=record.request_id, api_key=replica.config.api_key
         )
 
-    def _note_failure(self, exchange: Exchange, replica_id: str, failure: TryFailed) -> None:
-        exchange.failed_tries.append(
-            FailedTry(replica_id=replica_id, cause=failure.cause, detail=failure.detail)
+    def _note_failure(self, record: RequestRecord, failure: TryFailed) -> None:
+        assert record.replica_id is not None
+        record.failed_tries.append(
+            FailedTry(replica_id=record.replica_id, cause=failure.cause, detail=failure.detail)
         )
-        self._sinks.trouble(replica_id, failure.cause)
+        record.prepared = Preparation()  # what was prepared was for that replica
+        self._suspect(record.replica_id, failure.cause)
 
-    def _give_up(self, failure: TryFailed, exchange: Exchange) -> web.Response:
+    def _give_up(self, refusal: WholeAnswer | None, record: RequestRecord) -> web.Response:
         """Answer with the last replica's own refusal if it had one, else with ours."""
-        if failure.answer is not None:
-            exchange.outcome, exchange.status = Outcome.OK, failure.answer.status
-            return web.Response(
-                status=failure.answer.status,
-                headers=failure.answer.headers,
-                body=failure.answer.body,
-            )
-        tried = "; ".join(f"{each.replica_id}: {each.detail}" for each in exchange.failed_tries)
-        match failure.cause:
+        if refusal is not None:
+            record.status = refusal.status
+            record.end(Outcome.OK)
+            return web.Response(status=refusal.status, headers=refusal.headers, body=refusal.body)
+        tried = "; ".join(f"{each.replica_id}: {each.detail}" for each in record.failed_tries)
+        match record.failed_tries[-1].cause:
             case Cause.CONNECT:
                 retry_after_s = max(1, ceil(self._config.timeouts.health_interval_s))
                 raise NoReplica(
@@ -269,46 +265,20 @@ class Proxy:
                 raise UpstreamTimeout(f"no replica began to answer in time ({tried})")
         raise UpstreamFailed(f"every replica tried broke off before its first byte ({tried})")
 
+    def _finish(self, begun: _Begun, record: RequestRecord) -> None:
+        begun.answer.close()
+        usage = begun.usage.read()
+        record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
+        self._release(begun.ticket, ok=begun.is_ok, usage=usage)
+        if begun.is_ok and usage.response_id is not None and record.replica_id is not None:
+            self._bindings.bind(usage.response_id, record.replica_id)
 
-def _note_admitted(exchange: Exchange, admitted: Admitted) -> None:
-    decision = admitted.decision
-    exchange.admission_wait_s = (exchange.admission_wait_s or 0.0) + admitted.waited_s
-    exchange.replica_id = decision.replica_id
-    exchange.reason = str(decision.reason)
-    exchange.prompt_tokens = decision.prompt_tokens
-    exchange.matched_tokens = {str(tier): n for tier, n in decision.matched_tokens.items()}
-    exchange.predicted_ttft_s = decision.predicted_ttft_s
-
-
-def _note_prepared(exchange: Exchange, prepared: Preparation) -> None:
-    prefetch, copy = prepared.prefetch, prepared.copy
-    if prefetch is not None or copy is not None:
-        exchange.prefetch_wait_s = prepared.waited_s
-    if prefetch is not None:
-        exchange.prefetch, exchange.prefetch_result = str(prefetch), prefetch.timing
-        exchange.prefetch_chunks = {
-            "promoted": prefetch.promoted,
-            "pending": prefetch.pending,
-            "missing": prefetch.missing,
-        }
-        exchange.prefetch_bytes = prefetch.promoted_bytes
-    if copy is not None:
-        exchange.copy, exchange.copy_result = str(copy), copy.timing
-        exchange.copy_bytes = copy.moved_bytes
-
-
-def _decision_headers(
-    decision: Decision, prepared: Preparation, exchange: Exchange
-) -> dict[str, str]:
-    headers = {
-        "x-request-id": exchange.request_id,
-        "x-warmroute-replica": decision.replica_id,
-        "x-warmroute-reason": str(decision.reason),
-        "x-warmroute-prompt-tokens": str(decision.prompt_tokens),
-        "x-warmroute-predicted-ttft-ms": f"{decision.predicted_ttft_s * 1000:.1f}",
-        "x-warmroute-held-ms": f"{(exchange.admission_wait_s or 0.0) * 1000:.1f}",
-        "x-warmroute-retries": str(len(exchange.failed_tries)),
-    }
-    for tier in Tier:
-        headers[f"x-warmroute-matched-{tier}"] = str(decision.matched_tokens.get(tier, 0))
-    return headers | prepared.headers()
+    def _release(self, ticket: Ticket, *, ok: bool = False, usage: Usage = _NOTHING) -> None:
+        """Give back a ticket: the one place for it, whatever the request's end was."""
+        ticket.finish(
+            self._clock(),
+            ok=ok,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+        )
+        self._admission.wake()

@@ -5,7 +5,6 @@ clients get an error event, others see their connection close short of the
 announced end.
 """
 
-from collections.abc import Mapping
 from contextlib import aclosing
 
 from aiohttp import web
@@ -14,40 +13,34 @@ from router.config import UpstreamFailed
 from router.http import error_body, is_anthropic
 from router.proxy.upstream import Answer, AnswerCut
 from router.proxy.usage import UsageReader
-from router.record import Exchange, Outcome
+from router.record import Outcome, RequestRecord, answer_headers
 
 
 async def relay(
-    request: web.Request,
-    answer: Answer,
-    *,
-    extra_headers: Mapping[str, str],
-    reader: UsageReader,
-    exchange: Exchange,
+    request: web.Request, answer: Answer, *, reader: UsageReader, record: RequestRecord
 ) -> web.StreamResponse:
-    """Stream ``answer`` to the client as it comes; note the outcome in ``exchange``.
+    """Stream ``answer`` to the client as it comes; note in ``record`` how it ended.
 
     Raises ConnectionResetError when the client has gone.
     """
     response = web.StreamResponse(status=answer.status, headers=answer.headers)
-    response.headers.update(extra_headers)
+    response.headers.update(answer_headers(record))
     await response.prepare(request)
-    exchange.status = answer.status
+    record.status = answer.status
     last = b""
     try:
         async with aclosing(answer.chunks()) as chunks:
             async for chunk in chunks:
                 reader.feed(chunk)
                 await response.write(chunk)
-                exchange.response_bytes += len(chunk)
+                record.response_bytes += len(chunk)
                 last = chunk
     except AnswerCut as cut:
-        exchange.outcome = Outcome.CUT
-        exchange.error = str(cut)
+        record.end(Outcome.CUT, error=str(cut))
         await _end_cut(request, response, answer, last)
         return response
     await response.write_eof()
-    exchange.outcome = Outcome.OK
+    record.end(Outcome.OK)
     return response
 
 

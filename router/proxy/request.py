@@ -1,6 +1,8 @@
-"""Accepting a request: its body within the limit, and the fields that routing needs."""
+"""Accepting a request: when its turn comes, and what routing needs of its body and headers."""
 
+import asyncio
 import uuid
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, nan
@@ -42,6 +44,8 @@ class Asked:
     model: str | None
     session: str | None
     previous_response_id: str | None
+    max_wait_s: float
+    """How long the client lets its request be held."""
 
     @property
     def has_prompt(self) -> bool:
@@ -55,7 +59,7 @@ class Asked:
 
 
 def parse(endpoint: str, body: bytes, headers: Mapping[str, str], session_header: str) -> Asked:
-    """Check a JSON body and take from it what routing needs; raise `BadRequest`."""
+    """Check a JSON body and the headers for what routing needs; raise `BadRequest`."""
     fields = json_object(body)
     return Asked(
         endpoint=endpoint,
@@ -66,6 +70,7 @@ def parse(endpoint: str, body: bytes, headers: Mapping[str, str], session_header
         previous_response_id=(
             _text(fields, "previous_response_id") if endpoint == "/v1/responses" else None
         ),
+        max_wait_s=_max_wait_s(headers.get(MAX_WAIT_HEADER)),
     )
 
 
@@ -84,12 +89,13 @@ def json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def max_wait_s(headers: Mapping[str, str]) -> float:
-    """Return how long the client lets its request be held (infinite unless it says).
+def request_id(headers: Mapping[str, str]) -> str:
+    """Return the client's X-Request-Id, or a new one."""
+    return headers.get("X-Request-Id") or uuid.uuid4().hex
 
-    Raises `BadRequest` when the header is no number of seconds.
-    """
-    said = headers.get(MAX_WAIT_HEADER)
+
+def _max_wait_s(said: str | None) -> float:
+    """Return the seconds that a header says; infinite without it."""
     if said is None:
         return inf
     try:
@@ -99,11 +105,6 @@ def max_wait_s(headers: Mapping[str, str]) -> float:
     if not seconds >= 0:
         raise BadRequest(f"the header {MAX_WAIT_HEADER} must be a number of seconds, like 2.5")
     return seconds
-
-
-def request_id(headers: Mapping[str, str]) -> str:
-    """Return the client's X-Request-Id, or a new one."""
-    return headers.get("X-Request-Id") or uuid.uuid4().hex
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str | None:
@@ -135,3 +136,38 @@ def _short(session: str) -> str:
 def _json_type(value: object) -> str:
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
+
+
+class Turnstile:
+    """Lets one request through in each turn of the event loop, in the order of their arrival.
+
+    To read and place a prompt takes a millisecond or two, to send it some turns of the loop.
+    Without this, a hundred requests that arrive together would all be read and placed in one
+    turn, before the first of them is sent and before any token under way is passed on.
+    """
+
+    def __init__(self) -> None:
+        self._line: deque[asyncio.Future[None]] = deque()
+        self._taken = False
+
+    async def enter(self) -> None:
+        """Return at once, or in a later turn if a request has been let through in this one."""
+        if self._taken:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._line.append(turn)
+            await turn
+        else:
+            self._take()
+
+    def _take(self) -> None:
+        self._taken = True
+        asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        self._taken = False
+        while self._line:
+            turn = self._line.popleft()
+            if not turn.done():  # else its client has gone, and its handler was cancelled
+                turn.set_result(None)
+                self._take()
+                return

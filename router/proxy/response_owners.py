@@ -15,14 +15,14 @@ class Bindings:
         self._replicas: OrderedDict[str, str] = OrderedDict()
 
     def bind(self, response_id: str, replica_id: str) -> None:
-        """Remember who gave a response; forget the oldest beyond the limit."""
+        """Remember which replica gave a response; forget the oldest beyond the limit."""
         self._replicas[response_id] = replica_id
         self._replicas.move_to_end(response_id)
         if len(self._replicas) > self._max_entries:
             self._replicas.popitem(last=False)
 
     def replica_of(self, response_id: str | None) -> str | None:
-        """Return who gave a response, or None if that is not known (any more)."""
+        """Return the replica that gave a response, or None if it is not known (any more)."""
         if response_id is None or response_id not in self._replicas:
             return None
         self._replicas.move_to_end(response_id)

@@ -3,14 +3,13 @@
 aiohttp's exceptions are mapped here, once, to `TryFailed` (nothing of the
 answer has been seen: another replica may be asked) and `AnswerCut` (the answer
 had begun). A call that is cancelled closes its connection to the replica, which
-is how the replica learns that nobody waits any more.
+is how the replica learns that its answer is not wanted any more.
 """
 
 # ruff: noqa: N818  (what happened, not "errors" of ours)
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Final
@@ -108,19 +107,9 @@ class Answer:
         except (aiohttp.ClientError, OSError) as error:
             raise AnswerCut(describe(error)) from error
 
-
-class _Sending:
-    """Notes when one request was written to its connection.
-
-    In a burst that is up to 0.3 s after the router began to send it.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.sent_s = clock()
-
-    def note(self) -> None:
-        self.sent_s = self._clock()
+    def close(self) -> None:
+        """Close the connection, unless it is in the pool again: the answer was read whole."""
+        self._response.close()
 
 
 async def _note_sent(
@@ -128,12 +117,12 @@ async def _note_sent(
     context: SimpleNamespace,
     params: aiohttp.TraceRequestHeadersSentParams,
 ) -> None:
-    if isinstance(sending := context.trace_request_ctx, _Sending):
-        sending.note()
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx()
 
 
 class Upstream:
-    """Opens requests to replicas over one shared connection pool."""
+    """Sends requests to replicas over one shared connection pool."""
 
     def __init__(
         self,
@@ -145,57 +134,67 @@ class Upstream:
         self._timeouts = timeouts
         self._clock = clock
 
-    @asynccontextmanager
-    async def open(
+    async def send(
         self, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None
-    ) -> AsyncIterator[Answer]:
-        """Send a request and hold its answer, from its first byte, for the block.
+    ) -> Answer:
+        """Send a request; return its answer, to be closed, once its first byte is here.
 
-        Raises `TryFailed` up to the first byte. The connection goes back to
-        the pool when the answer was read to its end, and is closed otherwise.
+        Raises `TryFailed` where none came.
         """
+        sent_s = self._clock()
+
+        def note_sent() -> None:
+            # In a burst a request is written up to 0.3 s after the router began to send it.
+            nonlocal sent_s
+            sent_s = self._clock()
+
         response: aiohttp.ClientResponse | None = None
-        sending = _Sending(self._clock)
         try:
-            try:
-                async with asyncio.timeout(self._timeouts.first_byte_s):
-                    response = await self._session.request(
-                        method,
-                        url,
-                        headers=headers,
-                        data=body,
-                        allow_redirects=False,
-                        trace_request_ctx=sending,
-                        timeout=aiohttp.ClientTimeout(
-                            total=None, sock_connect=self._timeouts.connect_s
-                        ),
-                    )
-                    headers_s = self._clock()
-                    await _refuse_retryable(response)
-                    # vLLM sends a stream's headers before it has computed
-                    # anything: only the first byte of the body shows that the
-                    # replica has survived the prefill.
-                    first = await response.content.readany()
-            except aiohttp.ConnectionTimeoutError as error:
-                raise TryFailed(Cause.CONNECT, "no connection in time") from error
-            except TimeoutError as error:
-                wait_s = self._timeouts.first_byte_s
-                raise TryFailed(Cause.TIMEOUT, f"no first byte within {wait_s} s") from error
-            except aiohttp.ClientConnectorError as error:
-                raise TryFailed(Cause.CONNECT, describe(error)) from error
-            except (aiohttp.ClientError, OSError) as error:
-                raise TryFailed(Cause.CUT, describe(error)) from error
-            yield Answer(
-                response,
-                first,
-                sent_s=sending.sent_s,
-                headers_s=headers_s,
-                first_s=self._clock(),
-            )
-        finally:
+            async with asyncio.timeout(self._timeouts.first_byte_s):
+                response = await self._session.request(
+                    method,
+                    url,
+                    headers=headers,
+                    data=body,
+                    allow_redirects=False,
+                    trace_request_ctx=note_sent,
+                    timeout=aiohttp.ClientTimeout(
+                        total=None, sock_connect=self._timeouts.connect_s
+                    ),
+                )
+                headers_s = self._clock()
+                await _refuse_retryable(response)
+                # vLLM sends a stream's headers before it has computed
+                # anything: only the first byte of the body shows that the
+                # replica has survived the prefill.
+                first = await response.content.readany()
+        except BaseException as error:
             if response is not None:
-                # A no-op for an answer that was read to its end.
                 response.close()
+            if (failure := self._failure(error)) is None:
+                raise
+            raise failure from error
+        return Answer(
+            response,
+            first,
+            sent_s=sent_s,
+            headers_s=headers_s,
+            first_s=self._clock(),
+        )
+
+    def _failure(self, error: BaseException) -> TryFailed | None:
+        """Return what aiohttp's exceptions mean; None for what is no failure of a replica."""
+        match error:
+            case aiohttp.ConnectionTimeoutError():
+                return TryFailed(Cause.CONNECT, "no connection in time")
+            case TimeoutError():
+                wait_s = self._timeouts.first_byte_s
+                return TryFailed(Cause.TIMEOUT, f"no first byte within {wait_s} s")
+            case aiohttp.ClientConnectorError():
+                return TryFailed(Cause.CONNECT, describe(error))
+            case aiohttp.ClientError() | OSError():
+                return TryFailed(Cause.CUT, describe(error))
+        return None
 
 
 async def _refuse_retryable(response: aiohttp.ClientResponse) -> None:
@@ -240,7 +239,7 @@ def forwarded_headers(
 
 
 def kept_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Return an answer's headers without those that concern one connection, or are ours to say."""
+    """Return an answer's headers without connection headers and the router's own."""
     kept = _without(headers, _HOP_BY_HOP)
     for name in {name for name in kept if name.lower().startswith(OWN_HEADERS)}:
         kept.popall(name, None)

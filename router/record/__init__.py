@@ -1,22 +1,29 @@
-"""What is told of each request: one log line, and metrics for Prometheus.
+"""What is told of each request: headers of its answer, one log line, metrics for Prometheus.
 
-`Exchange` gathers what happened to a request; `RequestRecord` is what of it is logged and
-counted. `Metrics` renders the figures of all.
+`RequestRecord` is filled in while a request is under way, once for each value; `answer_headers`,
+`log_record` and `Metrics` are made of it.
 
-Called by proxy, feeds and the application. Imports latency.
+Called by proxy, feeds and the application. Imports residency, latency, fleet and staging.
 """
 
 from router.record.metrics import CONTENT_TYPE, Metrics, ReplicaGauges
-from router.record.records import Cause, Exchange, FailedTry, Outcome, RequestRecord, log_record
+from router.record.records import (
+    Cause,
+    FailedTry,
+    Outcome,
+    RequestRecord,
+    answer_headers,
+    log_record,
+)
 
 __all__ = [
     "CONTENT_TYPE",
     "Cause",
-    "Exchange",
     "FailedTry",
     "Metrics",
     "Outcome",
     "ReplicaGauges",
     "RequestRecord",
+    "answer_headers",
     "log_record",
 ]

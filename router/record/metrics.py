@@ -1,6 +1,6 @@
 """Prometheus metrics: a reader of `RequestRecord`, and gauges read when scraped."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -9,7 +9,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.latency import ErrorFigures, Quantiles
-from router.record.records import Outcome, RequestRecord
+from router.record.records import RequestRecord
+from router.staging import Preparation
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -18,8 +19,82 @@ _TTFT_BUCKETS_S: Final = (
 )  # fmt: skip
 _OVERHEAD_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _NO_REPLICA: Final = "none"
-_BY_RESULT: Final = ("replica", "result")
-"""Results are those of `router.staging.prefetch.Timing`: in-time, late, failed."""
+
+_COUNTERS: Final = {
+    "requests": ("Requests by how they ended", ["endpoint", "replica", "status", "outcome"]),
+    "decisions": ("Why a replica was chosen", ["reason"]),
+    "failed_tries": (
+        "Tries at a replica that another had to make good",
+        ["replica", "cause"],
+    ),
+    "prompt_tokens": ("Tokens in prompts", ["replica"]),
+    "matched_tokens": (
+        "Prompt tokens that the router believed to be cached, by tier",
+        ["replica", "tier"],
+    ),
+    "cached_tokens": ("Prompt tokens that replicas said were cached", ["replica"]),
+    "response_bytes": ("Bytes of bodies passed on to clients", ["replica"]),
+    "admission_rejected": ("Requests answered with 429, by why", ["cause"]),
+    "prefetch_chunks": (
+        "Chunks asked for before forwarding, by what became of them in time",
+        ["replica", "result"],
+    ),
+    "prefetch_bytes": ("Bytes promoted before forwarding", ["replica"]),
+    # Results are those of `router.staging.prefetch.Timing`: in-time, late, failed.
+    "prefetches": (
+        "Prefetches that requests waited for, by how they ended",
+        ["replica", "result"],
+    ),
+    "copies": ("Copies of other replicas' KV, by how they ended", ["replica", "result"]),
+    "copy_bytes": ("Bytes copied from other replicas before forwarding", ["replica"]),
+}
+"""What each tells, and its labels."""
+
+_HISTOGRAMS: Final = {
+    "ttft_seconds": (
+        "From accepting a request to its first byte (not streamed: to the headers)",
+        ["replica", "streamed"],
+        _TTFT_BUCKETS_S,
+    ),
+    "request_seconds": ("From accepting a request to its end", ["replica"], _TTFT_BUCKETS_S),
+    "read_prompt_seconds": ("Template and tokens", [], _OVERHEAD_BUCKETS_S),
+    "place_seconds": ("Keys, match and costs", [], _OVERHEAD_BUCKETS_S),
+    "admission_wait_seconds": (
+        "How long requests were held until a replica could soon begin with them",
+        [],
+        _TTFT_BUCKETS_S,
+    ),
+    "prefetch_wait_seconds": (
+        "How long requests were held back for their prefetch or copy",
+        ["replica"],
+        _OVERHEAD_BUCKETS_S,
+    ),
+}
+
+_GAUGES: Final = {
+    "replica_up": ("1 if requests may go there", ["replica", "state"]),
+    "in_flight": ("Requests under way at a replica", ["replica"]),
+    "ttft_prediction_error_ratio": (
+        "How far TTFTs were from the prediction, as a part of it (0.1: 10%), "
+        "over the replica's last 256 streamed answers",
+        ["replica", "quantile"],
+    ),
+    "ttft_prediction_error_seconds": (
+        "How far TTFTs were from the prediction, in seconds, over the same answers",
+        ["replica", "quantile"],
+    ),
+    "ttft_prediction_bias": (
+        "Median of observed / predicted TTFT: above 1 they come later than predicted",
+        ["replica"],
+    ),
+    "learned_rate": (
+        "What a replica was seen to do per second: tokens (prefill), bytes (load, disk, "
+        "remote, peer), tokens x context tokens (attention), tokens x decodes (decode), "
+        "requests (base)",
+        ["replica", "part"],
+    ),
+    "table_entries": ("Entries in the router's bounded tables", ["table"]),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +108,7 @@ class ReplicaGauges:
     errors: ErrorFigures | None = None
     """Of its predicted TTFTs; None before the first streamed answer."""
     rates: Mapping[str, float] = field(default_factory=dict)
-    """Units per second, of those that were learned, by the name of their part."""
+    """Learned rates: units per second by the name of their part."""
 
 
 class Metrics:
@@ -45,139 +120,69 @@ class Metrics:
         sizes: Callable[[], dict[str, int]] = dict,
     ) -> None:
         """``sizes`` tells how many entries each bounded table holds, by its name."""
-        self._registry = CollectorRegistry()
-        self._registry.register(_FleetCollector(replicas, sizes))
-        self._requests = self._counter(
-            "requests", "Requests by how they ended", ["endpoint", "replica", "status", "outcome"]
-        )
-        self._decisions = self._counter("decisions", "Why a replica was chosen", ["reason"])
-        self._failed_tries = self._counter(
-            "failed_tries", "Tries at a replica that another had to make good", ["replica", "cause"]
-        )
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens in prompts", ["replica"])
-        self._matched_tokens = self._counter(
-            "matched_tokens",
-            "Prompt tokens that the router believed to be cached, by tier",
-            ["replica", "tier"],
-        )
-        self._cached_tokens = self._counter(
-            "cached_tokens", "Prompt tokens that replicas said were cached", ["replica"]
-        )
-        self._response_bytes = self._counter(
-            "response_bytes", "Bytes of bodies passed on to clients", ["replica"]
-        )
-        self._ttft = self._histogram(
-            "ttft_seconds",
-            "From accepting a request to its first byte (not streamed: to the headers)",
-            ["replica", "streamed"],
-            _TTFT_BUCKETS_S,
-        )
-        self._duration = self._histogram(
-            "request_seconds", "From accepting a request to its end", ["replica"], _TTFT_BUCKETS_S
-        )
-        self._read = self._histogram(
-            "read_prompt_seconds", "Template and tokens", [], _OVERHEAD_BUCKETS_S
-        )
-        self._place = self._histogram(
-            "place_seconds", "Keys, match and costs", [], _OVERHEAD_BUCKETS_S
-        )
-        self._admission_wait = self._histogram(
-            "admission_wait_seconds",
-            "How long requests were held until a replica could soon begin with them",
-            [],
-            _TTFT_BUCKETS_S,
-        )
-        self._rejected = self._counter(
-            "admission_rejected", "Requests answered with 429, by why", ["cause"]
-        )
-        self._prefetch_wait = self._histogram(
-            "prefetch_wait_seconds",
-            "How long requests were held back for their prefetch or copy",
-            ["replica"],
-            _OVERHEAD_BUCKETS_S,
-        )
-
-        self._prefetch_chunks = self._counter(
-            "prefetch_chunks",
-            "Chunks asked for before forwarding, by what became of them in time",
-            ["replica", "result"],
-        )
-        self._prefetch_bytes = self._counter(
-            "prefetch_bytes", "Bytes promoted before forwarding", ["replica"]
-        )
-        self._prefetches = self._counter(
-            "prefetches", "Prefetches that requests waited for, by how they ended", _BY_RESULT
-        )
-        self._copies = self._counter(
-            "copies", "Copies of other replicas' KV, by how they ended", _BY_RESULT
-        )
-        self._copy_bytes = self._counter(
-            "copy_bytes", "Bytes copied from other replicas before forwarding", ["replica"]
-        )
+        registry = self._registry = CollectorRegistry()
+        registry.register(_FleetCollector(replicas, sizes))
+        self._counters = {
+            name: Counter(f"warmroute_{name}", text, labels, registry=registry)
+            for name, (text, labels) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(f"warmroute_{name}", text, labels, buckets=buckets, registry=registry)
+            for name, (text, labels, buckets) in _HISTOGRAMS.items()
+        }
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
         replica = record.replica_id or _NO_REPLICA
         status = str(record.status) if record.status is not None else "none"
-        self._requests.labels(record.endpoint, replica, status, record.outcome).inc()
+        self._count("requests", record.endpoint, replica, status, record.outcome)
         for each in record.failed_tries:
-            self._failed_tries.labels(each.replica_id, each.cause).inc()
+            self._count("failed_tries", each.replica_id, each.cause)
         if record.reason is not None:
-            self._decisions.labels(record.reason).inc()
-        if record.read_s is not None:
-            self._read.observe(record.read_s)
-        if record.place_s is not None:
-            self._place.observe(record.place_s)
-        if record.admission_wait_s is not None:
-            self._admission_wait.observe(record.admission_wait_s)
+            self._count("decisions", record.reason)
         if record.rejected is not None:
-            self._rejected.labels(record.rejected).inc()
-        if record.prefetch_wait_s is not None:
-            self._prefetch_wait.labels(replica).observe(record.prefetch_wait_s)
-            self._prefetch_bytes.labels(replica).inc(record.prefetch_bytes)
-        if record.prefetch_result is not None:
-            self._prefetches.labels(replica, record.prefetch_result).inc()
-        if record.copy_result is not None:
-            self._copies.labels(replica, record.copy_result).inc()
-            self._copy_bytes.labels(replica).inc(record.copy_bytes)
-        for result, chunks in record.prefetch_chunks.items():
-            self._prefetch_chunks.labels(replica, result).inc(chunks)
-        self._response_bytes.labels(replica).inc(record.response_bytes)
-        self._duration.labels(replica).observe(record.total_s)
-        self._observe_tokens(record, replica)
-        self._observe_ttft(record, replica)
+            self._count("admission_rejected", record.rejected)
+        self._count("prompt_tokens", replica, by=record.prompt_tokens)
+        for tier, count in record.matched_tokens.items():
+            self._count("matched_tokens", replica, tier, by=count)
+        self._count("cached_tokens", replica, by=record.cached_tokens)
+        self._count("response_bytes", replica, by=record.response_bytes)
+        self._time("read_prompt_seconds", record.read_s)
+        self._time("place_seconds", record.place_s)
+        self._time("admission_wait_seconds", record.held_s)
+        self._time("ttft_seconds", record.ttft_s, replica, str(record.streamed).lower())
+        self._time("request_seconds", record.total_s, replica)
+        self._observe_preparation(record.prepared, replica)
 
     def render(self) -> bytes:
         """Return the text that Prometheus scrapes."""
         return generate_latest(self._registry)
 
-    def _observe_tokens(self, record: RequestRecord, replica: str) -> None:
-        if record.prompt_tokens is not None:
-            self._prompt_tokens.labels(replica).inc(record.prompt_tokens)
-        for tier, count in record.matched_tokens.items():
-            self._matched_tokens.labels(replica, tier).inc(count)
-        if record.cached_tokens is not None:
-            self._cached_tokens.labels(replica).inc(record.cached_tokens)
+    def _observe_preparation(self, prepared: Preparation, replica: str) -> None:
+        prefetch, copy = prepared.prefetch, prepared.copy
+        if prefetch is not None or copy is not None:
+            self._time("prefetch_wait_seconds", prepared.waited_s, replica)
+        if prefetch is not None:
+            self._count("prefetches", replica, prefetch.timing)
+            self._count("prefetch_bytes", replica, by=prefetch.promoted_bytes)
+            for result in ("promoted", "pending", "missing"):
+                self._count("prefetch_chunks", replica, result, by=getattr(prefetch, result))
+        if copy is not None:
+            self._count("copies", replica, copy.timing)
+            self._count("copy_bytes", replica, by=copy.moved_bytes)
 
-    def _observe_ttft(self, record: RequestRecord, replica: str) -> None:
-        if record.ttft_s is None or record.outcome is Outcome.REFUSED:
-            return
-        streamed = str(record.streamed).lower()
-        self._ttft.labels(replica, streamed).observe(record.ttft_s)
+    def _count(self, name: str, *labels: str, by: int | None = 1) -> None:
+        if by is not None:
+            self._counters[name].labels(*labels).inc(by)
 
-    def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
-        return Counter(f"warmroute_{name}", text, labels, registry=self._registry)
-
-    def _histogram(
-        self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]
-    ) -> Histogram:
-        return Histogram(
-            f"warmroute_{name}", text, labels, buckets=buckets, registry=self._registry
-        )
+    def _time(self, name: str, seconds: float | None, *labels: str) -> None:
+        if seconds is not None:
+            histogram = self._histograms[name]
+            (histogram.labels(*labels) if labels else histogram).observe(seconds)
 
 
 class _FleetCollector(Collector):
-    """Gauges that are read from the fleet when somebody looks, not kept beside it."""
+    """Gauges that are read from the fleet at each scrape, not kept beside it."""
 
     def __init__(
         self,
@@ -188,62 +193,23 @@ class _FleetCollector(Collector):
         self._sizes = sizes
 
     def collect(self) -> Iterable[Metric]:
-        up = GaugeMetricFamily(
-            "warmroute_replica_up", "1 if requests may go there", labels=["replica", "state"]
-        )
-        in_flight = GaugeMetricFamily(
-            "warmroute_in_flight", "Requests under way at a replica", labels=["replica"]
-        )
-        learned = _LearnedGauges()
+        gauges = {
+            name: GaugeMetricFamily(f"warmroute_{name}", text, labels=labels)
+            for name, (text, labels) in _GAUGES.items()
+        }
         for each in self._replicas():
-            up.add_metric([each.replica_id, each.state], float(each.is_up))
-            in_flight.add_metric([each.replica_id], each.in_flight)
-            learned.add(each)
-        entries = GaugeMetricFamily(
-            "warmroute_table_entries", "Entries in the router's bounded tables", labels=["table"]
-        )
+            gauges["replica_up"].add_metric([each.replica_id, each.state], float(each.is_up))
+            gauges["in_flight"].add_metric([each.replica_id], each.in_flight)
+            for part, per_second in each.rates.items():
+                gauges["learned_rate"].add_metric([each.replica_id, part], per_second)
+            if (errors := each.errors) is not None:
+                gauges["ttft_prediction_bias"].add_metric([each.replica_id], errors.bias)
+                for unit, values in (("ratio", errors.ratio), ("seconds", errors.seconds)):
+                    family = gauges[f"ttft_prediction_error_{unit}"]
+                    _add_quantiles(family, each.replica_id, values)
         for table, count in self._sizes().items():
-            entries.add_metric([table], count)
-        return [up, in_flight, *learned.families, entries]
-
-
-class _LearnedGauges:
-    """How well each replica's TTFTs are predicted, and from which rates."""
-
-    def __init__(self) -> None:
-        self._ratio = GaugeMetricFamily(
-            "warmroute_ttft_prediction_error_ratio",
-            "How far TTFTs were from the prediction, as a part of it (0.1: 10%), "
-            "over the replica's last 256 streamed answers",
-            labels=["replica", "quantile"],
-        )
-        self._seconds = GaugeMetricFamily(
-            "warmroute_ttft_prediction_error_seconds",
-            "How far TTFTs were from the prediction, in seconds, over the same answers",
-            labels=["replica", "quantile"],
-        )
-        self._bias = GaugeMetricFamily(
-            "warmroute_ttft_prediction_bias",
-            "Median of observed / predicted TTFT: above 1 they come later than predicted",
-            labels=["replica"],
-        )
-        self._rates = GaugeMetricFamily(
-            "warmroute_learned_rate",
-            "What a replica was seen to do per second: tokens (prefill), bytes (load, disk, "
-            "remote, peer), tokens x context tokens (attention), tokens x decodes (decode), "
-            "requests (base)",
-            labels=["replica", "part"],
-        )
-        self.families = (self._ratio, self._seconds, self._bias, self._rates)
-
-    def add(self, replica: ReplicaGauges) -> None:
-        """Add one replica's; nothing of what is not known yet."""
-        if replica.errors is not None:
-            _add_quantiles(self._ratio, replica.replica_id, replica.errors.ratio)
-            _add_quantiles(self._seconds, replica.replica_id, replica.errors.seconds)
-            self._bias.add_metric([replica.replica_id], replica.errors.bias)
-        for part, per_second in replica.rates.items():
-            self._rates.add_metric([replica.replica_id, part], per_second)
+            gauges["table_entries"].add_metric([table], count)
+        return gauges.values()
 
 
 def _add_quantiles(family: GaugeMetricFamily, replica_id: str, values: Quantiles) -> None:

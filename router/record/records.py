@@ -1,13 +1,18 @@
-"""One frozen record of each request: metrics and the log are readers of it.
+"""One record of each request: the answer's headers, the log and the metrics are made of it.
 
-The proxy fills an `Exchange` while it works and emits its `RequestRecord` once,
-at the end, whatever the end was. Nothing else is told about requests.
+The proxy fills it in while the request is under way, and hands it out once, at the end,
+whatever the end was. Nothing else is told about requests.
 """
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import nan
+
+from router.fleet import Decision
+from router.residency import Tier
+from router.staging import Preparation
 
 log = logging.getLogger("warmroute.requests")
 
@@ -22,7 +27,7 @@ class Outcome(StrEnum):
     CUT = "cut"
     """The replica's answer broke off after its first byte."""
     CLIENT_GONE = "client-gone"
-    """The client went away before the answer's end."""
+    """The client went away before the answer's end, which the replica had not broken off."""
     FAILED = "failed"
     """A defect of the router: see its log."""
 
@@ -49,137 +54,85 @@ class FailedTry:
     detail: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """Everything worth knowing of a request that has ended. Times in seconds.
+    """Everything worth knowing of a request. Times in seconds, by the router's clock.
 
-    A value is None (or empty) where the request did not get that far or
-    nothing told it.
+    A value is None (or empty) where the request did not get that far or nothing told it.
     """
 
     request_id: str
     endpoint: str
-    outcome: Outcome
-    status: int | None
-    """The status sent to the client."""
-    error: str | None
-    model: str | None
-    session: bool
-    """Whether the request named a session."""
-    streamed: bool
-    replica_id: str | None
-    reason: str | None
-    failed_tries: tuple[FailedTry, ...]
-    prompt_tokens: int | None
-    matched_tokens: Mapping[str, int]
-    """By tier, as the router believed when it decided."""
-    cached_tokens: int | None
-    """As the replica's ``usage`` said."""
-    output_tokens: int | None
-    read_s: float | None
-    """Reading the prompt: template, tokens."""
-    place_s: float | None
-    """Deciding: keys, match, costs."""
-    admission_wait_s: float | None
-    """Until a replica could soon begin; the predicted TTFT counts from its end."""
-    rejected: str | None
-    """Why the router did not let it wait any longer, or at all: "full", "deadline"."""
-    prefetch: str | None
-    """Chunks resident/promoted/pending/missing, as in the response header."""
-    prefetch_result: str | None
-    """Whether all was there when the request was forwarded: a `router.staging.prefetch.Timing`."""
-    copy: str | None
-    """KV from another replica, as in the response header."""
-    copy_result: str | None
-    """As ``prefetch_result``."""
-    copy_bytes: int
-    """Of a copy that was over when the request was forwarded."""
-    prefetch_wait_s: float | None
-    """For the prefetch, the copy, or both."""
-    prefetch_chunks: Mapping[str, int]
-    """Chunks asked for, by what had become of them when the wait was over."""
-    prefetch_bytes: int
-    ttft_s: float | None
-    """From accepting the request to the first byte of the answer's body if it
-    is streamed, else to the answer's headers."""
-    predicted_ttft_s: float | None
-    total_s: float
-    response_bytes: int
-
-
-@dataclass(kw_only=True)
-class Exchange:
-    """A request under way: the mutable draft of its `RequestRecord`."""
-
-    request_id: str
-    endpoint: str
     started_s: float
+    ended_s: float = nan
+    model: str | None = None
+    has_session: bool = False
+    read_s: float | None = None
+    """Reading the prompt: template, tokens."""
+    place_s: float | None = None
+    """Deciding: keys, match, costs."""
+    held_s: float | None = None
+    """Until a replica could soon begin; the predicted TTFT counts from its end."""
+    rejected: str | None = None
+    """Why the router did not let it wait any longer, or at all: "full", "deadline"."""
+    replica_id: str | None = None
+    """The replica that was asked last."""
+    reason: str | None = None
+    prompt_tokens: int | None = None
+    matched_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    """By tier, as the router believed when it decided."""
+    predicted_ttft_s: float | None = None
+    prepared: Preparation = field(default_factory=Preparation)
+    """At that replica."""
+    failed_tries: list[FailedTry] = field(default_factory=list)
+    streamed: bool = False
+    first_byte_s: float | None = None
+    """When the first byte of the answer's body came if it is streamed, else its headers."""
+    cached_tokens: int | None = None
+    """As the replica's ``usage`` said."""
+    output_tokens: int | None = None
+    response_bytes: int = 0
     outcome: Outcome = Outcome.FAILED
     status: int | None = None
+    """The status sent to the client."""
     error: str | None = None
-    model: str | None = None
-    session: str | None = None
-    streamed: bool = False
-    replica_id: str | None = None
-    reason: str | None = None
-    failed_tries: list[FailedTry] = field(default_factory=list)
-    prompt_tokens: int | None = None
-    matched_tokens: Mapping[str, int] = field(default_factory=dict)
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
-    read_s: float | None = None
-    place_s: float | None = None
-    admission_wait_s: float | None = None
-    rejected: str | None = None
-    prefetch: str | None = None
-    prefetch_result: str | None = None
-    copy: str | None = None
-    copy_result: str | None = None
-    copy_bytes: int = 0
-    prefetch_wait_s: float | None = None
-    prefetch_chunks: Mapping[str, int] = field(default_factory=dict)
-    prefetch_bytes: int = 0
-    first_byte_s: float | None = None
-    """The clock's reading then, not a duration."""
-    predicted_ttft_s: float | None = None
-    response_bytes: int = 0
 
-    def record(self, now_s: float) -> RequestRecord:
-        """Return what is known, as of the request's end."""
-        first = self.first_byte_s
-        return RequestRecord(
-            request_id=self.request_id,
-            endpoint=self.endpoint,
-            outcome=self.outcome,
-            status=self.status,
-            error=self.error,
-            model=self.model,
-            session=self.session is not None,
-            streamed=self.streamed,
-            replica_id=self.replica_id,
-            reason=self.reason,
-            failed_tries=tuple(self.failed_tries),
-            prompt_tokens=self.prompt_tokens,
-            matched_tokens=dict(self.matched_tokens),
-            cached_tokens=self.cached_tokens,
-            output_tokens=self.output_tokens,
-            read_s=self.read_s,
-            place_s=self.place_s,
-            admission_wait_s=self.admission_wait_s,
-            rejected=self.rejected,
-            prefetch=self.prefetch,
-            prefetch_result=self.prefetch_result,
-            copy=self.copy,
-            copy_result=self.copy_result,
-            copy_bytes=self.copy_bytes,
-            prefetch_wait_s=self.prefetch_wait_s,
-            prefetch_chunks=dict(self.prefetch_chunks),
-            prefetch_bytes=self.prefetch_bytes,
-            ttft_s=None if first is None else first - self.started_s,
-            predicted_ttft_s=self.predicted_ttft_s,
-            total_s=now_s - self.started_s,
-            response_bytes=self.response_bytes,
-        )
+    def decided(self, decision: Decision) -> None:
+        """Note where the request goes. The decision's keys are not kept: they may be long."""
+        self.replica_id, self.reason = decision.replica_id, decision.reason
+        self.prompt_tokens, self.matched_tokens = decision.prompt_tokens, decision.matched_tokens
+        self.predicted_ttft_s = decision.predicted_ttft_s
+
+    def end(self, outcome: Outcome, *, error: str | None = None) -> None:
+        """Note how the request ended. The first end counts: others are its consequences."""
+        if self.outcome is Outcome.FAILED:
+            self.outcome, self.error = outcome, error
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From accepting the request to its first byte."""
+        return None if self.first_byte_s is None else self.first_byte_s - self.started_s
+
+    @property
+    def total_s(self) -> float:
+        """From accepting the request to its end."""
+        return self.ended_s - self.started_s
+
+
+def answer_headers(record: RequestRecord) -> dict[str, str]:
+    """Return the headers in which the router tells of a request that a replica answers."""
+    headers = {
+        "x-request-id": record.request_id,
+        "x-warmroute-replica": str(record.replica_id),
+        "x-warmroute-reason": str(record.reason),
+        "x-warmroute-prompt-tokens": str(record.prompt_tokens),
+        "x-warmroute-predicted-ttft-ms": f"{(record.predicted_ttft_s or 0.0) * 1000:.1f}",
+        "x-warmroute-held-ms": f"{(record.held_s or 0.0) * 1000:.1f}",
+        "x-warmroute-retries": str(len(record.failed_tries)),
+    }
+    for tier in Tier:
+        headers[f"x-warmroute-matched-{tier}"] = str(record.matched_tokens.get(tier, 0))
+    return headers | record.prepared.headers()
 
 
 def log_record(record: RequestRecord) -> None:
@@ -202,9 +155,9 @@ def _line(record: RequestRecord) -> str:
         "matched": matched or None,
         "cached_tokens": record.cached_tokens,
         "output_tokens": record.output_tokens,
-        "prefetch": record.prefetch,
-        "copy": record.copy,
-        "held_ms": _ms(record.admission_wait_s or None),
+        "prefetch": record.prepared.prefetch,
+        "copy": record.prepared.copy,
+        "held_ms": _ms(record.held_s or None),
         "ttft_ms": _ms(record.ttft_s),
         "predicted_ms": _ms(record.predicted_ttft_s),
         "total_ms": _ms(record.total_s),

@@ -90,7 +90,7 @@ class AgentClient:
         self.base_url = base_url.rstrip("/")
 
     async def info(self) -> InstanceInfo:
-        """Return who the replica is and how its keys are made."""
+        """Return the replica's identity and how its keys are made."""
         body = await self._call("GET", "/info", timeout_s=_ANSWER_S)
         info = _decoded(msgspec.json.decode, body, InstanceInfo)
         if info.block_tokens < 1 or info.chunk_tokens % info.block_tokens or not info.chunk_tokens:

@@ -16,6 +16,7 @@ from cacheengine.wire import MoveRequest, MoveSource
 from router.config import PrefetchConfig, host_port
 from router.fleet import Decision, KvCopy, Replica
 from router.staging.agent_client import AgentError, AgentRefused, Agents
+from router.staging.backoff import Backoff
 from router.staging.prefetch import Timing
 
 log = logging.getLogger("warmroute.copying")
@@ -46,9 +47,9 @@ class CopyOutcome:
 
     source_id: str
     asked: int
-    """Chunks, those that the destination had before included."""
+    """Chunks, including the ones that the destination had before."""
     arrived: int = 0
-    """Of those there then; 0 while the copy goes on."""
+    """Chunks of these at the destination then; 0 while the copy goes on."""
     moved_bytes: int = 0
     waited_s: float = 0.0
     pending: bool = False
@@ -84,12 +85,15 @@ class Copier:
         replicas: Mapping[str, Replica],
         agents: Agents,
         listener: CopyListener,
+        backoff: Backoff,
+        *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._replicas = replicas
         self._agents = agents
         self._listener = listener
+        self._backoff = backoff
         self._clock = clock
         self._under_way: dict[asyncio.Task[CopyOutcome], _UnderWay] = {}
 
@@ -108,6 +112,8 @@ class Copier:
         not_yet = CopyOutcome(source_id=wanted.source_id, asked=len(wanted.keys))
         if len(self._under_way) >= MAX_UNDER_WAY:
             return replace(not_yet, error=f"{MAX_UNDER_WAY} copies are under way already")
+        if not self._backoff.may_ask(decision.replica_id):
+            return replace(not_yet, error="its agent is left alone, since it fails")
         began_s = self._clock()
         task = asyncio.create_task(self._copy(decision.replica_id, wanted, not_yet))
         wait_s = min(wanted.expected_gain_s, self._config.wait_cap_s)
@@ -154,9 +160,14 @@ class Copier:
         failed_id = wanted.source_id
         try:
             outcome = await self._follow(destination_id, wanted, not_yet)
-        except AgentError as error:
-            if not (isinstance(error, AgentRefused) and error.status == _SOURCE_FAILED):
+        except AgentRefused as refusal:
+            self._backoff.answered(destination_id)
+            if refusal.status != _SOURCE_FAILED:
                 failed_id = destination_id
+            outcome = replace(not_yet, error=str(refusal))
+        except AgentError as error:
+            self._backoff.failed(destination_id, began_s, error)
+            failed_id = destination_id
             outcome = replace(not_yet, error=str(error))
         except Exception as error:  # the request must be forwarded whatever happened here
             log.exception("a copy of KV to %s failed", destination_id)
@@ -190,6 +201,7 @@ class Copier:
             stall_s=_STALL_S,
         )
         event_id = (await agent.move(request)).event_id
+        self._backoff.answered(destination_id)
         status = await agent.move_status(event_id, wait_s=_FOLLOW_S)
         over = status.state != "running"
         return replace(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from router.config import RouterConfig
 from router.fleet import Decision, Fleet
 from router.staging.agent_client import Agents
+from router.staging.backoff import Backoff
 from router.staging.peer_copy import Copier, CopyOutcome
 from router.staging.prefetch import Prefetcher, PrefetchOutcome
 
@@ -39,8 +40,9 @@ class Preparer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._prefetcher = Prefetcher(config.prefetch, fleet.replicas, agents, clock)
-        self._copier = Copier(config.prefetch, fleet.replicas, agents, fleet, clock)
+        backoff = Backoff(clock)
+        self._prefetcher = Prefetcher(config.prefetch, fleet.replicas, agents, backoff, clock=clock)
+        self._copier = Copier(config.prefetch, fleet.replicas, agents, fleet, backoff, clock=clock)
 
     async def prepare(self, decision: Decision) -> Preparation:
         """Bring up and copy what the decision asks for, and wait a little for it.
@@ -63,4 +65,5 @@ class Preparer:
 
     async def stop(self) -> None:
         """End what is done in the background."""
+        await self._prefetcher.stop()
         await self._copier.stop()

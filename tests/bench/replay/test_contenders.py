@@ -11,7 +11,7 @@ from bench.replay.__main__ import _arguments, contenders
 from bench.replay.contenders import ours, peers
 from bench.replay.contenders.contender import CannotRun, Contender, Launch, start
 from bench.replay.fleet import Fleet, FleetOptions, FleetReplica, read_fleet
-from router.config.settings import router_config
+from router.config.loading import router_config
 from router.launch.processes import ProcessGroup
 
 

@@ -100,7 +100,7 @@ async def test_the_shortest_goes_first(
     assert [status for status, _ in await asyncio.gather(*tasks)] == [200, 200, 200]
     assert prompts_seen(fleet.one) == ["first", SHORT, LONG]
     await router.record(3)
-    waits = [record.admission_wait_s for record in router.records]
+    waits = [record.held_s for record in router.records]
     assert waits[0] == 0.0 and all(wait_s for wait_s in waits[1:])
     assert router.in_flight() == 0 and len(router.parts.admission) == 0
 

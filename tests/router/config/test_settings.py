@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from router.config.errors import ConfigError
-from router.config.settings import RouterConfig, load_router_config
+from router.config.loading import load_router_config
+from router.config.settings import RouterConfig
 
 ONE = "replicas: [{url: 'http://a:1'}]\n"
 

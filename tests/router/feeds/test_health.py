@@ -65,6 +65,32 @@ async def test_all_is_known_once_it_has_started(session: aiohttp.ClientSession) 
         assert heard.served == [[ServedModel(id="m", root="m")]]
 
 
+async def test_a_replica_whose_first_probe_takes_long_holds_up_nobody(
+    session: aiohttp.ClientSession, eventually: Wait, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has answered that it is well, and takes its time to tell what it serves."""
+    monkeypatch.setattr("router.feeds.health._FIRST_PROBES_S", 0.01)
+    heard = Heard()
+    told = asyncio.Event()
+
+    async def models(name: str, served: list[ServedModel]) -> None:
+        await told.wait()
+
+    async with scripted() as replica:
+        monitor = HealthMonitor(
+            {"r": ReplicaConfig(url=replica.url)},
+            session=session,
+            timeouts=TimeoutsConfig(),
+            listener=replace(heard.listener(), models=models),
+        )
+        async with asyncio.timeout(20):
+            await monitor.start()
+        assert heard.states == []
+        told.set()
+        await eventually(lambda: heard.states == ["r up"])
+        await monitor.stop()
+
+
 async def test_a_replica_without_a_health_endpoint_is_up(session: aiohttp.ClientSession) -> None:
     heard = Heard()
     async with scripted() as replica, monitoring(session, replica.url + "/prefix", heard):

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from router.config.errors import ConfigError
+from router.launch.fleet_file import FleetPlan, PlannedProcess, load_fleet_file
 from router.launch.processes import ChildDied
-from router.launch.up import Fleet, Part, commands_text, load_fleet_file, run
+from router.launch.up import commands_text, run
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def engines(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, text: str) -> Fleet:
+def load(folder: Path, text: str) -> FleetPlan:
     path = folder / "fleet.yaml"
     path.write_text(text)
     return load_fleet_file(path)
@@ -158,8 +159,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def part(name: str, code: str, folder: Path, port: int) -> Part:
-    return Part(
+def part(name: str, code: str, folder: Path, port: int) -> PlannedProcess:
+    return PlannedProcess(
         name=name,
         argv=(sys.executable, "-c", code, str(port)),
         env={},
@@ -168,8 +169,8 @@ def part(name: str, code: str, folder: Path, port: int) -> Part:
     )
 
 
-def fleet_of(folder: Path, replica: Part, router: Part) -> Fleet:
-    return Fleet(
+def fleet_of(folder: Path, replica: PlannedProcess, router: PlannedProcess) -> FleetPlan:
+    return FleetPlan(
         replicas=(replica,),
         router=router,
         router_settings={"replicas": []},
@@ -192,12 +193,14 @@ def test_it_tells_how_to_use_it_and_ends_on_sigterm(
 ) -> None:
     ports = [unused_tcp_port_factory() for _ in range(2)]
     code = (
-        "import sys; from pathlib import Path; from router.launch.up import Fleet, Part, run\n"
+        "import sys; from pathlib import Path; from router.launch.up import run\n"
+        "from router.launch.fleet_file import FleetPlan, PlannedProcess\n"
         "def part(name, port):\n"
         f"    folder = Path({str(tmp_path)!r})\n"
-        f"    return Part(name=name, argv=(sys.executable, '-c', {SERVER!r}, str(port)),\n"
+        f"    argv = (sys.executable, '-c', {SERVER!r}, str(port))\n"
+        "    return PlannedProcess(name=name, argv=argv,\n"
         "        env={}, url=f'http://127.0.0.1:{port}', log_path=folder / name)\n"
-        f"run(Fleet(replicas=(part('one', {ports[0]}),), router=part('router', {ports[1]}),\n"
+        f"run(FleetPlan(replicas=(part('one', {ports[0]}),), router=part('router', {ports[1]}),\n"
         f"    router_settings={{}}, log_dir=Path({str(tmp_path)!r}), ready_timeout_s=60),\n"
         "    say=lambda line: print(line, flush=True))\n"
     )

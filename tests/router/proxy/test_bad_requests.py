@@ -3,6 +3,7 @@
 import asyncio
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import openai
@@ -138,3 +139,21 @@ async def test_a_session_that_is_not_utf8_is_a_session(fleet: Fleet) -> None:
     status = await reader.readline()
     writer.close()
     assert status.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("said", ["soon", "-1", "nan"])
+async def test_a_wait_that_is_no_number_is_refused_before_the_prompt_is_read(
+    fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    router = await fleet.router()
+    read = Mock(side_effect=AssertionError("the prompt is read"))
+    monkeypatch.setattr(router.parts.prompts, "reader_for", read)
+    async with client.post(
+        router.url + CHAT,
+        json={"model": "m", "messages": MESSAGES},
+        headers={"x-warmroute-max-wait-s": said},
+    ) as response:
+        answer = await response.json()
+    assert response.status == 400
+    assert "x-warmroute-max-wait-s" in answer["error"]["message"]
+    assert not read.called

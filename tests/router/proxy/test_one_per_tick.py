@@ -2,7 +2,7 @@
 
 import asyncio
 
-from router.proxy.one_per_tick import Turnstile
+from router.proxy.request import Turnstile
 
 
 async def test_one_is_let_through_in_each_turn_of_the_loop() -> None:

@@ -1,19 +1,31 @@
 """The record of a request, and its readers."""
 
 import logging
+from typing import Any
 
 import pytest
 
+from router.fleet.decision import Reason
 from router.latency.prediction_errors import PredictionErrors
 from router.record.metrics import Metrics, ReplicaGauges
-from router.record.records import Cause, Exchange, FailedTry, Outcome, RequestRecord, log_record
+from router.record.records import (
+    Cause,
+    FailedTry,
+    Outcome,
+    RequestRecord,
+    answer_headers,
+    log_record,
+)
+from router.residency.tiers import Tier
+from router.staging.prefetch import PrefetchOutcome
+from router.staging.stager import Preparation
+from tests.router.fleet.deciding import candidate, decision
 
 
-def ended(**known: object) -> RequestRecord:
-    exchange = Exchange(request_id="r", endpoint="/v1/completions", started_s=100.0)
-    for name, value in known.items():
-        setattr(exchange, name, value)
-    return exchange.record(103.0)
+def ended(**known: Any) -> RequestRecord:
+    return RequestRecord(
+        request_id="r", endpoint="/v1/completions", started_s=100.0, ended_s=103.0, **known
+    )
 
 
 def test_times_are_counted_from_the_start() -> None:
@@ -31,7 +43,7 @@ def test_a_plain_end_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
             replica_id="one",
             reason="longest-match",
             prompt_tokens=10,
-            matched_tokens={"gpu": 8, "cpu": 0},
+            matched_tokens={Tier.GPU: 8, Tier.CPU: 0},
             first_byte_s=100.25,
         )
     )
@@ -60,6 +72,33 @@ def test_trouble_is_a_warning(caplog: pytest.LogCaptureFixture, known: dict[str,
     assert "\n" not in line.getMessage(), "what others sent cannot forge lines"
 
 
+def test_the_first_end_is_the_one() -> None:
+    record = ended()
+    assert record.outcome is Outcome.FAILED, "as long as none is noted"
+    record.end(Outcome.CUT, error="broke off")
+    record.end(Outcome.CLIENT_GONE)
+    assert (record.outcome, record.error) == (Outcome.CUT, "broke off")
+
+
+def test_the_headers_tell_of_the_decision() -> None:
+    record = ended(held_s=0.02)
+    picked = candidate("one", matched=8, prefill_s=0.5)
+    record.decided(decision(picked, reason=Reason.ONLY_REPLICA))
+    assert answer_headers(record) == {
+        "x-request-id": "r",
+        "x-warmroute-replica": "one",
+        "x-warmroute-reason": "only-replica",
+        "x-warmroute-prompt-tokens": "100",
+        "x-warmroute-predicted-ttft-ms": "500.0",
+        "x-warmroute-held-ms": "20.0",
+        "x-warmroute-retries": "0",
+        "x-warmroute-matched-gpu": "8",
+        "x-warmroute-matched-cpu": "0",
+        "x-warmroute-matched-disk": "0",
+        "x-warmroute-matched-remote": "0",
+    }
+
+
 def test_every_end_is_counted() -> None:
     metrics = Metrics(
         lambda: [ReplicaGauges(replica_id="one", state="up", is_up=True, in_flight=3)],
@@ -71,13 +110,14 @@ def test_every_end_is_counted() -> None:
             status=200,
             replica_id="one",
             reason="retry",
-            streamed=True,
             prompt_tokens=10,
-            matched_tokens={"gpu": 8},
+            matched_tokens={Tier.GPU: 8},
+            prepared=Preparation(
+                prefetch=PrefetchOutcome(asked=5, promoted=4, pending=1, promoted_bytes=4096),
+                waited_s=0.2,
+            ),
+            streamed=True,
             cached_tokens=6,
-            prefetch_wait_s=0.2,
-            prefetch_chunks={"promoted": 4, "pending": 1, "missing": 0},
-            prefetch_bytes=4096,
             first_byte_s=101.0,
             failed_tries=[FailedTry(replica_id="two", cause=Cause.CONNECT, detail="x")],
         )

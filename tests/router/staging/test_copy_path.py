@@ -97,8 +97,10 @@ async def test_a_spilled_session_finds_its_kv_where_it_goes(
         assert response.headers["x-warmroute-copy"] == "from=one;asked=20;arrived=20;in-time"
     assert benches[1].has_right_bytes(CHUNKS)
     record = await made.router.record(2)
-    assert (record.copy_result, record.copy_bytes) == ("in-time", 20 * CHUNK_BYTES)
-    assert record.prefetch_wait_s is not None
+    copy = record.prepared.copy
+    assert copy is not None
+    assert (copy.timing, copy.moved_bytes) == ("in-time", 20 * CHUNK_BYTES)
+    assert record.prepared.waited_s > 0
     text = await metrics(client, made.router)
     assert 'warmroute_copies_total{replica="two",result="in-time"} 1.0' in text
     assert f'warmroute_copy_bytes_total{{replica="two"}} {20 * CHUNK_BYTES}.0' in text

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from router.fleet.decision import Decision, KvCopy, Reason
 from router.latency.ttft_model import Part
 from router.staging import peer_copy
 from router.staging.agent_client import AgentClient
+from router.staging.backoff import Backoff
 from router.staging.peer_copy import MAX_UNDER_WAY, Copier, CopyOutcome
 from router.staging.prefetch import Timing
 from tests.cacheengine.building import CHUNK_BYTES, config
@@ -63,6 +65,7 @@ async def copier(real: RealFleet, told: Told) -> AsyncIterator[Copier]:
         real.fleet.replicas,
         partial(AgentClient, real.session),
         told,
+        Backoff(time.monotonic),
     )
     yield made
     await made.stop()
@@ -240,11 +243,10 @@ async def test_replicas_that_exchange_nothing(real: RealFleet, copier: Copier) -
 
 
 async def test_nothing_is_copied_without_need(real: RealFleet, told: Told) -> None:
-    off = Copier(
-        PrefetchConfig(enabled=False), real.fleet.replicas, partial(AgentClient, real.session), told
-    )
+    agents, backoff = partial(AgentClient, real.session), Backoff(time.monotonic)
+    off = Copier(PrefetchConfig(enabled=False), real.fleet.replicas, agents, told, backoff)
     assert await off.run(decision()) is None
-    on = Copier(PrefetchConfig(), real.fleet.replicas, partial(AgentClient, real.session), told)
+    on = Copier(PrefetchConfig(), real.fleet.replicas, agents, told, backoff)
     assert await on.run(replace(decision(), copy=None)) is None
     assert ready(real, 1) == 0
 

@@ -135,8 +135,9 @@ async def test_what_lies_on_disk_is_promoted_first(
     assert asked.keys == [key.hex() for key in CHUNKS]
     assert 0 < asked.wait_s <= PrefetchConfig().wait_cap_s
     record = await router.record()
-    assert record.prefetch_wait_s is not None
-    assert record.prefetch_result == "late"
+    assert record.prepared.waited_s > 0
+    prefetch = record.prepared.prefetch
+    assert prefetch is not None and prefetch.timing == "late"
     async with client.get(f"{router.url}/metrics") as response:
         assert 'warmroute_prefetches_total{replica="one",result="late"} 1.0' in (
             await response.text()
@@ -185,7 +186,8 @@ async def test_a_failed_prefetch_does_not_fail_the_request(
     async with client.post(f"{router.url}/v1/completions", json=ASK) as response:
         assert response.status == 200
         assert "promoted=0" in response.headers["x-warmroute-prefetch"]
-    assert (await router.record()).prefetch_result == "failed"
+    prefetch = (await router.record()).prepared.prefetch
+    assert prefetch is not None and prefetch.timing == "failed"
 
 
 async def test_it_can_be_turned_off(

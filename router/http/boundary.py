@@ -1,4 +1,4 @@
-"""Every error as an answer: the middleware of the router's applications."""
+"""A request's body, read within its limit, and every error as an answer."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import orjson
 from aiohttp import web
 
-from router.config import ApiError, MethodNotAllowed, NotFound, TooLarge
+from router.config import ApiError, BadRequest, MethodNotAllowed, NotFound, TooLarge
 
 log = logging.getLogger("warmroute")
 
@@ -33,7 +33,7 @@ async def errors_answered(request: web.Request, handler: Handler) -> web.StreamR
         response.headers["Allow"] = allowed
         return response
     except ConnectionResetError:
-        raise  # the client has gone: there is nobody to tell
+        raise  # the client has gone: no answer reaches it
     except Exception:
         # The last resort for defects of ours: the client gets an answer in
         # its own shape, the log gets the trace.
@@ -58,4 +58,31 @@ def error_response(path: str, error: ApiError) -> web.Response:
         body=error_body(path, error),
         content_type="application/json",
         headers=error.headers,
+    )
+
+
+async def read_body(request: web.Request, limit_bytes: int) -> bytes:
+    """Return the body; raise `TooLarge` as soon as it is known to be over the limit."""
+    announced = request.content_length
+    if announced is not None and announced > limit_bytes:
+        raise _too_large(limit_bytes, f"{announced} bytes were announced")
+    chunks, size = [], 0
+    try:
+        # Not by request.read(): that keeps the body as long as the request.
+        while chunk := await request.content.readany():
+            size += len(chunk)
+            if size > limit_bytes:
+                raise _too_large(limit_bytes, "more was sent")
+            chunks.append(chunk)
+    except web.RequestPayloadError:
+        raise BadRequest(
+            "the body is not encoded as its Content-Encoding and Transfer-Encoding say"
+        ) from None
+    return b"".join(chunks)
+
+
+def _too_large(limit_bytes: int, what: str) -> TooLarge:
+    return TooLarge(
+        f"the body may have {limit_bytes} bytes and {what} "
+        "(max_body_bytes in the router's configuration)"
     )

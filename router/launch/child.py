@@ -1,0 +1,88 @@
+"""One child process, the leader of a process group of its own."""
+
+import http.client
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """A process that was started, and where its output goes."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    started_s: float
+
+    @classmethod
+    def spawn(
+        cls,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None,
+        log_path: Path,
+        *,
+        cwd: Path | None,
+    ) -> Self:
+        """Start a process, its output in a new ``log_path``; raise OSError."""
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                argv,
+                env=None if env is None else dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(name=name, process=process, log_path=log_path, started_s=time.monotonic())
+
+    def returncode(self) -> int | None:
+        """Return how it ended, as subprocess has it, without reaping it; None if it has not."""
+        try:
+            info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return 0
+        if info is None:
+            return None
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def alive_in(groups: Collection[int]) -> bool:
+    """Whether a process of these groups lives; zombies do not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(group) in groups and state != "Z":
+            return True
+    return False
+
+
+def answers(url: str) -> bool:
+    """Whether a child answers 200 there."""
+    try:
+        # Never through a proxy from the environment: these are our own children.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(url, timeout=2.0) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
+        return False
+
+
+def meaning(returncode: int) -> str:
+    """Return a returncode in words."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    name = signal.Signals(-returncode).name
+    return f"{name}, perhaps out of memory" if name == "SIGKILL" else name

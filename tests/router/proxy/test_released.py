@@ -1,0 +1,105 @@
+"""What a request holds is released once it can no longer be sent to another replica."""
+
+import asyncio
+import gc
+import json
+import tracemalloc
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.config.settings import ReplicaConfig
+from router.prompt.prompt import Prompt
+from router.prompt.reader import PromptReader
+from router.proxy.request import Asked, parse
+from tests.router.conftest import Fleet
+from tests.router.scripted import chat_events, cut_before_headers, stream
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
+    """What was parsed of requests, and the prompts that were read."""
+    seen: list[weakref.ref[object]] = []
+    read = PromptReader.read
+
+    def parsed(*given: Any) -> Asked:
+        asked = parse(*given)
+        seen.append(weakref.ref(asked))
+        return asked
+
+    async def reads(reader: PromptReader, endpoint: str, body: Mapping[str, Any]) -> Prompt:
+        prompt = await read(reader, endpoint, body)
+        seen.append(weakref.ref(prompt))
+        return prompt
+
+    monkeypatch.setattr("router.proxy.proxy.parse", parsed)
+    monkeypatch.setattr(PromptReader, "read", reads)
+    return seen
+
+
+@pytest.mark.parametrize("retried", [False, True])
+async def test_a_stream_keeps_neither_fields_nor_prompt(
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    held: list[weakref.ref[object]],
+    retried: bool,
+) -> None:
+    end = asyncio.Event()
+    answer = stream(*chat_events("a", "b"), gates=(None, end))
+    fleet.one.will(cut_before_headers if retried else answer)
+    fleet.two.will(answer)
+    router = await fleet.router()
+    ask = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
+    async with client.post(router.url + CHAT, json=ask) as response:
+        await response.content.readany()
+        gc.collect()
+        assert len(held) == 2
+        assert [each() for each in held] == [None, None]
+        end.set()
+        assert b"[DONE]" in await response.read()
+
+
+async def discarding(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer a request whose body is thrown away with the beginning of a stream."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    if head.startswith(b"POST"):
+        length = next(line for line in head.lower().split(b"\r\n") if b"content-length" in line)
+        await reader.readexactly(int(length.split(b":")[1]))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: x\n\n")
+        with suppress(ConnectionError):
+            await reader.read()
+    else:
+        writer.write(b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n")
+    writer.close()
+
+
+async def test_a_stream_does_not_keep_its_body(fleet: Fleet) -> None:
+    server = await asyncio.start_server(discarding, "127.0.0.1", 0, limit=2 << 20)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    router = await fleet.router(replicas=(ReplicaConfig(url=url),))
+    size = 1_000_000
+    ask = {"stream": True, "messages": [{"role": "user", "content": "hello"}], "kept": "x" * size}
+    body = json.dumps(ask).encode()
+    host, port = router.url.removeprefix("http://").split(":")
+    tracemalloc.start()
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\n" % CHAT.encode())
+        writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert b"data: x" in await reader.readuntil(b"data: x\n\n")
+        gc.collect()
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    writer.close()
+    await router.record()
+    server.close()
+    await server.wait_closed()
+    assert most > size, "the body was there"
+    assert kept < size / 2
