@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -62,6 +63,11 @@ def matched_at(router: Router, replica: Replica, prompt: list[int]) -> dict[str,
             matched: dict[str, int] = candidate["matched_tokens"]
             return matched
     return {}
+
+
+def holds(router: Router, replica: Replica, prompt: list[int], count: int) -> bool:
+    """Whether the router believes that a replica holds so many tokens of a prompt."""
+    return sum(matched_at(router, replica, prompt).values()) >= count
 
 
 def wait_known(router: Router, replica: Replica, prompt: list[int], **tokens: int) -> None:
@@ -151,10 +157,8 @@ def test_a_router_that_starts_anew_still_finds_the_warm_replica(
         for prompt, holder in zip(prompts, holders, strict=True):
             # By what the replicas tell at its start: it has sent them nothing.
             wait_until(
-                f"the new router knows that {holder.name} holds the prompt",
-                lambda holder=holder, prompt=prompt: (
-                    sum(matched_at(another, holder, prompt).values()) >= 1024
-                ),
+                f"the new router knows what {holder.name} holds",
+                partial(holds, another, holder, prompt, 1024),
             )
             served = Served(another, prompt)
             assert served.replica == holder.name
