@@ -85,10 +85,10 @@ PURE = (
     "cacheengine.residency.eviction",
     "cacheengine.residency.local_index",
     "cacheengine.residency.shared_index",
-    "cacheengine.residency.deciding",
+    "cacheengine.residency.decider",
     "cacheengine.residency.state",
     "cacheengine.residency.cascade",
-    "cacheengine.residency.promotions",
+    "cacheengine.residency.promoter",
     "cacheengine.residency.operator_pins",
 )
 IMPURE_IMPORTS = {

@@ -22,16 +22,16 @@ from cacheengine.keys import key64
 from cacheengine.memory import Pool
 from cacheengine.record import CPU, EngineStats, KeyEventRecord, to_wire
 from cacheengine.residency import (
+    Decider,
     LowerIndex,
     Presence,
     Promotion,
     RemoteIndex,
-    Residency,
     StoreReservation,
     TierIndex,
     Todo,
     count_held,
-    make_residency,
+    make_decider,
 )
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import LocalTier, SharedTier, Tier
@@ -83,12 +83,12 @@ class CacheEngine:
             below: list[tuple[Tier, LowerIndex]] = [(self._tier, self._disk)]
             if self._remote is not None:
                 below.append((self._remote, RemoteIndex()))
-            self._state = make_residency(
+            self._decider = make_decider(
                 pool.num_slots,
                 config.cache_policy,
                 [index for _, index in below],
                 chunk_bytes=layout.chunk_bytes,
-                keep_in_cpu=config.local_cpu,
+                local_cpu=config.local_cpu,
                 put_queue_share=config.put_queue_share,
             )
             self._adopt_what_is_stored()
@@ -110,7 +110,7 @@ class CacheEngine:
         keys = self._tier.scan()
         excess = self._disk.adopt(keys)
         self._tier.delete(excess)
-        self._state.puts["disk"].deleted(excess)
+        self._decider.cascades["disk"].deleted(excess)
         if keys:
             logger.info(
                 "%s tier: %d chunks of an earlier run are served again, %d were too many",
@@ -127,8 +127,8 @@ class CacheEngine:
         A chunk that is nowhere begins to be asked for at the remote tier, if
         there is one: UNKNOWN until the answer is there.
         """
-        with self._deciding() as state:
-            return state.presence(key, self._clock())
+        with self._deciding() as decider:
+            return decider.presence(key, self._clock())
 
     def try_hold(self, key: bytes) -> int | None:
         """Hold a chunk if it is ready, and return its slot; else None.
@@ -137,7 +137,7 @@ class CacheEngine:
         Does not end a pin: only `hold` counts as the use that a pin waits for.
         """
         with self._lock:
-            return self._state.try_hold(key)
+            return self._decider.try_hold(key)
 
     def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
         """Keep chunks in their slots until `release`; end their pins; return the slots.
@@ -147,12 +147,12 @@ class CacheEngine:
         takes another even of one that was cleared since.
         """
         with self._lock:
-            return self._state.hold(keys, held_before=held_before)
+            return self._decider.hold(keys, held_before=held_before)
 
     def release(self, keys: Collection[bytes]) -> None:
         """End one `hold` or `try_hold` of each chunk. KeyError if there was none."""
-        with self._deciding() as state:
-            state.release(keys, self._clock())
+        with self._deciding() as decider:
+            decider.release(keys, self._clock())
 
     def view(self, slot: int) -> memoryview:
         """Return a slot's bytes; the caller holds its chunk, or has reserved it."""
@@ -161,7 +161,7 @@ class CacheEngine:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note a use of chunks, given in prefix order; unknown ones are ignored."""
         with self._lock:
-            self._state.touch(keys)
+            self._decider.touch(keys)
 
     def prepare_store(self, keys: Sequence[bytes]) -> StoreReservation | None:
         """Reserve slots for those of the chunks that are neither present nor pending.
@@ -170,8 +170,8 @@ class CacheEngine:
         the leading ones; None: room for none. The chunks become visible with
         `complete_store`, which must follow.
         """
-        with self._deciding() as state:
-            return state.prepare_store(keys, self._clock())
+        with self._deciding() as decider:
+            return decider.prepare_store(keys, self._clock())
 
     def complete_store(
         self, keys: Collection[bytes], *, success: bool = True, prefetched: bool = False
@@ -180,8 +180,8 @@ class CacheEngine:
 
         ``prefetched``: for a request to come. KeyError, changing nothing: no reservation.
         """
-        with self._deciding() as state:
-            state.complete_store(keys, self._clock(), success=success, prefetched=prefetched)
+        with self._deciding() as decider:
+            decider.complete_store(keys, self._clock(), success=success, prefetched=prefetched)
 
     # --- promotion, pins ---
 
@@ -196,13 +196,13 @@ class CacheEngine:
         chunk that is in no tier or finds no room: that one and the rest are
         missing. At most three quarters of the pool can be pinned.
         """
-        with self._deciding() as state:
-            return state.promote(keys, pin_s, self._clock())
+        with self._deciding() as decider:
+            return decider.promote(keys, pin_s, self._clock())
 
     def expire_pins(self) -> int:
         """Take off promotions' pins whose deadline has passed; return how many."""
-        with self._deciding() as state:
-            return state.expire_pins(self._clock())
+        with self._deciding() as decider:
+            return decider.expire_pins(self._clock())
 
     # --- for the agent and the operator ---
 
@@ -212,17 +212,17 @@ class CacheEngine:
         The remote tier counts where it is known to hold a chunk; nothing is asked.
         """
         with self._lock:
-            return self._state.match(keys, self._clock())
+            return self._decider.match(keys, self._clock())
 
     def held_in(self, keys: Sequence[bytes], tier: str) -> int:
         """Return how many leading chunks a tier holds, for the remote as far as is known."""
         with self._lock:
-            return self._state.pins.held_in(keys, tier)
+            return self._decider.operator_pins.held_in(keys, tier)
 
     def is_putting(self, keys: Iterable[bytes], tier: str) -> bool:
         """Whether one of these chunks is on its way into a lower tier."""
         with self._lock:
-            puts = self._state.puts.get(tier)
+            puts = self._decider.cascades.get(tier)
             return puts is not None and any(map(puts.has, keys))
 
     def pin(self, keys: Sequence[bytes], tier: str) -> int:
@@ -232,12 +232,12 @@ class CacheEngine:
         it is pinned so, none in the remote tier, which is not ours.
         """
         with self._lock:
-            return self._state.pins.pin(keys, tier)
+            return self._decider.operator_pins.pin(keys, tier)
 
     def unpin(self, keys: Sequence[bytes], tier: str) -> int:
         """End the pins of leading chunks that a tier holds; return how many had one."""
-        with self._deciding() as state:
-            return state.pins.unpin(keys, tier, self._clock())
+        with self._deciding() as decider:
+            return decider.operator_pins.unpin(keys, tier, self._clock())
 
     def clear(
         self, tiers: Collection[str] | None = None, keys: Collection[bytes] | None = None
@@ -253,19 +253,19 @@ class CacheEngine:
         if unknown := sorted(set(tiers or ()) - set(_TIER_NAMES)):
             names = ", ".join(_TIER_NAMES)
             raise ValueError(f"no tier is called {', '.join(unknown)}; use {names}")
-        with self._deciding() as state:
-            return state.clear(
+        with self._deciding() as decider:
+            return decider.clear(
                 _TIER_NAMES if tiers is None else tiers, None if keys is None else set(keys)
             )
 
     def snapshot(self) -> wire.Snapshot:
         """Return all keys by tier as of one moment."""
         with self._lock:
-            keys = {CPU: self._state.cpu.ready_keys()}
-            for index in self._state.ledger.lower:
+            keys = {CPU: self._decider.cpu.ready_keys()}
+            for index in self._decider.state.lower:
                 if index.is_there:
                     keys[index.name] = index.keys()
-            seq = self._state.events.last_seq
+            seq = self._decider.events.last_seq
         # Packing a million keys takes a second: not under the lock.
         tiers = {tier: wire.pack_keys(map(key64, held)) for tier, held in keys.items()}
         return wire.Snapshot(incarnation=self.incarnation, seq=seq, tiers=tiers)
@@ -274,13 +274,13 @@ class CacheEngine:
     def last_seq(self) -> int:
         """Number of the last event; 0 before the first."""
         with self._lock:
-            return self._state.events.last_seq
+            return self._decider.events.last_seq
 
     def events_after(self, seq: int) -> wire.EventBatch | None:
         """Return what happened after event ``seq``; None when that is not known any more."""
         with self._lock:
-            records = self._state.events.after(seq)
-            last_seq = self._state.events.last_seq
+            records = self._decider.events.after(seq)
+            last_seq = self._decider.events.last_seq
         if records is None:
             return None
         return wire.EventBatch(
@@ -306,7 +306,7 @@ class CacheEngine:
     def take_events(self) -> list[KeyEventRecord]:
         """Return the events since the last call, for vLLM's own stream."""
         with self._lock:
-            return self._state.events.take()
+            return self._decider.events.take()
 
     def tier_info(self) -> dict[str, wire.TierInfo]:
         """Return size and speed of each tier there is; the remote's size is not known (0)."""
@@ -315,7 +315,7 @@ class CacheEngine:
             tiers = {
                 CPU: wire.TierInfo(
                     capacity_bytes=self._pool.num_slots * slot_bytes,
-                    used_bytes=len(self._state.cpu) * slot_bytes,
+                    used_bytes=len(self._decider.cpu) * slot_bytes,
                 )
             }
             for io in self._io:
@@ -326,8 +326,8 @@ class CacheEngine:
     def stats(self) -> EngineStats:
         """Return a copy of the counters."""
         with self._lock:
-            stats = self._state.counts()
-            entries = list(self._state.cpu)
+            stats = self._decider.counts()
+            entries = list(self._decider.cpu)
         # Not under the lock: a million take a while.
         stats.cpu_held_bytes = count_held(entries, self._clock()) * self._pool.slot_bytes
         return stats
@@ -335,7 +335,7 @@ class CacheEngine:
     def check(self) -> None:
         """Raise AssertionError if the engine's state contradicts itself."""
         with self._lock:
-            self._state.check()
+            self._decider.check()
 
     def close(self, *, drain_s: float = _DRAIN_S) -> None:
         """Write what is queued for lower tiers (``drain_s`` at most) and end the I/O. Idempotent.
@@ -377,11 +377,11 @@ class CacheEngine:
     # --- decisions and what follows from them ---
 
     @contextlib.contextmanager
-    def _deciding(self) -> Iterator[Residency]:
+    def _deciding(self) -> Iterator[Decider]:
         """Lend the state under the lock, then do what was decided, without it."""
         with self._lock:
-            yield self._state
-            todo = self._state.take_todo()
+            yield self._decider
+            todo = self._decider.take_todo()
             listeners = tuple(self._listeners) if todo and todo.has_news else ()
         if todo is not None:
             self._start(todo)

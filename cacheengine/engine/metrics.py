@@ -45,7 +45,7 @@ _COUNTERS: Final = {
     "promote_drops": "Chunks not promoted, for want of room or because too much is pinned.",
     "prefetch_unused_chunks": "Chunks promoted or copied here that nobody used while pinned.",
     "prefetch_unused_bytes": "Bytes promoted or copied here that nobody used while pinned.",
-    "pins_expired": "Pins that reached their deadline unused.",
+    "pins_expired": "OperatorPins that reached their deadline unused.",
     "events_dropped": "Events that vLLM's stream lost.",
 }
 

@@ -17,14 +17,14 @@ from cacheengine import wire
 from cacheengine.engine.io_threads import JobRunner
 from cacheengine.memory import Pool
 from cacheengine.record import BandwidthMeter
-from cacheengine.residency import Entry, LowerIndex, Residency
+from cacheengine.residency import Decider, Entry, LowerIndex
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import GetOutcome, PutOutcome, SharedTier, Tier
 
 logger = logging.getLogger("vllm.warmroute")
 
 Clock = Callable[[], float]
-Deciding = Callable[[], AbstractContextManager[Residency]]
+Deciding = Callable[[], AbstractContextManager[Decider]]
 MakeThreads = Callable[[str, int], JobRunner]
 
 _REMOTE_READ_THREADS: Final = 4
@@ -139,24 +139,24 @@ class TierIo:
 
     def _read_batch(self) -> bool:
         """Read what is next in the queue; return whether more was there."""
-        with self._deciding() as state:
-            queued = state.promotions.waiting(self.name)
+        with self._deciding() as decider:
+            queued = decider.promoter.waiting(self.name)
             share = self._share(queued + self._being_read, self._read_threads)
-            entries = state.promotions.take(self.name, share)
+            entries = decider.promoter.take(self.name, share)
             if not entries:
                 return False
             is_more = queued > len(entries)
             if not self._is_reading:
-                state.promotions.give_up(self.index, entries, self._clock())
+                decider.promoter.give_up(self.index, entries, self._clock())
                 return is_more
             self._being_read += len(entries)
             self._read_meter.start(self._clock())
         outcomes = self._read(entries)
-        with self._deciding() as state:
+        with self._deciding() as decider:
             now_s = self._clock()
             self._read_meter.stop(now_s, outcomes.count(GetOutcome.OK) * self._pool.slot_bytes)
             self._being_read -= len(entries)
-            state.promotions.end(self.index, entries, outcomes, now_s)
+            decider.promoter.end(self.index, entries, outcomes, now_s)
         return is_more
 
     def _share(self, chunks: int, threads: int) -> int:
@@ -182,8 +182,8 @@ class TierIo:
 
     def _write_batch(self) -> bool:
         """Write what is next in the queue; return whether more was there."""
-        with self._deciding() as state:
-            puts = state.puts[self.name]
+        with self._deciding() as decider:
+            puts = decider.cascades[self.name]
             if not self._is_writing:
                 puts.cancel()
             share = self._share(puts.waiting + self._being_written, self._write_threads)
@@ -197,11 +197,11 @@ class TierIo:
         with self._deciding():
             self._write_meter.start(self._clock())
         outcomes = self._write(entries)
-        with self._deciding() as state:
+        with self._deciding() as decider:
             now_s = self._clock()
             self._write_meter.stop(now_s, outcomes.count(PutOutcome.STORED) * self._pool.slot_bytes)
             self._being_written -= len(entries)
-            state.puts[self.name].end(entries, outcomes, now_s)
+            decider.cascades[self.name].end(entries, outcomes, now_s)
         return is_more
 
     def _write(self, entries: Sequence[Entry]) -> list[PutOutcome]:
@@ -220,21 +220,21 @@ class TierIo:
             self._tier.delete(keys)
         except Exception:
             logger.exception("%s tier: delete failed", self.name)
-        with self._deciding() as state:
-            state.puts[self.name].deleted(keys)
+        with self._deciding() as decider:
+            decider.cascades[self.name].deleted(keys)
 
     # --- questions ---
 
     def _ask_turn(self) -> None:
         """Ask in one call for all that has come up since the last."""
-        with self._deciding() as state:
-            keys = state.promotions.take_questions(_QUESTIONS_PER_CALL)
+        with self._deciding() as decider:
+            keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
             is_wanted = self._is_reading
         while keys:
             found = self._find(keys) if is_wanted else None
-            with self._deciding() as state:
-                state.promotions.answered(keys, found, self._clock())
-                keys = state.promotions.take_questions(_QUESTIONS_PER_CALL)
+            with self._deciding() as decider:
+                decider.promoter.answered(keys, found, self._clock())
+                keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
                 is_wanted = self._is_reading
 
     def _find(self, keys: Sequence[bytes]) -> list[bool] | None:

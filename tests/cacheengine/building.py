@@ -115,7 +115,7 @@ class Bench:
 
         def all_there() -> bool:
             with self.engine._lock:
-                return all(entry.is_usable for entry in self.engine._state.cpu)
+                return all(entry.is_usable for entry in self.engine._decider.cpu)
 
         wait_until(all_there)
 

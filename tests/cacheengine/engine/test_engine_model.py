@@ -119,7 +119,7 @@ class EngineMachine(RuleBasedStateMachine):
             remote=self.remote if has_remote else None,
             make_threads=self._make_threads,
         )
-        remote = self.engine._state.promotions._remote
+        remote = self.engine._decider.promoter._remote
         self.index = RemoteIndex() if remote is None else remote
         self.reserved: dict[bytes, int] = {}
         self.cancelled: set[bytes] = set()
@@ -128,7 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.hidden_holds: set[bytes] = set()
         self.stored: set[bytes] = set()  # by us or others, and not cleared since
         self.kept: dict[str, set[bytes]] = {"cpu": set(), "disk": set()}
-        self.promotions: list[Promotion] = []
+        self.promoter: list[Promotion] = []
         self.events: dict[str, set[bytes]] = {"cpu": set(), "disk": set(), "remote": set()}
 
     def _make_threads(self, name: str, count: int) -> ManualThreads:
@@ -258,7 +258,7 @@ class EngineMachine(RuleBasedStateMachine):
         counts = promotion.counts
         total = counts.resident + counts.promoted + counts.pending + counts.missing
         assert total == len(chunks)
-        self.promotions.append(promotion)
+        self.promoter.append(promotion)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 6.0, 100.0]))
     def let_time_pass(self, seconds: float) -> None:
@@ -391,7 +391,7 @@ class EngineMachine(RuleBasedStateMachine):
             for chunk in event.keys:
                 assert (chunk in chunks) != event.stored
                 (chunks.add if event.stored else chunks.remove)(chunk)
-        assert self.events["cpu"] == set(self.engine._state.cpu.ready_keys())
+        assert self.events["cpu"] == set(self.engine._decider.cpu.ready_keys())
         assert self.events["disk"] == set(self.engine._disk.keys())
         assert self.events["remote"] == set(self.index.keys())
 
@@ -418,7 +418,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _settled_promotions(self) -> list[Promotion]:
         """Those that do not wait for a store still under way."""
-        return [] if self.reserved else self.promotions
+        return [] if self.reserved else self.promoter
 
 
 class StagingMachine(EngineMachine):

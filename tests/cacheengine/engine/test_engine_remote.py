@@ -273,7 +273,7 @@ def test_without_local_cpu_the_remote_alone_will_do(
     make_bench: MakeBench, remote: ScriptedRemote
 ) -> None:
     bench = make_bench(4, config(local_cpu=True), remote=remote)
-    bench.engine._state.ledger.keep_in_cpu = False
+    bench.engine._decider.state.local_cpu = False
     bench.store(keys(1, 2))
     bench.finish_puts()
     assert bench.engine.stats().cpu_used_bytes == 0

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.base import Blob, BlobStore, StoreError, StoreFullError, Target
 from cacheengine.tiers.stores.hosted.client_process import (
     ClientProcess,
@@ -17,6 +16,7 @@ from cacheengine.tiers.stores.hosted.client_process import (
 )
 from cacheengine.tiers.stores.hosted.client_wire import ABSENT, FULL, STORED, UNREAD, Verb
 from cacheengine.tiers.stores.redis.channels import Deadline
+from cacheengine.tiers.stores.server_backoff import ServerBackoff
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -63,7 +63,7 @@ class HostedStore(BlobStore):
         memory_setting: str,
         timeout_s: float,
         prefix_bytes: int = 0,
-        backoff: Backoff | None = None,
+        backoff: ServerBackoff | None = None,
         give_up_s: float = _GIVE_UP_S,
     ) -> None:
         """Start the process, and do not wait for it.
@@ -77,7 +77,7 @@ class HostedStore(BlobStore):
         self._timeout_s = timeout_s
         self._prefix_bytes = prefix_bytes
         self._give_up_s = give_up_s
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff or ServerBackoff()
         self._condition = threading.Condition()
         self._process: ClientProcess | None = None
         self._free_lanes: list[int] = []

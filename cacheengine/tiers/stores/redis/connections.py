@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.base import StoreError
 from cacheengine.tiers.stores.redis.channels import Deadline
+from cacheengine.tiers.stores.server_backoff import ServerBackoff
 
 
 class Connection(Protocol):
@@ -34,7 +34,9 @@ class ConnectionPool(Generic[C]):
     would be taken for the answer to the next question.
     """
 
-    def __init__(self, connect: Callable[[Deadline], C], limit: int, backoff: Backoff) -> None:
+    def __init__(
+        self, connect: Callable[[Deadline], C], limit: int, backoff: ServerBackoff
+    ) -> None:
         self._connect = connect
         self._backoff = backoff
         self._condition = threading.Condition()

@@ -10,7 +10,6 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.base import Blob, BlobStore, StoreError, StoreFullError, Target
 from cacheengine.tiers.stores.redis.channels import Channel, Deadline, PlainChannel, TlsChannel
 from cacheengine.tiers.stores.redis.connections import ConnectionPool
@@ -23,6 +22,7 @@ from cacheengine.tiers.stores.redis.resp import (
     command,
     set_command,
 )
+from cacheengine.tiers.stores.server_backoff import ServerBackoff
 
 T = TypeVar("T")
 
@@ -56,11 +56,11 @@ class RedisStore(BlobStore):
     server fails, calls raise `StoreError` at once, but one now and then.
     """
 
-    def __init__(self, server: RedisServer, *, backoff: Backoff | None = None) -> None:
+    def __init__(self, server: RedisServer, *, backoff: ServerBackoff | None = None) -> None:
         """Connect to nothing yet. Raises `StoreError` for TLS files that cannot be used."""
         self._server = server
         self._tls = _tls_context(server.tls) if server.tls else None
-        self._pool = ConnectionPool(self._connect, server.connections, backoff or Backoff())
+        self._pool = ConnectionPool(self._connect, server.connections, backoff or ServerBackoff())
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Ask with one EXISTS for each name: that of several would only give their sum."""

@@ -10,7 +10,7 @@ _FIRST_S: Final = 0.2
 _MOST_S: Final = 10.0
 
 
-class Backoff:
+class ServerBackoff:
     """Exponential rests after failures; safe to call from several threads.
 
     Each rest is twice the one before, up to ``most_s``, and then made shorter

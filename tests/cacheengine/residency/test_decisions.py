@@ -1,6 +1,6 @@
 """What a caller of promote sees."""
 
-from cacheengine.residency.promotion import Outcome, Promotion
+from cacheengine.residency.decisions import Outcome, Promotion
 
 
 def test_counts_add_up_and_callbacks_come_once() -> None:
