@@ -38,7 +38,7 @@ ENGINE_ROOMS = {
     "residency": {"record", "tiers"},
     "settings": {"memory", "residency", "tiers"},
     "engine": {"identity", "memory", "record", "residency", "settings", "tiers"},
-    "transfer": {"engine", "residency"},
+    "transfer": {"engine", "residency", "record"},
     "agent": {"engine", "residency", "settings", "transfer"},
     "launch": {"identity", "settings"},
     "connector": {

@@ -11,7 +11,7 @@ from cacheengine.agent.identity import AgentIdentity
 from cacheengine.agent.prompts import Prompts
 from cacheengine.agent.waiting import MAX_WAIT_S, wait_for_news
 from cacheengine.engine import CacheEngine, render_metrics
-from cacheengine.transfer import TransferMeter, render_transfer_metrics
+from cacheengine.transfer import TransferMeter
 
 
 class Reading:
@@ -108,5 +108,5 @@ class Reading:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Give every count in Prometheus' text format."""
-        text = render_metrics(self._engine) + render_transfer_metrics(self._meter)
+        text = render_metrics(self._engine, transfer=self._meter.stats())
         return web.Response(text=text, content_type="text/plain", charset="utf-8")

@@ -3,11 +3,10 @@
 `TransferServer` sends what a peer asks for from where it lies; `Fetch` receives chunks into
 slots of the pool, checks them, and counts what came.
 
-Called by agent and connector. Imports engine and residency.
+Called by agent and connector. Imports engine, residency and record.
 """
 
 from cacheengine.transfer.fetch import Fetch
-from cacheengine.transfer.metrics import render_transfer_metrics
 from cacheengine.transfer.server import TransferServer
 from cacheengine.transfer.stats import TransferMeter
 
@@ -15,5 +14,4 @@ __all__ = [
     "Fetch",
     "TransferMeter",
     "TransferServer",
-    "render_transfer_metrics",
 ]

@@ -163,7 +163,7 @@ async def test_what_is_being_written_is_not_evicted() -> None:
     bench = Bench(cpu_chunks=2)
     bench.store(1)
     bench.store(2)  # half of the RAM may wait to be written: this one is not
-    assert bench.engine.stats().put_drops == 1
+    assert bench.engine.stats().lower_tiers.put_drops == 1
     bench.store(3)
     assert bench.tiers(1, 2, 3) == ["cpu", "nowhere", "cpu"]
 

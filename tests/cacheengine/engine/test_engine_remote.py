@@ -45,7 +45,7 @@ def test_a_stored_chunk_is_put_to_every_lower_tier(
     bench.finish_puts()
     assert tier.chunks == remote.chunks == {chunk: payload(chunk) for chunk in keys(1, 2)}
     stats = bench.engine.stats()
-    assert (stats.disk.puts, stats.remote.puts, stats.puts) == (2, 2, 4)
+    assert (stats.disk.puts, stats.remote.puts, stats.lower_tiers.puts) == (2, 2, 4)
     assert _tiers(bench) == {"cpu": 2, "disk": 2, "remote": 2}
     assert remote.questions == []
 

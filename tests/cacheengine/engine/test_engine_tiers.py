@@ -35,7 +35,7 @@ def test_a_stored_chunk_is_also_put(make_bench: MakeBench, tier: ScriptedTier) -
     bench.store(keys(1, 2))
     bench.finish_puts()
     assert tier.chunks == {chunk: payload(chunk) for chunk in keys(1, 2)}
-    assert bench.engine.stats().puts == 2
+    assert bench.engine.stats().lower_tiers.puts == 2
 
 
 def test_what_is_being_put_is_not_evicted(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -56,7 +56,7 @@ def test_puts_beyond_the_queue_are_dropped_not_waited_for(
     bench = _bench(make_bench, tier, slots=4, share=0.5)
     tier.puts.clear()
     bench.store(keys(1, 2, 3, 4))
-    assert bench.engine.stats().put_drops == 2
+    assert bench.engine.stats().lower_tiers.put_drops == 2
     tier.puts.set()
     bench.finish_puts()
     assert len(tier.chunks) == 2
@@ -191,7 +191,8 @@ def test_a_read_that_fails_is_a_miss_from_then_on(
     assert bench.engine.lookup(key(1)) is Presence.MISS
     assert bench.engine.stats().cpu_used_bytes == 0
     stats = bench.engine.stats()
-    assert (stats.corrupt, stats.io_errors, stats.get_misses) == (
+    below = stats.lower_tiers
+    assert (below.corrupt, below.io_errors, below.get_misses) == (
         outcome is GetOutcome.DAMAGED,
         outcome is GetOutcome.FAILED,
         outcome is GetOutcome.MISSING,
@@ -211,7 +212,7 @@ def test_a_tier_that_raises_is_a_failed_tier(
     assert bench.promote(keys(1)) == (0, 0, 1)
     bench.store(keys(2))
     bench.finish_puts()
-    assert bench.engine.stats().io_errors == 2
+    assert bench.engine.stats().lower_tiers.io_errors == 2
     assert bench.has_right_bytes(keys(2))
 
 
@@ -225,7 +226,7 @@ def test_a_full_disk_stops_puts_for_a_while_and_nothing_else(
     bench.store(keys(2))
     assert bench.engine.stats().put_queue_bytes == 0  # resting: not even queued
     stats = bench.engine.stats()
-    assert (stats.puts, stats.put_drops, stats.io_errors) == (0, 2, 1)
+    assert (stats.disk.puts, stats.disk.put_drops, stats.disk.io_errors) == (0, 2, 1)
     assert bench.has_right_bytes(keys(1, 2))
     tier.put_outcome = PutOutcome.STORED
     bench.clock.advance(61)
@@ -261,7 +262,7 @@ def test_the_tier_never_holds_more_than_its_capacity(make_bench: MakeBench) -> N
             bench.finish_puts()
     bench.finish_puts()
     assert tier.most_chunks <= 5
-    assert bench.engine.stats().disk_evictions > 0
+    assert bench.engine.stats().disk.evictions > 0
     wait_until(lambda: bench.engine.tier_info()["disk"].used_bytes == tier.capacity_bytes)
 
 
@@ -380,7 +381,7 @@ def test_closing_takes_nothing_off_the_disk(make_bench: MakeBench, tier: Scripte
     late = bench.engine.promote(keys(15), pin_s=1)
     assert (late.done, late.missing) == (True, 1)
     assert set(tier.chunks) == set(keys(*range(16)))
-    assert bench.engine.stats().io_errors == 0
+    assert bench.engine.stats().lower_tiers.io_errors == 0
 
 
 def test_who_follows_the_engine_cannot_break_it(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -397,7 +398,7 @@ def test_who_follows_the_engine_cannot_break_it(make_bench: MakeBench, tier: Scr
     assert called.wait(20)
     bench.store(keys(3, 4, 5, 6))
     bench.finish_puts()
-    assert bench.engine.stats().puts == 4
+    assert bench.engine.stats().lower_tiers.puts == 4
 
 
 def test_measured_speed_is_reported(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -419,4 +420,4 @@ def test_no_disk_tier_is_reported_where_there_is_none(make_bench: MakeBench) -> 
     assert set(bench.engine.tier_info()) == {"cpu"}
     assert set(bench.engine.snapshot().tiers) == {"cpu"}
     bench.store(keys(1))
-    assert bench.engine.stats().put_drops == 0
+    assert bench.engine.stats().lower_tiers.put_drops == 0
