@@ -17,14 +17,12 @@ from aiohttp import web
 from cacheengine import wire
 from cacheengine.address import join_host_port
 from cacheengine.agent.answers import errors_as_json
-from cacheengine.agent.control import Control
-from cacheengine.agent.identity import AgentIdentity
-from cacheengine.agent.moves.handler import Moving
-from cacheengine.agent.moves.moves import Moves
+from cacheengine.agent.async_waits import wake
+from cacheengine.agent.commands import CommandHandlers
+from cacheengine.agent.mover import Mover
 from cacheengine.agent.prompts import Prompts
-from cacheengine.agent.reading import Reading
+from cacheengine.agent.queries import QueryHandlers
 from cacheengine.agent.registration import Registrar
-from cacheengine.agent.waiting import wake
 from cacheengine.engine import CacheEngine
 from cacheengine.settings import EngineConfig
 from cacheengine.transfer import TransferMeter
@@ -53,7 +51,7 @@ class Agent:
     def __init__(
         self,
         engine: CacheEngine,
-        identity: AgentIdentity,
+        identity: wire.ReplicaIdentity,
         config: EngineConfig,
         meter: TransferMeter | None = None,
     ) -> None:
@@ -107,13 +105,13 @@ class Agent:
         self._stopping = asyncio.Event()
         async with AsyncExitStack() as undo:
             session = await undo.enter_async_context(aiohttp.ClientSession())
-            moves = Moves(self._engine, self._identity, session, self._meter)
+            mover = Mover(self._engine, self._identity, session, self._meter)
             runner = web.AppRunner(
-                self._app(moves), access_log=None, handle_signals=False, shutdown_timeout=1.0
+                self._app(mover), access_log=None, handle_signals=False, shutdown_timeout=1.0
             )
             await runner.setup()
             undo.push_async_callback(runner.cleanup)
-            undo.push_async_callback(moves.stop)
+            undo.push_async_callback(mover.stop)
             await web.TCPSite(runner, self._host, self._port).start()
             self.address = runner.addresses[0][:2]
             logger.info("Warmroute agent of %s on %s", self._identity.instance_id, self.address)
@@ -125,15 +123,12 @@ class Agent:
             started.set()
             await self._stopping.wait()
 
-    def _app(self, moves: Moves) -> web.Application:
+    def _app(self, mover: Mover) -> web.Application:
         prompts = Prompts(self._identity)
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
-        for part in (
-            Reading(self._engine, self._identity, prompts, self._meter),
-            Control(self._engine, self._identity, prompts),
-            Moving(moves, self._identity, prompts),
-        ):
-            app.add_routes(part.routes())
+        queries = QueryHandlers(self._engine, self._identity, prompts, self._meter)
+        commands = CommandHandlers(self._engine, self._identity, prompts, mover)
+        app.add_routes([*queries.routes(), *commands.routes()])
         return app
 
     def _registrar(

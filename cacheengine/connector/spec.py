@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from cacheengine.agent import Agent, AgentIdentity
+from cacheengine.agent import Agent
 from cacheengine.connector.attention import check_attention
 from cacheengine.connector.copy_worker import CpuCopyWorker
 from cacheengine.connector.manager import WarmrouteManager
@@ -39,6 +39,7 @@ from cacheengine.memory import Pool
 from cacheengine.settings import EngineConfig, load_engine_config
 from cacheengine.tiers.serde import lossy_name
 from cacheengine.transfer import TransferMeter, TransferServer
+from cacheengine.wire import ReplicaIdentity
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -206,8 +207,8 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         seed = os.environ.get("PYTHONHASHSEED")
         return seed if seed is not None else str(get_none_hash_seed())
 
-    def _identity(self, transfer_port: int | None) -> AgentIdentity:
-        return AgentIdentity(
+    def _identity(self, transfer_port: int | None) -> ReplicaIdentity:
+        return ReplicaIdentity(
             instance_id=self.engine_config.lmcache_instance_id,
             model=self.config.model.name,
             hash_algorithm=self.settings.hash_algorithm,

@@ -1,26 +1,27 @@
-"""What the agent answers without changing anything."""
+"""Handlers of what the agent answers without changing anything."""
 
 import asyncio
+from collections import Counter
 from importlib.metadata import version
 
+import msgspec
 from aiohttp import web
 
 from cacheengine import wire
 from cacheengine.agent.answers import as_json, as_msgpack, decode, number
-from cacheengine.agent.identity import AgentIdentity
+from cacheengine.agent.async_waits import MAX_WAIT_S, wait_for_news
 from cacheengine.agent.prompts import Prompts
-from cacheengine.agent.waiting import MAX_WAIT_S, wait_for_news
 from cacheengine.engine import CacheEngine, render_metrics
 from cacheengine.transfer import TransferMeter
 
 
-class Reading:
-    """Handlers of ``/health``, ``/info``, ``/lookup``, ``/snapshot``, ``/events``, ``/metrics``."""
+class QueryHandlers:
+    """``/health``, ``/info``, ``/lookup``, ``/snapshot``, ``/events`` and ``/metrics``."""
 
     def __init__(
         self,
         engine: CacheEngine,
-        identity: AgentIdentity,
+        identity: wire.ReplicaIdentity,
         prompts: Prompts,
         meter: TransferMeter,
     ) -> None:
@@ -45,22 +46,12 @@ class Reading:
         return web.json_response({"status": "ok"})
 
     async def info(self, request: web.Request) -> web.Response:
-        """Say who the replica is, how its keys are made and what its tiers can do."""
-        identity = self._identity
+        """Say which replica this is, how its keys are made and what its tiers can do."""
         return as_json(
             wire.InstanceInfo(
-                instance_id=identity.instance_id,
+                **msgspec.structs.asdict(self._identity),
                 incarnation=self._engine.incarnation,
-                model=identity.model,
-                hash_algorithm=identity.hash_algorithm,
-                hash_seed=identity.hash_seed,
-                block_tokens=identity.block_tokens,
-                chunk_tokens=identity.chunk_tokens,
-                chunk_bytes=identity.chunk_bytes,
                 tiers=self._engine.tier_info(),
-                kv_events_port=identity.kv_events_port,
-                kv_replay_port=identity.kv_replay_port,
-                transfer_port=identity.transfer_port,
                 layout=self._engine.layout.fingerprint(),
                 version=version("warmroute"),
             )
@@ -74,13 +65,11 @@ class Reading:
             tiers = self._engine.match(keys)
         else:
             tiers = [call.tier] * self._engine.held_in(keys, call.tier)
-        by_tier: dict[str, int] = {}
-        for tier in tiers:
-            by_tier[tier] = by_tier.get(tier, 0) + self._identity.chunk_tokens
+        chunk_tokens = self._identity.chunk_tokens
         return as_json(
             wire.LookupReply(
-                matched_tokens=len(tiers) * self._identity.chunk_tokens,
-                tokens_by_tier=by_tier,
+                matched_tokens=len(tiers) * chunk_tokens,
+                tokens_by_tier={tier: n * chunk_tokens for tier, n in Counter(tiers).items()},
                 tiers=tiers,
             )
         )

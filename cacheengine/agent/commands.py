@@ -1,25 +1,38 @@
-"""What the agent has the engine do: prefetch, pin, unpin, clear."""
+"""Handlers of what the agent has done: prefetch, pin, unpin, clear, move."""
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from aiohttp import web
 
 from cacheengine import wire
-from cacheengine.agent.answers import BadCallError, as_json, decode, seconds
-from cacheengine.agent.identity import AgentIdentity
+from cacheengine.agent.answers import (
+    BadCallError,
+    NotKnownError,
+    as_json,
+    decode,
+    number,
+    seconds,
+)
+from cacheengine.agent.async_waits import MAX_WAIT_S, wait_for_event, wait_for_promotion
+from cacheengine.agent.mover import Mover
 from cacheengine.agent.prompts import Prompts, digests
-from cacheengine.agent.waiting import MAX_WAIT_S, wait_for_promotion
 from cacheengine.engine import CacheEngine
 
+_LEAST_STALL_S: Final = 0.1
 
-class Control:
-    """Handlers of ``/prefetch``, ``/pin``, ``/unpin`` and ``/clear``."""
 
-    def __init__(self, engine: CacheEngine, identity: AgentIdentity, prompts: Prompts) -> None:
+class CommandHandlers:
+    """``/prefetch``, ``/pin``, ``/unpin``, ``/clear``, ``/move`` and ``/moves/EVENT_ID``."""
+
+    def __init__(
+        self, engine: CacheEngine, identity: wire.ReplicaIdentity, prompts: Prompts, mover: Mover
+    ) -> None:
         self._engine = engine
         self._identity = identity
         self._prompts = prompts
+        self._mover = mover
 
     def routes(self) -> list[web.RouteDef]:
         """Return the paths served here."""
@@ -28,6 +41,8 @@ class Control:
             web.post("/pin", self.pin),
             web.post("/unpin", self.unpin),
             web.post("/clear", self.clear),
+            web.post("/move", self.move),
+            web.get("/moves/{event_id}", self.move_status),
         ]
 
     async def prefetch(self, request: web.Request) -> web.Response:
@@ -60,11 +75,7 @@ class Control:
         self, request: web.Request, change: Callable[[Sequence[bytes], str], int]
     ) -> web.Response:
         call = await decode(request, wire.PinRequest)
-        keys = self._prompts.some_keys_of(call)
-        try:
-            chunks = change(keys, call.tier)
-        except ValueError as error:
-            raise BadCallError(str(error)) from None
+        chunks = change(self._prompts.some_keys_of(call), call.tier)
         return as_json(wire.PinReply(num_tokens=chunks * self._identity.chunk_tokens))
 
     async def clear(self, request: web.Request) -> web.Response:
@@ -76,3 +87,21 @@ class Control:
         keys = None if names_none else self._prompts.some_keys_of(call)
         dropped = await asyncio.to_thread(self._engine.clear, call.tiers, keys)
         return as_json(wire.ClearReply(dropped=dropped))
+
+    async def move(self, request: web.Request) -> web.Response:
+        """Begin a move into this replica."""
+        call = await decode(request, wire.MoveRequest)
+        seconds("pin_s", call.pin_s)
+        seconds("stall_s", call.stall_s, least=_LEAST_STALL_S)
+        move = await self._mover.begin(call, self._prompts.some_keys_of(call))
+        num_tokens = len(move.keys) * self._identity.chunk_tokens
+        return as_json(wire.MoveReply(event_id=move.event_id, num_tokens=num_tokens))
+
+    async def move_status(self, request: web.Request) -> web.Response:
+        """Say how a move goes, when it is over or after ``wait_s``."""
+        move = self._mover.get(request.match_info["event_id"])
+        if move is None:
+            raise NotKnownError("no such move, or it is long over")
+        wait_s = seconds("wait_s", number(request, "wait_s", float, default=0.0))
+        await wait_for_event(move.over, min(wait_s, MAX_WAIT_S))
+        return as_json(move.status())

@@ -33,18 +33,14 @@ class Move:
 
     def status(self) -> wire.MoveStatus:
         """Return how it stands."""
-        if not self.over.is_set():
-            arrived = self.fetch.received_chunks if self.fetch else 0
-            return self._status("running", arrived, 0)
         state: wire.MoveState = "failed" if self.error else "done"
-        return self._status(state, self.held_chunks, self.moved_bytes)
-
-    def _status(self, state: wire.MoveState, arrived: int, moved_bytes: int) -> wire.MoveStatus:
+        is_over = self.over.is_set()
+        arrived = self.fetch.received_chunks if self.fetch else 0
         return wire.MoveStatus(
             event_id=self.event_id,
-            state=state,
+            state=state if is_over else "running",
             asked_chunks=len(self.keys),
-            arrived_chunks=arrived,
-            moved_bytes=moved_bytes,
+            arrived_chunks=self.held_chunks if is_over else arrived,
+            moved_bytes=self.moved_bytes if is_over else 0,
             error=self.error,
         )

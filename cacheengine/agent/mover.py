@@ -12,10 +12,9 @@ import aiohttp
 from cacheengine import wire
 from cacheengine.address import split_host_port
 from cacheengine.agent.answers import BadCallError, PeerError, TooMuchError
-from cacheengine.agent.identity import AgentIdentity
-from cacheengine.agent.moves.move import Move
+from cacheengine.agent.async_waits import wait_for_promotion
+from cacheengine.agent.move import Move
 from cacheengine.agent.peer import PeerAgent
-from cacheengine.agent.waiting import wait_for_promotion
 from cacheengine.engine import CacheEngine
 from cacheengine.transfer import Fetch, TransferMeter
 
@@ -31,7 +30,7 @@ _SHORTEST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.256
 
 
-class Moves:
+class Mover:
     """Executes moves into this replica's tiers, and tells how they go.
 
     Belongs to the agent's loop; bytes flow on threads of its own.
@@ -40,7 +39,7 @@ class Moves:
     def __init__(
         self,
         engine: CacheEngine,
-        identity: AgentIdentity,
+        identity: wire.ReplicaIdentity,
         session: aiohttp.ClientSession,
         meter: TransferMeter,
         *,
