@@ -4,13 +4,15 @@ Nothing here connects, and no message repeats a password.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from cacheengine.values import BadValue
+
+T = TypeVar("T")
 
 _DEFAULT_PORTS: Final[Mapping[str, int]] = {
     "redis": 6379,
@@ -75,35 +77,12 @@ class RemoteUrl:
         path = f"/{self.path}" if self.path else ""
         return f"{self.scheme}://{user}{host}:{self.port}{path}"
 
-    def text_option(self, name: str) -> str | None:
-        """Return an option as it stands, or None without it."""
-        return self.options.get(name)
-
-    def bool_option(self, name: str, default: bool) -> bool:
-        """Return an option that is true or false."""
-        text = self.options.get(name, str(default)).lower()
-        if text not in ("true", "false"):
-            raise BadValue(f"{name}={text} is neither true nor false", f"write {name}=true")
-        return text == "true"
-
-    def number_option(self, name: str, default: float, *, maximum: float) -> float:
-        """Return an option that is a number above 0."""
-        text = self.options.get(name, str(default))
+    def option(self, name: str, parse: Callable[[object], T], default: T) -> T:
+        """Return an option that one of `values`' parsers reads; raise `BadValue` naming it."""
         try:
-            number = float(text)
-        except ValueError:
-            number = 0.0
-        if not 0 < number <= maximum:
-            fix = f"write {name}={default}, or another number above 0 and up to {maximum}"
-            raise BadValue(f"{name}={text} is not usable", fix)
-        return number
-
-    def int_option(self, name: str, default: int, *, maximum: int) -> int:
-        """Return an option that is a whole number above 0."""
-        number = self.number_option(name, default, maximum=maximum)
-        if not number.is_integer():
-            raise BadValue(f"{name}={number} is no whole number", f"write {name}={default}")
-        return int(number)
+            return parse(self.options[name]) if name in self.options else default
+        except BadValue as error:
+            raise BadValue(f"{name}: {error.problem}", error.fix) from None
 
     def check_options(self, known: Sequence[str]) -> None:
         """Raise `BadValue` for an option that the scheme does not have."""

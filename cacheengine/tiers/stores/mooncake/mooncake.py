@@ -1,5 +1,6 @@
 """Mooncake Store, a store in the memory of the fleet itself."""
 
+import dataclasses
 import importlib.util
 import math
 import os
@@ -8,11 +9,7 @@ from typing import Any, Final
 
 from cacheengine.tiers.stores.hosted.client_process import HostedLibrary
 from cacheengine.tiers.stores.hosted.hosted import HostedStore
-from cacheengine.tiers.stores.mooncake.settings import (
-    MooncakeSettings,
-    as_plain,
-    mooncake_settings,
-)
+from cacheengine.tiers.stores.mooncake.settings import MooncakeSettings, mooncake_settings
 from cacheengine.values import BadValue
 
 PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
@@ -64,7 +61,7 @@ class MooncakeStore(HostedStore):
         """Return the store for settings that have been checked."""
         library = HostedLibrary(
             module="cacheengine.tiers.stores.mooncake.client",
-            settings=as_plain(settings),
+            settings=dataclasses.asdict(settings),
             environment=_environment(timeout_s),
             log_variable="MC_LOG_LEVEL",
         )
