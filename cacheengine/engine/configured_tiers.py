@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cacheengine.identity import ChunkLayout
-from cacheengine.settings import ConfigError, EngineConfig, check_remote_ready
+from cacheengine.settings import ConfigError, EngineConfig
 from cacheengine.tiers import LocalTier, NullTier, SharedTier
 from cacheengine.tiers.disk import DiskTier
 from cacheengine.tiers.remote import RemoteTier
@@ -59,9 +59,9 @@ def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
     """
     if not config.remote_url:
         return None
+    config.check_remote_ready()
+    url = parse_remote_url(config.remote_url)
     try:
-        url = parse_remote_url(config.remote_url)
-        check_remote_ready(config.remote_url)
         store = _connect(url, config.remote_url, config.extra_config)
     except BadValue as error:
         raise ConfigError(config.source, "remote_url", error.problem, error.fix) from None

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from cacheengine.tiers.stores.mooncake.mooncake import MooncakeStore
 from cacheengine.tiers.stores.mooncake.settings import (
     CONFIG_FILE_VARIABLE,
     DEFAULT_BUFFER_BYTES,
@@ -132,10 +131,3 @@ def test_urls_that_cannot_work_are_refused(url: str, problem: str) -> None:
 def test_keys_of_other_parts_are_left_alone() -> None:
     others = {"use_odirect": True, "gds_io_threads": 4, "remote_storage_plugins": ["x"], "max": 1}
     assert settings(others) == settings({})
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BadValue) as caught:
-        MooncakeStore.connect(URL, {})
-    assert caught.value.fix == "pip install mooncake-transfer-engine-non-cuda"

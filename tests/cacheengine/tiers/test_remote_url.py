@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.settings.settings import ConfigError, EngineConfig, load_engine_config
+from cacheengine.settings.loading import load_engine_config
+from cacheengine.settings.settings import ConfigError, EngineConfig
 from cacheengine.tiers.stores.redis.redis_server import RedisServer, TlsSettings
 from cacheengine.tiers.stores.url import parse_remote_url
 from cacheengine.values import BadValue
@@ -137,7 +138,8 @@ def test_a_file_of_certificates_must_be_there_before_vllm_starts(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "package"), [("mooncakestore", "mooncake"), ("infinistore", "infinistore")]
+    ("scheme", "package"),
+    [("mooncakestore", "mooncake-transfer-engine-non-cuda"), ("infinistore", "infinistore")],
 )
 def test_a_store_whose_package_is_missing_names_it(
     scheme: str, package: str, monkeypatch: pytest.MonkeyPatch

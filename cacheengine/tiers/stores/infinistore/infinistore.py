@@ -1,6 +1,5 @@
 """InfiniStore, a store behind RDMA. Untested on hardware: see `InfiniStore`."""
 
-import importlib.util
 import logging
 from collections.abc import Mapping
 from typing import Any, Final
@@ -13,7 +12,6 @@ from cacheengine.values import BadValue, parse_int
 
 logger = logging.getLogger("vllm.warmroute")
 
-PACKAGE: Final = "infinistore"
 _TIMEOUT_S: Final = 5.0
 _DEFAULT_BUFFER_MIB: Final = 256
 _BUFFER_MIB: Final = parse_int(minimum=1, maximum=64 * 1024)
@@ -41,14 +39,12 @@ class InfiniStore(HostedStore):
 
         Does not wait for the server. ``timeout_s`` is what a call may take,
         beside the time for its bytes. Raises `BadValue` for settings that
-        cannot work and for the missing package.
+        cannot work.
         """
         address = parse_remote_url(url)
         settings = _settings(address)
         memory_mib = address.option("buffer_mib", _BUFFER_MIB, _DEFAULT_BUFFER_MIB)
         _check_extra(extra)
-        if importlib.util.find_spec("infinistore") is None:
-            raise BadValue("infinistore:// needs a package", f"pip install {PACKAGE}")
         logger.warning("remote tier: %s: the InfiniStore adapter is untested on hardware", address)
         library = HostedLibrary(
             module="cacheengine.tiers.stores.infinistore.client",

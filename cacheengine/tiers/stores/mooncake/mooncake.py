@@ -1,7 +1,6 @@
 """Mooncake Store, a store in the memory of the fleet itself."""
 
 import dataclasses
-import importlib.util
 import math
 import os
 from collections.abc import Mapping
@@ -10,10 +9,7 @@ from typing import Any, Final
 from cacheengine.tiers.stores.hosted.client_process import HostedLibrary
 from cacheengine.tiers.stores.hosted.hosted import HostedStore
 from cacheengine.tiers.stores.mooncake.settings import MooncakeSettings, mooncake_settings
-from cacheengine.values import BadValue
 
-PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
-"""Chunks are read from and written to CPU memory, so a build for CUDA would serve no better."""
 _TIMEOUT_S: Final = 5.0
 
 
@@ -49,11 +45,9 @@ class MooncakeStore(HostedStore):
 
         Does not wait for the server. ``timeout_s`` is what a call may take,
         beside the time for its bytes, unless ``extra`` says so itself. Raises
-        `BadValue` for settings that cannot work and for the missing package.
+        `BadValue` for settings that cannot work.
         """
         settings = mooncake_settings(url, extra, environment)
-        if importlib.util.find_spec("mooncake") is None:
-            raise BadValue("mooncakestore:// needs a package", f"pip install {PACKAGE}")
         return cls.from_settings(settings, settings.transfer_timeout or timeout_s)
 
     @classmethod
