@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from cacheengine import wire
 from cacheengine.engine.io_threads import JobRunner
@@ -19,9 +19,12 @@ from cacheengine.memory import Pool
 from cacheengine.record import BandwidthMeter
 from cacheengine.residency import Decider, Entry, LowerIndex
 from cacheengine.settings import EngineConfig
-from cacheengine.tiers import GetOutcome, PutOutcome, SharedTier, Tier
+from cacheengine.tiers import Chunk, GetOutcome, PutOutcome, SharedTier, Tier
 
 logger = logging.getLogger("vllm.warmroute")
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 Clock = Callable[[], float]
 Deciding = Callable[[], AbstractContextManager[Decider]]
@@ -151,7 +154,7 @@ class TierIo:
                 return is_more
             self._being_read += len(entries)
             self._read_meter.start(self._clock())
-        outcomes = self._read(entries)
+        outcomes = self._move(self._tier.get_many, entries) or [GetOutcome.FAILED] * len(entries)
         with self._deciding() as decider:
             now_s = self._clock()
             self._read_meter.stop(now_s, outcomes.count(GetOutcome.OK) * self._pool.slot_bytes)
@@ -159,19 +162,24 @@ class TierIo:
             decider.promoter.end(self.index, entries, outcomes, now_s)
         return is_more
 
+    def _move(self, call: Callable[[list[Chunk]], list[T]], entries: Sequence[Entry]) -> list[T]:
+        """Have the tier read or write entries; how each ended, nothing if the call failed."""
+        return self._answers(call, [(each.key, self._pool.view(each.slot)) for each in entries])
+
+    def _answers(self, call: Callable[[list[A]], list[T] | None], asked: list[A]) -> list[T]:
+        try:
+            answers = call(asked)
+        except Exception:
+            logger.exception("%s tier: %s failed", self.name, call.__name__)
+            return []
+        if answers is not None and len(answers) != len(asked):
+            logger.error("%s tier: %d answers to %d", self.name, len(answers), len(asked))
+            return []
+        return answers or []
+
     def _share(self, chunks: int, threads: int) -> int:
         """How many of those queued or under way one thread takes: spread first, then batched."""
         return min(self._tier.batch_chunks, math.ceil(chunks / threads))
-
-    def _read(self, entries: Sequence[Entry]) -> list[GetOutcome]:
-        try:
-            outcomes = self._tier.get_many([(e.key, self._pool.view(e.slot)) for e in entries])
-            if len(outcomes) == len(entries):
-                return outcomes
-            logger.error("%s tier: %d outcomes of %d", self.name, len(outcomes), len(entries))
-        except Exception:
-            logger.exception("%s tier: get failed", self.name)
-        return [GetOutcome.FAILED] * len(entries)
 
     # --- writes ---
 
@@ -196,23 +204,13 @@ class TierIo:
             self._delete(victims)
         with self._deciding():
             self._write_meter.start(self._clock())
-        outcomes = self._write(entries)
+        outcomes = self._move(self._tier.put_many, entries) or [PutOutcome.FAILED] * len(entries)
         with self._deciding() as decider:
             now_s = self._clock()
             self._write_meter.stop(now_s, outcomes.count(PutOutcome.STORED) * self._pool.slot_bytes)
             self._being_written -= len(entries)
             decider.cascades[self.name].end(entries, outcomes, now_s)
         return is_more
-
-    def _write(self, entries: Sequence[Entry]) -> list[PutOutcome]:
-        try:
-            outcomes = self._tier.put_many([(e.key, self._pool.view(e.slot)) for e in entries])
-            if len(outcomes) == len(entries):
-                return outcomes
-            logger.error("%s tier: %d outcomes of %d", self.name, len(outcomes), len(entries))
-        except Exception:
-            logger.exception("%s tier: put failed", self.name)
-        return [PutOutcome.FAILED] * len(entries)
 
     def _delete(self, keys: Sequence[bytes]) -> None:
         """Delete chunks, and note that they are gone; on a writer thread."""
@@ -227,24 +225,13 @@ class TierIo:
 
     def _ask_turn(self) -> None:
         """Ask in one call for all that has come up since the last."""
+        assert isinstance(self._tier, SharedTier)
         with self._deciding() as decider:
             keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
             is_wanted = self._is_reading
         while keys:
-            found = self._find(keys) if is_wanted else None
+            found = self._answers(self._tier.find, keys) if is_wanted else []
             with self._deciding() as decider:
-                decider.promoter.answered(keys, found, self._clock())
+                decider.promoter.answered(keys, found or None, self._clock())
                 keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
                 is_wanted = self._is_reading
-
-    def _find(self, keys: Sequence[bytes]) -> list[bool] | None:
-        assert isinstance(self._tier, SharedTier)
-        try:
-            found = self._tier.find(keys)
-        except Exception:
-            logger.exception("%s tier: find failed", self.name)
-            return None
-        if found is not None and len(found) != len(keys):
-            logger.error("%s tier: %d answers to %d", self.name, len(found), len(keys))
-            return None
-        return found

@@ -9,11 +9,12 @@ Called by engine, connector, residency and settings. Imports keys and values.
 """
 
 from cacheengine.tiers.backoff import LONGEST_BACKOFF_S, TierBackoff
-from cacheengine.tiers.base import GetOutcome, LocalTier, PutOutcome, SharedTier, Tier
+from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome, SharedTier, Tier
 from cacheengine.tiers.null import NullTier
 
 __all__ = [
     "LONGEST_BACKOFF_S",
+    "Chunk",
     "GetOutcome",
     "LocalTier",
     "NullTier",

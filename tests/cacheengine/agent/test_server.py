@@ -225,6 +225,7 @@ async def test_clear_drops_only_what_is_named(rig: Rig) -> None:
         ("/pin", {}, "give either 'tokens' or 'keys'"),
         ("/pin", {"keys": ["aa"]}, "digests of 32 bytes"),
         ("/unpin", {"tokens": [1], "tier": "gpu"}, "Invalid enum value 'gpu'"),
+        ("/clear", {"tiers": ["gpu"]}, "Invalid enum value 'gpu'"),
         ("/move", {"tokens": [1]}, "missing required field `source`"),
     ],
 )

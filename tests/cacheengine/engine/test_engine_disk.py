@@ -68,7 +68,7 @@ def test_a_smaller_limit_at_restart_keeps_the_most_recent(
     make_bench: MakeBench, tmp_path: Path
 ) -> None:
     first = make_bench(8, config(tmp_path))
-    tier = first.engine._tier
+    tier = first.engine._tiers.local
     assert isinstance(tier, DiskTier)
     for age_s, number in enumerate([1, 2, 3, 4]):
         first.store(keys(number))
@@ -90,7 +90,7 @@ def test_one_flipped_byte_is_a_miss(make_bench: MakeBench, tmp_path: Path) -> No
     bench.store(keys(1, 2, 3))
     bench.finish_puts()
     bench.engine.clear(["cpu"])
-    tier = bench.engine._tier
+    tier = bench.engine._tiers.local
     assert isinstance(tier, DiskTier)
     file = tier.path(key(2))
     content = bytearray(file.read_bytes())

@@ -128,7 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.hidden_holds: set[bytes] = set()
         self.stored: set[bytes] = set()  # by us or others, and not cleared since
         self.kept: dict[str, set[bytes]] = {"cpu": set(), "disk": set()}
-        self.promoter: list[Promotion] = []
+        self.promotions: list[Promotion] = []
         self.events: dict[str, set[bytes]] = {"cpu": set(), "disk": set(), "remote": set()}
 
     def _make_threads(self, name: str, count: int) -> ManualThreads:
@@ -258,7 +258,7 @@ class EngineMachine(RuleBasedStateMachine):
         counts = promotion.counts
         total = counts.resident + counts.promoted + counts.pending + counts.missing
         assert total == len(chunks)
-        self.promoter.append(promotion)
+        self.promotions.append(promotion)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 6.0, 100.0]))
     def let_time_pass(self, seconds: float) -> None:
@@ -392,7 +392,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert (chunk in chunks) != event.stored
                 (chunks.add if event.stored else chunks.remove)(chunk)
         assert self.events["cpu"] == set(self.engine._decider.cpu.ready_keys())
-        assert self.events["disk"] == set(self.engine._disk.keys())
+        assert self.events["disk"] == set(self.engine._tiers.local_index.keys())
         assert self.events["remote"] == set(self.index.keys())
 
     def teardown(self) -> None:
@@ -411,14 +411,14 @@ class EngineMachine(RuleBasedStateMachine):
             self._run(self.jobs[0])
         self.engine.check()
         assert self.engine.stats().cpu_used_bytes == 0
-        assert self.engine._disk.used_bytes == 0
+        assert self.engine._tiers.local_index.used_bytes == 0
         assert not any(self.index.is_known(chunk) for chunk in UNIVERSE)
         assert self.tier.chunks == {}
         self.engine.close()
 
     def _settled_promotions(self) -> list[Promotion]:
         """Those that do not wait for a store still under way."""
-        return [] if self.reserved else self.promoter
+        return [] if self.reserved else self.promotions
 
 
 class StagingMachine(EngineMachine):
