@@ -58,7 +58,7 @@ class CacheEngine:
         make_threads: MakeThreads = IoThreads,
     ) -> None:
         if pool.slot_bytes != layout.chunk_bytes:
-            raise ValueError(f"slots of {pool.slot_bytes} bytes, chunks of {layout.chunk_bytes}")
+            raise ValueError(f"slots have {pool.slot_bytes} bytes, chunks {layout.chunk_bytes}")
         self.layout = layout
         self.incarnation = uuid.uuid4().hex
         self._pool = pool
@@ -127,9 +127,9 @@ class CacheEngine:
     def complete_store(
         self, keys: Collection[bytes], *, success: bool = True, prefetched: bool = False
     ) -> None:
-        """Make reserved chunks visible (``prefetched``: for a request to come), or free their slots.
+        """Make reserved chunks visible and queue their puts, or free their slots.
 
-        Queues their puts. KeyError, changing nothing: no reservation.
+        ``prefetched``: for a request to come. KeyError, changing nothing: no reservation.
         """
         with self._deciding() as decider:
             decider.complete_store(keys, self._clock(), success=success, prefetched=prefetched)
@@ -189,9 +189,8 @@ class CacheEngine:
     ) -> dict[str, int]:
         """Drop what these tiers (or all) hold, or of that these chunks; return how many, by tier.
 
-        None of them can be found any more when this returns, pinned or not;
-        slots in use and files are freed soon after. Chunks that other engines
-        put into the remote tier are found again when it is asked for them.
+        None of them is found any more when this returns, pinned or not; slots in
+        use and files are freed soon after. Others' chunks in the remote tier stay.
         """
         with self._deciding() as decider:
             return decider.clear(
@@ -201,10 +200,8 @@ class CacheEngine:
     def snapshot(self) -> wire.Snapshot:
         """Return all keys by tier as of one moment."""
         with self._lock:
-            keys = {CPU: self._decider.cpu.ready_keys()}
-            for index in self._decider.state.lower:
-                if index.is_there:
-                    keys[index.name] = index.keys()
+            below = {index.name: index.keys() for index in self._tiers.indexes if index.is_there}
+            keys: dict[str, list[bytes]] = {CPU: self._decider.cpu.ready_keys(), **below}
             seq = self._decider.events.last_seq
         # Packing a million keys takes a second: not under the lock.
         tiers = {tier: wire.pack_keys(map(key64, held)) for tier, held in keys.items()}

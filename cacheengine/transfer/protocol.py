@@ -41,7 +41,7 @@ class ProtocolError(Exception):
     """The other side is none of ours, refused, or spoke nonsense."""
 
 
-class RefusedError(ProtocolError):
+class TransferRefusedError(ProtocolError):
     """The other side said no, and why."""
 
 
@@ -77,7 +77,7 @@ def checksum(payload: memoryview) -> bytes:
 def greet(channel: Channel, layout: str, key_bytes: int) -> None:
     """Introduce oneself; return when welcome.
 
-    Raises `RefusedError` with the other side's reason, `ProtocolError` if it is
+    Raises `TransferRefusedError` with the other side's reason, `ProtocolError` if it is
     no replica.
     """
     channel.send(_HELLO.pack(_MAGIC, VERSION, key_bytes, layout.encode()))
@@ -86,7 +86,7 @@ def greet(channel: Channel, layout: str, key_bytes: int) -> None:
         raise ProtocolError("what listens there is no replica's distributed_url")
     text = channel.receive(text_bytes).decode(errors="replace")
     if status != Status.OK:
-        raise RefusedError(text or f"refused with status {status}")
+        raise TransferRefusedError(text or f"refused with status {status}")
 
 
 def send_get(channel: Channel, keys: Sequence[bytes]) -> None:

@@ -11,14 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from cacheengine.tiers.stores.base import Blob, BlobStore, StoreError, StoreFullError, Target
-from cacheengine.tiers.stores.redis.channels import Channel, Deadline, PlainChannel, TlsChannel
+from cacheengine.tiers.stores.redis.channels import (
+    Deadline,
+    PlainChannel,
+    ServerChannel,
+    TlsChannel,
+)
 from cacheengine.tiers.stores.redis.connections import ConnectionPool
 from cacheengine.tiers.stores.redis.redis_server import RedisServer, TlsSettings
 from cacheengine.tiers.stores.redis.resp import (
     MAX_VALUE_BYTES,
     Conversation,
-    ProtocolError,
     Refusal,
+    RespError,
     command,
     set_command,
 )
@@ -135,7 +140,7 @@ class RedisStore(BlobStore):
             with self._pool.lend(deadline) as conversation:
                 conversation.deadline = deadline
                 return talk(conversation)
-        except ProtocolError as error:
+        except RespError as error:
             raise StoreError(f"does not speak as a Redis server does: {error}") from None
         except TimeoutError:
             raise StoreError(f"no answer in {deadline.timeout_s:.1f} s") from None
@@ -175,7 +180,7 @@ class RedisStore(BlobStore):
         conversation.send([command("PING")])
         _granted(conversation.simple())
 
-    def _channel(self, deadline: Deadline) -> Channel:
+    def _channel(self, deadline: Deadline) -> ServerChannel:
         connected = self._dial(deadline)
         try:
             if self._tls is None:
