@@ -1,8 +1,6 @@
-"""The KV cache engine: numbered slots of a pool, and the tiers below it.
+"""The KV cache engine: one lock and a clock around the decisions of `residency`.
 
-Knows nothing of vLLM. `residency` decides under one lock; this module is that
-lock and the clock; `lower_tiers` has the threads that move bytes between the
-pool and the tiers below.
+Knows nothing of vLLM. `lower_tiers` moves bytes between the pool and the tiers below.
 """
 
 import contextlib
@@ -200,8 +198,10 @@ class CacheEngine:
     def snapshot(self) -> wire.Snapshot:
         """Return all keys by tier as of one moment."""
         with self._lock:
-            below = {index.name: index.keys() for index in self._tiers.indexes if index.is_there}
-            keys: dict[str, list[bytes]] = {CPU: self._decider.cpu.ready_keys(), **below}
+            keys = {CPU: self._decider.cpu.ready_keys()}
+            for index in self._tiers.indexes:
+                if index.is_there:
+                    keys[index.name] = index.keys()
             seq = self._decider.events.last_seq
         # Packing a million keys takes a second: not under the lock.
         tiers = {tier: wire.pack_keys(map(key64, held)) for tier, held in keys.items()}
