@@ -1,16 +1,19 @@
 """InfiniStore, a store behind RDMA. Untested on hardware: see `InfiniStore`."""
 
 import logging
+import struct
 from collections.abc import Mapping
 from typing import Any, Final
 
 from cacheengine.tiers.stores.hosted.client_process import HostedLibrary
 from cacheengine.tiers.stores.hosted.hosted import HostedStore
-from cacheengine.tiers.stores.infinistore.blob import PREFIX_BYTES
 from cacheengine.tiers.stores.url import RemoteUrl, parse_remote_url
 from cacheengine.values import BadValue, parse_int
 
 logger = logging.getLogger("vllm.warmroute")
+
+SIZE_PREFIX: Final = struct.Struct("<8sQ")
+"""What stands before a blob, whose size the server does not know: a magic word and the size."""
 
 _TIMEOUT_S: Final = 5.0
 _DEFAULT_BUFFER_MIB: Final = 256
@@ -57,7 +60,7 @@ class InfiniStore(HostedStore):
             memory_bytes=memory_mib * 1024 * 1024,
             memory_setting="buffer_mib (in MiB) in remote_url",
             timeout_s=timeout_s,
-            prefix_bytes=PREFIX_BYTES,
+            prefix_bytes=SIZE_PREFIX.size,
         )
 
 
