@@ -7,14 +7,7 @@ from typing import Final
 from aiohttp import web
 
 from cacheengine import wire
-from cacheengine.agent.answers import (
-    BadCallError,
-    NotKnownError,
-    as_json,
-    decode,
-    number,
-    seconds,
-)
+from cacheengine.agent.answers import BadCallError, NotKnownError, as_json, decode, number, seconds
 from cacheengine.agent.async_waits import MAX_WAIT_S, wait_for_event, wait_for_promotion
 from cacheengine.agent.mover import Mover
 from cacheengine.agent.prompts import Prompts, digests

@@ -11,7 +11,4 @@ and record; knows nothing of vLLM.
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.metrics import render_metrics
 
-__all__ = [
-    "CacheEngine",
-    "render_metrics",
-]
+__all__ = ["CacheEngine", "render_metrics"]

@@ -11,9 +11,4 @@ from cacheengine.identity.layout import ChunkLayout
 from cacheengine.identity.model_options import model_options_digest, option_of
 from cacheengine.identity.weights import weights_identity
 
-__all__ = [
-    "ChunkLayout",
-    "model_options_digest",
-    "option_of",
-    "weights_identity",
-]
+__all__ = ["ChunkLayout", "model_options_digest", "option_of", "weights_identity"]

@@ -272,10 +272,5 @@ def make_decider(
     ``policy`` is one of `POLICY_NAMES`; chunks waiting to be written down take
     at most ``put_queue_share`` of the pool.
     """
-    state = CacheState(
-        CpuIndex(slots, policy),
-        lower,
-        chunk_bytes=chunk_bytes,
-        local_cpu=local_cpu,
-    )
+    state = CacheState(CpuIndex(slots, policy), lower, chunk_bytes=chunk_bytes, local_cpu=local_cpu)
     return Decider(state, max_queued_puts=max(1, int(put_queue_share * slots)))

@@ -11,8 +11,4 @@ they accept.
 from cacheengine.settings.loading import load_engine_config
 from cacheengine.settings.settings import ConfigError, EngineConfig
 
-__all__ = [
-    "ConfigError",
-    "EngineConfig",
-    "load_engine_config",
-]
+__all__ = ["ConfigError", "EngineConfig", "load_engine_config"]

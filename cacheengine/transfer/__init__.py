@@ -10,8 +10,4 @@ from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.server import TransferServer
 from cacheengine.transfer.stats import TransferMeter
 
-__all__ = [
-    "Fetch",
-    "TransferMeter",
-    "TransferServer",
-]
+__all__ = ["Fetch", "TransferMeter", "TransferServer"]

@@ -169,9 +169,5 @@ class TransferServer:
             logger.warning("chunks were refused to %s: %s", peer, reason)
             return
         Sender(
-            self._engine,
-            channel,
-            self._meter,
-            key_bytes=hello.key_bytes,
-            timeout_s=self._timeout_s,
+            self._engine, channel, self._meter, key_bytes=hello.key_bytes, timeout_s=self._timeout_s
         ).run()

@@ -40,13 +40,7 @@ class DiskPath:
     """
 
     def __init__(
-        self,
-        root: Path,
-        fingerprint: str,
-        file: ChunkFile,
-        space: DiskSpace,
-        *,
-        lock_wait_s: float,
+        self, root: Path, fingerprint: str, file: ChunkFile, space: DiskSpace, *, lock_wait_s: float
     ) -> None:
         self.directory = root / fingerprint
         self._prefix = f"{self.directory}/"
