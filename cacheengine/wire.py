@@ -130,7 +130,7 @@ class PinRequest(ChunkSelection, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PinReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens that are pinned now (after ``/unpin``: whose pins were taken off)."""
+    """Tokens that are pinned now (after ``/unpin``: no longer)."""
 
     num_tokens: int
 
@@ -189,7 +189,7 @@ class MoveStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     event_id: str
     state: MoveState
-    """``failed``: not all chunks arrived (those that did are usable), or all did and
+    """``failed``: not all chunks arrived (those arrived are usable), or all did and
     the source could not be told to drop them (both have them); see ``error``."""
     asked_chunks: int
     arrived_chunks: int
@@ -202,8 +202,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``POST /register`` at the controller's monitor port, by an agent that starts.
 
     Then ``POST /heartbeat`` (`Heartbeat`) at least every ``heartbeat_s``; the
-    controller answers 404 to one that it does not know, who then registers
-    anew. ``POST /deregister`` (`Heartbeat`) at the end.
+    controller answers 404 to an unknown agent, which then registers anew.
+    ``POST /deregister`` (`Heartbeat`) at the end.
     """
 
     instance_id: str

@@ -82,7 +82,7 @@ class DiskRig:
         self._engine = CacheEngine(
             EngineConfig(put_queue_share=1.0),
             layout(chunk_bytes),
-            Pool.over(memory, chunks, chunk_bytes),
+            Pool(memory, chunks, chunk_bytes),
             tier=self._tier,
         )
         self._numbers = itertools.count()

@@ -21,7 +21,7 @@ from cacheengine.transfer import Fetch, TransferMeter
 logger = logging.getLogger("vllm.warmroute")
 
 MAX_FETCHES: Final = 4
-"""Moves whose bytes flow at the same time; others wait for them."""
+"""Moves whose bytes flow at the same time; further moves wait for them."""
 MAX_RUNNING: Final = 64
 MAX_REMEMBERED: Final = 1000
 _PROMOTE_S: Final = 60.0
@@ -112,9 +112,9 @@ class Mover:
         if len(self._running) >= self._max_running:
             raise TooMuchError(f"{len(self._running)} moves are running; try again later")
 
-    def _check_tier(self, tier: str, who: str, tiers: dict[str, wire.TierInfo]) -> None:
+    def _check_tier(self, tier: str, replica: str, tiers: dict[str, wire.TierInfo]) -> None:
         if tier not in tiers:
-            raise BadCallError(f"{who} has no {tier} tier, only {', '.join(tiers)}")
+            raise BadCallError(f"{replica} has no {tier} tier, only {', '.join(tiers)}")
 
     def _check_source(
         self, request: wire.MoveRequest, info: wire.InstanceInfo

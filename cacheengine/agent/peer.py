@@ -36,7 +36,7 @@ class PeerAgent:
         self._base_url = base_url.rstrip("/")
 
     async def info(self) -> wire.InstanceInfo:
-        """Return who it is."""
+        """Return its identity and its tiers."""
         body = await call(self._session, "GET", f"{self._base_url}/info")
         return self._decoded(body, wire.InstanceInfo)
 

@@ -134,8 +134,8 @@ class Agent:
     def _registrar(
         self, session: aiohttp.ClientSession, controller_url: str, address: tuple[str, int]
     ) -> Registrar:
-        # Of a wildcard nobody can make an address; the controller takes the
-        # one that it sees the registration come from.
+        # A wildcard is no address: the controller takes the one that the
+        # registration comes from.
         host = "" if self._host in _WILDCARDS else self._host
         if host in _LOOPBACK and urlsplit(controller_url).hostname not in _LOOPBACK:
             logger.warning(

@@ -38,9 +38,9 @@ _MEDIUM_BY_TIER: Final = {
 _LOOKUP_PIN_S = 10.0
 
 # vLLM forgets its transfers in reset_cache() and tells its workers to finish
-# them in the step after. Until they have, the rows must not be given to anyone
-# else. vLLM 0.33 says when that is so (`on_reset_flushed`); 0.32 does not: there
-# it is one step later, with asynchronous scheduling two.
+# them in the step after. Until they have, the rows must not be reused. vLLM
+# 0.33 says when that is so (`on_reset_flushed`); 0.32 does not: there it is one
+# step later, with asynchronous scheduling two.
 _TELLS_WHEN_FLUSHED = hasattr(OffloadingManager, "on_reset_flushed")
 _STEPS_UNTIL_FLUSHED = 3
 
@@ -215,7 +215,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     ) -> PrepareStoreOutput | None:
         """Reserve rows for the chunks that are not there yet, the leading ones that find room.
 
-        None when none does. Those that are there count as used: a prefix that
+        None when none does. Chunks that are there count as used: a prefix that
         the GPU holds is never loaded, but offered again by each request.
         """
         chunks = [get_offload_block_hash(key) for key in keys]

@@ -141,7 +141,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             region = self._open_region(rank=None)
             undo.callback(region.cleanup)
             region.forget_name()
-            pool = Pool.over(
+            pool = Pool(
                 region.create_kv_memoryview(),
                 num_slots=self.num_chunks,
                 slot_bytes=self.kv_bytes_per_chunk,

@@ -11,7 +11,7 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkLayout:
-    """The meaning of a chunk's bytes: whose KV they are, and how they lie.
+    """The meaning of a chunk's bytes: the model they are KV of, and their order.
 
     Two engines may exchange chunks exactly when their layouts are equal; the
     disk tier keeps each layout in a directory of its own, named `fingerprint`.

@@ -129,7 +129,7 @@ class TierIndex(LowerIndex):
             # It is gone: the tier removes what is damaged.
             self.forget(key)
             return False
-        # Forgotten but not deleted, it would take room that nobody counts.
+        # Forgotten but not deleted, it would take room that is not counted.
         self._items[key] = Residence.DELETING
         return True
 

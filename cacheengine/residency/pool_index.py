@@ -15,7 +15,7 @@ _OPERATOR_SHARE: Final = 0.5
 
 
 class CpuIndex:
-    """Entries by key, free slots, and the eviction of what nobody uses.
+    """Entries by key, free slots, and the eviction of unused ones.
 
     OperatorPins are bounded, so that stores find room: operators' to half of the
     slots, all together (`may_pin`) to three quarters.
@@ -30,7 +30,7 @@ class CpuIndex:
         # Holds the READY entries that are neither condemned nor pinned by an
         # operator: these would gather at its front, and be passed over by every eviction.
         self._policy = make_policy(policy, num_slots)
-        self._pinned: dict[bytes, Entry] = {}  # those that will be when ready included
+        self._pinned: dict[bytes, Entry] = {}  # also entries to be pinned when ready
         self._operator_pinned: set[bytes] = set()
         self._max_operator_pinned = int(_OPERATOR_SHARE * num_slots)
         self._max_pinned = max(1, int(MAX_PINNED_SHARE * num_slots))
@@ -90,7 +90,7 @@ class CpuIndex:
         self.tidy(entry)
 
     def remove(self, entry: Entry) -> None:
-        """Forget an entry that nobody uses, and free its slot."""
+        """Forget an unused entry, and free its slot."""
         assert not entry.is_busy and not entry.seen.operator_pinned
         if entry.is_usable:  # what was cleared left the policy in `condemn`
             self._policy.evict(entry.key)
@@ -99,7 +99,7 @@ class CpuIndex:
         self._free.append(entry.slot)
 
     def condemn(self, entry: Entry) -> None:
-        """Hide an entry for good; `remove` it when its last user is done."""
+        """Hide an entry for good; `remove` it at the end of its last use."""
         self.unpin(entry)
         self.operator_unpin(entry)
         if entry.state is State.READY:

@@ -243,7 +243,7 @@ class RemoteIndex(LowerIndex):
         assert self._condemned <= self._busy.keys(), "cleared, idle and still here"
         assert self._to_ask.keys() <= self._asked.keys()
         assert self._void <= self._asked.keys()
-        assert not self._forgotten, "nobody was told of what was forgotten"
+        assert not self._forgotten, "forgotten, and no event says so"
 
     def _begin_delete(self, key: bytes) -> None:
         self._held.pop(key, None)

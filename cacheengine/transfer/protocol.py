@@ -59,7 +59,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who wants chunks, and of which kind."""
+    """What the replica that wants chunks says of itself."""
 
     version: int
     key_bytes: int
@@ -126,7 +126,7 @@ def receive_chunk(channel: Channel, key: bytes, into: memoryview) -> bool:
 
 
 def receive_hello(channel: Channel) -> Hello:
-    """Return who is there; `ProtocolError` if it is no replica."""
+    """Return the other side's greeting; `ProtocolError` if it is no replica."""
     magic, version, key_bytes, layout = _HELLO.unpack(channel.receive(_HELLO.size))
     if magic != _MAGIC:
         raise ProtocolError("not the greeting of a replica")

@@ -50,8 +50,8 @@ class Sender:
         """Take what is asked for, waiting only with nothing left to send; False at the end."""
         while not self._ended and len(self._loans) < _LOANS:
             # Reading ahead of a loan that found no room would keep the room that
-            # it waits for. So who waits has nothing pinned, and nobody waits for
-            # each other.
+            # it waits for. So a waiting sender has nothing pinned, and no two wait
+            # for each other.
             if self._loans and not (self._loans[-1].is_whole and self._channel.has_input()):
                 break
             keys = protocol.receive_get(self._channel, self._key_bytes)

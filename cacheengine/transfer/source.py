@@ -19,7 +19,7 @@ _LONGEST_PAUSE_S: Final = 0.128
 class Loan:
     """Chunks that were asked for together, held one at a time while they are sent.
 
-    Making one starts to read, without waiting, those that are not in the pool:
+    Making one starts to read, without waiting, the chunks that are not in the pool:
     so the next loan is read while this one is sent.
     """
 

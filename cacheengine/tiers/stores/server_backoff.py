@@ -48,8 +48,8 @@ class ServerBackoff:
             now_s = self._clock()
             if now_s < self._until_s:
                 return self._until_s - now_s
-            # This caller tries; for as long again, nobody else does. If it
-            # never reports, the next one is let through after that.
+            # This caller tries, and for as long again no other. If it never
+            # reports, the next one is let through after that.
             self._until_s = now_s + self._rest_s
             return 0.0
 

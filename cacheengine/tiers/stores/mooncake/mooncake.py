@@ -28,7 +28,7 @@ class MooncakeStore(HostedStore):
     - A put that another client has begun and not ended counts as stored, too:
       for up to 30 s, after a client died in the middle, there is nothing then.
     - `remove` removes at once, lease or not, or a damaged blob that is read
-      again and again would never go. Who is reading it at that moment may
+      again and again would never go. A reader of that moment may
       read bytes of something else: the envelope's checksum finds out.
     - What a replica contributed to the store is gone when its process is.
     """

@@ -72,7 +72,7 @@ class ServerChannel(ABC):
             into = into[self.receive(into, deadline) :]
 
     def is_stale(self) -> bool:
-        """Whether the other side has closed, or sent what nobody asked for."""
+        """Whether the other side has closed, or sent what was not asked for."""
         try:
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)

@@ -77,7 +77,7 @@ class ConnectionPool(Generic[C]):
                 raise StoreError("closed")
             rest_s = self._backoff.admit()
             if rest_s:
-                # Whoever waits for a place need not: wake the next to find the same.
+                # Further waiters for a place need not wait: wake the next to find the same.
                 self._condition.notify()
                 raise StoreError(f"failed lately; asked again in {rest_s:.1f} s")
             self._free -= 1

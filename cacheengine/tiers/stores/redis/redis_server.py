@@ -15,12 +15,12 @@ _OPTIONS: Final = ("connect_timeout_s", "timeout_s", "connections")
 
 @dataclass(frozen=True, kw_only=True)
 class TlsSettings:
-    """How a server proves who it is, and the replica too if the server asks."""
+    """How the server proves its identity, and the replica its own if asked."""
 
     verify: bool = True
     """Whether the certificate must be valid, and for this host."""
     ca_file: Path | None = None
-    """Whose certificates are believed; None: the system's."""
+    """The authorities that are trusted; None: the system's."""
     cert_file: Path | None = None
     """The replica's own certificate."""
     key_file: Path | None = None

@@ -52,7 +52,7 @@ def _bulk(word: bytes) -> bytes:
 class Conversation:
     """Commands and replies on one channel, in order.
 
-    ``deadline`` bounds all calls; whoever borrows the conversation sets it.
+    ``deadline`` bounds all calls; the borrower of the conversation sets it.
     """
 
     def __init__(self, channel: ServerChannel, deadline: Deadline, *, drain_bytes_s: float) -> None:
@@ -99,7 +99,7 @@ class Conversation:
         return size_bytes
 
     def is_stale(self) -> bool:
-        """Whether there is something to read that nobody asked for, or the other side is gone."""
+        """Whether there is something to read that was not asked for, or the other side is gone."""
         return self._start < self._end or self._channel.is_stale()
 
     def abort(self) -> None:
