@@ -41,6 +41,10 @@ class CpuIndex:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the bytes of a key may be used."""
+        return self.ready(key) is not None
+
     @property
     def free_slots(self) -> int:
         """Slots that hold nothing."""
@@ -101,7 +105,7 @@ class CpuIndex:
     def condemn(self, entry: Entry) -> None:
         """Hide an entry for good; `remove` it at the end of its last use."""
         self.unpin(entry)
-        self.operator_unpin(entry)
+        self.operator_unpin(entry.key)
         if entry.state is State.READY:
             self._policy.remove(entry.key)
         entry.in_use.condemned = True
@@ -154,23 +158,25 @@ class CpuIndex:
             if entry.seen.pinned_until_s is not None and entry.seen.pinned_until_s <= now_s
         ]
 
-    def operator_pin(self, entry: Entry) -> bool:
+    def operator_pin(self, key: bytes) -> bool:
         """Pin a ready entry until `operator_unpin`; False when too much is pinned so."""
-        if entry.key in self._operator_pinned:
+        entry = self._entries[key]
+        if key in self._operator_pinned:
             return True
         if len(self._operator_pinned) >= self._max_operator_pinned:
             return False
-        self._operator_pinned.add(entry.key)
-        self._policy.remove(entry.key)
+        self._operator_pinned.add(key)
+        self._policy.remove(key)
         entry.in_use.operator_pinned = True
         return True
 
-    def operator_unpin(self, entry: Entry) -> bool:
+    def operator_unpin(self, key: bytes) -> bool:
         """End an operator's pin, as if the chunk had just come; False if there is none."""
-        if entry.key not in self._operator_pinned:
+        if key not in self._operator_pinned:
             return False
-        self._operator_pinned.remove(entry.key)
-        self._policy.add(entry.key)
+        entry = self._entries[key]
+        self._operator_pinned.remove(key)
+        self._policy.add(key)
         entry.in_use.operator_pinned = False
         self.tidy(entry)
         return True

@@ -104,12 +104,12 @@ def test_what_an_operator_pinned_is_no_victim() -> None:
     index = _index(4)
     entry = index.ready(key(0))
     assert entry is not None
-    assert index.operator_pin(entry)
+    assert index.operator_pin(entry.key)
     assert [each.key for each in index.victims(4, protected=(), now_s=0.0)] == keys(1, 2, 3)
     assert set(index.ready_keys()) == set(keys(0, 1, 2, 3))
     index.touch(keys(0))
     index.check()
-    assert index.operator_unpin(entry)
+    assert index.operator_unpin(entry.key)
     assert entry.use is None  # nothing goes on with it: no memory for that
     assert [each.key for each in index.victims(4, protected=(), now_s=0.0)] == keys(1, 2, 3, 0)
     index.check()
