@@ -93,18 +93,12 @@ class Registrar:
     def _note_success(self) -> None:
         if self._state != "registered":
             self._state = "registered"
-            logger.info(
-                "%s is registered with the controller at %s",
-                self._registration.instance_id,
-                self._base_url,
-            )
+            name = self._registration.instance_id
+            logger.info("%s is registered with the controller at %s", name, self._base_url)
 
     def _note_failure(self, error: PeerError) -> None:
         state = "refused" if isinstance(error, PeerRefusedError) else "away"
         if self._state != state:
             self._state = state
-            logger.warning(
-                "%s is not registered with the controller, and goes on trying: %s",
-                self._registration.instance_id,
-                error,
-            )
+            told = "%s is not registered with the controller, and goes on trying: %s"
+            logger.warning(told, self._registration.instance_id, error)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Final
 from urllib.parse import urlsplit
@@ -70,27 +71,24 @@ class Agent:
 
     def start(self) -> None:
         """Listen; returns when requests are answered."""
-        started: threading.Event = threading.Event()
-        failure: list[Exception] = []
+        started: Future[None] = Future()
 
         def run() -> None:
             try:
                 asyncio.run(self._serve(started))
             except Exception as error:  # noqa: BLE001  raised again by start()
-                failure.append(error)
-                started.set()
+                if not started.done():
+                    started.set_exception(error)
 
         self._thread = threading.Thread(target=run, name="kv-agent", daemon=True)
         self._thread.start()
-        if not started.wait(_START_TIMEOUT_S):
-            raise TimeoutError(f"the agent did not start within {_START_TIMEOUT_S} s")
-        if failure and isinstance(failure[0], OSError):
+        try:
+            started.result(_START_TIMEOUT_S)
+        except TimeoutError:
+            raise TimeoutError(f"no start of the agent within {_START_TIMEOUT_S} s") from None
+        except OSError as error:
             where = join_host_port(self._host, self._port)
-            raise OSError(f"lmcache_worker_port: cannot listen on {where}: {failure[0]}") from (
-                failure[0]
-            )
-        if failure:
-            raise failure[0]
+            raise OSError(f"lmcache_worker_port: cannot listen on {where}: {error}") from error
 
     def stop(self) -> None:
         """Deregister, end the moves, close the listening socket and end the thread."""
@@ -100,7 +98,7 @@ class Agent:
             self._thread.join(timeout=_STOP_TIMEOUT_S)
         self._loop = self._thread = None
 
-    async def _serve(self, started: threading.Event) -> None:
+    async def _serve(self, started: "Future[None]") -> None:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         async with AsyncExitStack() as undo:
@@ -120,7 +118,7 @@ class Agent:
                 registrar = self._registrar(session, self._controller_url, self.address)
                 undo.push_async_callback(registrar.leave)
                 _run_within(undo, registrar.run())
-            started.set()
+            started.set_result(None)
             await self._stopping.wait()
 
     def _app(self, mover: Mover) -> web.Application:

@@ -6,7 +6,6 @@ key is an error, one that LMCache knows and this engine does not serve is an
 error or a warning (`lmcache_keys` has the lists).
 """
 
-import difflib
 import logging
 import os
 import re
@@ -162,11 +161,10 @@ def _is_known(key: str) -> bool:
 
 
 def _nearest(written: str, key: str) -> str:
-    nearest = difflib.get_close_matches(key, [*_PARSERS, *keys.REFUSED, *keys.INERT], n=1)
-    if not nearest:
-        return f"use one of {', '.join(_PARSERS)}"
-    name = _PREFIX + nearest[0].upper() if written.startswith(_PREFIX) else nearest[0]
-    return f"did you mean {name}?"
+    known = [*_PARSERS, *keys.REFUSED, *keys.INERT]
+    if written.startswith(_PREFIX):
+        return values.suggestion(written, [_PREFIX + each.upper() for each in known], _PARSERS)
+    return values.suggestion(key, known, _PARSERS)
 
 
 def _is_setting(key: str, given: _Given) -> bool:

@@ -3,7 +3,6 @@
 No server is asked: one that is down now may be up later.
 """
 
-import difflib
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any, Final
 from cacheengine.tiers.stores import parse_remote_url
 from cacheengine.tiers.stores.mooncake import mooncake_settings
 from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer
-from cacheengine.values import BadValue
+from cacheengine.values import BadValue, suggestion
 
 _PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
     "mooncakestore": ("mooncake", "mooncake-transfer-engine-non-cuda"),
@@ -54,6 +53,4 @@ def check_serde_name(name: str) -> None:
     from cacheengine.tiers.serde import SERDE_NAMES  # noqa: PLC0415  (loads numpy, zstandard)
 
     if name not in SERDE_NAMES:
-        near = difflib.get_close_matches(name.lower(), SERDE_NAMES, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(SERDE_NAMES)}"
-        raise BadValue(f"{name!r} is unknown", fix)
+        raise BadValue(f"{name!r} is unknown", suggestion(name.lower(), SERDE_NAMES))

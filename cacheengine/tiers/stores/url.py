@@ -3,14 +3,13 @@
 Nothing here connects, and no message repeats a password.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from cacheengine.values import BadValue
+from cacheengine.values import BadValue, suggestion
 
 T = TypeVar("T")
 
@@ -88,7 +87,7 @@ class RemoteUrl:
         """Raise `BadValue` for an option that the scheme does not have."""
         for name in self.options:
             if name not in known:
-                raise BadValue(f"{self.scheme}:// has no option {name!r}", _nearest(name, known))
+                raise BadValue(f"{self.scheme}:// has no option {name!r}", suggestion(name, known))
 
 
 def parse_remote_url(text: str) -> RemoteUrl:
@@ -154,15 +153,11 @@ def _scheme(text: str) -> str:
         problem, fix = _REFUSED[scheme]
         raise BadValue(f"{scheme}:// is not served: {problem}", fix)
     if scheme not in SCHEMES:
-        raise BadValue(f"{scheme}:// is unknown", _nearest(scheme, SCHEMES, "://"))
+        raise BadValue(
+            f"{scheme}:// is unknown",
+            suggestion(f"{scheme}://", [f"{each}://" for each in SCHEMES]),
+        )
     return scheme
-
-
-def _nearest(name: str, known: Sequence[str], suffix: str = "") -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f"did you mean {near[0]}{suffix}?"
-    return f"use one of {', '.join(each + suffix for each in known)}" if known else "remove it"
 
 
 def _unreadable(text: str) -> BadValue:

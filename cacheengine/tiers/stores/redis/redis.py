@@ -90,7 +90,7 @@ class RedisStore(BlobStore):
             server.send([b"".join(command("GET", target.name) for target in targets)])
             return [_size(server.value(target.parts)) for target in targets]
 
-        return self._call(sum(target.capacity_bytes for target in targets), talk)
+        return self._call(sum(target.size_bytes for target in targets), talk)
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
         """Store with one SET for each name; the server makes each visible when it is whole."""
