@@ -5,6 +5,7 @@ import logging
 import uuid
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Final
 
 import aiohttp
@@ -13,7 +14,6 @@ from cacheengine import wire
 from cacheengine.address import split_host_port
 from cacheengine.agent.answers import BadCallError, PeerError, TooMuchError
 from cacheengine.agent.async_waits import wait_for_promotion
-from cacheengine.agent.move import Move
 from cacheengine.agent.peer import PeerAgent
 from cacheengine.engine import CacheEngine
 from cacheengine.transfer import Fetch, TransferMeter
@@ -28,6 +28,44 @@ _PROMOTE_S: Final = 60.0
 _STOP_S: Final = 8.0
 _SHORTEST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.256
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Move:
+    """What is moved from where, and how far that is."""
+
+    event_id: str
+    keys: list[bytes]
+    """What the source's tier held of the prefix when it was asked."""
+    source: PeerAgent
+    address: tuple[str, int] | None
+    """Where the source's chunks are fetched; None if the source is this replica."""
+    old_tier: wire.TierName | None
+    """None in a copy that takes what any tier holds."""
+    new_tier: wire.TierName
+    copy: bool
+    pin_s: float
+    stall_s: float
+    fetch: Fetch | None = None
+    """While it runs and after: its counts are live."""
+    held_chunks: int = 0
+    moved_bytes: int = 0
+    error: str = ""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def status(self) -> wire.MoveStatus:
+        """Return how it stands."""
+        state: wire.MoveState = "failed" if self.error else "done"
+        is_over = self.over.is_set()
+        arrived = self.fetch.received_chunks if self.fetch else 0
+        return wire.MoveStatus(
+            event_id=self.event_id,
+            state=state if is_over else "running",
+            asked_chunks=len(self.keys),
+            arrived_chunks=self.held_chunks if is_over else arrived,
+            moved_bytes=self.moved_bytes if is_over else 0,
+            error=self.error,
+        )
 
 
 class Mover:

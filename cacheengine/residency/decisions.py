@@ -49,9 +49,12 @@ class PromotionCounts:
     """Chunks by outcome at one moment; they add up to those asked for."""
 
     resident: int
+    """In the pool, or being stored into it, before the call."""
     promoted: int
+    """Read into the pool since."""
     pending: int
     missing: int
+    """In no tier, damaged, without room, or after the first such one."""
 
 
 class Promotion:
@@ -80,26 +83,6 @@ class Promotion:
                 pending=self._pending,
                 missing=self._ended[Outcome.MISSING],
             )
-
-    @property
-    def resident(self) -> int:
-        """Chunks that were in the pool, or being stored into it, before the call."""
-        return self.counts.resident
-
-    @property
-    def promoted(self) -> int:
-        """Chunks read into the pool since."""
-        return self.counts.promoted
-
-    @property
-    def pending(self) -> int:
-        """Chunks still under way."""
-        return self.counts.pending
-
-    @property
-    def missing(self) -> int:
-        """Chunks in no tier, damaged, without room, or after the first such one."""
-        return self.counts.missing
 
     @property
     def promoted_bytes(self) -> int:

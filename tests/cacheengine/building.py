@@ -123,7 +123,7 @@ class Bench:
         """Promote and wait; return (resident, promoted, missing)."""
         promotion = self.engine.promote(chunks, pin_s=pin_s)
         assert promotion.wait(20)
-        return promotion.resident, promotion.promoted, promotion.missing
+        return promotion.counts.resident, promotion.counts.promoted, promotion.counts.missing
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -98,13 +98,21 @@ def test_a_promotion_asks_for_all_that_follows_at_once(
     _put_by_others(remote, 3, 4, 6)
     remote.finds.clear()
     promotion = bench.engine.promote(keys(1, 2, 3, 4, 5, 6), pin_s=10)
-    wait_until(lambda: promotion.promoted == 1)
-    assert (promotion.resident, promotion.pending, promotion.missing) == (1, 4, 0)
+    wait_until(lambda: promotion.counts.promoted == 1)
+    assert (promotion.counts.resident, promotion.counts.pending, promotion.counts.missing) == (
+        1,
+        4,
+        0,
+    )
     remote.finds.set()
     assert promotion.wait(20)
     assert remote.questions == [keys(3, 4, 5, 6)]
     # 6 is there, but behind a gap.
-    assert (promotion.resident, promotion.promoted, promotion.missing) == (1, 3, 2)
+    assert (promotion.counts.resident, promotion.counts.promoted, promotion.counts.missing) == (
+        1,
+        3,
+        2,
+    )
     assert bench.engine.match(keys(1, 2, 3, 4, 5)) == ["cpu"] * 4
     assert bench.has_right_bytes(keys(1, 2, 3, 4))
 
@@ -315,7 +323,7 @@ def test_closing_answers_what_waits(make_bench: MakeBench, remote: ScriptedRemot
     bench.engine.close()
     promotion = bench.engine.promote(keys(1), pin_s=1)
     assert promotion.wait(0)
-    assert promotion.missing == 1
+    assert promotion.counts.missing == 1
     assert remote.questions == []
 
 

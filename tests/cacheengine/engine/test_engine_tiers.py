@@ -77,13 +77,13 @@ def test_promotion_returns_before_the_read(make_bench: MakeBench, tier: Scripted
     promotion = bench.engine.promote(keys(1), pin_s=10)
     done = threading.Event()
     promotion.add_done_callback(done.set)
-    assert promotion.pending == 1
+    assert promotion.counts.pending == 1
     assert not done.is_set()
     assert bench.engine.lookup(key(1)) is Presence.PENDING
     assert bench.engine.try_hold(key(1)) is None
     tier.gets.set()
     assert done.wait(20)
-    assert (promotion.promoted, promotion.promoted_bytes) == (1, bench.pool.slot_bytes)
+    assert (promotion.counts.promoted, promotion.promoted_bytes) == (1, bench.pool.slot_bytes)
 
 
 def test_the_same_chunk_asked_twice_is_read_once(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -94,7 +94,7 @@ def test_the_same_chunk_asked_twice_is_read_once(make_bench: MakeBench, tier: Sc
     tier.gets.set()
     assert first.wait(20)
     assert second.wait(20)
-    assert (first.promoted, second.promoted, tier.get_count) == (1, 2, 2)
+    assert (first.counts.promoted, second.counts.promoted, tier.get_count) == (1, 2, 2)
     bench.clock.advance(10)
     assert bench.engine.expire_pins() == 0  # the longer pin counts
 
@@ -119,10 +119,10 @@ def test_a_store_under_way_is_joined(make_bench: MakeBench, tier: ScriptedTier) 
     bench = _bench(make_bench, tier)
     bench.engine.prepare_store(keys(1, 2))
     promotion = bench.engine.promote(keys(1, 2), pin_s=10)
-    assert promotion.pending == 2
+    assert promotion.counts.pending == 2
     bench.engine.complete_store(keys(1))
     bench.engine.complete_store(keys(2), success=False)
-    assert (promotion.resident, promotion.missing, promotion.done) == (1, 1, True)
+    assert (promotion.counts.resident, promotion.counts.missing, promotion.done) == (1, 1, True)
 
 
 def test_promotion_does_not_evict_its_own_prefix(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -283,7 +283,7 @@ def test_clearing_during_a_read_hides_what_it_brings(
     promotion = bench.engine.promote(keys(1), pin_s=10)
     wait_until(lambda: tier.get_count == 1)
     assert bench.engine.clear() == {"cpu": 0, "disk": 1}
-    assert (promotion.missing, promotion.done) == (1, True)
+    assert (promotion.counts.missing, promotion.done) == (1, True)
     assert bench.engine.prepare_store(keys(2)) is None  # the slot is being written to
     tier.gets.set()
     wait_until(lambda: bench.engine.stats().cpu_used_bytes == 0)
@@ -360,7 +360,7 @@ def test_after_close_nothing_hangs(make_bench: MakeBench, tier: ScriptedTier) ->
     bench.engine.close()
     promotion = bench.engine.promote(keys(1), pin_s=1)
     assert promotion.wait(0)
-    assert promotion.missing == 1
+    assert promotion.counts.missing == 1
     bench.engine.complete_store(keys(2))
     assert bench.engine.stats().put_queue_bytes == 0
 
@@ -377,9 +377,9 @@ def test_closing_takes_nothing_off_the_disk(make_bench: MakeBench, tier: Scripte
     tier.gets.set()
     closing.join(20)
     assert promotion.done
-    assert promotion.missing > 0
+    assert promotion.counts.missing > 0
     late = bench.engine.promote(keys(15), pin_s=1)
-    assert (late.done, late.missing) == (True, 1)
+    assert (late.done, late.counts.missing) == (True, 1)
     assert set(tier.chunks) == set(keys(*range(16)))
     assert bench.engine.stats().lower_tiers.io_errors == 0
 
