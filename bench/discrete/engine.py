@@ -13,7 +13,7 @@ from typing import Final
 from bench.simulator.model.machine import Machine
 from cacheengine.record.events import KeyEventRecord
 from cacheengine.record.stats import BandwidthMeter, EngineStats
-from cacheengine.residency.decider import Decider, make_decider
+from cacheengine.residency.decider import Decider
 from cacheengine.residency.decisions import Presence, Promotion, StoreReservation, Todo
 from cacheengine.residency.local_index import TierIndex
 from cacheengine.tiers.base import GetOutcome, PutOutcome
@@ -44,7 +44,7 @@ class ModelEngine:
         self._loop = asyncio.get_running_loop()
         self._on_events = on_events
         self._disk = TierIndex(machine.disk_chunks * self.chunk_tokens, self.chunk_tokens)
-        self._decider = make_decider(
+        self._decider = Decider(
             machine.cpu_chunks,
             "LRU",
             [self._disk],

@@ -33,7 +33,7 @@ from cacheengine.connector.manager import WarmrouteManager
 from cacheengine.connector.orphan import end_with_parent
 from cacheengine.connector.region import PoolRegion
 from cacheengine.engine import CacheEngine
-from cacheengine.identity import ChunkLayout, weights_identity
+from cacheengine.identity import ChunkLayout, weights_fingerprint
 from cacheengine.launch import ReplicaSettings
 from cacheengine.memory import Pool
 from cacheengine.settings import EngineConfig, load_engine_config
@@ -191,7 +191,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             hash_algorithm=self.settings.hash_algorithm,
             hash_seed=self._hash_seed(),
             kv_layout=f"{self.config.kv_cache_layout}-{current_platform.device_type}",
-            weights=weights_identity(self.config.model.name),
+            weights=weights_fingerprint(self.config.model.name),
             model_options=self.settings.model_options,
             lossy=self._lossy_serde(),
         )

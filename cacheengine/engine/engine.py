@@ -25,7 +25,6 @@ from cacheengine.residency import (
     Promotion,
     StoreReservation,
     count_held,
-    make_decider,
 )
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import LocalTier, SharedTier
@@ -65,7 +64,7 @@ class CacheEngine:
         self._listeners: list[Callable[[], None]] = []
         self._closed = False
         self._tiers = LowerTiers(config, layout, tier, remote)
-        self._decider = make_decider(
+        self._decider = Decider(
             pool.num_slots,
             config.cache_policy,
             self._tiers.indexes,

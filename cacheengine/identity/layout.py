@@ -31,7 +31,7 @@ class ChunkLayout:
     kv_layout: str = ""
     """vLLM's name for the order of a page's bytes, and the platform."""
     weights: str = ""
-    """Identity of the weights behind ``model`` (`weights.weights_identity`),
+    """Identity of the weights behind ``model`` (`weights_fingerprint`),
     so that a model replaced in place does not meet its predecessor's KV."""
     model_options: str = ""
     """Digest of vLLM's options that change the model's KV."""

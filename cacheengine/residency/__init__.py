@@ -8,7 +8,7 @@ on one `CacheState`.
 Called by engine and agent. Imports record and tiers (outcomes); no I/O, no clock, no threads.
 """
 
-from cacheengine.residency.decider import Decider, make_decider
+from cacheengine.residency.decider import Decider
 from cacheengine.residency.decisions import Presence, Promotion, StoreReservation, Todo
 from cacheengine.residency.entry import Entry, count_held
 from cacheengine.residency.eviction import POLICY_NAMES
@@ -28,5 +28,4 @@ __all__ = [
     "TierIndex",
     "Todo",
     "count_held",
-    "make_decider",
 ]

@@ -19,20 +19,35 @@ from cacheengine.residency.state import CacheState
 
 
 class Decider:
-    """Lookups, holds, stores and clearing; the moves and the operators' pins beside."""
+    """Lookups, holds, stores and clearing for a pool of ``slots`` and the tiers below it.
 
-    def __init__(self, state: CacheState, *, max_queued_puts: int) -> None:
-        self.state = state
-        self.cpu = state.cpu
+    ``policy`` is one of `POLICY_NAMES`, ``local_cpu`` see `CacheState`; chunks waiting
+    to be written down take at most ``put_queue_share`` of the pool.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        policy: str,
+        lower: Sequence[LowerIndex],
+        *,
+        chunk_bytes: int,
+        local_cpu: bool,
+        put_queue_share: float,
+    ) -> None:
+        self.cpu = CpuIndex(slots, policy)
+        self.state = state = CacheState(
+            self.cpu, lower, chunk_bytes=chunk_bytes, local_cpu=local_cpu
+        )
         self.stats = state.stats
         self.events = state.events
         # Together they must leave the pool room: what is being put is not evicted.
-        used = sum(index.is_there for index in state.lower)
-        share = max(1, max_queued_puts // max(1, used))
+        used = sum(index.is_there for index in lower)
+        share = max(1, int(put_queue_share * slots) // max(1, used))
         self.cascades: dict[str, Cascade] = {
-            index.name: Cascade(state, index, share) for index in state.lower
+            index.name: Cascade(state, index, share) for index in lower
         }
-        remotes = [index for index in state.lower if isinstance(index, RemoteIndex)]
+        remotes = [index for index in lower if isinstance(index, RemoteIndex)]
         self.promoter = Promoter(state, remotes[0] if remotes else None)
         self.operator_pins = OperatorPins(state)
 
@@ -256,21 +271,3 @@ class Decider:
         for entry in self.cpu:
             puts_queued = sum(cascade.has(entry.key) for cascade in self.cascades.values())
             assert entry.seen.putting == puts_queued
-
-
-def make_decider(
-    slots: int,
-    policy: str,
-    lower: Sequence[LowerIndex],
-    *,
-    chunk_bytes: int,
-    local_cpu: bool,
-    put_queue_share: float,
-) -> Decider:
-    """Return the decisions for a pool of ``slots`` with the tiers below it, all empty.
-
-    ``policy`` is one of `POLICY_NAMES`; chunks waiting to be written down take
-    at most ``put_queue_share`` of the pool.
-    """
-    state = CacheState(CpuIndex(slots, policy), lower, chunk_bytes=chunk_bytes, local_cpu=local_cpu)
-    return Decider(state, max_queued_puts=max(1, int(put_queue_share * slots)))
