@@ -177,12 +177,12 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return server.address[1]
 
     def _layout(self) -> ChunkLayout:
-        parallel = self.config.parallel
+        parallel, model, engine = self.config.parallel, self.config.model, self.engine_config
         return ChunkLayout(
-            model=self.config.model.name,
-            dtype=self.config.model.dtype,
+            model=model.name,
+            dtype=model.dtype,
             block_tokens=self.tokens_per_block[0],
-            chunk_tokens=self.engine_config.chunk_size,
+            chunk_tokens=engine.chunk_size,
             chunk_bytes=self.kv_bytes_per_chunk,
             parallel=(
                 f"tp{parallel.tp_size}-pp{parallel.pp_size}-pcp{parallel.pcp_size}"
@@ -191,14 +191,10 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             hash_algorithm=self.settings.hash_algorithm,
             hash_seed=self._hash_seed(),
             kv_layout=f"{self.config.kv_cache_layout}-{current_platform.device_type}",
-            weights=weights_fingerprint(self.config.model.name),
+            weights=weights_fingerprint(model.name),
             model_options=self.settings.model_options,
-            lossy=self._lossy_serde(),
+            lossy=lossy_name(engine.remote_serde, model.dtype) if engine.remote_url else "",
         )
-
-    def _lossy_serde(self) -> str:
-        engine = self.engine_config
-        return lossy_name(engine.remote_serde, self.config.model.dtype) if engine.remote_url else ""
 
     def _hash_seed(self) -> str:
         # vLLM derives its root hash after it has built this object, from the

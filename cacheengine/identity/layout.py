@@ -49,11 +49,6 @@ class ChunkLayout:
                 f"size of {self.block_tokens}; set chunk_size to a multiple of it"
             )
 
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Blocks of vLLM in one chunk."""
-        return self.chunk_tokens // self.block_tokens
-
     def fingerprint(self) -> str:
         """Return 32 hex digits, equal for equal layouts only."""
         text = json.dumps({"format": _FORMAT, **asdict(self)}, sort_keys=True)

@@ -28,26 +28,19 @@ SCHEMES: Final = tuple(_DEFAULT_PORTS)
 _ONE_SERVER: Final = "write redis://host:port of one server that takes writes"
 _OBJECT_STORE: Final = "run a Redis or Valkey server, or Mooncake Store, near the replicas"
 
-_REFUSED: Final[Mapping[str, tuple[str, str]]] = {
+_REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
     "lm": ("LMCache's own server is not spoken to", "run Redis or Valkey: redis://host:6379"),
-    "redis-sentinel": ("Sentinel is not asked for the server", _ONE_SERVER),
-    "rediss-sentinel": ("Sentinel is not asked for the server", _ONE_SERVER),
-    "redis-cluster": ("a Redis Cluster is not served", _ONE_SERVER),
-    "rediss-cluster": ("a Redis Cluster is not served", _ONE_SERVER),
-    "valkey-cluster": ("a Valkey Cluster is not served", _ONE_SERVER),
-    "valkey-sentinel": ("Sentinel is not asked for the server", _ONE_SERVER),
-    "s3": ("object stores are not served", _OBJECT_STORE),
-    "gs": ("object stores are not served", _OBJECT_STORE),
-    "azure": ("object stores are not served", _OBJECT_STORE),
-    "fs": ("a file system is the disk tier", "set local_disk and max_local_disk_size"),
-    "file": ("a file system is the disk tier", "set local_disk and max_local_disk_size"),
-    "blackhole": ("a store that keeps nothing is none", "remove remote_url"),
-    "mock": ("a store for tests is none", "remove remote_url"),
+    "redis-sentinel rediss-sentinel valkey-sentinel": (
+        "Sentinel is not asked for the server",
+        _ONE_SERVER,
+    ),
+    "redis-cluster rediss-cluster valkey-cluster": ("a cluster is not served", _ONE_SERVER),
+    "s3 gs azure": ("object stores are not served", _OBJECT_STORE),
+    "fs file": ("a file system is the disk tier", "set local_disk and max_local_disk_size"),
+    "blackhole mock": ("a store that keeps nothing is none", "remove remote_url"),
     "audit": ("remote tiers are not audited", "write the URL of the server itself"),
-    "plugin": ("LMCache's plugins cannot be loaded", "write the URL of a server"),
-    "external": ("LMCache's plugins cannot be loaded", "write the URL of a server"),
-    "eic": ("there is no adapter for it", _OBJECT_STORE),
-    "sagemaker-hyperpod": ("there is no adapter for it", _OBJECT_STORE),
+    "plugin external": ("LMCache's plugins cannot be loaded", "write the URL of a server"),
+    "eic sagemaker-hyperpod": ("there is no adapter for it", _OBJECT_STORE),
 }
 """Schemes of LMCache, and ones that people try: why not, and what instead."""
 
@@ -149,9 +142,9 @@ def _scheme(text: str) -> str:
     scheme = scheme.lower()
     if not separator:
         raise BadValue(f"{redacted(text)} has no scheme", "write redis://host:port")
-    if scheme in _REFUSED:
-        problem, fix = _REFUSED[scheme]
-        raise BadValue(f"{scheme}:// is not served: {problem}", fix)
+    for schemes, (problem, fix) in _REFUSALS.items():
+        if scheme in schemes.split():
+            raise BadValue(f"{scheme}:// is not served: {problem}", fix)
     if scheme not in SCHEMES:
         raise BadValue(
             f"{scheme}:// is unknown",

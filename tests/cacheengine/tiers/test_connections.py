@@ -7,11 +7,12 @@ import pytest
 from cacheengine.tiers.stores.base import StoreError
 from cacheengine.tiers.stores.redis.channels import Deadline
 from cacheengine.tiers.stores.redis.connections import ConnectionPool
+from cacheengine.tiers.stores.redis.resp import Conversation
 from cacheengine.tiers.stores.server_backoff import ServerBackoff
 from tests.cacheengine.building import FakeClock, wait_until
 
 
-class Wire:
+class Wire(Conversation):
     """A connection that records what becomes of it."""
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-def _pool(maker: Maker, clock: FakeClock, limit: int = 2) -> ConnectionPool[Wire]:
+def _pool(maker: Maker, clock: FakeClock, limit: int = 2) -> ConnectionPool:
     return ConnectionPool(maker, limit, ServerBackoff(clock=clock, chance=lambda: 0.0))
 
 
@@ -81,7 +82,7 @@ def test_two_at_once_are_two(maker: Maker, clock: FakeClock) -> None:
 
 def test_who_waits_gets_the_one_that_comes_free(maker: Maker, clock: FakeClock) -> None:
     pool = _pool(maker, clock, limit=1)
-    got: list[Wire] = []
+    got: list[Conversation] = []
 
     def work() -> None:
         with pool.lend(_deadline()) as wire:
@@ -150,7 +151,7 @@ def test_close_ends_what_is_under_way_and_nothing_begins(maker: Maker, clock: Fa
         pass
     with pool.lend(_deadline()) as wire:
         pool.close()
-        assert wire.aborted.is_set()
+        assert isinstance(wire, Wire) and wire.aborted.is_set()
     pool.close()
     assert [each.closed for each in maker.made] == [True, True]
     with pytest.raises(StoreError, match="closed"), pool.lend(_deadline()):
