@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import msgspec
@@ -15,20 +16,14 @@ from cacheengine.engine import CacheEngine, render_metrics
 from cacheengine.transfer import TransferMeter
 
 
+@dataclass(slots=True, eq=False)
 class QueryHandlers:
     """``/health``, ``/info``, ``/lookup``, ``/snapshot``, ``/events`` and ``/metrics``."""
 
-    def __init__(
-        self,
-        engine: CacheEngine,
-        identity: wire.ReplicaIdentity,
-        prompts: Prompts,
-        meter: TransferMeter,
-    ) -> None:
-        self._engine = engine
-        self._identity = identity
-        self._prompts = prompts
-        self._meter = meter
+    engine: CacheEngine
+    identity: wire.ReplicaIdentity
+    prompts: Prompts
+    meter: TransferMeter
 
     def routes(self) -> list[web.RouteDef]:
         """Return the paths served here."""
@@ -49,10 +44,10 @@ class QueryHandlers:
         """Say which replica this is, how its keys are made and what its tiers can do."""
         return as_json(
             wire.InstanceInfo(
-                **msgspec.structs.asdict(self._identity),
-                incarnation=self._engine.incarnation,
-                tiers=self._engine.tier_info(),
-                layout=self._engine.layout.fingerprint(),
+                **msgspec.structs.asdict(self.identity),
+                incarnation=self.engine.incarnation,
+                tiers=self.engine.tier_info(),
+                layout=self.engine.layout.fingerprint(),
                 version=version("warmroute"),
             )
         )
@@ -60,12 +55,12 @@ class QueryHandlers:
     async def lookup(self, request: web.Request) -> web.Response:
         """Say how much of a prompt the tiers, or one of them, hold."""
         call = await decode(request, wire.LookupRequest)
-        keys = self._prompts.keys_of(call)
+        keys = self.prompts.keys_of(call)
         if call.tier is None:
-            tiers = self._engine.match(keys)
+            tiers = self.engine.match(keys)
         else:
-            tiers = [call.tier] * self._engine.held_in(keys, call.tier)
-        chunk_tokens = self._identity.chunk_tokens
+            tiers = [call.tier] * self.engine.held_in(keys, call.tier)
+        chunk_tokens = self.identity.chunk_tokens
         return as_json(
             wire.LookupReply(
                 matched_tokens=len(tiers) * chunk_tokens,
@@ -77,17 +72,17 @@ class QueryHandlers:
     async def snapshot(self, request: web.Request) -> web.Response:
         """Tell all keys by tier."""
         # A million keys take a second to pack: not on the loop.
-        snapshot = await asyncio.to_thread(self._engine.snapshot)
+        snapshot = await asyncio.to_thread(self.engine.snapshot)
         return as_msgpack(snapshot)
 
     async def events(self, request: web.Request) -> web.Response:
         """Tell what has changed since an event, waiting for news if wanted."""
         after = number(request, "after", int, default=0)
         wait_s = min(number(request, "wait_s", float, default=0.0), MAX_WAIT_S)
-        incarnation = request.query.get("incarnation", self._engine.incarnation)
-        if incarnation == self._engine.incarnation:
-            await wait_for_news(self._engine, after, wait_s)
-            batch = self._engine.events_after(after)
+        incarnation = request.query.get("incarnation", self.engine.incarnation)
+        if incarnation == self.engine.incarnation:
+            await wait_for_news(self.engine, after, wait_s)
+            batch = self.engine.events_after(after)
             if batch is not None:
                 return as_msgpack(batch)
         return web.json_response(
@@ -97,5 +92,5 @@ class QueryHandlers:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Give every count in Prometheus' text format."""
-        text = render_metrics(self._engine, transfer=self._meter.stats())
+        text = render_metrics(self.engine, transfer=self.meter.stats())
         return web.Response(text=text, content_type="text/plain", charset="utf-8")

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from cacheengine.engine import CacheEngine
@@ -100,25 +101,17 @@ class Loan:
         return slot
 
 
+@dataclass(slots=True, eq=False)
 class Sender:
     """Answers gets, in order, until the other side has enough."""
 
-    def __init__(
-        self,
-        engine: CacheEngine,
-        channel: Channel,
-        meter: TransferMeter,
-        *,
-        key_bytes: int,
-        timeout_s: float,
-    ) -> None:
-        self._engine = engine
-        self._channel = channel
-        self._meter = meter
-        self._key_bytes = key_bytes
-        self._timeout_s = timeout_s
-        self._loans: deque[Loan] = deque()
-        self._ended = False
+    engine: CacheEngine
+    channel: Channel
+    meter: TransferMeter
+    key_bytes: int
+    timeout_s: float
+    _loans: deque[Loan] = field(default_factory=deque, init=False)
+    _ended: bool = field(default=False, init=False)
 
     def run(self) -> None:
         """Send what is asked for, up to a chunk that is not there.
@@ -139,23 +132,23 @@ class Sender:
             # Reading ahead of a loan that found no room would keep the room that
             # it waits for. So a waiting sender has nothing pinned, and no two wait
             # for each other.
-            if self._loans and not (self._loans[-1].is_whole and self._channel.has_input()):
+            if self._loans and not (self._loans[-1].is_whole and self.channel.has_input()):
                 break
-            keys = protocol.receive_get(self._channel, self._key_bytes)
+            keys = protocol.receive_get(self.channel, self.key_bytes)
             if keys is None:
                 self._ended = True
             else:
-                self._loans.append(Loan(self._engine, keys, timeout_s=self._timeout_s))
+                self._loans.append(Loan(self.engine, keys, timeout_s=self.timeout_s))
         return bool(self._loans)
 
     def _send(self, loan: Loan, key: bytes) -> bool:
         """Send a chunk; False, and the end, if it is not there."""
         with loan.hold(key) as payload:
             if payload is not None:
-                protocol.send_chunk(self._channel, key, payload)
-                self._meter.add("sent_chunks")
-                self._meter.add("sent_bytes", len(payload))
+                protocol.send_chunk(self.channel, key, payload)
+                self.meter.add("sent_chunks")
+                self.meter.add("sent_bytes", len(payload))
                 return True
-        self._meter.add("send_missing")
-        protocol.send_missing(self._channel, key, self._key_bytes)
+        self.meter.add("send_missing")
+        protocol.send_missing(self.channel, key, self.key_bytes)
         return False
