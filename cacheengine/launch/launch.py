@@ -21,7 +21,7 @@ _KV_REPLAY_STEPS: Final = 100_000
 """Batches of KV events that vLLM keeps for a router that starts later."""
 
 _PORTS: Final = range(20_000, 32_768)
-"""Below those that Linux, unless told otherwise, gives to programs that ask for any."""
+"""Below the ports that Linux, unless told otherwise, gives to programs that ask for any."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class RemoteIndex(LowerIndex):
 
     ``max_held`` and ``max_absent`` bound what is known, ``absent_s`` is how
     long a chunk that was not there is not asked for again. A question that
-    the tier does not answer, and a read that fails, begin a rest in which
+    the tier does not answer, and a read that fails, begin a pause in which
     nothing can be read or asked.
     """
 

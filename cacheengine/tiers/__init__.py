@@ -3,7 +3,7 @@
 Each kind has a face of its own: `disk` writes one file a chunk; `remote` keeps chunks in a
 store (`stores`: Redis, Mooncake, InfiniStore), encoded by a `serde`. This one has what all
 tiers share, and loads none of them: a store's client process imports it too. A tier that
-fails rests (`TierBackoff`), and the engine goes on without it.
+fails is left alone for a while (`TierBackoff`), and the engine goes on without it.
 
 Called by engine, connector, residency and settings. Imports keys and values.
 """

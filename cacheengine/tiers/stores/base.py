@@ -71,7 +71,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """Remove blobs; those that are not there are no error."""
+        """Remove blobs; absent ones are no error."""
 
     @abstractmethod
     def close(self) -> None:

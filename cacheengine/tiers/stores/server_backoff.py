@@ -11,11 +11,11 @@ _MOST_S: Final = 10.0
 
 
 class ServerBackoff:
-    """Exponential rests after failures; safe to call from several threads.
+    """Exponential pauses after failures; safe to call from several threads.
 
-    Each rest is twice the one before, up to ``most_s``, and then made shorter
+    Each pause is twice the one before, up to ``most_s``, and then made shorter
     by up to a half at random, so that the replicas of a fleet do not come back
-    all at once. After a rest one caller is let through; the others wait until
+    all at once. After a pause one caller is let through; the others wait until
     it has succeeded or failed.
     """
 

@@ -52,7 +52,7 @@ class HostedStore(BlobStore):
     Blobs are copied to and from that memory: so a call that is given up can
     never write into the pool later. A call that misses its deadline keeps its
     share of the memory until it ends or the process is killed. A process that
-    died is started anew at a later call, after rests that double.
+    died is started anew at a later call, after pauses that double.
     """
 
     def __init__(

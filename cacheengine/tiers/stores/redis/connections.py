@@ -33,7 +33,7 @@ class ConnectionPool:
     def lend(self, deadline: Deadline) -> Iterator[Conversation]:
         """Lend a connection for the time of the block.
 
-        Raises `StoreError` when the server rests after a failure, or no
+        Raises `StoreError` while the server is left alone after a failure, or no
         connection came free in time; what ``connect`` raises otherwise.
         """
         self._take_place(deadline)
