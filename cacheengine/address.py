@@ -28,7 +28,7 @@ def join_host_port(host: str, port: int) -> str:
 def listening_family(host: str, port: int) -> socket.AddressFamily:
     """Return in which family to listen on a host; IPv4 if it has addresses of both.
 
-    Who names this machine by an address mostly uses that one. Raises OSError
+    Addresses given to other machines are mostly of that family. Raises OSError
     for a host that cannot be found.
     """
     found = [each[0] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]

@@ -12,6 +12,8 @@ This module is shared with the router: standard library, cbor2 and xxhash only.
 import hashlib
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import cbor2
@@ -53,6 +55,7 @@ ALGORITHMS: Final = tuple(_ALGORITHMS)
 """The names of vLLM's ``--prefix-caching-hash-algo``."""
 
 
+@dataclass(frozen=True)
 class HashScheme:
     """One replica's way from tokens to keys.
 
@@ -60,17 +63,19 @@ class HashScheme:
     are equal when they give equal keys for every prompt.
     """
 
-    __slots__ = ("_hash", "algorithm", "root", "seed")
+    algorithm: str = "sha256"
+    seed: str = DEFAULT_SEED
 
-    def __init__(self, algorithm: str = "sha256", seed: str = DEFAULT_SEED) -> None:
-        if algorithm not in _ALGORITHMS:
+    def __post_init__(self) -> None:
+        if self.algorithm not in _ALGORITHMS:
             raise ValueError(
-                f"unknown hash algorithm {algorithm!r}; known are {', '.join(ALGORITHMS)}"
+                f"unknown hash algorithm {self.algorithm!r}; known are {', '.join(ALGORITHMS)}"
             )
-        self.algorithm = algorithm
-        self.seed = seed
-        self._hash = _ALGORITHMS[algorithm]
-        self.root = self._hash(seed)
+
+    @cached_property
+    def root(self) -> bytes:
+        """The parent of a chain's first block."""
+        return _ALGORITHMS[self.algorithm](self.seed)
 
     def chain(
         self,
@@ -88,7 +93,7 @@ class HashScheme:
         ``extra_keys`` go into every block; ``first_extra_keys``, if given,
         replace them in the first block of a chain that has no parent.
         """
-        hash_ = self._hash
+        hash_ = _ALGORITHMS[self.algorithm]
         previous = self.root if parent is None else parent
         keys: list[bytes] = []
         extra = first_extra_keys if parent is None and first_extra_keys else extra_keys
@@ -97,17 +102,6 @@ class HashScheme:
             keys.append(previous)
             extra = extra_keys
         return keys
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, HashScheme):
-            return NotImplemented
-        return (self.algorithm, self.seed) == (other.algorithm, other.seed)
-
-    def __hash__(self) -> int:
-        return hash((self.algorithm, self.seed))
-
-    def __repr__(self) -> str:
-        return f"HashScheme({self.algorithm!r}, seed={self.seed!r})"
 
 
 def prompt_extra_keys(

@@ -4,9 +4,10 @@ Every parser takes a YAML value or a variable's text, and raises `BadValue`
 with the problem and the fix for anything it does not fully understand.
 """
 
+import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -27,6 +28,15 @@ class BadValue(ValueError):  # noqa: N818  (reads as the condition it is)
         super().__init__(problem, fix)
         self.problem = problem
         self.fix = fix
+
+
+def suggestion(name: str, known: Iterable[str], offered: Iterable[str] | None = None) -> str:
+    """Return the fix for a name that is not known: the nearest, else all (or those offered)."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"use one of {', '.join(offered or known)}" if known else "remove it"
 
 
 def is_null(value: object) -> bool:

@@ -37,12 +37,10 @@ class TierInfo(msgspec.Struct, frozen=True, kw_only=True):
     write_bytes_per_s: float = 0.0
 
 
-class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """``GET /info``: who a replica is and how its keys are made."""
+class ReplicaIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``/info`` says of a replica beside its engine, and how its keys are made."""
 
     instance_id: str
-    incarnation: str
-    """New at every start: what was known of an earlier one is void."""
     model: str
     """vLLM's ``--model``: a path or a name."""
     hash_algorithm: str
@@ -50,26 +48,35 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     chunk_tokens: int
     chunk_bytes: int
-    tiers: dict[str, TierInfo]
     kv_events_port: int | None = None
     """Port of vLLM's ZMQ publisher on the replica's host, if events are on."""
     kv_replay_port: int | None = None
     transfer_port: int | None = None
     """Port on the replica's host where other replicas fetch chunks, if it has one."""
+
+
+class InstanceInfo(ReplicaIdentity, frozen=True, kw_only=True):
+    """``GET /info``."""
+
+    incarnation: str
+    """New at every start: what was known of an earlier one is void."""
+    tiers: dict[str, TierInfo]
     layout: str = ""
     """Fingerprint of the chunk layout: only replicas with equal ones can exchange chunks."""
     version: str = ""
 
 
-class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /lookup``: either ``tokens`` (with their salt) or chunk ``keys`` in hex.
-
-    With ``tier`` only what that tier holds counts, else what any holds.
-    """
+class ChunkSelection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The chunks of a prefix: those of ``tokens`` (with their salt), or of ``keys`` in hex."""
 
     tokens: list[int] | None = None
     cache_salt: str | None = None
     keys: list[str] | None = None
+
+
+class LookupRequest(ChunkSelection, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /lookup``. With ``tier`` only what that tier holds counts, else what any holds."""
+
     tier: TierName | None = None
 
 
@@ -112,36 +119,26 @@ class PrefetchReply(msgspec.Struct, frozen=True, kw_only=True):
     promoted_bytes: int
 
 
-class PinRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PinRequest(ChunkSelection, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /pin`` and ``/unpin``: keep a prefix's chunks in a tier until they are unpinned.
 
-    Either ``tokens`` (with their salt) or chunk ``keys`` in hex. Chunks up to
-    the first that the tier does not hold are pinned; how much may be pinned
-    at once is bounded.
+    Chunks up to the first that the tier does not hold are pinned; how much may
+    be pinned at once is bounded.
     """
 
-    tokens: list[int] | None = None
-    cache_salt: str | None = None
-    keys: list[str] | None = None
     tier: TierName = "cpu"
 
 
 class PinReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens that are pinned now (after ``/unpin``: whose pins were taken off)."""
+    """Tokens that are pinned now (after ``/unpin``: no longer)."""
 
     num_tokens: int
 
 
-class ClearRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /clear``: drop chunks from these tiers or from all.
-
-    All chunks, or only those of ``tokens`` (with their salt) or ``keys`` in hex.
-    """
+class ClearRequest(ChunkSelection, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /clear``: drop chunks, all where none are named, from these tiers or from all."""
 
     tiers: list[TierName] | None = None
-    tokens: list[int] | None = None
-    cache_salt: str | None = None
-    keys: list[str] | None = None
 
 
 class ClearReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,20 +157,16 @@ class MoveSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """None, for copies only: each chunk from whichever tier has it."""
 
 
-class MoveRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MoveRequest(ChunkSelection, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /move``, to the agent of the replica that is to get the chunks.
 
-    Either ``tokens`` (with their salt) or chunk ``keys`` in hex. The agent
-    fetches from ``source`` what its tier holds of the prefix, into ``tier`` of
-    its own, and pins it for ``pin_s`` or until its use. Without ``copy`` the
-    source then drops what has arrived.
+    The agent fetches from ``source`` what its tier holds of the prefix, into
+    ``tier`` of its own, and pins it for ``pin_s`` or until its use. Without
+    ``copy`` the source then drops what has arrived.
     """
 
     source: MoveSource
     tier: TierName = "cpu"
-    tokens: list[int] | None = None
-    cache_salt: str | None = None
-    keys: list[str] | None = None
     copy: bool = False
     pin_s: float = 0.0
     stall_s: float = 30.0
@@ -196,7 +189,7 @@ class MoveStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     event_id: str
     state: MoveState
-    """``failed``: not all chunks arrived (those that did are usable), or all did and
+    """``failed``: not all chunks arrived (those arrived are usable), or all did and
     the source could not be told to drop them (both have them); see ``error``."""
     asked_chunks: int
     arrived_chunks: int
@@ -209,8 +202,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``POST /register`` at the controller's monitor port, by an agent that starts.
 
     Then ``POST /heartbeat`` (`Heartbeat`) at least every ``heartbeat_s``; the
-    controller answers 404 to one that it does not know, who then registers
-    anew. ``POST /deregister`` (`Heartbeat`) at the end.
+    controller answers 404 to an unknown agent, which then registers anew.
+    ``POST /deregister`` (`Heartbeat`) at the end.
     """
 
     instance_id: str

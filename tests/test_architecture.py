@@ -38,7 +38,7 @@ ENGINE_ROOMS = {
     "residency": {"record", "tiers"},
     "settings": {"memory", "residency", "tiers"},
     "engine": {"identity", "memory", "record", "residency", "settings", "tiers"},
-    "transfer": {"engine", "residency"},
+    "transfer": {"engine", "residency", "record"},
     "agent": {"engine", "residency", "settings", "transfer"},
     "launch": {"identity", "settings"},
     "connector": {
@@ -90,10 +90,10 @@ PURE = (
     "cacheengine.residency.eviction",
     "cacheengine.residency.local_index",
     "cacheengine.residency.shared_index",
-    "cacheengine.residency.deciding",
+    "cacheengine.residency.decider",
     "cacheengine.residency.state",
     "cacheengine.residency.cascade",
-    "cacheengine.residency.promotions",
+    "cacheengine.residency.promoter",
     "cacheengine.residency.operator_pins",
 )
 IMPURE_IMPORTS = {

@@ -26,7 +26,7 @@ class WarmrouteContender(OffloadingContender):
     def __init__(self, workload: Workload) -> None:
         kv = KvSide(workload)
         kv.region.forget_name()
-        pool = Pool.over(
+        pool = Pool(
             kv.region.create_kv_memoryview(),
             num_slots=workload.pool_chunks,
             slot_bytes=workload.chunk_bytes,

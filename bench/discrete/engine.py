@@ -13,10 +13,9 @@ from typing import Final
 from bench.simulator.model.machine import Machine
 from cacheengine.record.events import KeyEventRecord
 from cacheengine.record.stats import BandwidthMeter, EngineStats
-from cacheengine.residency.deciding import Residency, make_residency
-from cacheengine.residency.decisions import Presence, StoreReservation, Todo
+from cacheengine.residency.decider import Decider
+from cacheengine.residency.decisions import Presence, Promotion, StoreReservation, Todo
 from cacheengine.residency.local_index import TierIndex
-from cacheengine.residency.promotion import Promotion
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 
 _READ_BATCH: Final = 4
@@ -45,12 +44,12 @@ class ModelEngine:
         self._loop = asyncio.get_running_loop()
         self._on_events = on_events
         self._disk = TierIndex(machine.disk_chunks * self.chunk_tokens, self.chunk_tokens)
-        self._state = make_residency(
+        self._decider = Decider(
             machine.cpu_chunks,
             "LRU",
             [self._disk],
             chunk_bytes=self.chunk_tokens,
-            keep_in_cpu=True,
+            local_cpu=True,
             put_queue_share=_PUT_QUEUE_SHARE,
         )
         self._reads = BandwidthMeter()
@@ -60,45 +59,45 @@ class ModelEngine:
 
     def lookup(self, key: bytes) -> Presence:
         """Say where a chunk is. There is no remote tier to be asked: nothing follows."""
-        return self._state.presence(key, self._loop.time())
+        return self._decider.presence(key, self._loop.time())
 
     def try_hold(self, key: bytes) -> int | None:
         """Hold a chunk if it is ready."""
-        return self._state.try_hold(key)
+        return self._decider.try_hold(key)
 
     def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
         """Keep chunks until `release`; end their pins."""
-        return self._state.hold(keys, held_before=held_before)
+        return self._decider.hold(keys, held_before=held_before)
 
     def release(self, keys: Collection[bytes]) -> None:
         """End one hold of each chunk."""
-        with self._deciding() as state:
-            state.release(keys, self._loop.time())
+        with self._deciding() as decider:
+            decider.release(keys, self._loop.time())
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note a use of chunks."""
-        self._state.touch(keys)
+        self._decider.touch(keys)
 
     def prepare_store(self, keys: Sequence[bytes]) -> StoreReservation | None:
         """Reserve room for those of the chunks that are not there."""
-        with self._deciding() as state:
-            return state.prepare_store(keys, self._loop.time())
+        with self._deciding() as decider:
+            return decider.prepare_store(keys, self._loop.time())
 
     def complete_store(
         self, keys: Collection[bytes], *, success: bool = True, prefetched: bool = False
     ) -> None:
         """Make reserved chunks visible, or give their room back."""
-        with self._deciding() as state:
-            state.complete_store(keys, self._loop.time(), success=success, prefetched=prefetched)
+        with self._deciding() as decider:
+            decider.complete_store(keys, self._loop.time(), success=success, prefetched=prefetched)
 
     def promote(self, keys: Sequence[bytes], *, pin_s: float) -> Promotion:
         """Bring a prefix into CPU RAM and pin it."""
-        with self._deciding() as state:
-            return state.promote(keys, pin_s, self._loop.time())
+        with self._deciding() as decider:
+            return decider.promote(keys, pin_s, self._loop.time())
 
     def match(self, keys: Sequence[bytes]) -> list[str]:
         """Return the tier of each chunk, up to the first that is nowhere."""
-        return self._state.match(keys, self._loop.time())
+        return self._decider.match(keys, self._loop.time())
 
     # --- what a bench asks
 
@@ -109,29 +108,29 @@ class ModelEngine:
 
     def stats(self) -> EngineStats:
         """Return the counters so far; a chunk's bytes are its tokens."""
-        return self._state.counts()
+        return self._decider.counts()
 
     def clear_cpu(self) -> None:
         """Forget what lies in CPU RAM, as a replica does that dies; the disk keeps its own."""
-        with self._deciding() as state:
-            state.clear(("cpu",))
+        with self._deciding() as decider:
+            decider.clear(("cpu",))
 
     def check(self) -> None:
         """Raise AssertionError if the state contradicts itself."""
-        self._state.check()
+        self._decider.check()
 
     # --- what follows from decisions
 
     @contextmanager
-    def _deciding(self) -> Iterator[Residency]:
-        yield self._state
-        todo = self._state.take_todo()
+    def _deciding(self) -> Iterator[Decider]:
+        yield self._decider
+        todo = self._decider.take_todo()
         if todo is not None:
             self._start(todo)
 
     def _start(self, todo: Todo) -> None:
         for name, keys in todo.deletes.items():
-            self._state.puts[name].deleted(keys)
+            self._decider.cascades[name].deleted(keys)
         if todo.gets[_DISK]:
             self._read_next()
         if todo.puts[_DISK]:
@@ -139,12 +138,12 @@ class ModelEngine:
         for promotion, outcome, chunks in todo.settled:
             promotion.settle(outcome, chunks)
         if todo.has_news:
-            self._on_events(self._state.events.take())
+            self._on_events(self._decider.events.take())
 
     def _read_next(self) -> None:
         if self._reading:
             return
-        entries = self._state.promotions.take(_DISK, _READ_BATCH)
+        entries = self._decider.promoter.take(_DISK, _READ_BATCH)
         if not entries:
             return
         self._reading = True
@@ -153,9 +152,9 @@ class ModelEngine:
         def read() -> None:
             self._reading = False
             self._reads.stop(self._loop.time(), len(entries) * self.chunk_tokens)
-            with self._deciding() as state:
+            with self._deciding() as decider:
                 outcomes = [GetOutcome.OK] * len(entries)
-                state.promotions.end(self._disk, entries, outcomes, self._loop.time())
+                decider.promoter.end(self._disk, entries, outcomes, self._loop.time())
             self._read_next()
 
         self._loop.call_later(len(entries) * self._read_s, read)
@@ -163,18 +162,18 @@ class ModelEngine:
     def _write_next(self) -> None:
         if self._writing:
             return
-        with self._deciding() as state:
-            entries, victims = state.puts[_DISK].begin(_WRITE_BATCH, self._loop.time())
-            state.puts[_DISK].deleted(victims)
+        with self._deciding() as decider:
+            entries, victims = decider.cascades[_DISK].begin(_WRITE_BATCH, self._loop.time())
+            decider.cascades[_DISK].deleted(victims)
         if not entries:
             return
         self._writing = True
 
         def written() -> None:
             self._writing = False
-            with self._deciding() as state:
+            with self._deciding() as decider:
                 outcomes = [PutOutcome.STORED] * len(entries)
-                state.puts[_DISK].end(entries, outcomes, self._loop.time())
+                decider.cascades[_DISK].end(entries, outcomes, self._loop.time())
             self._write_next()
 
         self._loop.call_later(len(entries) * self._write_s, written)

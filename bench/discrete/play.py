@@ -185,7 +185,7 @@ def _counts(replicas: Sequence[ModelReplica]) -> dict[str, float]:
     return {
         "prefetch_unused_tokens": sum(each.prefetch_unused_bytes for each in stats),
         "promoted_tokens": sum(each.promoted_bytes for each in stats),
-        "put_drops": sum(each.put_drops for each in stats),
+        "put_drops": sum(each.lower_tiers.put_drops for each in stats),
         "store_drops": sum(each.store_drops for each in stats),
         "prefilled_tokens": sum(each.prefilled for each in totals),
         "preemptions": sum(each.preempted for each in totals),

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Final
 
 from bench.discrete.replica import ModelReplica
-from cacheengine.residency.promotion import Promotion
+from cacheengine.residency.decisions import Promotion
 from cacheengine.wire import MoveReply, MoveRequest, MoveStatus, PrefetchReply
 from router.staging.agent_client import AgentError
 

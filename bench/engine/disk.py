@@ -82,7 +82,7 @@ class DiskRig:
         self._engine = CacheEngine(
             EngineConfig(put_queue_share=1.0),
             layout(chunk_bytes),
-            Pool.over(memory, chunks, chunk_bytes),
+            Pool(memory, chunks, chunk_bytes),
             tier=self._tier,
         )
         self._numbers = itertools.count()
@@ -108,7 +108,7 @@ class DiskRig:
         """Bring all chunks from disk into the pool."""
         # Not pinned: pins may take only a part of the pool, and here it is filled.
         promotion = self._engine.promote(self._keys, pin_s=0.0)
-        if not promotion.wait(_TIMEOUT_S) or promotion.promoted != self.chunks:
+        if not promotion.wait(_TIMEOUT_S) or promotion.counts.promoted != self.chunks:
             raise BenchError(f"not every chunk was read: {promotion}")
 
     def write_plain(self) -> None:

@@ -27,8 +27,9 @@ from typing import Final
 
 from bench.command import positive, write_report
 from bench.ttft import BenchError, machine
-from cacheengine.residency.eviction import POLICY_NAMES, make_policy
-from cacheengine.residency.pool_index import CpuIndex, State
+from cacheengine.residency.entry import State
+from cacheengine.residency.eviction import POLICY_NAMES
+from cacheengine.residency.pool_index import CpuIndex
 
 Request = Sequence[bytes]
 """The keys of a prompt's chunks, in order."""
@@ -143,7 +144,7 @@ def measure(
     took_s = []
     hits = 0
     for _ in range(rounds):
-        index = CpuIndex(slots, make_policy(policy))
+        index = CpuIndex(slots, policy)
         began_s = clock()
         hits = replay(requests, index)
         took_s.append(clock() - began_s)
@@ -162,7 +163,7 @@ def measure(
 def most_hits(requests: Sequence[Request]) -> float:
     """Return the hit rate of a pool in which everything has room."""
     slots = len({key for request in requests for key in request})
-    hits = replay(requests, CpuIndex(slots, make_policy("FIFO")))
+    hits = replay(requests, CpuIndex(slots, "FIFO"))
     return hits / sum(len(request) for request in requests)
 
 

@@ -158,7 +158,7 @@ def truth(replica: Replica) -> dict[str, Any]:
         "bytes_per_token": item_bytes / shape.chunk_tokens,
         "promoted_bytes": stats.promoted_bytes,
         "prefetch_unused_bytes": stats.prefetch_unused_bytes,
-        "put_drops": stats.put_drops,
+        "put_drops": stats.lower_tiers.put_drops,
         "store_drops": stats.store_drops,
         "received_bytes": moved.received_bytes,
         "sent_bytes": moved.sent_bytes,

@@ -7,7 +7,6 @@ chunks from other replicas, and feeds routers with what changes
 Started by connector. Imports engine, transfer, residency and settings.
 """
 
-from cacheengine.agent.identity import AgentIdentity
 from cacheengine.agent.server import Agent
 
-__all__ = ["Agent", "AgentIdentity"]
+__all__ = ["Agent"]

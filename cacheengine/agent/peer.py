@@ -19,7 +19,7 @@ _CLEAR_S: Final = 60.0
 _T = TypeVar("_T")
 
 
-class RefusedError(PeerError):
+class PeerRefusedError(PeerError):
     """The other side answered, and not with 200."""
 
     def __init__(self, where: str, answered: int, said: str) -> None:
@@ -36,7 +36,7 @@ class PeerAgent:
         self._base_url = base_url.rstrip("/")
 
     async def info(self) -> wire.InstanceInfo:
-        """Return who it is."""
+        """Return its identity and its tiers."""
         body = await call(self._session, "GET", f"{self._base_url}/info")
         return self._decoded(body, wire.InstanceInfo)
 
@@ -66,7 +66,7 @@ async def call(
     *,
     timeout_s: float = _ANSWER_S,
 ) -> bytes:
-    """Return the answer's body; raise `RefusedError` or another `PeerError`."""
+    """Return the answer's body; raise `PeerRefusedError` or another `PeerError`."""
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
     data = None if request is None else msgspec.json.encode(request)
     headers = {} if request is None else {"Content-Type": "application/json"}
@@ -80,7 +80,7 @@ async def call(
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise PeerError(f"{url}: {error or type(error).__name__}") from error
     if response.status != 200:
-        raise RefusedError(url, response.status, _said(body))
+        raise PeerRefusedError(url, response.status, _said(body))
     return body
 
 

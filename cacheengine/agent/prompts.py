@@ -1,40 +1,24 @@
 """From what a call names to the keys of chunks."""
 
-from typing import Final, Protocol
+from typing import Final
 
+from cacheengine import wire
 from cacheengine.agent.answers import BadCallError
-from cacheengine.agent.identity import AgentIdentity
 from cacheengine.keys import HashScheme, chunk_keys, prompt_extra_keys
 
 MAX_CHUNKS: Final = 65_536
 """Most chunks of one call that moves or changes them."""
 
 
-class Named(Protocol):
-    """A request that names chunks: by the tokens of their prompt, or by their keys."""
-
-    @property
-    def tokens(self) -> list[int] | None:
-        """The prompt's, from the first one on."""
-
-    @property
-    def cache_salt(self) -> str | None:
-        """The prompt's, if it had one."""
-
-    @property
-    def keys(self) -> list[str] | None:
-        """Whole digests in hex, in prefix order."""
-
-
 class Prompts:
     """Computes keys as the replica's vLLM does."""
 
-    def __init__(self, identity: AgentIdentity) -> None:
+    def __init__(self, identity: wire.ReplicaIdentity) -> None:
         self._scheme = HashScheme(identity.hash_algorithm, identity.hash_seed)
         self._block_tokens = identity.block_tokens
         self._blocks_per_chunk = identity.chunk_tokens // identity.block_tokens
 
-    def keys_of(self, call: Named) -> list[bytes]:
+    def keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
         """Return the keys of the chunks that a call names.
 
         Raises `BadCallError` unless it names them in exactly one way.
@@ -49,7 +33,7 @@ class Prompts:
         )
         return chunk_keys(chain, self._blocks_per_chunk)
 
-    def some_keys_of(self, call: Named) -> list[bytes]:
+    def some_keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
         """Return `keys_of`, each key once; raise `BadCallError` for too many, or none of ours."""
         keys = list(dict.fromkeys(self.keys_of(call)))
         if len(keys) > MAX_CHUNKS:

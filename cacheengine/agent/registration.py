@@ -9,7 +9,7 @@ import aiohttp
 
 from cacheengine import wire
 from cacheengine.agent.answers import PeerError
-from cacheengine.agent.peer import RefusedError, call
+from cacheengine.agent.peer import PeerRefusedError, call
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -76,7 +76,7 @@ class Registrar:
                 await self._post("/heartbeat", self._heartbeat, _ANSWER_S)
                 self._note_success()
                 return
-            except RefusedError as error:
+            except PeerRefusedError as error:
                 if error.answered != 404:
                     raise
             # It has started anew, or missed too many heartbeats.
@@ -93,18 +93,12 @@ class Registrar:
     def _note_success(self) -> None:
         if self._state != "registered":
             self._state = "registered"
-            logger.info(
-                "%s is registered with the controller at %s",
-                self._registration.instance_id,
-                self._base_url,
-            )
+            name = self._registration.instance_id
+            logger.info("%s is registered with the controller at %s", name, self._base_url)
 
     def _note_failure(self, error: PeerError) -> None:
-        state = "refused" if isinstance(error, RefusedError) else "away"
+        state = "refused" if isinstance(error, PeerRefusedError) else "away"
         if self._state != state:
             self._state = state
-            logger.warning(
-                "%s is not registered with the controller, and goes on trying: %s",
-                self._registration.instance_id,
-                error,
-            )
+            told = "%s is not registered with the controller, and goes on trying: %s"
+            logger.warning(told, self._registration.instance_id, error)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Final
 from urllib.parse import urlsplit
@@ -17,14 +18,12 @@ from aiohttp import web
 from cacheengine import wire
 from cacheengine.address import join_host_port
 from cacheengine.agent.answers import errors_as_json
-from cacheengine.agent.control import Control
-from cacheengine.agent.identity import AgentIdentity
-from cacheengine.agent.moves.handler import Moving
-from cacheengine.agent.moves.moves import Moves
+from cacheengine.agent.async_waits import wake
+from cacheengine.agent.commands import CommandHandlers
+from cacheengine.agent.mover import Mover
 from cacheengine.agent.prompts import Prompts
-from cacheengine.agent.reading import Reading
+from cacheengine.agent.queries import QueryHandlers
 from cacheengine.agent.registration import Registrar
-from cacheengine.agent.waiting import wake
 from cacheengine.engine import CacheEngine
 from cacheengine.settings import EngineConfig
 from cacheengine.transfer import TransferMeter
@@ -53,7 +52,7 @@ class Agent:
     def __init__(
         self,
         engine: CacheEngine,
-        identity: AgentIdentity,
+        identity: wire.ReplicaIdentity,
         config: EngineConfig,
         meter: TransferMeter | None = None,
     ) -> None:
@@ -72,27 +71,24 @@ class Agent:
 
     def start(self) -> None:
         """Listen; returns when requests are answered."""
-        started: threading.Event = threading.Event()
-        failure: list[Exception] = []
+        started: Future[None] = Future()
 
         def run() -> None:
             try:
                 asyncio.run(self._serve(started))
             except Exception as error:  # noqa: BLE001  raised again by start()
-                failure.append(error)
-                started.set()
+                if not started.done():
+                    started.set_exception(error)
 
         self._thread = threading.Thread(target=run, name="kv-agent", daemon=True)
         self._thread.start()
-        if not started.wait(_START_TIMEOUT_S):
-            raise TimeoutError(f"the agent did not start within {_START_TIMEOUT_S} s")
-        if failure and isinstance(failure[0], OSError):
+        try:
+            started.result(_START_TIMEOUT_S)
+        except TimeoutError:
+            raise TimeoutError(f"no start of the agent within {_START_TIMEOUT_S} s") from None
+        except OSError as error:
             where = join_host_port(self._host, self._port)
-            raise OSError(f"lmcache_worker_port: cannot listen on {where}: {failure[0]}") from (
-                failure[0]
-            )
-        if failure:
-            raise failure[0]
+            raise OSError(f"lmcache_worker_port: cannot listen on {where}: {error}") from error
 
     def stop(self) -> None:
         """Deregister, end the moves, close the listening socket and end the thread."""
@@ -102,18 +98,18 @@ class Agent:
             self._thread.join(timeout=_STOP_TIMEOUT_S)
         self._loop = self._thread = None
 
-    async def _serve(self, started: threading.Event) -> None:
+    async def _serve(self, started: "Future[None]") -> None:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         async with AsyncExitStack() as undo:
             session = await undo.enter_async_context(aiohttp.ClientSession())
-            moves = Moves(self._engine, self._identity, session, self._meter)
+            mover = Mover(self._engine, self._identity, session, self._meter)
             runner = web.AppRunner(
-                self._app(moves), access_log=None, handle_signals=False, shutdown_timeout=1.0
+                self._app(mover), access_log=None, handle_signals=False, shutdown_timeout=1.0
             )
             await runner.setup()
             undo.push_async_callback(runner.cleanup)
-            undo.push_async_callback(moves.stop)
+            undo.push_async_callback(mover.stop)
             await web.TCPSite(runner, self._host, self._port).start()
             self.address = runner.addresses[0][:2]
             logger.info("Warmroute agent of %s on %s", self._identity.instance_id, self.address)
@@ -122,25 +118,22 @@ class Agent:
                 registrar = self._registrar(session, self._controller_url, self.address)
                 undo.push_async_callback(registrar.leave)
                 _run_within(undo, registrar.run())
-            started.set()
+            started.set_result(None)
             await self._stopping.wait()
 
-    def _app(self, moves: Moves) -> web.Application:
+    def _app(self, mover: Mover) -> web.Application:
         prompts = Prompts(self._identity)
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
-        for part in (
-            Reading(self._engine, self._identity, prompts, self._meter),
-            Control(self._engine, self._identity, prompts),
-            Moving(moves, self._identity, prompts),
-        ):
-            app.add_routes(part.routes())
+        queries = QueryHandlers(self._engine, self._identity, prompts, self._meter)
+        commands = CommandHandlers(self._engine, self._identity, prompts, mover)
+        app.add_routes([*queries.routes(), *commands.routes()])
         return app
 
     def _registrar(
         self, session: aiohttp.ClientSession, controller_url: str, address: tuple[str, int]
     ) -> Registrar:
-        # Of a wildcard nobody can make an address; the controller takes the
-        # one that it sees the registration come from.
+        # A wildcard is no address: the controller takes the one that the
+        # registration comes from.
         host = "" if self._host in _WILDCARDS else self._host
         if host in _LOOPBACK and urlsplit(controller_url).hostname not in _LOOPBACK:
             logger.warning(

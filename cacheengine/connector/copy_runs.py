@@ -28,7 +28,7 @@ _WORD: Final = np.dtype(np.int64)
 
 @dataclass(frozen=True)
 class PagedMemory:
-    """Rows of pages in memory that somebody else keeps alive.
+    """Rows of pages in memory that another object keeps alive.
 
     Page p of row r is at ``address + r * row_stride + p * page_bytes``.
     """

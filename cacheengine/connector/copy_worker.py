@@ -46,11 +46,10 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
         self._region = region
         self._blocks_per_chunk = blocks_per_chunk
         self._kv_tensors = [_block_rows(cache) for cache in kv_caches.tensors]
+        pages_bytes = [cache.page_size_bytes for cache in kv_caches.tensors]
         self._pool_tensors = [
-            region.create_next_worker_view(page_bytes * blocks_per_chunk).view(
-                -1, blocks_per_chunk, page_bytes
-            )
-            for page_bytes in (cache.page_size_bytes for cache in kv_caches.tensors)
+            region.create_next_worker_view(each * blocks_per_chunk).view(-1, blocks_per_chunk, each)
+            for each in pages_bytes
         ]
         self._jobs: queue.SimpleQueue[Callable[[], TransferResult] | None] = queue.SimpleQueue()
         # Guards _finished and _pending: the copy thread moves a job from one
@@ -58,11 +57,8 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
         self._changed = threading.Condition()
         self._pending: set[int] = set()
         self._finished: list[TransferResult] = []
-        layers = [
-            Layer.of(kv, pool)
-            for kv, pool in zip(self._kv_tensors, self._pool_tensors, strict=True)
-        ]
-        self._copier = RunCopier(layers, make_copy_call())
+        layers = map(Layer.of, self._kv_tensors, self._pool_tensors)
+        self._copier = RunCopier(list(layers), make_copy_call())
         self._thread = threading.Thread(target=self._run, name="kv-copy", daemon=True)
         self._thread.start()
 
@@ -120,7 +116,7 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
         )
         with self._changed:
             self._pending.add(job_id)
-        self._jobs.put(lambda: self._result(job_id, runs, store=store))
+        self._jobs.put(lambda: self._copy(job_id, runs, store=store))
         return True
 
     def _run(self) -> None:
@@ -131,16 +127,13 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
                 self._finished.append(result)
                 self._changed.notify_all()
 
-    def _result(self, job_id: int, runs: PageRuns, *, store: bool) -> TransferResult:
+    def _copy(self, job_id: int, runs: PageRuns, *, store: bool) -> TransferResult:
+        start_s = time.perf_counter()
         try:
-            return self._copy(job_id, runs, store=store)
+            copied_bytes = self._copier.copy(runs, store=store)
         except Exception:  # without this thread vLLM would wait for ever; told, it ends
             logger.exception("a KV copy failed")
             return TransferResult(job_id=job_id, success=False)
-
-    def _copy(self, job_id: int, runs: PageRuns, *, store: bool) -> TransferResult:
-        start_s = time.perf_counter()
-        copied_bytes = self._copier.copy(runs, store=store)
         return TransferResult(
             job_id=job_id,
             success=True,

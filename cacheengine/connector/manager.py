@@ -1,6 +1,6 @@
 """The scheduler's view of the engine, as vLLM's offloading interface wants it."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -38,9 +38,9 @@ _MEDIUM_BY_TIER: Final = {
 _LOOKUP_PIN_S = 10.0
 
 # vLLM forgets its transfers in reset_cache() and tells its workers to finish
-# them in the step after. Until they have, the rows must not be given to anyone
-# else. vLLM 0.33 says when that is so (`on_reset_flushed`); 0.32 does not: there
-# it is one step later, with asynchronous scheduling two.
+# them in the step after. Until they have, the rows must not be reused. vLLM
+# 0.33 says when that is so (`on_reset_flushed`); 0.32 does not: there it is one
+# step later, with asynchronous scheduling two.
 _TELLS_WHEN_FLUSHED = hasattr(OffloadingManager, "on_reset_flushed")
 _STEPS_UNTIL_FLUSHED = 3
 
@@ -94,7 +94,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._step_holds: set[bytes] = set()
         self._requests: dict[str, _Request] = {}
         self._wanting: list[_Request] = []
-        self._loads: dict[bytes, int] = {}
+        self._loads: Counter[bytes] = Counter()
         self._stores: set[bytes] = set()
         self._flushing: deque[_UnderWay] = deque()
 
@@ -192,18 +192,13 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         slots = self._engine.hold(chunks, held_before=True)
         # vLLM's scheduler never calls touch().
         self._note_use(chunks, req_context)
-        for chunk in chunks:
-            self._loads[chunk] = self._loads.get(chunk, 0) + 1
+        self._loads.update(chunks)
         return CPULoadStoreSpec(slots)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Release chunks whose copy to the GPU has ended."""
         chunks = [get_offload_block_hash(key) for key in keys]
-        for chunk in chunks:
-            if self._loads[chunk] == 1:
-                del self._loads[chunk]
-            else:
-                self._loads[chunk] -= 1
+        self._loads -= Counter(chunks)
         self._engine.release(chunks)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -215,7 +210,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     ) -> PrepareStoreOutput | None:
         """Reserve rows for the chunks that are not there yet, the leading ones that find room.
 
-        None when none does. Those that are there count as used: a prefix that
+        None when none does. Chunks that are there count as used: a prefix that
         the GPU holds is never loaded, but offered again by each request.
         """
         chunks = [get_offload_block_hash(key) for key in keys]
@@ -244,9 +239,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Promote what this step's lookups found below the pool; let go of what they held."""
         self._promote_wanted()
-        if self._step_holds:
-            self._engine.release(list(self._step_holds))
-            self._step_holds.clear()
+        self._release_step_holds()
         if not _TELLS_WHEN_FLUSHED:
             self._count_down_to_flushed()
 
@@ -266,16 +259,19 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
 
     def reset_cache(self) -> None:
         """Drop every chunk; rows of transfers under way follow when those have ended."""
-        loads = [chunk for chunk, count in self._loads.items() for _ in range(count)]
+        loads = list(self._loads.elements())
         self._flushing.append(_UnderWay(loads, list(self._stores)))
         self._loads.clear()
         self._stores.clear()
         self._requests.clear()
         self._wanting.clear()
+        self._release_step_holds()
+        self._engine.clear()
+
+    def _release_step_holds(self) -> None:
         if self._step_holds:
             self._engine.release(list(self._step_holds))
             self._step_holds.clear()
-        self._engine.clear()
 
     def shutdown(self) -> None:
         """Stop the agent, the engine's threads, and give the memory back."""
@@ -292,7 +288,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         while self._flushing and self._flushing[0].steps_left <= 0:
             self._release_flushed(self._flushing.popleft())
 
-    def _release_flushed(self, under_way: "_UnderWay") -> None:
+    def _release_flushed(self, under_way: _UnderWay) -> None:
         self._engine.release(under_way.loads)
         self._engine.complete_store(under_way.stores, success=False)
 

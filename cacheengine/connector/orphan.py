@@ -24,7 +24,7 @@ def end_with_parent(grace_s: float = _GRACE_S) -> None:
     """End this process soon after its parent: by SIGTERM, then at once.
 
     Does nothing in a process that `multiprocessing` did not start: its parent
-    is somebody's shell, and may go.
+    is a shell, and may go.
     """
     if multiprocessing.parent_process() is None:
         return

@@ -15,7 +15,7 @@ logger = logging.getLogger("vllm.warmroute")
 
 
 class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
-    """vLLM's shared region, whose name goes as soon as everybody has mapped it.
+    """vLLM's shared region, whose name goes as soon as all processes have mapped it.
 
     The workers map the region while vLLM sets up its KV cache, the scheduler
     after them: it is the last, and calls `forget_name`. From then on the
@@ -101,8 +101,8 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
 def _give_name_to_huge_file(name: Path, size_bytes: int) -> int | None:
     """Make the region's huge file, unless the name is taken; return its descriptor.
 
-    The descriptor is what the name points to, so it stays open until everybody
-    has mapped the file. Raises `HugePagesMissing`.
+    The descriptor is what the name points to, so it stays open until all
+    processes have mapped the file. Raises `HugePagesMissing`.
     """
     # Two ranks that allocate at once could each find too few pages left.
     with _locked(name.with_suffix(".lock")):
@@ -112,8 +112,8 @@ def _give_name_to_huge_file(name: Path, size_bytes: int) -> int | None:
         try:
             name.symlink_to(_path_of(file))
         except FileExistsError:
-            # A rank that found no pages, before somebody freed some, has left
-            # the lock and has made the ordinary file by now.
+            # A rank that found too few free pages a moment ago has left the
+            # lock and has made the ordinary file by now.
             os.close(file)
             return None
         except BaseException:
@@ -133,7 +133,7 @@ def _names(name: Path, file: int) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, alone; it goes afterwards (whoever waits on it has it open)."""
+    """Hold a lock file, alone; it goes afterwards (a waiting process has it open)."""
     file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)

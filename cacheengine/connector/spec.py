@@ -26,19 +26,20 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from cacheengine.agent import Agent, AgentIdentity
+from cacheengine.agent import Agent
 from cacheengine.connector.attention import check_attention
 from cacheengine.connector.copy_worker import CpuCopyWorker
 from cacheengine.connector.manager import WarmrouteManager
 from cacheengine.connector.orphan import end_with_parent
 from cacheengine.connector.region import PoolRegion
 from cacheengine.engine import CacheEngine
-from cacheengine.identity import ChunkLayout, weights_identity
+from cacheengine.identity import ChunkLayout, weights_fingerprint
 from cacheengine.launch import ReplicaSettings
 from cacheengine.memory import Pool
 from cacheengine.settings import EngineConfig, load_engine_config
 from cacheengine.tiers.serde import lossy_name
 from cacheengine.transfer import TransferMeter, TransferServer
+from cacheengine.wire import ReplicaIdentity
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -140,7 +141,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             region = self._open_region(rank=None)
             undo.callback(region.cleanup)
             region.forget_name()
-            pool = Pool.over(
+            pool = Pool(
                 region.create_kv_memoryview(),
                 num_slots=self.num_chunks,
                 slot_bytes=self.kv_bytes_per_chunk,
@@ -176,12 +177,12 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return server.address[1]
 
     def _layout(self) -> ChunkLayout:
-        parallel = self.config.parallel
+        parallel, model, engine = self.config.parallel, self.config.model, self.engine_config
         return ChunkLayout(
-            model=self.config.model.name,
-            dtype=self.config.model.dtype,
+            model=model.name,
+            dtype=model.dtype,
             block_tokens=self.tokens_per_block[0],
-            chunk_tokens=self.engine_config.chunk_size,
+            chunk_tokens=engine.chunk_size,
             chunk_bytes=self.kv_bytes_per_chunk,
             parallel=(
                 f"tp{parallel.tp_size}-pp{parallel.pp_size}-pcp{parallel.pcp_size}"
@@ -190,14 +191,10 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             hash_algorithm=self.settings.hash_algorithm,
             hash_seed=self._hash_seed(),
             kv_layout=f"{self.config.kv_cache_layout}-{current_platform.device_type}",
-            weights=weights_identity(self.config.model.name),
+            weights=weights_fingerprint(model.name),
             model_options=self.settings.model_options,
-            lossy=self._lossy_serde(),
+            lossy=lossy_name(engine.remote_serde, model.dtype) if engine.remote_url else "",
         )
-
-    def _lossy_serde(self) -> str:
-        engine = self.engine_config
-        return lossy_name(engine.remote_serde, self.config.model.dtype) if engine.remote_url else ""
 
     def _hash_seed(self) -> str:
         # vLLM derives its root hash after it has built this object, from the
@@ -206,8 +203,8 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         seed = os.environ.get("PYTHONHASHSEED")
         return seed if seed is not None else str(get_none_hash_seed())
 
-    def _identity(self, transfer_port: int | None) -> AgentIdentity:
-        return AgentIdentity(
+    def _identity(self, transfer_port: int | None) -> ReplicaIdentity:
+        return ReplicaIdentity(
             instance_id=self.engine_config.lmcache_instance_id,
             model=self.config.model.name,
             hash_algorithm=self.settings.hash_algorithm,

@@ -1,8 +1,8 @@
 """The cache engine: slots of a pool, the tiers below it, and the threads that move chunks.
 
 `CacheEngine` is one lock around `cacheengine.residency` and the clock beside it;
-`tier_io` moves bytes between pool and tiers; `configured_tiers` makes the tiers that the
-settings name.
+`lower_tiers` has the tiers that the settings name (`configured_tiers`) and the I/O that moves
+bytes between them and the pool (`tier_io`).
 
 Called by connector, agent and transfer. Imports settings, residency, tiers, memory, identity
 and record; knows nothing of vLLM.
@@ -11,7 +11,4 @@ and record; knows nothing of vLLM.
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.metrics import render_metrics
 
-__all__ = [
-    "CacheEngine",
-    "render_metrics",
-]
+__all__ = ["CacheEngine", "render_metrics"]

@@ -1,28 +1,23 @@
 """Which tiers lie below the pool, by configuration."""
 
 import hashlib
-import importlib
 import logging
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from cacheengine.identity import ChunkLayout
-from cacheengine.settings import ConfigError, EngineConfig, check_remote_ready
+from cacheengine.settings import ConfigError, EngineConfig
 from cacheengine.tiers import LocalTier, NullTier, SharedTier
 from cacheengine.tiers.disk import DiskTier
 from cacheengine.tiers.remote import RemoteTier
 from cacheengine.tiers.serde import SERDE_NAMES, Serde, make_serde
 from cacheengine.tiers.stores import BlobStore, RemoteUrl, StoreError, parse_remote_url
+from cacheengine.tiers.stores.infinistore import InfiniStore
+from cacheengine.tiers.stores.mooncake import MooncakeStore
 from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer, RedisStore
 from cacheengine.values import BadValue
 
 logger = logging.getLogger("vllm.warmroute")
-
-_ADAPTERS: Final[Mapping[str, tuple[str, str]]] = {
-    "mooncakestore": ("cacheengine.tiers.stores.mooncake.mooncake", "MooncakeStore"),
-    "infinistore": ("cacheengine.tiers.stores.infinistore.infinistore", "InfiniStore"),
-}
-"""Stores whose clients are packages that not everyone has: imported when asked for."""
 
 
 def make_tier(config: EngineConfig, layout: ChunkLayout) -> LocalTier:
@@ -59,16 +54,20 @@ def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
     """
     if not config.remote_url:
         return None
+    config.check_remote_ready()
+    url = parse_remote_url(config.remote_url)
     try:
-        url = parse_remote_url(config.remote_url)
-        check_remote_ready(config.remote_url)
         store = _connect(url, config.remote_url, config.extra_config)
     except BadValue as error:
         raise ConfigError(config.source, "remote_url", error.problem, error.fix) from None
     except StoreError as error:
         fix = "correct it, or remove remote_url"
         raise ConfigError(config.source, "remote_url", f"{url} {error}", fix) from None
-    serde = _serde(config, layout)
+    try:
+        serde = make_serde(config.remote_serde, layout.dtype)
+    except ValueError as error:
+        fix = "choose another remote_serde"
+        raise ConfigError(config.source, "remote_serde", str(error), fix) from None
     tier = RemoteTier(
         store,
         layout.fingerprint(),
@@ -87,18 +86,8 @@ def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
 def _connect(url: RemoteUrl, text: str, extra: Mapping[str, Any]) -> BlobStore:
     if url.scheme in REDIS_SCHEMES:
         return RedisStore(RedisServer.from_url(url))
-    module, name = _ADAPTERS[url.scheme]
-    adapter = getattr(importlib.import_module(module), name)
-    store: BlobStore = adapter.connect(text, extra)
-    return store
-
-
-def _serde(config: EngineConfig, layout: ChunkLayout) -> Serde:
-    try:
-        return make_serde(config.remote_serde, layout.dtype)
-    except ValueError as error:
-        fix = "choose another remote_serde"
-        raise ConfigError(config.source, "remote_serde", str(error), fix) from None
+    store = MooncakeStore if url.scheme == "mooncakestore" else InfiniStore
+    return store.connect(text, extra)
 
 
 def _exact_serdes(dtype: str) -> list[Serde]:

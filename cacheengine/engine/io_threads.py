@@ -27,7 +27,7 @@ class IoThreads:
     """``count`` threads that run jobs in the order given, until `stop`.
 
     Daemons: a read that hangs in the kernel must not keep a process from
-    exiting. The queue itself has no bound; those who submit keep one.
+    exiting. The queue itself has no bound; its callers keep one.
     """
 
     def __init__(self, name: str, count: int) -> None:

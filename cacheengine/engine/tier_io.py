@@ -11,20 +11,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from cacheengine import wire
 from cacheengine.engine.io_threads import JobRunner
 from cacheengine.memory import Pool
 from cacheengine.record import BandwidthMeter
-from cacheengine.residency import Entry, LowerIndex, Residency
+from cacheengine.residency import Decider, Entry, LowerIndex
 from cacheengine.settings import EngineConfig
-from cacheengine.tiers import GetOutcome, PutOutcome, SharedTier, Tier
+from cacheengine.tiers import Chunk, GetOutcome, PutOutcome, SharedTier, Tier
 
 logger = logging.getLogger("vllm.warmroute")
 
+A = TypeVar("A")
+T = TypeVar("T")
+
 Clock = Callable[[], float]
-Deciding = Callable[[], AbstractContextManager[Residency]]
+Deciding = Callable[[], AbstractContextManager[Decider]]
 MakeThreads = Callable[[str, int], JobRunner]
 
 _REMOTE_READ_THREADS: Final = 4
@@ -139,39 +142,44 @@ class TierIo:
 
     def _read_batch(self) -> bool:
         """Read what is next in the queue; return whether more was there."""
-        with self._deciding() as state:
-            queued = state.promotions.waiting(self.name)
+        with self._deciding() as decider:
+            queued = decider.promoter.waiting(self.name)
             share = self._share(queued + self._being_read, self._read_threads)
-            entries = state.promotions.take(self.name, share)
+            entries = decider.promoter.take(self.name, share)
             if not entries:
                 return False
             is_more = queued > len(entries)
             if not self._is_reading:
-                state.promotions.give_up(self.index, entries, self._clock())
+                decider.promoter.give_up(self.index, entries, self._clock())
                 return is_more
             self._being_read += len(entries)
             self._read_meter.start(self._clock())
-        outcomes = self._read(entries)
-        with self._deciding() as state:
+        outcomes = self._move(self._tier.get_many, entries) or [GetOutcome.FAILED] * len(entries)
+        with self._deciding() as decider:
             now_s = self._clock()
             self._read_meter.stop(now_s, outcomes.count(GetOutcome.OK) * self._pool.slot_bytes)
             self._being_read -= len(entries)
-            state.promotions.end(self.index, entries, outcomes, now_s)
+            decider.promoter.end(self.index, entries, outcomes, now_s)
         return is_more
+
+    def _move(self, call: Callable[[list[Chunk]], list[T]], entries: Sequence[Entry]) -> list[T]:
+        """Have the tier read or write entries; how each ended, nothing if the call failed."""
+        return self._answers(call, [(each.key, self._pool.view(each.slot)) for each in entries])
+
+    def _answers(self, call: Callable[[list[A]], list[T] | None], asked: list[A]) -> list[T]:
+        try:
+            answers = call(asked)
+        except Exception:
+            logger.exception("%s tier: %s failed", self.name, call.__name__)
+            return []
+        if answers is not None and len(answers) != len(asked):
+            logger.error("%s tier: %d answers to %d", self.name, len(answers), len(asked))
+            return []
+        return answers or []
 
     def _share(self, chunks: int, threads: int) -> int:
         """How many of those queued or under way one thread takes: spread first, then batched."""
         return min(self._tier.batch_chunks, math.ceil(chunks / threads))
-
-    def _read(self, entries: Sequence[Entry]) -> list[GetOutcome]:
-        try:
-            outcomes = self._tier.get_many([(e.key, self._pool.view(e.slot)) for e in entries])
-            if len(outcomes) == len(entries):
-                return outcomes
-            logger.error("%s tier: %d outcomes of %d", self.name, len(outcomes), len(entries))
-        except Exception:
-            logger.exception("%s tier: get failed", self.name)
-        return [GetOutcome.FAILED] * len(entries)
 
     # --- writes ---
 
@@ -182,8 +190,8 @@ class TierIo:
 
     def _write_batch(self) -> bool:
         """Write what is next in the queue; return whether more was there."""
-        with self._deciding() as state:
-            puts = state.puts[self.name]
+        with self._deciding() as decider:
+            puts = decider.cascades[self.name]
             if not self._is_writing:
                 puts.cancel()
             share = self._share(puts.waiting + self._being_written, self._write_threads)
@@ -196,23 +204,13 @@ class TierIo:
             self._delete(victims)
         with self._deciding():
             self._write_meter.start(self._clock())
-        outcomes = self._write(entries)
-        with self._deciding() as state:
+        outcomes = self._move(self._tier.put_many, entries) or [PutOutcome.FAILED] * len(entries)
+        with self._deciding() as decider:
             now_s = self._clock()
             self._write_meter.stop(now_s, outcomes.count(PutOutcome.STORED) * self._pool.slot_bytes)
             self._being_written -= len(entries)
-            state.puts[self.name].end(entries, outcomes, now_s)
+            decider.cascades[self.name].end(entries, outcomes, now_s)
         return is_more
-
-    def _write(self, entries: Sequence[Entry]) -> list[PutOutcome]:
-        try:
-            outcomes = self._tier.put_many([(e.key, self._pool.view(e.slot)) for e in entries])
-            if len(outcomes) == len(entries):
-                return outcomes
-            logger.error("%s tier: %d outcomes of %d", self.name, len(outcomes), len(entries))
-        except Exception:
-            logger.exception("%s tier: put failed", self.name)
-        return [PutOutcome.FAILED] * len(entries)
 
     def _delete(self, keys: Sequence[bytes]) -> None:
         """Delete chunks, and note that they are gone; on a writer thread."""
@@ -220,31 +218,20 @@ class TierIo:
             self._tier.delete(keys)
         except Exception:
             logger.exception("%s tier: delete failed", self.name)
-        with self._deciding() as state:
-            state.puts[self.name].deleted(keys)
+        with self._deciding() as decider:
+            decider.cascades[self.name].deleted(keys)
 
     # --- questions ---
 
     def _ask_turn(self) -> None:
         """Ask in one call for all that has come up since the last."""
-        with self._deciding() as state:
-            keys = state.promotions.take_questions(_QUESTIONS_PER_CALL)
+        assert isinstance(self._tier, SharedTier)
+        with self._deciding() as decider:
+            keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
             is_wanted = self._is_reading
         while keys:
-            found = self._find(keys) if is_wanted else None
-            with self._deciding() as state:
-                state.promotions.answered(keys, found, self._clock())
-                keys = state.promotions.take_questions(_QUESTIONS_PER_CALL)
+            found = self._answers(self._tier.find, keys) if is_wanted else []
+            with self._deciding() as decider:
+                decider.promoter.answered(keys, found or None, self._clock())
+                keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
                 is_wanted = self._is_reading
-
-    def _find(self, keys: Sequence[bytes]) -> list[bool] | None:
-        assert isinstance(self._tier, SharedTier)
-        try:
-            found = self._tier.find(keys)
-        except Exception:
-            logger.exception("%s tier: find failed", self.name)
-            return None
-        if found is not None and len(found) != len(keys):
-            logger.error("%s tier: %d answers to %d", self.name, len(found), len(keys))
-            return None
-        return found

@@ -11,7 +11,7 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkLayout:
-    """The meaning of a chunk's bytes: whose KV they are, and how they lie.
+    """The meaning of a chunk's bytes: the model they are KV of, and their order.
 
     Two engines may exchange chunks exactly when their layouts are equal; the
     disk tier keeps each layout in a directory of its own, named `fingerprint`.
@@ -31,7 +31,7 @@ class ChunkLayout:
     kv_layout: str = ""
     """vLLM's name for the order of a page's bytes, and the platform."""
     weights: str = ""
-    """Identity of the weights behind ``model`` (`weights.weights_identity`),
+    """Identity of the weights behind ``model`` (`weights_fingerprint`),
     so that a model replaced in place does not meet its predecessor's KV."""
     model_options: str = ""
     """Digest of vLLM's options that change the model's KV."""
@@ -48,11 +48,6 @@ class ChunkLayout:
                 f"chunk_size is {self.chunk_tokens} tokens, not a multiple of vLLM's block "
                 f"size of {self.block_tokens}; set chunk_size to a multiple of it"
             )
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Blocks of vLLM in one chunk."""
-        return self.chunk_tokens // self.block_tokens
 
     def fingerprint(self) -> str:
         """Return 32 hex digits, equal for equal layouts only."""

@@ -10,7 +10,7 @@ _CONFIG_FILE: Final = "--config"
 
 _HARMLESS: Final = frozenset(
     {
-        # who the server is and what it tells
+        # the server and what it tells
         *("--host", "--port", "--uds", "--root-path", "--api-key", "--served-model-name"),
         *("--uvicorn-log-level", "--disable-uvicorn-access-log", "--enable-log-requests"),
         *("--disable-log-stats", "--enable-prompt-tokens-details", "--enable-request-id-headers"),

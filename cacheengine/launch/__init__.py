@@ -9,6 +9,4 @@ settings and identity.
 
 from cacheengine.launch.launch import ReplicaSettings
 
-__all__ = [
-    "ReplicaSettings",
-]
+__all__ = ["ReplicaSettings"]

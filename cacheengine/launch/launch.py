@@ -21,7 +21,7 @@ _KV_REPLAY_STEPS: Final = 100_000
 """Batches of KV events that vLLM keeps for a router that starts later."""
 
 _PORTS: Final = range(20_000, 32_768)
-"""Below those that Linux, unless told otherwise, gives to whoever asks for any."""
+"""Below the ports that Linux, unless told otherwise, gives to programs that ask for any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +137,9 @@ def hash_algorithm_of(vllm_args: Sequence[str]) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return TCP ports that nobody listens on now; raises ValueError where there are too few.
+    """Return TCP ports that are free now; raises ValueError where there are too few.
 
-    None that the kernel gives to whoever asks for any: vLLM takes its own only
+    None that the kernel gives to programs that ask for any: vLLM takes its own only
     when it has been imported, and another replica that starts meanwhile asks for
     dozens.
     """

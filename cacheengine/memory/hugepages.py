@@ -43,7 +43,7 @@ class HugePages:
 
     @property
     def available(self) -> int:
-        """Pages that nobody has or is promised."""
+        """Pages that are neither taken nor promised."""
         return max(0, self.free - self.reserved)
 
     def why_not(self, pages: int) -> str:

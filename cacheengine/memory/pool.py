@@ -7,43 +7,36 @@ import mmap
 
 
 class Pool:
-    """``num_slots`` slots of ``slot_bytes`` each over one writable buffer.
+    """``num_slots`` slots of ``slot_bytes`` each over one writable, contiguous buffer.
 
-    The buffer belongs to whoever made it and must outlive the pool; `close`
+    The buffer is its maker's and must outlive the pool; `close`
     lets go of it.
     """
 
-    def __init__(self, buffer: memoryview, num_slots: int, slot_bytes: int) -> None:
+    def __init__(
+        self, buffer: "memoryview | bytearray | mmap.mmap", num_slots: int, slot_bytes: int
+    ) -> None:
+        view = memoryview(buffer)
         if num_slots <= 0 or slot_bytes <= 0:
             raise ValueError(
                 f"a pool needs at least one slot of one byte, not {num_slots} of {slot_bytes}; "
                 "raise max_local_cpu_size"
             )
-        if buffer.readonly:
+        if view.readonly:
             raise ValueError("the pool's buffer is read-only")
-        if buffer.nbytes < num_slots * slot_bytes:
+        if view.nbytes < num_slots * slot_bytes:
             raise ValueError(
-                f"the pool's buffer has {buffer.nbytes} bytes, too few for "
+                f"the pool's buffer has {view.nbytes} bytes, too few for "
                 f"{num_slots} slots of {slot_bytes}"
             )
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self._bytes = buffer.cast("B")
+        self._bytes = view.cast("B")
 
     @classmethod
-    def allocate(cls, num_slots: int, slot_bytes: int, *, hugepages: bool = False) -> "Pool":
+    def allocate(cls, num_slots: int, slot_bytes: int) -> "Pool":
         """Make a pool over anonymous memory of its own (for tests and simulation)."""
-        memory = mmap.mmap(-1, num_slots * slot_bytes)
-        if hugepages:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return cls(memoryview(memory), num_slots, slot_bytes)
-
-    @classmethod
-    def over(
-        cls, buffer: "memoryview | bytearray | mmap.mmap", num_slots: int, slot_bytes: int
-    ) -> "Pool":
-        """Make a pool over someone's writable, contiguous memory, of any shape."""
-        return cls(memoryview(buffer), num_slots, slot_bytes)
+        return cls(mmap.mmap(-1, num_slots * slot_bytes), num_slots, slot_bytes)
 
     def view(self, slot: int) -> memoryview:
         """Return the slot's bytes, writable and not copied."""

@@ -1,4 +1,4 @@
-"""What the tiers gained and lost, for those who follow: agents' callers and vLLM's stream.
+"""What the tiers gained and lost, for agents' callers and vLLM's stream.
 
 Pure bookkeeping; the caller serializes calls.
 """

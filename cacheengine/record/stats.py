@@ -1,140 +1,83 @@
 """What the engine counts and measures. Every counter is defined on its line."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 CPU: Final = "cpu"
 """The name of the first tier: the pool."""
 
 
+def counter(meaning: str) -> int:
+    """Return a dataclass field that counts from 0; ``meaning`` is what ``/metrics`` says of it."""
+    return field(default=0, metadata={"meaning": meaning, "kind": "counter"})
+
+
+def gauge(meaning: str) -> int:
+    """Return a dataclass field for what is so now."""
+    return field(default=0, metadata={"meaning": meaning, "kind": "gauge"})
+
+
 @dataclass(slots=True)
 class TierStats:
-    """Counts of one lower tier."""
+    """Counts of one lower tier, or of all together; bytes are payload bytes."""
 
-    puts: int = 0
-    """Chunks written to it."""
-    put_bytes: int = 0
-    """Bytes of those."""
-    put_drops: int = 0
-    """Chunks not written: queue full, tier full or resting after an error, or cleared."""
-    gets: int = 0
-    """Chunks read whole from it."""
-    get_bytes: int = 0
-    """Bytes of those."""
-    get_misses: int = 0
-    """Chunks that it was thought to hold and did not."""
-    corrupt: int = 0
-    """Chunks found damaged on reading, and removed."""
-    io_errors: int = 0
-    """Reads and writes that failed for another reason (no space, no answer, ...)."""
-    evictions: int = 0
-    """Chunks evicted from it to make room."""
-    asked: int = 0
-    """Chunks that it was asked for (only a shared tier is)."""
-    found: int = 0
-    """Of those: held by it."""
-    unanswered: int = 0
-    """Of those: it could not say."""
+    puts: int = counter("Chunks written to lower tiers.")
+    put_bytes: int = counter("Bytes written to lower tiers.")
+    put_drops: int = counter(
+        "Chunks not written: queue or tier full, left alone after an error, or cleared."
+    )
+    gets: int = counter("Chunks read whole from lower tiers.")
+    get_bytes: int = counter("Bytes read from lower tiers.")
+    get_misses: int = counter("Chunks that a lower tier was thought to hold and did not.")
+    corrupt: int = counter("Chunks found damaged on reading, and removed.")
+    io_errors: int = counter("Reads and writes that failed otherwise (no space, no answer, ...).")
+    evictions: int = counter("Chunks evicted from a lower tier to make room.")
+    asked: int = counter("Chunks that a shared tier was asked for.")
+    found: int = counter("Chunks asked for that a shared tier held.")
+    unanswered: int = counter("Chunks asked for of which a shared tier could not say.")
 
 
 @dataclass(slots=True)
 class EngineStats:
     """Counts since the engine's start; bytes are payload bytes."""
 
-    lookups: int = 0
-    """Chunks asked for by `lookup`, and by `try_hold` when it succeeded."""
-    hits_cpu: int = 0
-    """Of those: ready in the pool."""
-    hits_pending: int = 0
-    """Of those: being stored or promoted."""
-    hits_disk: int = 0
-    """Of those: on disk, and not in the pool."""
-    hits_remote: int = 0
-    """Of those: known to be held by the remote tier only."""
-    lookups_unknown: int = 0
-    """Of those: the remote tier was being asked."""
-    stores: int = 0
-    """Chunks that became visible by `complete_store`."""
-    store_bytes: int = 0
-    """Bytes of those."""
-    store_drops: int = 0
-    """Chunks for which `prepare_store` found no room."""
-    store_failures: int = 0
-    """Chunks whose store ended with success=False, or was cleared while under way."""
-    evictions: int = 0
-    """Chunks evicted from the pool to make room."""
-    prefetches: int = 0
-    """Calls of `promote`."""
-    promoted: int = 0
-    """Chunks brought into the pool by those."""
-    promoted_bytes: int = 0
-    """Bytes of those."""
-    promote_drops: int = 0
-    """Chunks below the pool that found no room in it, or too much of it pinned."""
-    prefetch_unused_chunks: int = 0
-    """Chunks promoted, or copied here with a pin, that were not held until their pin ended, by
-    time, clearing or eviction (of those without a pin: until they left the pool)."""
-    prefetch_unused_bytes: int = 0
-    """Bytes of those."""
-    pins_expired: int = 0
-    """Pins that reached their deadline unused."""
-    events_dropped: int = 0
-    """Events lost to vLLM's stream because nobody took them in time."""
-    cpu_used_bytes: int = 0
-    """Now: bytes in the pool, those under way included."""
-    cpu_held_bytes: int = 0
-    """Now: bytes in the pool that are held, pinned, being put or not ready."""
-    put_queue_bytes: int = 0
-    """Now: bytes whose put is queued or under way, once for each tier."""
+    lookups: int = counter("Chunks looked up, and those held at once because they were ready.")
+    hits_cpu: int = counter("Lookups that found the chunk ready in the CPU pool.")
+    hits_pending: int = counter("Lookups that found the chunk being stored or promoted.")
+    hits_disk: int = counter("Lookups that found the chunk on disk, and not in the CPU pool.")
+    hits_remote: int = counter("Lookups that found the chunk in the remote tier only, if known.")
+    lookups_unknown: int = counter("Lookups while the remote tier was being asked.")
+    stores: int = counter("Chunks stored from the GPU.")
+    store_bytes: int = counter("Bytes stored from the GPU.")
+    store_drops: int = counter("Chunks not stored, for want of room.")
+    store_failures: int = counter("Chunks whose store failed, or was cleared while under way.")
+    evictions: int = counter("Chunks evicted from the CPU pool to make room.")
+    prefetches: int = counter("Calls to promote.")
+    promoted: int = counter("Chunks promoted to the CPU pool.")
+    promoted_bytes: int = counter("Bytes promoted to the CPU pool.")
+    promote_drops: int = counter(
+        "Chunks not promoted, for want of room or because too much is pinned."
+    )
+    prefetch_unused_chunks: int = counter(
+        "Chunks promoted or copied here that were not used while pinned (without a pin: until "
+        "they left the pool)."
+    )
+    prefetch_unused_bytes: int = counter("Bytes of those.")
+    pins_expired: int = counter("Pins that reached their deadline unused.")
+    events_dropped: int = counter("Events that vLLM's stream lost, not taken in time.")
+    cpu_used_bytes: int = gauge("Bytes in the CPU pool, those under way included.")
+    cpu_held_bytes: int = gauge("Bytes in the CPU pool that cannot be evicted now.")
+    put_queue_bytes: int = gauge(
+        "Bytes whose write to a lower tier is queued or under way, once for each tier."
+    )
     disk: TierStats = field(default_factory=TierStats)
-    """The disk tier's counts."""
     remote: TierStats = field(default_factory=TierStats)
-    """The remote tier's counts."""
 
     @property
-    def puts(self) -> int:
-        """Chunks written to lower tiers."""
-        return self.disk.puts + self.remote.puts
-
-    @property
-    def put_bytes(self) -> int:
-        """Bytes of those."""
-        return self.disk.put_bytes + self.remote.put_bytes
-
-    @property
-    def put_drops(self) -> int:
-        """Puts to lower tiers that were dropped."""
-        return self.disk.put_drops + self.remote.put_drops
-
-    @property
-    def gets(self) -> int:
-        """Chunks read whole from lower tiers."""
-        return self.disk.gets + self.remote.gets
-
-    @property
-    def get_bytes(self) -> int:
-        """Bytes of those."""
-        return self.disk.get_bytes + self.remote.get_bytes
-
-    @property
-    def get_misses(self) -> int:
-        """Chunks that a lower tier was thought to hold and did not."""
-        return self.disk.get_misses + self.remote.get_misses
-
-    @property
-    def corrupt(self) -> int:
-        """Chunks of lower tiers found damaged, and removed."""
-        return self.disk.corrupt + self.remote.corrupt
-
-    @property
-    def io_errors(self) -> int:
-        """Reads from and writes to lower tiers that failed otherwise."""
-        return self.disk.io_errors + self.remote.io_errors
-
-    @property
-    def disk_evictions(self) -> int:
-        """Chunks evicted from disk."""
-        return self.disk.evictions
+    def lower_tiers(self) -> TierStats:
+        """The counts of disk and remote tier together."""
+        names = [each.name for each in fields(TierStats)]
+        return TierStats(*(getattr(self.disk, n) + getattr(self.remote, n) for n in names))
 
     def below(self, tier: str) -> TierStats:
         """Return the counts of a lower tier by its name."""

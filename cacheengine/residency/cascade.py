@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from cacheengine.residency.entry import Entry
 from cacheengine.residency.lower_index import LowerIndex
-from cacheengine.residency.pool_index import Entry
-from cacheengine.residency.state import Ledger
-from cacheengine.tiers import LONGEST_REST_S, PutOutcome, Rest
+from cacheengine.residency.state import CacheState
+from cacheengine.tiers import LONGEST_BACKOFF_S, PutOutcome, TierBackoff
 
 
 @dataclass(slots=True, eq=False)
@@ -16,24 +16,28 @@ class _Put:
     is_wanted: bool = True
 
 
-class Puts:
+class Cascade:
     """One tier's puts from being queued to their end, at most ``max_queued`` at once.
 
-    An entry whose put is queued or under way is not evicted.
+    An entry whose put is queued or under way is not evicted. After a failure
+    the tier is left alone for a while; after the last one the longest backoff
+    must pass before it may use its whole capacity again.
     """
 
-    def __init__(self, ledger: Ledger, index: LowerIndex, max_queued: int) -> None:
-        self._ledger = ledger
+    def __init__(self, state: CacheState, index: LowerIndex, max_queued: int) -> None:
+        self._state = state
         self._index = index
-        self._stats = ledger.stats.below(index.name)
-        self._queue = PutQueue(max_queued)
+        self._stats = state.stats.below(index.name)
+        self._max_queued = max_queued
+        self._backoff = TierBackoff()
+        self._grow_at_s = float("-inf")
         self._waiting: deque[_Put] = deque()
-        self._by_key: dict[bytes, _Put] = {}  # those under way included
+        self._by_key: dict[bytes, _Put] = {}  # puts under way included
 
     @property
     def queued_bytes(self) -> int:
         """Bytes whose put is queued or under way."""
-        return self._queue.length * self._ledger.chunk_bytes
+        return len(self._by_key) * self._state.chunk_bytes
 
     @property
     def waiting(self) -> int:
@@ -44,14 +48,14 @@ class Puts:
         """Queue the put of a stored chunk, unless it is below already or must be dropped."""
         if not self._index.is_there or self._index.is_known(entry.key):
             return
-        if not self._queue.enter(now_s):
+        if self._backoff.is_on(now_s) or len(self._by_key) >= self._max_queued:
             self._stats.put_drops += 1
             return
         entry.in_use.putting += 1
         put = _Put(entry)
         self._waiting.append(put)
         self._by_key[entry.key] = put
-        self._ledger.todo.puts[self._index.name] += 1
+        self._state.todo.puts[self._index.name] += 1
 
     def begin(self, most: int, now_s: float) -> tuple[list[Entry], list[bytes]]:
         """Reserve room below for queued puts, the oldest first, at most so many.
@@ -76,15 +80,15 @@ class Puts:
             entries.append(put.entry)
             victims += leaving
         self._stats.evictions += len(victims)
-        self._ledger.emit(self._index.name, stored=False, keys=victims)
+        self._state.emit(self._index.name, stored=False, keys=victims)
         return entries, victims
 
     def _reserve(self, put: _Put, now_s: float) -> list[bytes] | None:
         # A condemned entry may be written all the same: clearing the cpu tier
         # alone leaves what is on its way to the disk.
-        if not put.is_wanted or self._queue.is_resting(now_s):
+        if not put.is_wanted or self._backoff.is_on(now_s):
             return None
-        if self._queue.may_grow(now_s):
+        if now_s >= self._grow_at_s:
             self._index.restore_limit()
         return self._index.reserve(put.entry.key)
 
@@ -98,21 +102,22 @@ class Puts:
             self._leave(entry, now_s)
 
     def _stored(self, entry: Entry) -> None:
-        self._queue.succeeded()
+        self._backoff.succeeded()
         if self._index.publish(entry.key):
             self._stats.puts += 1
-            self._stats.put_bytes += self._ledger.chunk_bytes
-            self._ledger.gained(self._index, [entry.key])
+            self._stats.put_bytes += self._state.chunk_bytes
+            self._state.gained(self._index, [entry.key])
         else:
             # Cleared while it was written.
             self._stats.put_drops += 1
-            self._ledger.delete(self._index, [entry.key])
+            self._state.delete(self._index, [entry.key])
 
     def _failed(self, entry: Entry, outcome: PutOutcome, now_s: float) -> None:
         self._stats.put_drops += 1
         self._stats.io_errors += 1
         self._index.forget(entry.key)
-        self._queue.failed(now_s)
+        self._grow_at_s = now_s + LONGEST_BACKOFF_S
+        self._backoff.failed(now_s)
         if outcome is PutOutcome.NO_SPACE:
             # Go on within what did fit: one leaves for each that comes.
             self._index.limit_to_used()
@@ -120,8 +125,7 @@ class Puts:
     def _leave(self, entry: Entry, now_s: float) -> None:
         del self._by_key[entry.key]
         entry.in_use.putting -= 1
-        self._queue.leave()
-        self._ledger.drop_if_unwanted(entry, now_s)
+        self._state.drop_if_unwanted(entry, now_s)
 
     def cancel(self, keys: Collection[bytes] | None = None) -> None:
         """Drop queued puts, of all chunks or of these, when their turn comes."""
@@ -141,55 +145,8 @@ class Puts:
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself."""
-        self._queue.check()
-        assert self._queue.length == len(self._by_key) >= len(self._waiting)
+        assert len(self._waiting) <= len(self._by_key) <= self._max_queued
         for put in self._waiting:
             assert self._by_key[put.entry.key] is put
         for key, put in self._by_key.items():
-            assert self._ledger.cpu.get(key) is put.entry, "a put of what has left the pool"
-
-
-class PutQueue:
-    """At most ``max_length`` puts queued or under way, and a rest after each failure.
-
-    After the last failure a longest rest must pass before the tier may try to
-    grow again.
-    """
-
-    def __init__(self, max_length: int) -> None:
-        self.length = 0
-        self._max_length = max_length
-        self._rest = Rest()
-        self._grow_at_s = float("-inf")
-
-    def enter(self, now_s: float) -> bool:
-        """Take in one put; False when it must be dropped."""
-        if self.is_resting(now_s) or self.length >= self._max_length:
-            return False
-        self.length += 1
-        return True
-
-    def leave(self) -> None:
-        """One put is over, one way or another."""
-        self.length -= 1
-
-    def is_resting(self, now_s: float) -> bool:
-        """Whether the tier is to be left alone."""
-        return self._rest.is_on(now_s)
-
-    def may_grow(self, now_s: float) -> bool:
-        """Whether the last failure is long enough ago to use the whole capacity again."""
-        return now_s >= self._grow_at_s
-
-    def succeeded(self) -> None:
-        """A put was stored: the next rest is a short one."""
-        self._rest.succeeded()
-
-    def failed(self, now_s: float) -> None:
-        """A put failed: rest."""
-        self._grow_at_s = now_s + LONGEST_REST_S
-        self._rest.failed(now_s)
-
-    def check(self) -> None:
-        """Raise AssertionError if more is queued than may be."""
-        assert 0 <= self.length <= self._max_length
+            assert self._state.cpu.get(key) is put.entry, "a put of what has left the pool"

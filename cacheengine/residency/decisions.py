@@ -1,10 +1,13 @@
 """The words in which the engine's decisions are told."""
 
+import logging
+import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from cacheengine.residency.promotion import Outcome, Promotion
+logger = logging.getLogger("vllm.warmroute")
 
 
 class Presence(Enum):
@@ -33,18 +36,109 @@ class StoreReservation:
     """What left the pool to make the room."""
 
 
+class Outcome(Enum):
+    """How the wait for one chunk ended."""
+
+    RESIDENT = auto()
+    PROMOTED = auto()
+    MISSING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionCounts:
+    """Chunks by outcome at one moment; they add up to those asked for."""
+
+    resident: int
+    """In the pool, or being stored into it, before the call."""
+    promoted: int
+    """Read into the pool since."""
+    pending: int
+    missing: int
+    """In no tier, damaged, without room, or after the first such one."""
+
+
+class Promotion:
+    """Live counts of one call; safe to read from any thread.
+
+    The engine settles each chunk once; when none is pending, waiters and
+    callbacks are called.
+    """
+
+    def __init__(self, asked: int, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        # Guards the counts and the callbacks: an I/O thread settles while
+        # another thread reads or adds a callback.
+        self._changed = threading.Condition(threading.Lock())
+        self._ended: Counter[Outcome] = Counter()
+        self._pending = asked
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def counts(self) -> PromotionCounts:
+        """All four counts of one moment."""
+        with self._changed:
+            return PromotionCounts(
+                resident=self._ended[Outcome.RESIDENT],
+                promoted=self._ended[Outcome.PROMOTED],
+                pending=self._pending,
+                missing=self._ended[Outcome.MISSING],
+            )
+
+    @property
+    def promoted_bytes(self) -> int:
+        """Bytes of the promoted chunks."""
+        return self.counts.promoted * self._chunk_bytes
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is pending."""
+        return self.counts.pending == 0
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until nothing is pending; False when the time is over first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._pending == 0, timeout_s)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once when nothing is pending: now, or on an I/O thread."""
+        with self._changed:
+            if self._pending > 0:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def settle(self, outcome: Outcome, chunks: int = 1) -> None:
+        """End the wait for so many chunks (the engine's side)."""
+        with self._changed:
+            self._pending -= chunks
+            assert self._pending >= 0
+            self._ended[outcome] += chunks
+            if self._pending > 0:
+                return
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:  # the engine's work, and others' waiting, must go on
+                logger.exception("a callback of a promotion failed")
+
+    def __repr__(self) -> str:
+        return f"<Promotion {self.counts}>"
+
+
 @dataclass(slots=True)
 class Todo:
     """What is to be done outside the lock; the tiers' parts by tier."""
 
     gets: Counter[str] = field(default_factory=Counter)
-    """How many reads were queued (`Promotions.take`)."""
+    """How many reads were queued (`Promoter.take`)."""
     puts: Counter[str] = field(default_factory=Counter)
-    """How many puts were queued (`Puts.begin`)."""
+    """How many puts were queued (`Cascade.begin`)."""
     deletes: dict[str, list[bytes]] = field(default_factory=dict)
-    """Chunks to delete; then `Puts.deleted`."""
+    """Chunks to delete; then `Cascade.deleted`."""
     asks: bool = False
-    """There are questions to the remote tier (`Promotions.take_questions`)."""
+    """There are questions to the remote tier (`Promoter.take_questions`)."""
     settled: list[tuple[Promotion, Outcome, int]] = field(default_factory=list)
     has_news: bool = False
     """Events were logged."""

@@ -1,53 +1,51 @@
 """In which order chunks leave when room is needed.
 
 A policy knows keys and their use, nothing else: whether a chunk may leave now
-(nobody holds or pins it) is the index's business.
+(it is neither held nor pinned) is decided by the index.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Final, Protocol
+from typing import Final
 
 from sortedcontainers import SortedDict
 
 
-class EvictionPolicy(Protocol):
-    """An order over keys. Every key is added once, then touched, then removed or evicted.
+class EvictionPolicy(ABC):
+    """An order over keys. Every key is added once, then touched, then removed or evicted."""
 
-    Not more keys at a time than the capacity, which is set once and before the first key.
-    """
-
-    def set_capacity(self, keys: int) -> None:
-        """Learn how many keys there can be at a time."""
-
+    @abstractmethod
     def add(self, key: bytes) -> None:
         """Take in a key that is not known yet."""
 
+    @abstractmethod
     def touch(self, key: bytes) -> None:
         """Note a use of a known key."""
 
+    @abstractmethod
     def remove(self, key: bytes) -> None:
         """Forget a known key, for reasons that say nothing about its worth."""
 
     def evict(self, key: bytes) -> None:
         """Forget a known key that made room; a policy may learn from its return."""
+        self.remove(key)
 
+    @abstractmethod
     def order(self) -> Iterator[bytes]:
         """Yield all keys, the one to evict first at the front."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
 
-class Lru:
+class Lru(EvictionPolicy):
     """Least recently used first."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
-
-    def set_capacity(self, keys: int) -> None:
-        """Do nothing: the order is the same in a cache of any size."""
 
     def add(self, key: bytes) -> None:
         """Take in a key as the most recent."""
@@ -58,10 +56,6 @@ class Lru:
         self._keys.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
-        """Forget a key."""
-        del self._keys[key]
-
-    def evict(self, key: bytes) -> None:
         """Forget a key."""
         del self._keys[key]
 
@@ -88,16 +82,13 @@ class Fifo(Lru):
         """Do nothing: use does not count."""
 
 
-class Lfu:
+class Lfu(EvictionPolicy):
     """Least often used first; among equals, the least recent."""
 
     def __init__(self) -> None:
         self._uses: dict[bytes, int] = {}
         # By number of uses, in ascending order.
         self._buckets: SortedDict[int, OrderedDict[bytes, None]] = SortedDict()
-
-    def set_capacity(self, keys: int) -> None:
-        """Do nothing: the order is the same in a cache of any size."""
 
     def add(self, key: bytes) -> None:
         """Take in a key with no uses yet."""
@@ -117,10 +108,6 @@ class Lfu:
         if not bucket:
             del self._buckets[uses]
 
-    def evict(self, key: bytes) -> None:
-        """Forget a key and its uses."""
-        self.remove(key)
-
     def order(self) -> Iterator[bytes]:
         """Yield the least often used first."""
         for bucket in self._buckets.values():
@@ -134,13 +121,13 @@ class Lfu:
         self._buckets.setdefault(uses, OrderedDict())[key] = None
 
 
-class Arc:
+class Arc(EvictionPolicy):
     """Used once against used again, in a proportion that the misses teach.
 
     After N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead
     Replacement Cache", FAST 2003. Their T1 is ``_once``, T2 is ``_again``, B1
     and B2 (keys evicted from each, without bytes) are the ghosts, p is
-    ``_target``. A scan of chunks that nobody uses again passes through
+    ``_target``. A scan of chunks that are not used again passes through
     ``_once`` and leaves ``_again`` alone.
 
     One difference: the index makes room before the policy sees what the room
@@ -149,8 +136,9 @@ class Arc:
     by the key to come (REPLACE, "x in B2") falls away.
     """
 
-    def __init__(self) -> None:
-        self._capacity = 0
+    def __init__(self, capacity: int) -> None:
+        """``capacity`` is how many keys there can be; the ghosts are never more than that."""
+        self._capacity = capacity
         # All four: least recent first.
         self._once: OrderedDict[bytes, None] = OrderedDict()
         self._again: OrderedDict[bytes, None] = OrderedDict()
@@ -158,10 +146,6 @@ class Arc:
         self._again_ghosts: OrderedDict[bytes, None] = OrderedDict()
         # How many keys used once may stay when room is needed; up to the capacity.
         self._target = 0.0
-
-    def set_capacity(self, keys: int) -> None:
-        """Learn how many keys there can be; the ghosts are never more than that."""
-        self._capacity = keys
 
     def add(self, key: bytes) -> None:
         """Take in a key: as new, or, if it was evicted not long ago, as used again."""
@@ -224,17 +208,17 @@ class Arc:
             self._again_ghosts.popitem(last=False)
 
 
-_POLICIES: Final[dict[str, type[Lru] | type[Lfu] | type[Arc]]] = {
-    "LRU": Lru,
-    "LFU": Lfu,
-    "FIFO": Fifo,
-    "MRU": Mru,
+_POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
+    "LRU": lambda _: Lru(),
+    "LFU": lambda _: Lfu(),
+    "FIFO": lambda _: Fifo(),
+    "MRU": lambda _: Mru(),
     "ARC": Arc,
 }
 
 POLICY_NAMES: Final = tuple(_POLICIES)
 
 
-def make_policy(name: str) -> EvictionPolicy:
-    """Return an empty policy by its name in LMCache's ``cache_policy``."""
-    return _POLICIES[name.upper()]()
+def make_policy(name: str, capacity: int) -> EvictionPolicy:
+    """Return an empty policy by its name in LMCache's ``cache_policy``, for so many keys."""
+    return _POLICIES[name.upper()](capacity)

@@ -9,7 +9,7 @@ from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.tiers import GetOutcome
 from cacheengine.wire import TierName
 
-_KEPT_SHARE: Final = 0.5
+_OPERATOR_SHARE: Final = 0.5
 
 
 class Residence(Enum):
@@ -35,14 +35,14 @@ class TierIndex(LowerIndex):
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.item_bytes = item_bytes
-        # What is true of few chunks at a time is kept beside: there are millions.
+        # True of few chunks at a time, hence not in _items: there are millions.
         self._items: OrderedDict[bytes, Residence] = OrderedDict()
         self._readers: dict[bytes, int] = {}
         self._condemned: set[bytes] = set()
-        self._kept: set[bytes] = set()
+        self._pinned: set[bytes] = set()
         self._replaced = 0
         self._max_items = capacity_bytes // item_bytes
-        self._max_kept = int(_KEPT_SHARE * self._max_items)
+        self._max_pinned = int(_OPERATOR_SHARE * self._max_items)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -106,7 +106,7 @@ class TierIndex(LowerIndex):
         assert key not in self._readers
         self._replaced -= self._items.pop(key) is Residence.REPLACED
         self._condemned.discard(key)
-        self._kept.discard(key)
+        self._pinned.discard(key)
 
     def begin_read(self, key: bytes) -> None:
         """Keep a readable chunk while it is read, and make it the most recent."""
@@ -129,7 +129,7 @@ class TierIndex(LowerIndex):
             # It is gone: the tier removes what is damaged.
             self.forget(key)
             return False
-        # Forgotten but not deleted, it would take room that nobody counts.
+        # Forgotten but not deleted, it would take room that is not counted.
         self._items[key] = Residence.DELETING
         return True
 
@@ -138,18 +138,18 @@ class TierIndex(LowerIndex):
         if key in self._items:
             self._items.move_to_end(key)
 
-    def keep(self, key: bytes) -> bool:
-        """Pin a readable chunk until `let_go`; False when too much is pinned."""
+    def operator_pin(self, key: bytes) -> bool:
+        """Pin a readable chunk until `operator_unpin`; False when too much is pinned."""
         assert key in self
-        if key not in self._kept and len(self._kept) >= self._max_kept:
+        if key not in self._pinned and len(self._pinned) >= self._max_pinned:
             return False
-        self._kept.add(key)
+        self._pinned.add(key)
         return True
 
-    def let_go(self, key: bytes) -> bool:
+    def operator_unpin(self, key: bytes) -> bool:
         """End a chunk's pin; False if it has none."""
-        had_one = key in self._kept
-        self._kept.discard(key)
+        had_one = key in self._pinned
+        self._pinned.discard(key)
         return had_one
 
     def clear(self, keys: Collection[bytes] | None = None) -> tuple[list[bytes], list[bytes]]:
@@ -186,8 +186,8 @@ class TierIndex(LowerIndex):
         assert all(count > 0 for count in self._readers.values())
         assert self._readers.keys() <= self._items.keys()
         assert self._condemned <= self._items.keys()
-        assert all(key in self for key in self._kept), "a pin on what cannot be found"
-        assert len(self._kept) <= self._max_kept
+        assert all(key in self for key in self._pinned), "a pin on what cannot be found"
+        assert len(self._pinned) <= self._max_pinned
 
     @property
     def _used_items(self) -> int:
@@ -196,26 +196,26 @@ class TierIndex(LowerIndex):
     def _victims(self, count: int) -> list[bytes]:
         """Return up to so many chunks that may leave, the least recent first."""
         victims: list[bytes] = []
-        kept = []
+        pinned = []
         for key, state in self._items.items():
             if len(victims) >= count:
                 break
-            if key in self._kept:
-                kept.append(key)
+            if key in self._pinned:
+                pinned.append(key)
             elif state is Residence.HELD and key not in self._readers:
                 victims.append(key)
-        for key in kept:
-            # Else pinned ones would gather at the front, and be passed over
-            # for every chunk that comes.
+        for key in pinned:
+            # Else they would gather at the front, and be passed over for every
+            # chunk that comes.
             self._items.move_to_end(key)
         return victims
 
     def _hide(self, key: bytes) -> None:
         self._condemned.add(key)
-        self._kept.discard(key)
+        self._pinned.discard(key)
 
     def _delete(self, keys: list[bytes], state: Residence) -> list[bytes]:
         for key in keys:
             self._items[key] = state
-            self._kept.discard(key)
+            self._pinned.discard(key)
         return keys

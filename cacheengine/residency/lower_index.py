@@ -10,7 +10,7 @@ from cacheengine.wire import TierName
 class LowerIndex(ABC):
     """Which chunks a lower tier holds, as far as is known, and what goes on with them.
 
-    Pure bookkeeping: no I/O, no clock, no threads. It decides; someone else
+    Pure bookkeeping: no I/O, no clock, no threads. The engine's I/O
     writes, reads and deletes, and reports back.
     """
 
@@ -19,9 +19,9 @@ class LowerIndex(ABC):
     """How much it may hold; 0 where that is not known, or nothing."""
 
     @property
-    @abstractmethod
     def is_there(self) -> bool:
         """Whether there is such a tier at all."""
+        return True
 
     @property
     def used_bytes(self) -> int:
@@ -77,28 +77,26 @@ class LowerIndex(ABC):
         """Hide everything, or these chunks; pins end.
 
         Returns the keys that could be found, and those to delete now (then
-        `forget`). What is being read or written is deleted by whoever ends
-        that (`end_read`, `publish`).
+        `forget`). A chunk being read or written is deleted when that ends
+        (`end_read`, `publish`).
         """
 
     def take_forgotten(self) -> list[bytes]:
         """Return what could be found and is forgotten since the last call, for want of memory."""
         return []
 
-    def keep(self, key: bytes) -> bool:
-        """Pin a chunk that may be found until `let_go`; False where that cannot be."""
+    def operator_pin(self, key: bytes) -> bool:
+        """Pin a chunk that may be found until `operator_unpin`; False where that cannot be."""
         return False
 
-    def let_go(self, key: bytes) -> bool:
+    def operator_unpin(self, key: bytes) -> bool:
         """End a chunk's pin; False if it has none."""
         return False
 
-    @abstractmethod
-    def limit_to_used(self) -> None:
+    def limit_to_used(self) -> None:  # noqa: B027  (a shared tier's server limits it)
         """Hold no more than now, until `restore_limit`: the capacity is not really there."""
 
-    @abstractmethod
-    def restore_limit(self) -> None:
+    def restore_limit(self) -> None:  # noqa: B027
         """Use the whole capacity again."""
 
     @abstractmethod

@@ -3,60 +3,49 @@
 from collections.abc import Sequence
 
 from cacheengine.record import CPU
-from cacheengine.residency.pool_index import Entry
-from cacheengine.residency.state import Ledger
+from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.pool_index import CpuIndex
+from cacheengine.residency.state import CacheState
 
 
-class Pins:
+class OperatorPins:
     """Pins of prefixes in the pool and on disk; a shared tier keeps what it likes.
 
     Distinct from the pins of promotions, which end with the chunk's use.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
+
+    def _index(self, tier: str) -> CpuIndex | LowerIndex | None:
+        return self._state.cpu if tier == CPU else self._state.lower_named(tier)
 
     def held_in(self, keys: Sequence[bytes], tier: str) -> int:
-        """Return how many leading chunks a tier holds, as far as is known."""
-        index = self._ledger.lower_named(tier)
+        """Return how many leading chunks a tier is known to hold."""
+        index = self._index(tier)
         for count, key in enumerate(keys):
-            is_held = (
-                self._ledger.cpu.ready(key) is not None
-                if tier == CPU
-                else index is not None and key in index
-            )
-            if not is_held:
+            if index is None or key not in index:
                 return count
         return len(keys)
 
     def pin(self, keys: Sequence[bytes], tier: str) -> int:
         """Pin leading chunks that a tier holds; return how many, fewer where too much is pinned."""
-        index = self._ledger.lower_named(tier)
-        held = self.held_in(keys, tier)
-        for count, key in enumerate(keys[:held]):
-            is_pinned = (
-                self._ledger.cpu.keep(self._ready(key))
-                if tier == CPU
-                else index is not None and index.keep(key)
-            )
-            if not is_pinned:
+        index = self._index(tier)
+        for count, key in enumerate(keys):
+            if index is None or key not in index or not index.operator_pin(key):
                 return count
-        return held
+        return len(keys)
 
     def unpin(self, keys: Sequence[bytes], tier: str, now_s: float) -> int:
         """End the pins of leading chunks that a tier holds; return how many had one."""
-        index = self._ledger.lower_named(tier)
-        unpinned = 0
-        for key in keys[: self.held_in(keys, tier)]:
-            if tier == CPU:
-                entry = self._ready(key)
-                unpinned += self._ledger.cpu.let_go(entry)
-                self._ledger.drop_if_unwanted(entry, now_s)
-            elif index is not None:
-                unpinned += index.let_go(key)
+        index = self._index(tier)
+        if index is None:
+            return 0
+        held = keys[: self.held_in(keys, tier)]
+        unpinned = sum(map(index.operator_unpin, held))
+        if tier == CPU:
+            for key in held:
+                entry = self._state.cpu.ready(key)
+                if entry is not None:
+                    self._state.drop_if_unwanted(entry, now_s)
         return unpinned
-
-    def _ready(self, key: bytes) -> Entry:
-        entry = self._ledger.cpu.ready(key)
-        assert entry is not None, "held and not ready"
-        return entry

@@ -1,129 +1,38 @@
-"""Which slot of the CPU pool holds which chunk, and who is using it.
+"""Which slot of the CPU pool holds which chunk.
 
 Pure bookkeeping: no I/O, no clock, no threads. The caller serializes calls
 and passes the time in.
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Final
 
-from cacheengine.residency.eviction import EvictionPolicy
+from cacheengine.residency.entry import UNUSED, Entry, State, check_entry
+from cacheengine.residency.eviction import make_policy
 from cacheengine.wire import MAX_PINNED_SHARE
 
-_KEPT_SHARE: Final = 0.5
-
-
-class State(Enum):
-    """The life of an entry: filled from the GPU or from a tier, then ready."""
-
-    STORING = auto()
-    PROMOTING = auto()
-    READY = auto()
-
-
-@dataclass(slots=True)
-class Use:
-    """What goes on with a chunk, beyond lying in the pool, ready.
-
-    ``condemned`` chunks were cleared while in use: nobody finds them any more,
-    and their slot comes back when the last user is done.
-    """
-
-    state: State = State.READY
-    holds: int = 0
-    """Times held and not released."""
-    putting: int = 0
-    """Puts to lower tiers that are queued or reading the bytes."""
-    pin_s: float = 0.0
-    """How long to pin from the moment the entry gets ready."""
-    pinned_until_s: float | None = None
-    kept: bool = False
-    """Pinned by an operator."""
-    condemned: bool = False
-    prefetched: bool = False
-    """Promoted or copied here for a request, and not held since."""
-
-
-_NOTHING: Final = Use()  # shared by all: never written to
-
-
-class Entry:
-    """One chunk in the pool. One that nothing goes on with has no `Use`: there are millions."""
-
-    __slots__ = ("key", "slot", "use")
-
-    def __init__(self, key: bytes, slot: int, state: State) -> None:
-        self.key = key
-        self.slot = slot
-        self.use: Use | None = Use(state)
-
-    @property
-    def state(self) -> State:
-        """Whether the bytes are whole, and if not, where they come from."""
-        return self.seen.state
-
-    @property
-    def seen(self) -> Use:
-        """What goes on, to read only."""
-        return self.use or _NOTHING
-
-    @property
-    def in_use(self) -> Use:
-        """What goes on, to change; `CpuIndex.tidy` after something has ended."""
-        if self.use is None:
-            self.use = Use()
-        return self.use
-
-    @property
-    def condemned(self) -> bool:
-        """Whether it was cleared."""
-        return self.seen.condemned
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the bytes are whole and may be found."""
-        return self.use is None or (self.use.state is State.READY and not self.use.condemned)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether someone reads the bytes, or is about to."""
-        use = self.seen
-        return use.holds > 0 or use.putting > 0
-
-    def is_pinned(self, now_s: float) -> bool:
-        """Whether a pin keeps the entry at that time."""
-        use = self.seen
-        return use.kept or (use.pinned_until_s is not None and use.pinned_until_s > now_s)
-
-    def is_idle(self, now_s: float) -> bool:
-        """Whether nobody needs the bytes at that time."""
-        return self.use is None or not (self.is_busy or self.is_pinned(now_s))
-
-    def __repr__(self) -> str:
-        return f"<Entry {self.key.hex()[:8]} slot={self.slot} {self.state} {self.use}>"
+_OPERATOR_SHARE: Final = 0.5
 
 
 class CpuIndex:
-    """Entries by key, free slots, and the eviction of what nobody uses.
+    """Entries by key, free slots, and the eviction of unused ones.
 
-    Pins are bounded, so that stores find room: operators' to half of the
+    OperatorPins are bounded, so that stores find room: operators' to half of the
     slots, all together (`may_pin`) to three quarters.
     """
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+    def __init__(self, num_slots: int, policy: str) -> None:
+        """``policy`` is one of `POLICY_NAMES`."""
         self.num_slots = num_slots
         # Popped from the end: low slots first, which makes tests readable.
         self._free = list(range(num_slots - 1, -1, -1))
         self._entries: dict[bytes, Entry] = {}
-        policy.set_capacity(num_slots)
-        # Holds the READY entries that are neither condemned nor kept: kept ones
-        # would gather at its front, and be passed over by every eviction.
-        self._policy = policy
-        self._pinned: dict[bytes, Entry] = {}  # those that will be when ready included
-        self._kept: set[bytes] = set()
-        self._max_kept = int(_KEPT_SHARE * num_slots)
+        # Holds the READY entries that are neither condemned nor pinned by an
+        # operator: these would gather at its front, and be passed over by every eviction.
+        self._policy = make_policy(policy, num_slots)
+        self._pinned: dict[bytes, Entry] = {}  # also entries to be pinned when ready
+        self._operator_pinned: set[bytes] = set()
+        self._max_operator_pinned = int(_OPERATOR_SHARE * num_slots)
         self._max_pinned = max(1, int(MAX_PINNED_SHARE * num_slots))
 
     def __len__(self) -> int:
@@ -131,6 +40,10 @@ class CpuIndex:
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the bytes of a key may be used."""
+        return self.ready(key) is not None
 
     @property
     def free_slots(self) -> int:
@@ -149,16 +62,16 @@ class CpuIndex:
 
     def ready_keys(self) -> list[bytes]:
         """Return the keys whose bytes may be used."""
-        return [*self._policy.order(), *self._kept]
+        return [*self._policy.order(), *self._operator_pinned]
 
-    def victims(self, count: int, keep: Collection[bytes], now_s: float) -> list[Entry]:
+    def victims(self, count: int, protected: Collection[bytes], now_s: float) -> list[Entry]:
         """Return up to ``count`` entries to evict, best first. Changes nothing."""
         found: list[Entry] = []
         if count <= 0:
             return found
         for key in self._policy.order():
             entry = self._entries[key]
-            if key not in keep and entry.is_idle(now_s):
+            if key not in protected and entry.is_idle(now_s):
                 found.append(entry)
                 if len(found) == count:
                     break
@@ -181,8 +94,8 @@ class CpuIndex:
         self.tidy(entry)
 
     def remove(self, entry: Entry) -> None:
-        """Forget an entry that nobody uses, and free its slot."""
-        assert not entry.is_busy and not entry.seen.kept
+        """Forget an unused entry, and free its slot."""
+        assert not entry.is_busy and not entry.seen.operator_pinned
         if entry.is_usable:  # what was cleared left the policy in `condemn`
             self._policy.evict(entry.key)
         self.unpin(entry)
@@ -190,9 +103,9 @@ class CpuIndex:
         self._free.append(entry.slot)
 
     def condemn(self, entry: Entry) -> None:
-        """Hide an entry for good; `remove` it when its last user is done."""
+        """Hide an entry for good; `remove` it at the end of its last use."""
         self.unpin(entry)
-        self.let_go(entry)
+        self.operator_unpin(entry.key)
         if entry.state is State.READY:
             self._policy.remove(entry.key)
         entry.in_use.condemned = True
@@ -200,12 +113,12 @@ class CpuIndex:
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note a use of those keys that are ready."""
         for key in keys:
-            if self.ready(key) is not None and key not in self._kept:
+            if self.ready(key) is not None and key not in self._operator_pinned:
                 self._policy.touch(key)
 
     def tidy(self, entry: Entry) -> None:
         """Save the memory of a `Use` that says nothing."""
-        if entry.use == _NOTHING:
+        if entry.use == UNUSED:
             entry.use = None
 
     # --- pins ---
@@ -214,7 +127,7 @@ class CpuIndex:
         """Whether an entry (None: one to come) has a pin or may get one."""
         if entry is not None and entry.key in self._pinned:
             return True
-        return len(self._pinned) + len(self._kept) < self._max_pinned
+        return len(self._pinned) + len(self._operator_pinned) < self._max_pinned
 
     def pin(self, entry: Entry, until_s: float) -> None:
         """Keep an entry from eviction until then, or longer if it was to be longer."""
@@ -245,24 +158,26 @@ class CpuIndex:
             if entry.seen.pinned_until_s is not None and entry.seen.pinned_until_s <= now_s
         ]
 
-    def keep(self, entry: Entry) -> bool:
-        """Pin a ready entry until `let_go`; False when too much is pinned so."""
-        if entry.key in self._kept:
+    def operator_pin(self, key: bytes) -> bool:
+        """Pin a ready entry until `operator_unpin`; False when too much is pinned so."""
+        entry = self._entries[key]
+        if key in self._operator_pinned:
             return True
-        if len(self._kept) >= self._max_kept:
+        if len(self._operator_pinned) >= self._max_operator_pinned:
             return False
-        self._kept.add(entry.key)
-        self._policy.remove(entry.key)
-        entry.in_use.kept = True
+        self._operator_pinned.add(key)
+        self._policy.remove(key)
+        entry.in_use.operator_pinned = True
         return True
 
-    def let_go(self, entry: Entry) -> bool:
+    def operator_unpin(self, key: bytes) -> bool:
         """End an operator's pin, as if the chunk had just come; False if there is none."""
-        if entry.key not in self._kept:
+        if key not in self._operator_pinned:
             return False
-        self._kept.remove(entry.key)
-        self._policy.add(entry.key)
-        entry.in_use.kept = False
+        entry = self._entries[key]
+        self._operator_pinned.remove(key)
+        self._policy.add(key)
+        entry.in_use.operator_pinned = False
         self.tidy(entry)
         return True
 
@@ -270,42 +185,18 @@ class CpuIndex:
         """Raise AssertionError if the bookkeeping contradicts itself."""
         slots = [entry.slot for entry in self._entries.values()]
         assert sorted(slots + self._free) == list(range(self.num_slots)), "a slot lost or shared"
-        assert Use() == _NOTHING, "written to what all share"
-        ready, pinned, kept = set(), set(), set()
+        ready, pinned, by_operator = set(), set(), set()
         for key, entry in self._entries.items():
             assert entry.key == key
-            _check(entry)
+            check_entry(entry)
             if entry.is_usable:
                 ready.add(key)
             if entry.seen.pinned_until_s is not None or entry.seen.pin_s > 0:
                 pinned.add(key)
-            if entry.seen.kept:
-                kept.add(key)
+            if entry.seen.operator_pinned:
+                by_operator.add(key)
         order = list(self._policy.order())
-        assert len(order) == len(self._policy) and {*order} == ready - kept
+        assert len(order) == len(self._policy) and {*order} == ready - by_operator
         assert pinned == self._pinned.keys()
-        assert kept == self._kept and len(kept) <= self._max_kept
-        assert kept <= ready
-
-
-def count_held(entries: Iterable[Entry], now_s: float) -> int:
-    """Count the entries that cannot be evicted at that time: not ready, in use or pinned.
-
-    Others may change them meanwhile: each counts as it was at some moment.
-    """
-    return sum(
-        not (entry.is_usable and entry.is_idle(now_s)) for entry in entries if entry.use is not None
-    )
-
-
-def _check(entry: Entry) -> None:
-    use = entry.seen
-    assert use.holds >= 0 and use.putting >= 0
-    if not entry.is_usable:
-        assert use.pinned_until_s is None, "a pin on what cannot be used"
-    if entry.state is not State.READY:
-        assert not entry.is_busy, "unfinished bytes in use"
-        return
-    assert use.pin_s == 0.0, "a pin that never began"
-    if entry.condemned:
-        assert entry.is_busy, "condemned, unused and still here"
+        assert by_operator == self._operator_pinned <= ready
+        assert len(by_operator) <= self._max_operator_pinned

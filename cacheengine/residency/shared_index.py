@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import Final
 
 from cacheengine.residency.lower_index import LowerIndex
-from cacheengine.tiers import GetOutcome, Rest
+from cacheengine.tiers import GetOutcome, TierBackoff
 from cacheengine.wire import TierName
 
 _MAX_HELD: Final = 1_000_000
@@ -34,7 +34,7 @@ class RemoteIndex(LowerIndex):
 
     ``max_held`` and ``max_absent`` bound what is known, ``absent_s`` is how
     long a chunk that was not there is not asked for again. A question that
-    the tier does not answer, and a read that fails, begin a rest in which
+    the tier does not answer, and a read that fails, begin a pause in which
     nothing can be read or asked.
     """
 
@@ -61,7 +61,7 @@ class RemoteIndex(LowerIndex):
         # Asked before a `clear`: the answer may be of before it, too.
         self._void: set[bytes] = set()
         self._forgotten: list[bytes] = []
-        self._rest = Rest()
+        self._backoff = TierBackoff()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -70,14 +70,9 @@ class RemoteIndex(LowerIndex):
         """Whether the tier is known to hold the chunk."""
         return key in self._held and key not in self._condemned
 
-    @property
-    def is_there(self) -> bool:
-        """Whether it can hold anything."""
-        return True
-
     def can_read(self, key: bytes, now_s: float) -> bool:
         """Whether the tier is known to hold the chunk and is not being left alone."""
-        return key in self._held and key not in self._condemned and not self._rest.is_on(now_s)
+        return key in self._held and key not in self._condemned and not self._backoff.is_on(now_s)
 
     def keys(self) -> list[bytes]:
         """Return the keys known to be held, least recent first."""
@@ -104,7 +99,7 @@ class RemoteIndex(LowerIndex):
         if key in self._asked:
             return True
         is_absent = self._absent.get(key, now_s) > now_s
-        if is_absent or self._rest.is_on(now_s) or self.is_known(key):
+        if is_absent or self._backoff.is_on(now_s) or self.is_known(key):
             return False
         if len(self._asked) >= _MAX_ASKED:
             return False
@@ -140,10 +135,10 @@ class RemoteIndex(LowerIndex):
         for key in keys:
             del self._asked[key]
         if found is None:
-            self._rest.failed(now_s)
+            self._backoff.failed(now_s)
             self._void.difference_update(keys)
             return []
-        self._rest.succeeded()
+        self._backoff.succeeded()
         return [
             key
             for key, is_held in zip(keys, found, strict=True)
@@ -197,9 +192,9 @@ class RemoteIndex(LowerIndex):
         """End a read. True: the chunk was cleared meanwhile and must be deleted now."""
         assert self._busy.pop(key) is Activity.READING
         if outcome is GetOutcome.FAILED:
-            self._rest.failed(now_s)
+            self._backoff.failed(now_s)
         else:
-            self._rest.succeeded()
+            self._backoff.succeeded()
         is_gone = outcome in (GetOutcome.MISSING, GetOutcome.DAMAGED)
         if is_gone:
             self._held.pop(key, None)
@@ -232,12 +227,6 @@ class RemoteIndex(LowerIndex):
         self._void.update(key for key in self._asked if keys is None or key in keys)
         return readable, idle
 
-    def limit_to_used(self) -> None:
-        """Do nothing: how full the tier may get is its server's business."""
-
-    def restore_limit(self) -> None:
-        """Do nothing: nothing limits it here."""
-
     def take_forgotten(self) -> list[bytes]:
         """Return what could be found and is forgotten since the last call, for want of memory."""
         forgotten, self._forgotten = self._forgotten, []
@@ -254,7 +243,7 @@ class RemoteIndex(LowerIndex):
         assert self._condemned <= self._busy.keys(), "cleared, idle and still here"
         assert self._to_ask.keys() <= self._asked.keys()
         assert self._void <= self._asked.keys()
-        assert not self._forgotten, "nobody was told of what was forgotten"
+        assert not self._forgotten, "forgotten, and no event says so"
 
     def _begin_delete(self, key: bytes) -> None:
         self._held.pop(key, None)

@@ -1,24 +1,20 @@
-"""The state that all of the engine's decisions share, and the steps they have in common.
-
-Pure bookkeeping, like everything that works on it: `deciding`, `cascade`,
-`promotions`, `operator_pins`.
-"""
+"""The state that all of the engine's decisions share, and the steps they have in common. Pure."""
 
 from collections.abc import Collection, Sequence
 
 from cacheengine.record import CPU, EngineStats, EventLog
-from cacheengine.residency.decisions import Todo
+from cacheengine.residency.decisions import Outcome, Promotion, Todo
+from cacheengine.residency.entry import Entry, State
 from cacheengine.residency.lower_index import LowerIndex
-from cacheengine.residency.pool_index import CpuIndex, Entry, State
-from cacheengine.residency.promotion import Outcome, Promotion
+from cacheengine.residency.pool_index import CpuIndex
 
 
-class Ledger:
-    """What the pool and the tiers below hold, who waits for what, and what is to be done.
+class CacheState:
+    """What the pool and the tiers below hold, the promotions that wait, and what is to be done.
 
-    ``lower`` are the tiers below the pool, the nearest first. ``keep_in_cpu``
+    ``lower`` are the tiers below the pool, the nearest first. ``local_cpu``
     is LMCache's ``local_cpu``: without it a chunk leaves the pool as soon as
-    nobody uses or pins it and its puts are over.
+    it is neither used nor pinned and its puts are over.
     """
 
     def __init__(
@@ -27,12 +23,12 @@ class Ledger:
         lower: Sequence[LowerIndex],
         *,
         chunk_bytes: int,
-        keep_in_cpu: bool = True,
+        local_cpu: bool = True,
     ) -> None:
         self.cpu = cpu
         self.lower = lower
         self.chunk_bytes = chunk_bytes
-        self.keep_in_cpu = keep_in_cpu
+        self.local_cpu = local_cpu
         self.events = EventLog()
         self.stats = EngineStats()
         self._todo: Todo | None = None
@@ -73,18 +69,18 @@ class Ledger:
             self.todo.settled.append((promotion, outcome, 1))
 
     def delete(self, index: LowerIndex, keys: Sequence[bytes]) -> None:
-        """Have chunks deleted from a lower tier, then `Puts.deleted`."""
+        """Have chunks deleted from a lower tier, then `Cascade.deleted`."""
         if keys:
             self.todo.deletes.setdefault(index.name, []).extend(keys)
 
     # --- room ---
 
     def make_room(
-        self, count: int, keep: Collection[bytes], now_s: float
+        self, count: int, protected: Collection[bytes], now_s: float
     ) -> tuple[int, list[bytes]]:
-        """Evict until so many slots are free, or as many as can be; return how many, and whom."""
+        """Evict for so many free slots, or as many as can be; return how many, and what left."""
         lacking = count - self.cpu.free_slots
-        victims = self.cpu.victims(lacking, keep, now_s)
+        victims = self.cpu.victims(lacking, protected, now_s)
         for entry in victims:
             if entry.seen.pinned_until_s is not None:
                 self.expire(entry)
@@ -107,12 +103,12 @@ class Ledger:
             return
         if entry.condemned:
             self.cpu.remove(entry)
-        elif not self.keep_in_cpu and not entry.is_pinned(now_s):
+        elif not self.local_cpu and not entry.is_pinned(now_s):
             self._remove(entry)
             self.emit(CPU, stored=False, keys=[entry.key])
 
     def condemn(self, entry: Entry) -> None:
-        """Hide a chunk of the pool for good, and free its slot if nobody uses it."""
+        """Hide a chunk of the pool for good, and free its slot if it is unused."""
         self._count_unused(entry)
         self.cpu.condemn(entry)
         self.settle(entry.key, Outcome.MISSING)

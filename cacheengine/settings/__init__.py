@@ -8,12 +8,7 @@ Called by launch, connector, engine and agent. Imports memory, tiers and residen
 they accept.
 """
 
-from cacheengine.settings.remote_check import check_remote_ready
-from cacheengine.settings.settings import ConfigError, EngineConfig, load_engine_config
+from cacheengine.settings.loading import load_engine_config
+from cacheengine.settings.settings import ConfigError, EngineConfig
 
-__all__ = [
-    "ConfigError",
-    "EngineConfig",
-    "check_remote_ready",
-    "load_engine_config",
-]
+__all__ = ["ConfigError", "EngineConfig", "load_engine_config"]

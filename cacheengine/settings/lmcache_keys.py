@@ -45,95 +45,66 @@ REFUSED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
 }
 """Keys that ask for what the engine does not do: an error, with the values that ask for nothing."""
 
-_POOL = "the whole pool is reserved at start"
-_AGENT = "the agent answers on lmcache_worker_port"
-_PD = "there is no disaggregated prefill"
-_P2P = "there is no peer-to-peer sharing"
-_BLEND = "there is no blending"
-_GDS = "there is no GPU Direct Storage tier"
-_STATISTICS = "the agent's /metrics has the statistics"
-_PINS = "the caller of /prefetch says how long to pin"
+_INERT_BY_REASON: Final[dict[str, str]] = {
+    "keys are vLLM's own: see --prefix-caching-hash-algo": "pre_caching_hash_algorithm",
+    "only whole chunks are stored": "save_unfull_chunk",
+    "every whole chunk that is found is used": "min_retrieve_tokens",
+    "no request waits for the tiers": "blocking_timeout_secs",
+    "lookups read a dictionary and do not wait": "lookup_timeout_ms",
+    "lookups read a dictionary and need no server": "lookup_server_worker_ids",
+    "lookups always happen in the scheduler": "enable_scheduler_bypass_lookup",
+    "loading never blocks the scheduler": "enable_async_loading",
+    "Python's garbage collector is left as it is": "py_enable_gc",
+    "memory is placed by vLLM": "numa_mode",
+    "events are always on": "enable_kv_events",
+    "vLLM copies between GPU and pool": "use_gpu_connector_v3",
+    "there is no cost-aware policy": "cost_aware_half_life_seconds cost_aware_ewma_alpha",
+    "there is one directory": "local_disk_path_sharding",
+    "the agent runs no scripts": "script_allowed_imports",
+    "there is no remote configuration": "app_id",
+    "there is no separate cache server": "mp_host mp_port",
+    "the controller needs no reply channel": "controller_reply_url",
+    "a replica has one agent": "lmcache_worker_ids",
+    "heartbeats begin when the agent has registered": "lmcache_worker_heartbeat_delay_time",
+    "the whole pool is reserved at start": (
+        "reserve_local_cpu_size enable_lazy_memory_allocator lazy_memory_initial_ratio "
+        "lazy_memory_expand_trigger_ratio lazy_memory_step_ratio lazy_memory_safe_size"
+    ),
+    "the caller of /prefetch says how long to pin": "pin_timeout_sec pin_check_interval_sec",
+    "the agent answers on lmcache_worker_port": (
+        "internal_api_server_enabled internal_api_server_host internal_api_server_port_start "
+        "internal_api_server_include_index_list internal_api_server_socket_path_prefix"
+    ),
+    "the agent's /metrics has the statistics": (
+        "enable_chunk_statistics chunk_statistics_auto_start_statistics "
+        "chunk_statistics_auto_exit_timeout_hours chunk_statistics_auto_exit_target_unique_chunks "
+        "chunk_statistics_strategy"
+    ),
+    "there is no blending": (
+        "blend_recompute_ratios blend_thresholds blend_check_layers blend_min_tokens "
+        "blend_special_str"
+    ),
+    "there is no peer-to-peer sharing": (
+        "p2p_host peer_init_ports peer_lookup_ports transfer_channel"
+    ),
+    "there is no disaggregated prefill": (
+        "pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port "
+        "pd_peer_alloc_port pd_peer_query_port pd_proxy_host pd_proxy_port "
+        "pd_allocation_timeout_sec pd_shutdown_timeout_sec pd_condition_poll_interval_sec "
+        "pd_max_prefill_len pd_backend_mode pd_skip_proxy_notification pd_bidirectional "
+        "nixl_peer_port nixl_receiver_port nixl_backends nixl_buffer_size nixl_buffer_device"
+    ),
+    "there is no GPU Direct Storage tier": (
+        "gds_path_sharding gds_buffer_size use_gds gds_backend cufile_buffer_size"
+    ),
+    "there is no CXL tier": "maru_pool_size",
+    "hidden states are not cached": (
+        "max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode"
+    ),
+}
 
 INERT: Final[dict[str, str]] = {
-    "pre_caching_hash_algorithm": "keys are vLLM's own: see --prefix-caching-hash-algo",
-    "save_unfull_chunk": "only whole chunks are stored",
-    "min_retrieve_tokens": "every whole chunk that is found is used",
-    "blocking_timeout_secs": "no request waits for the tiers",
-    "lookup_timeout_ms": "lookups read a dictionary and do not wait",
-    "lookup_server_worker_ids": "lookups read a dictionary and need no server",
-    "enable_scheduler_bypass_lookup": "lookups always happen in the scheduler",
-    "enable_async_loading": "loading never blocks the scheduler",
-    "py_enable_gc": "Python's garbage collector is left as it is",
-    "numa_mode": "memory is placed by vLLM",
-    "enable_kv_events": "events are always on",
-    "use_gpu_connector_v3": "vLLM copies between GPU and pool",
-    "cost_aware_half_life_seconds": "there is no cost-aware policy",
-    "cost_aware_ewma_alpha": "there is no cost-aware policy",
-    "local_disk_path_sharding": "there is one directory",
-    "script_allowed_imports": "the agent runs no scripts",
-    "app_id": "there is no remote configuration",
-    "mp_host": "there is no separate cache server",
-    "mp_port": "there is no separate cache server",
-    "controller_reply_url": "the controller needs no reply channel",
-    "lmcache_worker_ids": "a replica has one agent",
-    "lmcache_worker_heartbeat_delay_time": "heartbeats begin when the agent has registered",
-    "reserve_local_cpu_size": _POOL,
-    "enable_lazy_memory_allocator": _POOL,
-    "lazy_memory_initial_ratio": _POOL,
-    "lazy_memory_expand_trigger_ratio": _POOL,
-    "lazy_memory_step_ratio": _POOL,
-    "lazy_memory_safe_size": _POOL,
-    "pin_timeout_sec": _PINS,
-    "pin_check_interval_sec": _PINS,
-    "internal_api_server_enabled": _AGENT,
-    "internal_api_server_host": _AGENT,
-    "internal_api_server_port_start": _AGENT,
-    "internal_api_server_include_index_list": _AGENT,
-    "internal_api_server_socket_path_prefix": _AGENT,
-    "enable_chunk_statistics": _STATISTICS,
-    "chunk_statistics_auto_start_statistics": _STATISTICS,
-    "chunk_statistics_auto_exit_timeout_hours": _STATISTICS,
-    "chunk_statistics_auto_exit_target_unique_chunks": _STATISTICS,
-    "chunk_statistics_strategy": _STATISTICS,
-    "blend_recompute_ratios": _BLEND,
-    "blend_thresholds": _BLEND,
-    "blend_check_layers": _BLEND,
-    "blend_min_tokens": _BLEND,
-    "blend_special_str": _BLEND,
-    "p2p_host": _P2P,
-    "peer_init_ports": _P2P,
-    "peer_lookup_ports": _P2P,
-    "transfer_channel": _P2P,
-    "pd_role": _PD,
-    "pd_buffer_size": _PD,
-    "pd_buffer_device": _PD,
-    "pd_peer_host": _PD,
-    "pd_peer_init_port": _PD,
-    "pd_peer_alloc_port": _PD,
-    "pd_peer_query_port": _PD,
-    "pd_proxy_host": _PD,
-    "pd_proxy_port": _PD,
-    "pd_allocation_timeout_sec": _PD,
-    "pd_shutdown_timeout_sec": _PD,
-    "pd_condition_poll_interval_sec": _PD,
-    "pd_max_prefill_len": _PD,
-    "pd_backend_mode": _PD,
-    "pd_skip_proxy_notification": _PD,
-    "pd_bidirectional": _PD,
-    "nixl_peer_port": _PD,
-    "nixl_receiver_port": _PD,
-    "nixl_backends": _PD,
-    "nixl_buffer_size": _PD,
-    "nixl_buffer_device": _PD,
-    "gds_path_sharding": _GDS,
-    "gds_buffer_size": _GDS,
-    "use_gds": _GDS,
-    "gds_backend": _GDS,
-    "cufile_buffer_size": _GDS,
-    "maru_pool_size": "there is no CXL tier",
-    "max_hidden_state_cpu_size": "hidden states are not cached",
-    "hidden_state_layers": "hidden states are not cached",
-    "hidden_states_retrieve_mode": "hidden states are not cached",
+    key: reason for reason, names in _INERT_BY_REASON.items() for key in names.split()
 }
 """Keys without effect here: a warning, with the reason."""
 

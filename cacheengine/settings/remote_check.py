@@ -3,7 +3,6 @@
 No server is asked: one that is down now may be up later.
 """
 
-import difflib
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -12,13 +11,16 @@ from typing import Any, Final
 from cacheengine.tiers.stores import parse_remote_url
 from cacheengine.tiers.stores.mooncake import mooncake_settings
 from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer
-from cacheengine.values import BadValue
+from cacheengine.values import BadValue, suggestion
 
 _PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
     "mooncakestore": ("mooncake", "mooncake-transfer-engine-non-cuda"),
     "infinistore": ("infinistore", "infinistore"),
 }
-"""What a scheme needs: the module to import, and the package that has it."""
+"""What a scheme needs: the module to import, and the package that has it.
+
+Chunks are read from and written to CPU memory, so a build for CUDA would serve no better.
+"""
 
 
 def check_remote_url(text: str, extra: Mapping[str, Any]) -> None:
@@ -31,11 +33,6 @@ def check_remote_url(text: str, extra: Mapping[str, Any]) -> None:
         RedisServer.from_url(url)
     elif url.scheme == "mooncakestore":
         mooncake_settings(text, extra, os.environ)
-
-
-def reads_extra_config(text: str | None) -> bool:
-    """Whether the store that a URL names has settings in ``extra_config``."""
-    return text is not None and parse_remote_url(text).scheme in _PACKAGES
 
 
 def check_remote_ready(text: str) -> None:
@@ -52,10 +49,8 @@ def check_remote_ready(text: str) -> None:
 def check_serde_name(name: str) -> None:
     """Raise `BadValue` for a name that no serde has."""
     if name == "naive":
-        return  # and spare the default the import of numpy and zstandard
-    from cacheengine.tiers.serde import SERDE_NAMES  # noqa: PLC0415
+        return
+    from cacheengine.tiers.serde import SERDE_NAMES  # noqa: PLC0415  (loads numpy, zstandard)
 
     if name not in SERDE_NAMES:
-        near = difflib.get_close_matches(name.lower(), SERDE_NAMES, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(SERDE_NAMES)}"
-        raise BadValue(f"{name!r} is unknown", fix)
+        raise BadValue(f"{name!r} is unknown", suggestion(name.lower(), SERDE_NAMES))

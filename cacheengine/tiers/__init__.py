@@ -3,22 +3,23 @@
 Each kind has a face of its own: `disk` writes one file a chunk; `remote` keeps chunks in a
 store (`stores`: Redis, Mooncake, InfiniStore), encoded by a `serde`. This one has what all
 tiers share, and loads none of them: a store's client process imports it too. A tier that
-fails rests (`Rest`), and the engine goes on without it.
+fails is left alone for a while (`TierBackoff`), and the engine goes on without it.
 
 Called by engine, connector, residency and settings. Imports keys and values.
 """
 
-from cacheengine.tiers.base import GetOutcome, LocalTier, PutOutcome, SharedTier, Tier
+from cacheengine.tiers.backoff import LONGEST_BACKOFF_S, TierBackoff
+from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome, SharedTier, Tier
 from cacheengine.tiers.null import NullTier
-from cacheengine.tiers.rest import LONGEST_REST_S, Rest
 
 __all__ = [
-    "LONGEST_REST_S",
+    "LONGEST_BACKOFF_S",
+    "Chunk",
     "GetOutcome",
     "LocalTier",
     "NullTier",
     "PutOutcome",
-    "Rest",
     "SharedTier",
     "Tier",
+    "TierBackoff",
 ]

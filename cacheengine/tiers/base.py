@@ -69,7 +69,7 @@ class Tier(ABC):
 
     @abstractmethod
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Remove chunks; those that are not there are no error."""
+        """Remove chunks; absent ones are no error."""
 
     @abstractmethod
     def close(self) -> None:

@@ -3,17 +3,11 @@
 `TransferServer` sends what a peer asks for from where it lies; `Fetch` receives chunks into
 slots of the pool, checks them, and counts what came.
 
-Called by agent and connector. Imports engine and residency.
+Called by agent and connector. Imports engine, residency and record.
 """
 
 from cacheengine.transfer.fetch import Fetch
-from cacheengine.transfer.metrics import render_transfer_metrics
 from cacheengine.transfer.server import TransferServer
 from cacheengine.transfer.stats import TransferMeter
 
-__all__ = [
-    "Fetch",
-    "TransferMeter",
-    "TransferServer",
-    "render_transfer_metrics",
-]
+__all__ = ["Fetch", "TransferMeter", "TransferServer"]

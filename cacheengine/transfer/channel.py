@@ -106,7 +106,7 @@ class Channel:
         self._socket.shutdown(socket.SHUT_WR)
 
     def shut(self) -> None:
-        """End the connection in both directions, waking who waits on it."""
+        """End the connection in both directions, waking a thread that waits on it."""
         with contextlib.suppress(OSError):  # it has ended by itself
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -33,8 +33,8 @@ class Fetched:
     """How a fetch ended."""
 
     held_chunks: int
-    """Leading chunks that are there now, those that were there before included:
-    in the wanted tier if it is a lower one, else in any."""
+    """Leading chunks held now, also from before: in the wanted tier if it is a lower
+    one, else in any."""
     received_chunks: int
     """Chunks that came from the other replica."""
     received_bytes: int
@@ -152,7 +152,7 @@ class Fetch:
             self._note(f"{where}: {error or type(error).__name__}")
             if asked:  # what comes after a gap is of no use
                 self._arrivals.stop()
-        except Exception as error:  # on the other threads nobody would hear of it
+        except Exception as error:  # on the other threads it would be lost
             logger.exception("fetching chunks failed")
             self._note(f"{type(error).__name__}: {error}")
             self._arrivals.stop()

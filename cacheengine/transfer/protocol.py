@@ -41,7 +41,7 @@ class ProtocolError(Exception):
     """The other side is none of ours, refused, or spoke nonsense."""
 
 
-class RefusedError(ProtocolError):
+class TransferRefusedError(ProtocolError):
     """The other side said no, and why."""
 
 
@@ -59,7 +59,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who wants chunks, and of which kind."""
+    """What the replica that wants chunks says of itself."""
 
     version: int
     key_bytes: int
@@ -77,7 +77,7 @@ def checksum(payload: memoryview) -> bytes:
 def greet(channel: Channel, layout: str, key_bytes: int) -> None:
     """Introduce oneself; return when welcome.
 
-    Raises `RefusedError` with the other side's reason, `ProtocolError` if it is
+    Raises `TransferRefusedError` with the other side's reason, `ProtocolError` if it is
     no replica.
     """
     channel.send(_HELLO.pack(_MAGIC, VERSION, key_bytes, layout.encode()))
@@ -86,7 +86,7 @@ def greet(channel: Channel, layout: str, key_bytes: int) -> None:
         raise ProtocolError("what listens there is no replica's distributed_url")
     text = channel.receive(text_bytes).decode(errors="replace")
     if status != Status.OK:
-        raise RefusedError(text or f"refused with status {status}")
+        raise TransferRefusedError(text or f"refused with status {status}")
 
 
 def send_get(channel: Channel, keys: Sequence[bytes]) -> None:
@@ -126,7 +126,7 @@ def receive_chunk(channel: Channel, key: bytes, into: memoryview) -> bool:
 
 
 def receive_hello(channel: Channel) -> Hello:
-    """Return who is there; `ProtocolError` if it is no replica."""
+    """Return the other side's greeting; `ProtocolError` if it is no replica."""
     magic, version, key_bytes, layout = _HELLO.unpack(channel.receive(_HELLO.size))
     if magic != _MAGIC:
         raise ProtocolError("not the greeting of a replica")

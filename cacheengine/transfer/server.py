@@ -27,8 +27,8 @@ class TransferServer:
     """Serves an engine's chunks to other replicas from `start` to `stop`.
 
     Listens on ``address`` (port 0: any free one) and nowhere else. There is no
-    authentication and no encryption: whoever reaches the port and knows a
-    prompt's keys can read its KV, so it belongs on a private network.
+    authentication and no encryption: any host that reaches the port and knows
+    a prompt's keys can read its KV, so it belongs on a private network.
 
     A connection beyond ``max_connections`` is refused, one on which nothing
     moves for ``timeout_s`` is closed. `start` raises OSError, naming the
@@ -169,9 +169,5 @@ class TransferServer:
             logger.warning("chunks were refused to %s: %s", peer, reason)
             return
         Sender(
-            self._engine,
-            channel,
-            self._meter,
-            key_bytes=hello.key_bytes,
-            timeout_s=self._timeout_s,
+            self._engine, channel, self._meter, key_bytes=hello.key_bytes, timeout_s=self._timeout_s
         ).run()

@@ -4,33 +4,26 @@ import dataclasses
 import threading
 from dataclasses import dataclass
 
+from cacheengine.record import counter
+
 
 @dataclass(slots=True)
 class TransferStats:
     """Counts since the replica's start; bytes are payload bytes."""
 
-    sent_chunks: int = 0
-    """Chunks sent to other replicas."""
-    sent_bytes: int = 0
-    """Bytes of those."""
-    send_missing: int = 0
-    """Chunks asked for by another replica that were not there, or not readable."""
-    send_refused: int = 0
-    """Connections refused: another layout or version, too many at once."""
-    send_failures: int = 0
-    """Connections that broke, or on which the other side spoke nonsense."""
-    received_chunks: int = 0
-    """Chunks fetched whole from other replicas."""
-    received_bytes: int = 0
-    """Bytes of those."""
-    receive_corrupt: int = 0
-    """Chunks whose bytes did not fit their checksum; none of it is kept."""
-    receive_failures: int = 0
-    """Connections to other replicas that were refused, broke or timed out."""
-    moves: int = 0
-    """Moves into this replica that were begun."""
-    moves_failed: int = 0
-    """Of those: not all arrived, or the source kept what was to leave it."""
+    sent_chunks: int = counter("Chunks sent to other replicas.")
+    sent_bytes: int = counter("Bytes sent to other replicas.")
+    send_missing: int = counter("Chunks asked for by another replica that could not be read here.")
+    send_refused: int = counter("Connections refused: another layout or version, too many.")
+    send_failures: int = counter("Connections of other replicas that broke or made no sense.")
+    received_chunks: int = counter("Chunks fetched whole from other replicas.")
+    received_bytes: int = counter("Bytes fetched from other replicas.")
+    receive_corrupt: int = counter("Chunks that came damaged, and were not kept.")
+    receive_failures: int = counter("Connections to other replicas that were refused or broke.")
+    moves: int = counter("Moves into this replica that were begun.")
+    moves_failed: int = counter(
+        "Moves of which not all arrived, or the source did not drop what it was to lose."
+    )
 
 
 class TransferMeter:

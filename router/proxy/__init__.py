@@ -9,11 +9,11 @@ step only asks for a value are not named.
     proxy.proxy.handle                makes the record, and hands it out at the end
     http.boundary.read_body           the body, within its limit                      return 1
     proxy.request.parse               model, session, the longest wait
-    prompt.readers.reader_for         the tokenizer of the model
-    prompt.reader.read                a long new prompt is read in a thread
+    prompt.reader.read                by the model's tokenizer; a long new prompt in a thread
+    prompt.drafts.draft               what is known of its tokens, and what is new
     prompt.inputs.read_input          which fields are the prompt, by API
     prompt.templates.render           the chat template: text
-    prompt.tokenizer.encoder.encode   tokens; what is known is looked up              return 2
+    prompt.tokenizer.encoder.cut      into pieces, of which the known ones are looked up  return 2
     admission.async_gate.admit        waits until the request may go
     admission.gate.arrive             may it go, or does it wait in the queue?
     fleet.fleet.place                 which replica, by what is known now (by way of `Proxy._place`)

@@ -115,7 +115,7 @@ class Bench:
 
         def all_there() -> bool:
             with self.engine._lock:
-                return all(entry.is_usable for entry in self.engine._state.cpu)
+                return all(entry.is_usable for entry in self.engine._decider.cpu)
 
         wait_until(all_there)
 
@@ -123,7 +123,7 @@ class Bench:
         """Promote and wait; return (resident, promoted, missing)."""
         promotion = self.engine.promote(chunks, pin_s=pin_s)
         assert promotion.wait(20)
-        return promotion.resident, promotion.promoted, promotion.missing
+        return promotion.counts.resident, promotion.counts.promoted, promotion.counts.missing
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

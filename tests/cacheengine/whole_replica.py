@@ -1,16 +1,17 @@
 """An engine with its agent and its transfer server, as `WarmrouteSpec` puts them together."""
 
-import dataclasses
+import msgspec
 
-from cacheengine.agent import Agent, AgentIdentity
+from cacheengine.agent import Agent
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.transfer.server import TransferServer
 from cacheengine.transfer.stats import TransferMeter
+from cacheengine.wire import ReplicaIdentity
 from tests.cacheengine.building import CHUNK_BYTES, Bench
 
 
-def identity(name: str) -> AgentIdentity:
-    return AgentIdentity(
+def identity(name: str) -> ReplicaIdentity:
+    return ReplicaIdentity(
         instance_id=name,
         model="m",
         hash_algorithm="sha256",
@@ -30,7 +31,7 @@ class WholeReplica:
         self.server = TransferServer(bench.engine, ("127.0.0.1", 0), self.meter)
         self.server.start()
         assert self.server.address is not None
-        named = dataclasses.replace(identity(name), transfer_port=self.server.address[1])
+        named = msgspec.structs.replace(identity(name), transfer_port=self.server.address[1])
         port = EngineConfig(lmcache_worker_port=0)
         self.agent = Agent(bench.engine, named, port, self.meter)
         self.agent.start()

@@ -73,7 +73,9 @@ def _of_replica(replica: ReplicaTiers) -> Counts:
     return Counts(
         **hits,
         cpu_evicted_chunks=engine("evictions"),
-        disk_evicted_chunks=engine("disk_evictions"),
+        disk_evicted_chunks=metric(
+            replica.agent_url, "warmroute_engine_tier_evictions_total", tier="disk"
+        ),
         stored_bytes=engine("store_bytes"),
         store_drops=engine("store_drops"),
         put_drops=engine("put_drops"),

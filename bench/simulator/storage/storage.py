@@ -7,7 +7,7 @@ from typing import Final, cast
 from bench.simulator.settings import Settings
 from bench.simulator.storage.memory_disk import MemoryDisk, threads_for_memory
 from bench.simulator.storage.pacing import PacedEngine, PacedTier, Pacer
-from cacheengine.agent import Agent, AgentIdentity
+from cacheengine.agent import Agent
 from cacheengine.engine.configured_tiers import make_tier
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.io_threads import IoThreads
@@ -19,6 +19,7 @@ from cacheengine.tiers.base import LocalTier
 from cacheengine.tiers.null import NullTier
 from cacheengine.transfer.server import TransferServer
 from cacheengine.transfer.stats import TransferMeter
+from cacheengine.wire import ReplicaIdentity
 
 HASH_ALGORITHM: Final = "sha256"
 _GB: Final = 1024**3
@@ -63,7 +64,7 @@ def open_storage(
         undo.callback(server.stop)
         server.start()
         assert server.address is not None
-        identity = AgentIdentity(
+        identity = ReplicaIdentity(
             instance_id=instance_id,
             model=str(settings.tokenizer_directory),
             hash_algorithm=HASH_ALGORITHM,

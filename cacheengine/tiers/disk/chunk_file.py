@@ -17,7 +17,8 @@ from typing import Final
 
 import xxhash
 
-from cacheengine.tiers.disk.linux_io import PAGE_BYTES, LinuxCalls, set_direct
+from cacheengine.tiers.disk import linux_io
+from cacheengine.tiers.disk.linux_io import PAGE_BYTES, set_direct
 
 SEAL_BYTES: Final = 4096
 _MAGIC: Final = b"WARMKV"
@@ -40,14 +41,13 @@ class ChunkFile:
         self.can_be_read_direct = payload_bytes % PAGE_BYTES == 0
         self._payload_bytes = payload_bytes
         self._fingerprint = fingerprint.encode()
-        self._linux = LinuxCalls()
         self._of_thread = threading.local()
 
     def write(self, fd: int, key: bytes, payload: memoryview) -> None:
         """Fill a file that is empty or of this size."""
         # All blocks at once: a full disk is known before a byte is copied, and
         # the file system has less to do for each.
-        self._linux.reserve(fd, self.file_bytes)
+        linux_io.reserve(fd, self.file_bytes)
         # Hashed first, which also brings the bytes near for the copy.
         seal = self._seal(key, payload)
         _move_all(os.pwritev, fd, [payload, memoryview(seal)])
@@ -78,7 +78,7 @@ class ChunkFile:
         """Whether the page cache has the file, going by a part of it."""
         length = min(_SAMPLE_BYTES, self.file_bytes)
         offset = (self.file_bytes - length) // 2 // PAGE_BYTES * PAGE_BYTES
-        cached_bytes = self._linux.cached_bytes(fd, offset, length)
+        cached_bytes = linux_io.cached_bytes(fd, offset, length)
         return cached_bytes is None or 2 * cached_bytes >= length
 
     def _seal(self, key: bytes, payload: memoryview) -> bytes:

@@ -46,13 +46,11 @@ def lock_directory(directory: Path, wait_s: float) -> int:
 class OtherLayouts:
     """The chunks of models that are not served any more, beside our own directories.
 
-    They may stay while there is room. What another process owns, or nobody
-    of ours made, is neither counted nor touched. Not thread-safe.
+    They may stay while there is room. Another process's directories, and ones
+    that no engine made, are neither counted nor touched. Not thread-safe.
     """
 
     def __init__(self, own: Sequence[Path]) -> None:
-        self.used_bytes = 0
-        """What they take, files that could not be removed included."""
         self._files: list[tuple[int, int, Path]] = []
         for directory in own:
             try:
@@ -60,14 +58,14 @@ class OtherLayouts:
             except OSError as error:
                 logger.warning("disk tier: cannot look after other models' chunks: %s", error)
         self._files.sort(reverse=True)  # the oldest is the first to pop
+        self.used_bytes = sum(size_bytes for _, size_bytes, _ in self._files)
+        """What they take, files that could not be removed included."""
 
     def _collect(self, own: Path) -> None:
         for directory in _others(own):
             with _Locks() as locks:
                 if locks.has(directory):
-                    for file in _files(directory):
-                        self._files.append(file)
-                        self.used_bytes += file[1]
+                    self._files += _files(directory)
 
     def shrink_to(self, budget_bytes: int) -> None:
         """Remove the oldest until they take no more than this, as far as that can be."""

@@ -22,7 +22,7 @@ from cacheengine.tiers.disk.chunk_file import ChunkFile
 from cacheengine.tiers.disk.directories import OtherLayouts
 from cacheengine.tiers.disk.disk_path import DiskPath, Found
 from cacheengine.tiers.disk.disk_space import DiskSpace
-from cacheengine.tiers.disk.linux_io import LinuxCalls
+from cacheengine.tiers.disk.linux_io import why_not_direct
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -166,7 +166,7 @@ def _may_read_direct(directory: Path, file: ChunkFile) -> bool:
     if not file.can_be_read_direct:
         logger.info("disk tier: chunks are no whole pages, so all reads go by the page cache")
         return False
-    reason = LinuxCalls().why_not_direct(directory)
+    reason = why_not_direct(directory)
     if reason is not None:
         logger.info("disk tier: all reads of %s go by the page cache: %s", directory, reason)
     return reason is None

@@ -40,13 +40,7 @@ class DiskPath:
     """
 
     def __init__(
-        self,
-        root: Path,
-        fingerprint: str,
-        file: ChunkFile,
-        space: DiskSpace,
-        *,
-        lock_wait_s: float,
+        self, root: Path, fingerprint: str, file: ChunkFile, space: DiskSpace, *, lock_wait_s: float
     ) -> None:
         self.directory = root / fingerprint
         self._prefix = f"{self.directory}/"
@@ -139,12 +133,12 @@ class DiskPath:
             temporary.replace(path)
 
     def _make_parent(self, path: Path) -> None:
-        """Make a subdirectory for its first chunk, or after someone removed the tree."""
+        """Make a subdirectory for its first chunk, or after the tree was removed."""
         self._keep_directory()
         path.parent.mkdir(exist_ok=True)
 
     def _keep_directory(self) -> None:
-        """Make and lock the directory anew if somebody removed it.
+        """Make and lock the directory anew if it was removed.
 
         Raises `directories.DirectoryInUse` when another process was faster.
         """

@@ -28,61 +28,60 @@ class _Cached(ctypes.Structure):
     )
 
 
-class LinuxCalls:
-    """The C library, with the calls below."""
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
 
-    def reserve(self, fd: int, size_bytes: int) -> bool:
-        """Give a file all its blocks at once; False where the file system cannot.
+def reserve(fd: int, size_bytes: int) -> bool:
+    """Give a file all its blocks at once; False where the file system cannot.
 
-        Raises OSError, before a byte is written, when there is no room.
-        """
-        length = ctypes.c_int64(size_bytes)
-        while self._libc.fallocate(fd, 0, ctypes.c_int64(0), length) != 0:
-            number = ctypes.get_errno()
-            if number in _NOT_OFFERED:
-                return False
-            if number != errno.EINTR:
-                raise OSError(number, os.strerror(number))
-        return True
+    Raises OSError, before a byte is written, when there is no room.
+    """
+    length = ctypes.c_int64(size_bytes)
+    while _LIBC.fallocate(fd, 0, ctypes.c_int64(0), length) != 0:
+        number = ctypes.get_errno()
+        if number in _NOT_OFFERED:
+            return False
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+    return True
 
-    def cached_bytes(self, fd: int, offset: int, length: int) -> int | None:
-        """Return how much of a range the page cache has; None where the kernel does not say."""
-        found = _Cached()
-        asked = _Range(offset, length)
-        if self._libc.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(found), 0) != 0:
-            return None
-        return int(found.cached) * mmap.PAGESIZE
 
-    def why_not_direct(self, directory: Path) -> str | None:
-        """Try out whether reads may bypass the page cache here; return what stands against it.
-
-        Writes and reads back one page of a file of its own.
-        """
-        probe = directory / ".probe"
-        page = mmap.mmap(-1, PAGE_BYTES)
-        page[:] = b"\x5a" * PAGE_BYTES
-        try:
-            fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            return str(error)
-        try:
-            os.pwritev(fd, [page], 0)
-            set_direct(fd, True)
-            back = mmap.mmap(-1, PAGE_BYTES)
-            if os.preadv(fd, [back], 0) != PAGE_BYTES or back[:] != page[:]:
-                return "what was read is not what was written"
-            if self.cached_bytes(fd, 0, PAGE_BYTES) is None:
-                return "the kernel does not say what the page cache has (cachestat, Linux 6.5)"
-        except OSError as error:
-            return str(error)
-        finally:
-            os.close(fd)
-            with contextlib.suppress(OSError):
-                probe.unlink()
+def cached_bytes(fd: int, offset: int, length: int) -> int | None:
+    """Return how much of a range the page cache has; None where the kernel does not say."""
+    found = _Cached()
+    asked = _Range(offset, length)
+    if _LIBC.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(found), 0) != 0:
         return None
+    return int(found.cached) * mmap.PAGESIZE
+
+
+def why_not_direct(directory: Path) -> str | None:
+    """Try out whether reads may bypass the page cache here; return what stands against it.
+
+    Writes and reads back one page of a file of its own.
+    """
+    probe = directory / ".probe"
+    page = mmap.mmap(-1, PAGE_BYTES)
+    page[:] = b"\x5a" * PAGE_BYTES
+    try:
+        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        return str(error)
+    try:
+        os.pwritev(fd, [page], 0)
+        set_direct(fd, True)
+        back = mmap.mmap(-1, PAGE_BYTES)
+        if os.preadv(fd, [back], 0) != PAGE_BYTES or back[:] != page[:]:
+            return "what was read is not what was written"
+        if cached_bytes(fd, 0, PAGE_BYTES) is None:
+            return "the kernel does not say what the page cache has (cachestat, Linux 6.5)"
+    except OSError as error:
+        return str(error)
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return None
 
 
 def set_direct(fd: int, direct: bool) -> None:

@@ -44,15 +44,6 @@ class Envelope:
     def header(self, key: bytes, code: int, parts: Iterable[memoryview | bytes]) -> bytes:
         """Return the header of a chunk that the serde ``code`` encoded as ``parts``."""
         encoded = [memoryview(part) for part in parts]
-        return self._header(key, code, encoded)
-
-    def serde_code(self, key: bytes, header: memoryview, encoded: memoryview) -> int | None:
-        """Return which serde wrote a blob; None when it is not one of this key, intact."""
-        code = int(_FIELDS.unpack_from(header)[2])
-        # The header is a pure function of what it stands before, so equality is the whole check.
-        return code if header == self._header(key, code, [encoded]) else None
-
-    def _header(self, key: bytes, code: int, encoded: list[memoryview]) -> bytes:
         encoded_bytes = sum(part.nbytes for part in encoded)
         sizes = (HEADER_BYTES, self._payload_bytes, encoded_bytes)
         fields = _FIELDS.pack(_MAGIC, _VERSION, code, *sizes)
@@ -61,3 +52,9 @@ class Envelope:
         for part in encoded:
             checksum.update(part)
         return fields + checksum.digest()
+
+    def serde_code(self, key: bytes, header: memoryview, encoded: memoryview) -> int | None:
+        """Return which serde wrote a blob; None when it is not one of this key, intact."""
+        code = int(_FIELDS.unpack_from(header)[2])
+        # The header is a pure function of what it stands before, so equality is the whole check.
+        return code if header == self.header(key, code, [encoded]) else None

@@ -16,10 +16,9 @@ def make_serde(name: str, dtype: str) -> Serde:
     as "bfloat16" or "fp8_e4m3". Raises ValueError, in words for the operator,
     for a name that no serde has, and for KV that it cannot encode.
     """
-    make = _SERDES.get(name)
-    if make is None:
+    if name not in _SERDES:
         raise ValueError(f'"{name}" is none of {", ".join(_SERDES)}')
-    return make(dtype)
+    return _SERDES[name](dtype)
 
 
 def lossy_name(name: str, dtype: str) -> str:
@@ -27,22 +26,14 @@ def lossy_name(name: str, dtype: str) -> str:
     return "" if make_serde(name, dtype).is_exact else name
 
 
-def _make_naive(_dtype: str) -> Serde:
-    return NaiveSerde()
-
-
-def _make_lossless(dtype: str) -> Serde:
-    return LosslessSerde(_ELEMENT_BYTES.get(dtype, 1))
-
-
-_SERDES: Final[Mapping[str, Callable[[str], Serde]]] = {
-    NaiveSerde.name: _make_naive,
-    LosslessSerde.name: _make_lossless,
-    CacheGenSerde.name: CacheGenSerde,
-}
-
 # The other types (fp8, and what packs numbers with their scales) have elements of a byte.
 _ELEMENT_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+_SERDES: Final[Mapping[str, Callable[[str], Serde]]] = {
+    NaiveSerde.name: lambda _: NaiveSerde(),
+    LosslessSerde.name: lambda dtype: LosslessSerde(_ELEMENT_BYTES.get(dtype, 1)),
+    CacheGenSerde.name: CacheGenSerde,
+}
 
 SERDE_NAMES: Final = tuple(_SERDES)
 """The names, the default first."""

@@ -35,16 +35,10 @@ class Blob:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Target(Blob):
     """Where a blob is to be read: its first bytes into the first part, and so on."""
 
-    name: str
     parts: Sequence[memoryview]
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes that fit."""
-        return sum(len(part) for part in self.parts)
 
 
 class BlobStore(ABC):
@@ -77,7 +71,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """Remove blobs; those that are not there are no error."""
+        """Remove blobs; absent ones are no error."""
 
     @abstractmethod
     def close(self) -> None:

@@ -3,14 +3,15 @@
 Nothing here connects, and no message repeats a password.
 """
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from cacheengine.values import BadValue
+from cacheengine.values import BadValue, suggestion
+
+T = TypeVar("T")
 
 _DEFAULT_PORTS: Final[Mapping[str, int]] = {
     "redis": 6379,
@@ -27,26 +28,19 @@ SCHEMES: Final = tuple(_DEFAULT_PORTS)
 _ONE_SERVER: Final = "write redis://host:port of one server that takes writes"
 _OBJECT_STORE: Final = "run a Redis or Valkey server, or Mooncake Store, near the replicas"
 
-_REFUSED: Final[Mapping[str, tuple[str, str]]] = {
+_REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
     "lm": ("LMCache's own server is not spoken to", "run Redis or Valkey: redis://host:6379"),
-    "redis-sentinel": ("Sentinel is not asked for the server", _ONE_SERVER),
-    "rediss-sentinel": ("Sentinel is not asked for the server", _ONE_SERVER),
-    "redis-cluster": ("a Redis Cluster is not served", _ONE_SERVER),
-    "rediss-cluster": ("a Redis Cluster is not served", _ONE_SERVER),
-    "valkey-cluster": ("a Valkey Cluster is not served", _ONE_SERVER),
-    "valkey-sentinel": ("Sentinel is not asked for the server", _ONE_SERVER),
-    "s3": ("object stores are not served", _OBJECT_STORE),
-    "gs": ("object stores are not served", _OBJECT_STORE),
-    "azure": ("object stores are not served", _OBJECT_STORE),
-    "fs": ("a file system is the disk tier", "set local_disk and max_local_disk_size"),
-    "file": ("a file system is the disk tier", "set local_disk and max_local_disk_size"),
-    "blackhole": ("a store that keeps nothing is none", "remove remote_url"),
-    "mock": ("a store for tests is none", "remove remote_url"),
+    "redis-sentinel rediss-sentinel valkey-sentinel": (
+        "Sentinel is not asked for the server",
+        _ONE_SERVER,
+    ),
+    "redis-cluster rediss-cluster valkey-cluster": ("a cluster is not served", _ONE_SERVER),
+    "s3 gs azure": ("object stores are not served", _OBJECT_STORE),
+    "fs file": ("a file system is the disk tier", "set local_disk and max_local_disk_size"),
+    "blackhole mock": ("a store that keeps nothing is none", "remove remote_url"),
     "audit": ("remote tiers are not audited", "write the URL of the server itself"),
-    "plugin": ("LMCache's plugins cannot be loaded", "write the URL of a server"),
-    "external": ("LMCache's plugins cannot be loaded", "write the URL of a server"),
-    "eic": ("there is no adapter for it", _OBJECT_STORE),
-    "sagemaker-hyperpod": ("there is no adapter for it", _OBJECT_STORE),
+    "plugin external": ("LMCache's plugins cannot be loaded", "write the URL of a server"),
+    "eic sagemaker-hyperpod": ("there is no adapter for it", _OBJECT_STORE),
 }
 """Schemes of LMCache, and ones that people try: why not, and what instead."""
 
@@ -75,41 +69,18 @@ class RemoteUrl:
         path = f"/{self.path}" if self.path else ""
         return f"{self.scheme}://{user}{host}:{self.port}{path}"
 
-    def text_option(self, name: str) -> str | None:
-        """Return an option as it stands, or None without it."""
-        return self.options.get(name)
-
-    def bool_option(self, name: str, default: bool) -> bool:
-        """Return an option that is true or false."""
-        text = self.options.get(name, str(default)).lower()
-        if text not in ("true", "false"):
-            raise BadValue(f"{name}={text} is neither true nor false", f"write {name}=true")
-        return text == "true"
-
-    def number_option(self, name: str, default: float, *, maximum: float) -> float:
-        """Return an option that is a number above 0."""
-        text = self.options.get(name, str(default))
+    def option(self, name: str, parse: Callable[[object], T], default: T) -> T:
+        """Return an option that one of `values`' parsers reads; raise `BadValue` naming it."""
         try:
-            number = float(text)
-        except ValueError:
-            number = 0.0
-        if not 0 < number <= maximum:
-            fix = f"write {name}={default}, or another number above 0 and up to {maximum}"
-            raise BadValue(f"{name}={text} is not usable", fix)
-        return number
-
-    def int_option(self, name: str, default: int, *, maximum: int) -> int:
-        """Return an option that is a whole number above 0."""
-        number = self.number_option(name, default, maximum=maximum)
-        if not number.is_integer():
-            raise BadValue(f"{name}={number} is no whole number", f"write {name}={default}")
-        return int(number)
+            return parse(self.options[name]) if name in self.options else default
+        except BadValue as error:
+            raise BadValue(f"{name}: {error.problem}", error.fix) from None
 
     def check_options(self, known: Sequence[str]) -> None:
         """Raise `BadValue` for an option that the scheme does not have."""
         for name in self.options:
             if name not in known:
-                raise BadValue(f"{self.scheme}:// has no option {name!r}", _nearest(name, known))
+                raise BadValue(f"{self.scheme}:// has no option {name!r}", suggestion(name, known))
 
 
 def parse_remote_url(text: str) -> RemoteUrl:
@@ -171,19 +142,15 @@ def _scheme(text: str) -> str:
     scheme = scheme.lower()
     if not separator:
         raise BadValue(f"{redacted(text)} has no scheme", "write redis://host:port")
-    if scheme in _REFUSED:
-        problem, fix = _REFUSED[scheme]
-        raise BadValue(f"{scheme}:// is not served: {problem}", fix)
+    for schemes, (problem, fix) in _REFUSALS.items():
+        if scheme in schemes.split():
+            raise BadValue(f"{scheme}:// is not served: {problem}", fix)
     if scheme not in SCHEMES:
-        raise BadValue(f"{scheme}:// is unknown", _nearest(scheme, SCHEMES, "://"))
+        raise BadValue(
+            f"{scheme}:// is unknown",
+            suggestion(f"{scheme}://", [f"{each}://" for each in SCHEMES]),
+        )
     return scheme
-
-
-def _nearest(name: str, known: Sequence[str], suffix: str = "") -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f"did you mean {near[0]}{suffix}?"
-    return f"use one of {', '.join(each + suffix for each in known)}" if known else "remove it"
 
 
 def _unreadable(text: str) -> BadValue:

@@ -9,7 +9,7 @@ import pytest
 from bench.discrete.engine import ModelEngine
 from bench.discrete.staging import settled
 from cacheengine.record.events import KeyEventRecord
-from cacheengine.residency.promotion import Promotion
+from cacheengine.residency.decisions import Promotion
 from tests.bench.discrete.building import CHUNK, in_model_time, machine
 from tests.cacheengine.building import key, keys
 
@@ -117,7 +117,7 @@ async def test_what_is_nowhere_is_missing_at_once() -> None:
     bench.store(1)
     promotion = bench.engine.promote(keys(1, 2, 3), pin_s=1.0)
     assert promotion.done
-    assert (promotion.resident, promotion.missing) == (1, 2)
+    assert (promotion.counts.resident, promotion.counts.missing) == (1, 2)
 
 
 @in_model_time
@@ -163,7 +163,7 @@ async def test_what_is_being_written_is_not_evicted() -> None:
     bench = Bench(cpu_chunks=2)
     bench.store(1)
     bench.store(2)  # half of the RAM may wait to be written: this one is not
-    assert bench.engine.stats().put_drops == 1
+    assert bench.engine.stats().lower_tiers.put_drops == 1
     bench.store(3)
     assert bench.tiers(1, 2, 3) == ["cpu", "nowhere", "cpu"]
 
@@ -209,7 +209,7 @@ async def test_a_replica_without_a_disk_forgets_what_leaves_its_ram() -> None:
     bench = Bench(cpu_chunks=2, disk_chunks=0)
     await bench.store_down(1, 2, 3)
     assert bench.tiers(1, 2, 3) == ["nowhere", "cpu", "cpu"]
-    assert bench.engine.promote(keys(1), pin_s=1.0).missing == 1
+    assert bench.engine.promote(keys(1), pin_s=1.0).counts.missing == 1
 
 
 @in_model_time
@@ -240,7 +240,7 @@ async def test_a_read_that_is_under_way_when_ram_is_cleared_is_in_vain() -> None
     promotion = bench.engine.promote(keys(1), pin_s=10.0)
     await asyncio.sleep(READ_S / 2)
     bench.engine.clear_cpu()
-    assert promotion.missing == 1
+    assert promotion.counts.missing == 1
     await asyncio.sleep(READ_S)
     bench.engine.check()
     assert bench.tiers(1) == ["disk"]

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from cacheengine import wire
-from cacheengine.agent.moves import moves as moving
+from cacheengine.agent import mover as moving
 from cacheengine.keys import HashScheme, chunk_keys
 from cacheengine.residency import Presence
 from cacheengine.tiers.base import PutOutcome
@@ -402,7 +402,7 @@ async def test_a_source_that_hangs_is_given_up(
 
 async def test_the_latest_moves_are_remembered(fleet: Fleet) -> None:
     engine, meter = fleet.second.bench.engine, TransferMeter()
-    moves = moving.Moves(engine, identity("three"), fleet.session, meter, max_remembered=3)
+    moves = moving.Mover(engine, identity("three"), fleet.session, meter, max_remembered=3)
     source = wire.MoveSource(agent_url=fleet.first.url, transfer_address=fleet.first.address)
     begun = []
     for _ in range(5):

@@ -11,15 +11,16 @@ import msgspec
 import pytest
 
 from cacheengine import wire
-from cacheengine.agent import Agent, AgentIdentity
+from cacheengine.agent import Agent
 from cacheengine.keys import HashScheme, chunk_keys, key64
 from cacheengine.record.stats import EngineStats, TierStats
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.transfer.stats import TransferStats
+from cacheengine.wire import ReplicaIdentity
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys, layout, wait_until
 from tests.cacheengine.conftest import MakeBench
 
-IDENTITY = AgentIdentity(
+IDENTITY = ReplicaIdentity(
     instance_id="replica-1",
     model="some/model",
     hash_algorithm="sha256",
@@ -224,6 +225,7 @@ async def test_clear_drops_only_what_is_named(rig: Rig) -> None:
         ("/pin", {}, "give either 'tokens' or 'keys'"),
         ("/pin", {"keys": ["aa"]}, "digests of 32 bytes"),
         ("/unpin", {"tokens": [1], "tier": "gpu"}, "Invalid enum value 'gpu'"),
+        ("/clear", {"tiers": ["gpu"]}, "Invalid enum value 'gpu'"),
         ("/move", {"tokens": [1]}, "missing required field `source`"),
     ],
 )

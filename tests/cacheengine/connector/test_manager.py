@@ -290,7 +290,7 @@ def test_a_request_uses_each_chunk_once(make_bench: MakeBench) -> None:
     scheduler = Scheduler(make_bench(4, dataclasses.replace(config(), cache_policy="LFU")))
     scheduler.store(1)
     scheduler.store(2)
-    order = scheduler.bench.engine._state.cpu._policy.order
+    order = scheduler.bench.engine._decider.cpu._policy.order
     for _ in range(3):
         scheduler.manager.prepare_store(offload_keys(1), scheduler.context)
     assert list(order()) == [key(1), key(2)]

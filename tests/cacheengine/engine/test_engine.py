@@ -151,11 +151,6 @@ def test_clear_hides_everything_and_leaves_bytes_in_use(make_bench: MakeBench) -
     assert bench.engine.stats().cpu_used_bytes == 0
 
 
-def test_clear_refuses_a_tier_it_does_not_know(make_bench: MakeBench) -> None:
-    with pytest.raises(ValueError, match="gpu"):
-        make_bench(2).engine.clear(["gpu"])
-
-
 def test_without_local_cpu_the_pool_only_stages(make_bench: MakeBench) -> None:
     tier = ScriptedTier()
     bench = make_bench(4, config(Path("unused"), local_cpu=False), tier=tier)

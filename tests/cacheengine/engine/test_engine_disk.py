@@ -26,7 +26,7 @@ bench = Bench(64, config(Path(sys.argv[1])), clock=time.monotonic)
 told = False
 for number in itertools.cycle(range(0, 400, 8)):
     bench.store(keys(*range(number, number + 8)))
-    if not told and bench.engine.stats().puts > 20:
+    if not told and bench.engine.stats().lower_tiers.puts > 20:
         print("storing", flush=True)
         told = True
 """
@@ -61,14 +61,14 @@ def test_a_restart_after_kill_9_serves_only_whole_chunks(
     for chunk in found:
         assert bench.promote([chunk], pin_s=0) == (0, 1, 0)
         assert bench.has_right_bytes([chunk])
-    assert bench.engine.stats().corrupt == 0
+    assert bench.engine.stats().lower_tiers.corrupt == 0
 
 
 def test_a_smaller_limit_at_restart_keeps_the_most_recent(
     make_bench: MakeBench, tmp_path: Path
 ) -> None:
     first = make_bench(8, config(tmp_path))
-    tier = first.engine._tier
+    tier = first.engine._tiers.local
     assert isinstance(tier, DiskTier)
     for age_s, number in enumerate([1, 2, 3, 4]):
         first.store(keys(number))
@@ -90,7 +90,7 @@ def test_one_flipped_byte_is_a_miss(make_bench: MakeBench, tmp_path: Path) -> No
     bench.store(keys(1, 2, 3))
     bench.finish_puts()
     bench.engine.clear(["cpu"])
-    tier = bench.engine._tier
+    tier = bench.engine._tiers.local
     assert isinstance(tier, DiskTier)
     file = tier.path(key(2))
     content = bytearray(file.read_bytes())
@@ -99,7 +99,7 @@ def test_one_flipped_byte_is_a_miss(make_bench: MakeBench, tmp_path: Path) -> No
     assert bench.promote(keys(1, 2, 3)) == (0, 2, 1)
     assert bench.engine.lookup(key(2)) is Presence.MISS
     assert bench.engine.match(keys(1, 2, 3)) == ["cpu"]
-    assert bench.engine.stats().corrupt == 1
+    assert bench.engine.stats().lower_tiers.corrupt == 1
     assert not file.exists()
     # It is stored and put again as if it had never been there.
     assert bench.store(keys(2)) == tuple(keys(2))
@@ -116,7 +116,7 @@ def test_a_directory_that_vanishes_is_a_miss(make_bench: MakeBench, tmp_path: Pa
     bench.engine.clear(["cpu"])
     shutil.rmtree(tmp_path / layout().fingerprint())
     assert bench.promote(keys(1)) == (0, 0, 1)
-    assert bench.engine.stats().get_misses == 1
+    assert bench.engine.stats().lower_tiers.get_misses == 1
     bench.store(keys(1))
     bench.finish_puts()
     bench.engine.clear(["cpu"])

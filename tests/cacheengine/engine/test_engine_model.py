@@ -119,7 +119,7 @@ class EngineMachine(RuleBasedStateMachine):
             remote=self.remote if has_remote else None,
             make_threads=self._make_threads,
         )
-        remote = self.engine._state.promotions._remote
+        remote = self.engine._decider.promoter._remote
         self.index = RemoteIndex() if remote is None else remote
         self.reserved: dict[bytes, int] = {}
         self.cancelled: set[bytes] = set()
@@ -391,8 +391,8 @@ class EngineMachine(RuleBasedStateMachine):
             for chunk in event.keys:
                 assert (chunk in chunks) != event.stored
                 (chunks.add if event.stored else chunks.remove)(chunk)
-        assert self.events["cpu"] == set(self.engine._state.cpu.ready_keys())
-        assert self.events["disk"] == set(self.engine._disk.keys())
+        assert self.events["cpu"] == set(self.engine._decider.cpu.ready_keys())
+        assert self.events["disk"] == set(self.engine._tiers.local_index.keys())
         assert self.events["remote"] == set(self.index.keys())
 
     def teardown(self) -> None:
@@ -411,7 +411,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._run(self.jobs[0])
         self.engine.check()
         assert self.engine.stats().cpu_used_bytes == 0
-        assert self.engine._disk.used_bytes == 0
+        assert self.engine._tiers.local_index.used_bytes == 0
         assert not any(self.index.is_known(chunk) for chunk in UNIVERSE)
         assert self.tier.chunks == {}
         self.engine.close()

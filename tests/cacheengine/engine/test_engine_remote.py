@@ -45,7 +45,7 @@ def test_a_stored_chunk_is_put_to_every_lower_tier(
     bench.finish_puts()
     assert tier.chunks == remote.chunks == {chunk: payload(chunk) for chunk in keys(1, 2)}
     stats = bench.engine.stats()
-    assert (stats.disk.puts, stats.remote.puts, stats.puts) == (2, 2, 4)
+    assert (stats.disk.puts, stats.remote.puts, stats.lower_tiers.puts) == (2, 2, 4)
     assert _tiers(bench) == {"cpu": 2, "disk": 2, "remote": 2}
     assert remote.questions == []
 
@@ -98,13 +98,21 @@ def test_a_promotion_asks_for_all_that_follows_at_once(
     _put_by_others(remote, 3, 4, 6)
     remote.finds.clear()
     promotion = bench.engine.promote(keys(1, 2, 3, 4, 5, 6), pin_s=10)
-    wait_until(lambda: promotion.promoted == 1)
-    assert (promotion.resident, promotion.pending, promotion.missing) == (1, 4, 0)
+    wait_until(lambda: promotion.counts.promoted == 1)
+    assert (promotion.counts.resident, promotion.counts.pending, promotion.counts.missing) == (
+        1,
+        4,
+        0,
+    )
     remote.finds.set()
     assert promotion.wait(20)
     assert remote.questions == [keys(3, 4, 5, 6)]
     # 6 is there, but behind a gap.
-    assert (promotion.resident, promotion.promoted, promotion.missing) == (1, 3, 2)
+    assert (promotion.counts.resident, promotion.counts.promoted, promotion.counts.missing) == (
+        1,
+        3,
+        2,
+    )
     assert bench.engine.match(keys(1, 2, 3, 4, 5)) == ["cpu"] * 4
     assert bench.has_right_bytes(keys(1, 2, 3, 4))
 
@@ -198,7 +206,7 @@ def test_a_remote_that_hangs_keeps_no_request(
 def test_looking_again_asks_for_no_more_work(make_bench: MakeBench, remote: ScriptedRemote) -> None:
     """The scheduler looks all chunks of a waiting request up in each of its steps."""
     bench = make_bench(4, remote=remote)
-    asker = bench.engine._io[1]._asker
+    asker = bench.engine._tiers.io[1]._asker
     assert isinstance(asker, IoThreads)
     remote.finds.clear()
     bench.engine.lookup(key(0))
@@ -273,7 +281,7 @@ def test_without_local_cpu_the_remote_alone_will_do(
     make_bench: MakeBench, remote: ScriptedRemote
 ) -> None:
     bench = make_bench(4, config(local_cpu=True), remote=remote)
-    bench.engine._state.ledger.keep_in_cpu = False
+    bench.engine._decider.state.local_cpu = False
     bench.store(keys(1, 2))
     bench.finish_puts()
     assert bench.engine.stats().cpu_used_bytes == 0
@@ -315,7 +323,7 @@ def test_closing_answers_what_waits(make_bench: MakeBench, remote: ScriptedRemot
     bench.engine.close()
     promotion = bench.engine.promote(keys(1), pin_s=1)
     assert promotion.wait(0)
-    assert promotion.missing == 1
+    assert promotion.counts.missing == 1
     assert remote.questions == []
 
 
@@ -323,7 +331,7 @@ def test_closing_ends_what_hangs_in_the_remote(
     make_bench: MakeBench, remote: ScriptedRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closing the tier makes its calls fail; until then they may write into the pool."""
-    monkeypatch.setattr("cacheengine.engine.engine._END_S", 1.0)
+    monkeypatch.setattr("cacheengine.engine.lower_tiers._END_S", 1.0)
     bench = make_bench(4, remote=remote)
     remote.gets.clear()
     _put_by_others(remote, 1)

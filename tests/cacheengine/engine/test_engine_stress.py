@@ -185,7 +185,7 @@ def _assert_sound_in_the_end(bench: Bench, remote: ScriptedRemote, directory: Pa
     stats = engine.stats()
     assert min(stats.disk.puts, stats.disk.gets, stats.remote.puts, stats.remote.gets) > 0
     assert stats.remote.found > 0
-    assert stats.corrupt == stats.io_errors == 0
+    assert stats.lower_tiers.corrupt == stats.lower_tiers.io_errors == 0
     bench.finish_puts()
     files = list(directory.rglob("*.kv"))
     limit_bytes = config(directory, disk_items=30).max_local_disk_bytes

@@ -35,7 +35,7 @@ def test_a_stored_chunk_is_also_put(make_bench: MakeBench, tier: ScriptedTier) -
     bench.store(keys(1, 2))
     bench.finish_puts()
     assert tier.chunks == {chunk: payload(chunk) for chunk in keys(1, 2)}
-    assert bench.engine.stats().puts == 2
+    assert bench.engine.stats().lower_tiers.puts == 2
 
 
 def test_what_is_being_put_is_not_evicted(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -56,7 +56,7 @@ def test_puts_beyond_the_queue_are_dropped_not_waited_for(
     bench = _bench(make_bench, tier, slots=4, share=0.5)
     tier.puts.clear()
     bench.store(keys(1, 2, 3, 4))
-    assert bench.engine.stats().put_drops == 2
+    assert bench.engine.stats().lower_tiers.put_drops == 2
     tier.puts.set()
     bench.finish_puts()
     assert len(tier.chunks) == 2
@@ -77,13 +77,13 @@ def test_promotion_returns_before_the_read(make_bench: MakeBench, tier: Scripted
     promotion = bench.engine.promote(keys(1), pin_s=10)
     done = threading.Event()
     promotion.add_done_callback(done.set)
-    assert promotion.pending == 1
+    assert promotion.counts.pending == 1
     assert not done.is_set()
     assert bench.engine.lookup(key(1)) is Presence.PENDING
     assert bench.engine.try_hold(key(1)) is None
     tier.gets.set()
     assert done.wait(20)
-    assert (promotion.promoted, promotion.promoted_bytes) == (1, bench.pool.slot_bytes)
+    assert (promotion.counts.promoted, promotion.promoted_bytes) == (1, bench.pool.slot_bytes)
 
 
 def test_the_same_chunk_asked_twice_is_read_once(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -94,7 +94,7 @@ def test_the_same_chunk_asked_twice_is_read_once(make_bench: MakeBench, tier: Sc
     tier.gets.set()
     assert first.wait(20)
     assert second.wait(20)
-    assert (first.promoted, second.promoted, tier.get_count) == (1, 2, 2)
+    assert (first.counts.promoted, second.counts.promoted, tier.get_count) == (1, 2, 2)
     bench.clock.advance(10)
     assert bench.engine.expire_pins() == 0  # the longer pin counts
 
@@ -119,10 +119,10 @@ def test_a_store_under_way_is_joined(make_bench: MakeBench, tier: ScriptedTier) 
     bench = _bench(make_bench, tier)
     bench.engine.prepare_store(keys(1, 2))
     promotion = bench.engine.promote(keys(1, 2), pin_s=10)
-    assert promotion.pending == 2
+    assert promotion.counts.pending == 2
     bench.engine.complete_store(keys(1))
     bench.engine.complete_store(keys(2), success=False)
-    assert (promotion.resident, promotion.missing, promotion.done) == (1, 1, True)
+    assert (promotion.counts.resident, promotion.counts.missing, promotion.done) == (1, 1, True)
 
 
 def test_promotion_does_not_evict_its_own_prefix(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -191,7 +191,8 @@ def test_a_read_that_fails_is_a_miss_from_then_on(
     assert bench.engine.lookup(key(1)) is Presence.MISS
     assert bench.engine.stats().cpu_used_bytes == 0
     stats = bench.engine.stats()
-    assert (stats.corrupt, stats.io_errors, stats.get_misses) == (
+    below = stats.lower_tiers
+    assert (below.corrupt, below.io_errors, below.get_misses) == (
         outcome is GetOutcome.DAMAGED,
         outcome is GetOutcome.FAILED,
         outcome is GetOutcome.MISSING,
@@ -211,7 +212,7 @@ def test_a_tier_that_raises_is_a_failed_tier(
     assert bench.promote(keys(1)) == (0, 0, 1)
     bench.store(keys(2))
     bench.finish_puts()
-    assert bench.engine.stats().io_errors == 2
+    assert bench.engine.stats().lower_tiers.io_errors == 2
     assert bench.has_right_bytes(keys(2))
 
 
@@ -225,7 +226,7 @@ def test_a_full_disk_stops_puts_for_a_while_and_nothing_else(
     bench.store(keys(2))
     assert bench.engine.stats().put_queue_bytes == 0  # resting: not even queued
     stats = bench.engine.stats()
-    assert (stats.puts, stats.put_drops, stats.io_errors) == (0, 2, 1)
+    assert (stats.disk.puts, stats.disk.put_drops, stats.disk.io_errors) == (0, 2, 1)
     assert bench.has_right_bytes(keys(1, 2))
     tier.put_outcome = PutOutcome.STORED
     bench.clock.advance(61)
@@ -261,7 +262,7 @@ def test_the_tier_never_holds_more_than_its_capacity(make_bench: MakeBench) -> N
             bench.finish_puts()
     bench.finish_puts()
     assert tier.most_chunks <= 5
-    assert bench.engine.stats().disk_evictions > 0
+    assert bench.engine.stats().disk.evictions > 0
     wait_until(lambda: bench.engine.tier_info()["disk"].used_bytes == tier.capacity_bytes)
 
 
@@ -282,7 +283,7 @@ def test_clearing_during_a_read_hides_what_it_brings(
     promotion = bench.engine.promote(keys(1), pin_s=10)
     wait_until(lambda: tier.get_count == 1)
     assert bench.engine.clear() == {"cpu": 0, "disk": 1}
-    assert (promotion.missing, promotion.done) == (1, True)
+    assert (promotion.counts.missing, promotion.done) == (1, True)
     assert bench.engine.prepare_store(keys(2)) is None  # the slot is being written to
     tier.gets.set()
     wait_until(lambda: bench.engine.stats().cpu_used_bytes == 0)
@@ -345,7 +346,7 @@ def test_close_is_bounded_when_the_disk_is_slow(make_bench: MakeBench, tier: Scr
     wait_until(lambda: bench.engine.tier_info()["disk"].used_bytes == 2 * tier.item_bytes)
     closing = threading.Thread(target=bench.engine.close, kwargs={"drain_s": 0.0})
     closing.start()
-    wait_until(lambda: not bench.engine._io[0]._is_writing)
+    wait_until(lambda: not bench.engine._tiers.io[0]._is_writing)
     tier.puts.set()
     closing.join(20)
     assert len(tier.chunks) == 2  # those under way; the rest was given up
@@ -359,7 +360,7 @@ def test_after_close_nothing_hangs(make_bench: MakeBench, tier: ScriptedTier) ->
     bench.engine.close()
     promotion = bench.engine.promote(keys(1), pin_s=1)
     assert promotion.wait(0)
-    assert promotion.missing == 1
+    assert promotion.counts.missing == 1
     bench.engine.complete_store(keys(2))
     assert bench.engine.stats().put_queue_bytes == 0
 
@@ -372,15 +373,15 @@ def test_closing_takes_nothing_off_the_disk(make_bench: MakeBench, tier: Scripte
     wait_until(lambda: tier.get_count > 0)
     closing = threading.Thread(target=bench.engine.close)
     closing.start()
-    wait_until(lambda: not bench.engine._io[0]._is_reading)
+    wait_until(lambda: not bench.engine._tiers.io[0]._is_reading)
     tier.gets.set()
     closing.join(20)
     assert promotion.done
-    assert promotion.missing > 0
+    assert promotion.counts.missing > 0
     late = bench.engine.promote(keys(15), pin_s=1)
-    assert (late.done, late.missing) == (True, 1)
+    assert (late.done, late.counts.missing) == (True, 1)
     assert set(tier.chunks) == set(keys(*range(16)))
-    assert bench.engine.stats().io_errors == 0
+    assert bench.engine.stats().lower_tiers.io_errors == 0
 
 
 def test_who_follows_the_engine_cannot_break_it(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -397,7 +398,7 @@ def test_who_follows_the_engine_cannot_break_it(make_bench: MakeBench, tier: Scr
     assert called.wait(20)
     bench.store(keys(3, 4, 5, 6))
     bench.finish_puts()
-    assert bench.engine.stats().puts == 4
+    assert bench.engine.stats().lower_tiers.puts == 4
 
 
 def test_measured_speed_is_reported(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -419,4 +420,4 @@ def test_no_disk_tier_is_reported_where_there_is_none(make_bench: MakeBench) -> 
     assert set(bench.engine.tier_info()) == {"cpu"}
     assert set(bench.engine.snapshot().tiers) == {"cpu"}
     bench.store(keys(1))
-    assert bench.engine.stats().put_drops == 0
+    assert bench.engine.stats().lower_tiers.put_drops == 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cacheengine.identity.layout import ChunkLayout
-from cacheengine.identity.weights import weights_identity
+from cacheengine.identity.model_files import weights_fingerprint
 from tests.cacheengine.building import layout
 
 
@@ -32,17 +32,17 @@ def test_refuses_chunks_that_are_not_whole_blocks() -> None:
         dataclasses.replace(layout(), chunk_tokens=250)
 
 
-def test_weights_identity_changes_with_the_files(tmp_path: Path) -> None:
+def test_weights_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
     model = tmp_path
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"a" * (2 << 20))
-    before = weights_identity(str(model))
-    assert before == weights_identity(str(model))
+    before = weights_fingerprint(str(model))
+    assert before == weights_fingerprint(str(model))
     (model / "config.json").write_text("{ }")
-    after_config = weights_identity(str(model))
+    after_config = weights_fingerprint(str(model))
     (model / "model.safetensors").write_bytes(b"b" * (2 << 20))
-    assert len({before, after_config, weights_identity(str(model))}) == 3
+    assert len({before, after_config, weights_fingerprint(str(model))}) == 3
 
 
 def test_a_name_on_a_hub_has_no_identity_of_its_own() -> None:
-    assert weights_identity("organization/model") == ""
+    assert weights_fingerprint("organization/model") == ""

@@ -17,7 +17,7 @@ from cacheengine.memory.hugepages import (
     make_huge_file,
     pages_of,
 )
-from cacheengine.settings.settings import load_engine_config
+from cacheengine.settings.loading import load_engine_config
 from tests.huge_pages import counts, free_huge_pages, set_free_huge_pages, set_total_huge_pages
 
 

@@ -9,7 +9,7 @@ from cacheengine.memory.pool import Pool
 
 def test_slots_do_not_overlap_and_are_not_copies() -> None:
     buffer = bytearray(4 * 8)
-    pool = Pool.over(buffer, 4, 8)
+    pool = Pool(buffer, 4, 8)
     for slot in range(4):
         pool.view(slot)[:] = bytes([slot]) * 8
     assert bytes(buffer) == b"".join(bytes([slot]) * 8 for slot in range(4))
@@ -19,7 +19,7 @@ def test_takes_a_buffer_of_two_dimensions() -> None:
     """As vLLM gives it: [chunk, bytes]."""
     buffer = bytearray(4 * 8)
     shaped = memoryview(buffer).cast("B", (4, 8))
-    Pool.over(shaped, 4, 8).view(3)[:] = b"x" * 8
+    Pool(shaped, 4, 8).view(3)[:] = b"x" * 8
     assert buffer[24:] == b"x" * 8
 
 
@@ -45,7 +45,7 @@ def test_refuses_what_cannot_be_a_pool(buffer: memoryview, slots: int, problem: 
 def test_close_lets_the_owner_unmap() -> None:
     """An exported view would make mmap.close raise BufferError."""
     memory = mmap.mmap(-1, 4096)
-    pool = Pool.over(memory, 1, 4096)
+    pool = Pool(memory, 1, 4096)
     pool.view(0)[:1] = b"x"
     pool.close()
     pool.close()

@@ -18,7 +18,7 @@ from tests.cacheengine.building import key, keys
     ],
 )
 def test_order(name: str, order: list[int]) -> None:
-    policy = make_policy(name)
+    policy = make_policy(name, 100)
     for chunk in keys(1, 2, 3, 4):
         policy.add(chunk)
     for chunk in keys(3, 1, 3):
@@ -28,7 +28,7 @@ def test_order(name: str, order: list[int]) -> None:
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_forgets_what_is_removed(name: str) -> None:
-    policy = make_policy(name)
+    policy = make_policy(name, 100)
     for chunk in keys(1, 2):
         policy.add(chunk)
         policy.touch(chunk)
@@ -41,8 +41,7 @@ def test_forgets_what_is_removed(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_what_was_evicted_can_come_back(name: str) -> None:
-    policy = make_policy(name)
-    policy.set_capacity(2)
+    policy = make_policy(name, 2)
     for chunk in keys(1, 2):
         policy.add(chunk)
     policy.evict(key(1))

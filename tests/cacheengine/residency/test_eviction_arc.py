@@ -4,15 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cacheengine.residency.entry import State
 from cacheengine.residency.eviction import Arc, make_policy
-from cacheengine.residency.pool_index import CpuIndex, State
+from cacheengine.residency.pool_index import CpuIndex
 from tests.cacheengine.building import key, keys
 
 
 def _arc(capacity: int) -> Arc:
-    policy = Arc()
-    policy.set_capacity(capacity)
-    return policy
+    return Arc(capacity)
 
 
 def _use(policy: Arc, capacity: int, *numbers: int) -> None:
@@ -97,8 +96,9 @@ def test_what_is_removed_leaves_no_ghost() -> None:
 
 
 def test_the_index_tells_of_evictions_and_not_of_clearing() -> None:
-    policy = Arc()
-    index = CpuIndex(2, policy)
+    index = CpuIndex(2, "ARC")
+    policy = index._policy
+    assert isinstance(policy, Arc)
     evicted, cleared = (index.add(key(number), State.STORING) for number in range(2))
     for entry in (evicted, cleared):
         index.publish(entry, now_s=0.0)
@@ -134,10 +134,9 @@ class ArcMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        policy = make_policy("ARC")
+        policy = make_policy("ARC", CAPACITY)
         assert isinstance(policy, Arc)
         self.policy = policy
-        self.policy.set_capacity(CAPACITY)
         self.known: set[bytes] = set()
 
     @precondition(lambda self: len(self.known) < CAPACITY)

@@ -117,14 +117,14 @@ def test_no_capacity_holds_nothing() -> None:
 
 def test_pinned_chunks_are_passed_over_once_and_not_for_every_newcomer() -> None:
     tier = _tier(4, capacity=4)
-    assert tier.keep(key(0))
-    assert tier.keep(key(1))
-    assert not tier.keep(key(2))  # half is pinned
+    assert tier.operator_pin(key(0))
+    assert tier.operator_pin(key(1))
+    assert not tier.operator_pin(key(2))  # half is pinned
     assert tier.reserve(key(8)) == keys(2)
     assert tier.keys() == keys(3, 0, 1)
     assert tier.reserve(key(9)) == keys(3)
     assert tier.reserve(key(7)) is None
-    assert tier.let_go(key(0))
-    assert not tier.let_go(key(0))
+    assert tier.operator_unpin(key(0))
+    assert not tier.operator_unpin(key(0))
     assert tier.reserve(key(7)) == keys(0)
     tier.check()

@@ -2,13 +2,13 @@
 
 import pytest
 
-from cacheengine.residency.eviction import make_policy
-from cacheengine.residency.pool_index import CpuIndex, State
+from cacheengine.residency.entry import State
+from cacheengine.residency.pool_index import CpuIndex
 from tests.cacheengine.building import key, keys
 
 
 def _index(ready: int, slots: int = 4) -> CpuIndex:
-    index = CpuIndex(slots, make_policy("LRU"))
+    index = CpuIndex(slots, "LRU")
     for number in range(ready):
         index.publish(index.add(key(number), State.STORING), now_s=0.0)
     return index
@@ -39,9 +39,9 @@ def test_victims_are_the_least_recent_that_nobody_needs() -> None:
     held = index.ready(key(1))
     assert held is not None
     held.in_use.holds = 1
-    assert [entry.key for entry in index.victims(4, keep=(), now_s=0.0)] == keys(2, 3, 0)
-    assert [entry.key for entry in index.victims(1, keep=keys(2), now_s=0.0)] == keys(3)
-    assert index.victims(0, keep=(), now_s=0.0) == []
+    assert [entry.key for entry in index.victims(4, protected=(), now_s=0.0)] == keys(2, 3, 0)
+    assert [entry.key for entry in index.victims(1, protected=keys(2), now_s=0.0)] == keys(3)
+    assert index.victims(0, protected=(), now_s=0.0) == []
 
 
 def test_a_pin_keeps_until_its_deadline() -> None:
@@ -50,9 +50,9 @@ def test_a_pin_keeps_until_its_deadline() -> None:
     assert entry is not None
     index.pin(entry, until_s=5.0)
     index.pin(entry, until_s=3.0)  # the longer one counts
-    assert index.victims(1, keep=(), now_s=4.9) == []
+    assert index.victims(1, protected=(), now_s=4.9) == []
     assert index.expired_pins(4.9) == []
-    assert index.victims(1, keep=(), now_s=5.0) == [entry]
+    assert index.victims(1, protected=(), now_s=5.0) == [entry]
     assert index.expired_pins(5.0) == [entry]
     index.unpin(entry)
     assert index.expired_pins(5.0) == []
@@ -104,14 +104,14 @@ def test_what_an_operator_pinned_is_no_victim() -> None:
     index = _index(4)
     entry = index.ready(key(0))
     assert entry is not None
-    assert index.keep(entry)
-    assert [each.key for each in index.victims(4, keep=(), now_s=0.0)] == keys(1, 2, 3)
+    assert index.operator_pin(entry.key)
+    assert [each.key for each in index.victims(4, protected=(), now_s=0.0)] == keys(1, 2, 3)
     assert set(index.ready_keys()) == set(keys(0, 1, 2, 3))
     index.touch(keys(0))
     index.check()
-    assert index.let_go(entry)
+    assert index.operator_unpin(entry.key)
     assert entry.use is None  # nothing goes on with it: no memory for that
-    assert [each.key for each in index.victims(4, keep=(), now_s=0.0)] == keys(1, 2, 3, 0)
+    assert [each.key for each in index.victims(4, protected=(), now_s=0.0)] == keys(1, 2, 3, 0)
     index.check()
 
 

@@ -168,5 +168,5 @@ def test_a_slow_answer_is_not_waited_for() -> None:
 
 def test_nothing_can_be_pinned() -> None:
     index = _index(1)
-    assert not index.keep(key(1))
-    assert not index.let_go(key(1))
+    assert not index.operator_pin(key(1))
+    assert not index.operator_unpin(key(1))

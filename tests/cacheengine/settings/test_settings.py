@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cacheengine.settings import lmcache_keys
-from cacheengine.settings.settings import _PARSERS, ConfigError, EngineConfig, load_engine_config
+from cacheengine.settings.loading import _PARSERS, load_engine_config
+from cacheengine.settings.settings import ConfigError, EngineConfig
 
 # The keys in LMCache's documentation ("Configuring LMCache").
 _DOCUMENTED = """

@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 from cacheengine.address import join_host_port, split_host_port
 from cacheengine.launch.cli import replica
-from cacheengine.settings.settings import ConfigError, EngineConfig, load_engine_config
+from cacheengine.settings.loading import load_engine_config
+from cacheengine.settings.settings import ConfigError, EngineConfig
 
 
 def load(tmp_path: Path, text: str) -> EngineConfig:

@@ -4,14 +4,15 @@ import threading
 
 import pytest
 
-from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.base import StoreError
 from cacheengine.tiers.stores.redis.channels import Deadline
 from cacheengine.tiers.stores.redis.connections import ConnectionPool
+from cacheengine.tiers.stores.redis.resp import Conversation
+from cacheengine.tiers.stores.server_backoff import ServerBackoff
 from tests.cacheengine.building import FakeClock, wait_until
 
 
-class Wire:
+class Wire(Conversation):
     """A connection that records what becomes of it."""
 
     def __init__(self) -> None:
@@ -54,8 +55,8 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-def _pool(maker: Maker, clock: FakeClock, limit: int = 2) -> ConnectionPool[Wire]:
-    return ConnectionPool(maker, limit, Backoff(clock=clock, chance=lambda: 0.0))
+def _pool(maker: Maker, clock: FakeClock, limit: int = 2) -> ConnectionPool:
+    return ConnectionPool(maker, limit, ServerBackoff(clock=clock, chance=lambda: 0.0))
 
 
 def _deadline() -> Deadline:
@@ -81,7 +82,7 @@ def test_two_at_once_are_two(maker: Maker, clock: FakeClock) -> None:
 
 def test_who_waits_gets_the_one_that_comes_free(maker: Maker, clock: FakeClock) -> None:
     pool = _pool(maker, clock, limit=1)
-    got: list[Wire] = []
+    got: list[Conversation] = []
 
     def work() -> None:
         with pool.lend(_deadline()) as wire:
@@ -150,7 +151,7 @@ def test_close_ends_what_is_under_way_and_nothing_begins(maker: Maker, clock: Fa
         pass
     with pool.lend(_deadline()) as wire:
         pool.close()
-        assert wire.aborted.is_set()
+        assert isinstance(wire, Wire) and wire.aborted.is_set()
     pool.close()
     assert [each.closed for each in maker.made] == [True, True]
     with pytest.raises(StoreError, match="closed"), pool.lend(_deadline()):
@@ -166,7 +167,7 @@ def test_close_while_a_connection_is_made_closes_that_too(clock: FakeClock) -> N
         made.append(Wire())
         return made[0]
 
-    pool = ConnectionPool(make, 1, Backoff(clock=clock))
+    pool = ConnectionPool(make, 1, ServerBackoff(clock=clock))
     with pytest.raises(StoreError, match="closed"), pool.lend(_deadline()):
         pass
     assert made[0].closed
@@ -195,7 +196,7 @@ def test_who_waits_for_a_place_is_woken_by_close(maker: Maker, clock: FakeClock)
 
 
 def test_rests_grow_and_end_with_a_success(clock: FakeClock) -> None:
-    backoff = Backoff(first_s=1, most_s=5, clock=clock, chance=lambda: 0.0)
+    backoff = ServerBackoff(first_s=1, most_s=5, clock=clock, chance=lambda: 0.0)
     for rest_s in (1, 2, 4, 5, 5):
         assert backoff.admit() == 0
         backoff.failed(backoff.now_s())
@@ -208,13 +209,13 @@ def test_rests_grow_and_end_with_a_success(clock: FakeClock) -> None:
 
 
 def test_a_rest_is_up_to_a_half_shorter_by_chance(clock: FakeClock) -> None:
-    backoff = Backoff(first_s=8, clock=clock, chance=lambda: 0.5)
+    backoff = ServerBackoff(first_s=8, clock=clock, chance=lambda: 0.5)
     backoff.failed(clock.now_s)
     assert backoff.admit() == pytest.approx(6)
 
 
 def test_after_a_rest_one_is_let_through_until_it_reports(clock: FakeClock) -> None:
-    backoff = Backoff(first_s=1, clock=clock, chance=lambda: 0.0)
+    backoff = ServerBackoff(first_s=1, clock=clock, chance=lambda: 0.0)
     backoff.failed(clock.now_s)
     clock.advance(1)
     assert backoff.admit() == 0
@@ -224,7 +225,7 @@ def test_after_a_rest_one_is_let_through_until_it_reports(clock: FakeClock) -> N
 
 
 def test_calls_of_the_same_moment_fail_as_one(clock: FakeClock) -> None:
-    backoff = Backoff(first_s=1, clock=clock, chance=lambda: 0.0)
+    backoff = ServerBackoff(first_s=1, clock=clock, chance=lambda: 0.0)
     began_s = clock.now_s
     clock.advance(3)
     for _ in range(5):

@@ -11,7 +11,7 @@ import pytest
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.disk import chunk_file, linux_io
 from cacheengine.tiers.disk.disk import DiskTier
-from cacheengine.tiers.disk.linux_io import LinuxCalls
+from cacheengine.tiers.disk.linux_io import why_not_direct
 from tests.cacheengine.building import key, keys, payload
 
 CHUNK_BYTES = 64 * 4096
@@ -23,7 +23,7 @@ def _open(root: Path, *, chunk_bytes: int = CHUNK_BYTES, direct: bool = True) ->
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    if reason := LinuxCalls().why_not_direct(tmp_path):
+    if reason := why_not_direct(tmp_path):
         pytest.skip(f"no direct reads here: {reason}")
     disk = _open(tmp_path)
     disk.scan()
@@ -79,7 +79,7 @@ def test_only_what_the_page_cache_does_not_have_is_read_past_it(
 def test_a_put_is_read_rightly_before_it_is_on_the_device(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
 ) -> None:
-    monkeypatch.setattr(LinuxCalls, "cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(linux_io, "cached_bytes", lambda *_: 0)
     _put(tier, key(1))
     assert _get(tier, key(1)) is GetOutcome.OK
     assert direct_reads == [True]
@@ -176,7 +176,7 @@ def test_a_file_system_that_cannot_is_found_out_at_start(
 
     with monkeypatch.context() as patch:
         if where == "cachestat":
-            patch.setattr(LinuxCalls, "cached_bytes", lambda *_: None)
+            patch.setattr(linux_io, "cached_bytes", lambda *_: None)
         else:
             patch.setattr(
                 *((os, "pwritev") if where == "open" else (linux_io, "set_direct")), refuse
@@ -196,11 +196,11 @@ def test_a_file_gets_its_blocks_before_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "file"
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     try:
-        if not LinuxCalls().reserve(fd, 1 << 20):
+        if not linux_io.reserve(fd, 1 << 20):
             pytest.skip("this file system cannot reserve blocks")
         assert os.fstat(fd).st_blocks * 512 >= 1 << 20
         with pytest.raises(OSError, match="large") as caught:
-            LinuxCalls().reserve(fd, 1 << 62)
+            linux_io.reserve(fd, 1 << 62)
         assert caught.value.errno == errno.EFBIG
     finally:
         os.close(fd)
@@ -210,9 +210,9 @@ def test_what_is_no_file_cannot_reserve() -> None:
     read_end, write_end = os.pipe()
     try:
         with pytest.raises(OSError, match="seek"):
-            LinuxCalls().reserve(write_end, 4096)
+            linux_io.reserve(write_end, 4096)
         fd = os.open("/dev/null", os.O_WRONLY)
-        assert not LinuxCalls().reserve(fd, 4096)
+        assert not linux_io.reserve(fd, 4096)
         os.close(fd)
     finally:
         os.close(read_end)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
 from cacheengine.tiers.stores.hosted.hosted import HostedStore
+from cacheengine.tiers.stores.server_backoff import ServerBackoff
 from tests.cacheengine.building import wait_until
 from tests.cacheengine.tiers.fake_library import fake_library
 
@@ -35,7 +35,7 @@ def open_store() -> Iterator[Open]:
             memory_bytes=4 * LANE_BYTES,
             memory_setting="the memory",
             timeout_s=timeout_s,
-            backoff=Backoff(first_s=0.01, most_s=0.05),
+            backoff=ServerBackoff(first_s=0.01, most_s=0.05),
             give_up_s=give_up_s,
         )
         opened.append(store)

@@ -107,8 +107,8 @@ def test_says_that_it_is_untested_on_hardware(
     [
         ("infinistore://here:1/?devise=a", "no option 'devise'"),
         ("infinistore://here:1/?link_type=Token", "link_type=Token is unknown"),
-        ("infinistore://here:1/?ib_port=0", "ib_port=0 is not usable"),
-        ("infinistore://here:1/?buffer_mib=much", "buffer_mib=much is not usable"),
+        ("infinistore://here:1/?ib_port=0", "ib_port: 0 is out of range"),
+        ("infinistore://here:1/?buffer_mib=much", "buffer_mib: 'much' is not a whole number"),
         ("infinistore://user@here:1/", "more than a host and a port"),
         ("infinistore://:1/", "names no host"),
     ],

@@ -11,10 +11,10 @@ from cacheengine.settings.settings import EngineConfig
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.remote.remote import RemoteTier
 from cacheengine.tiers.serde.naive import NaiveSerde
-from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
 from cacheengine.tiers.stores.redis.redis import RedisStore
 from cacheengine.tiers.stores.redis.redis_server import RedisServer
+from cacheengine.tiers.stores.server_backoff import ServerBackoff
 from cacheengine.tiers.stores.url import parse_remote_url
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, layout, payload
 from tests.servers import (
@@ -59,7 +59,7 @@ def open_store() -> Iterator[OpenStore]:
         if "timeout_s" not in url:
             url += f"{'&' if '?' in url else '?'}{PATIENT}"
         server = RedisServer.from_url(parse_remote_url(url))
-        opened.append(RedisStore(server, backoff=Backoff(first_s=1e-9, most_s=1e-9)))
+        opened.append(RedisStore(server, backoff=ServerBackoff(first_s=1e-9, most_s=1e-9)))
         return opened[-1]
 
     yield open_

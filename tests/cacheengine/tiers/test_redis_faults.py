@@ -15,9 +15,9 @@ from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.remote.envelope import HEADER_BYTES
 from cacheengine.tiers.remote.remote import RemoteTier
 from cacheengine.tiers.serde.naive import NaiveSerde
-from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.redis.redis import RedisStore
 from cacheengine.tiers.stores.redis.redis_server import RedisServer
+from cacheengine.tiers.stores.server_backoff import ServerBackoff
 from cacheengine.tiers.stores.url import parse_remote_url
 from tests.cacheengine.building import FakeClock, key, keys, layout, payload, wait_until
 from tests.cacheengine.tiers.scripted_redis import Answer, scripted
@@ -66,7 +66,7 @@ def open_tier(clock: FakeClock) -> Iterator[OpenTier]:
 
     def open_(url: str, options: str = f"?{PATIENT}", chunk_bytes: int = CHUNK_BYTES) -> RemoteTier:
         server = RedisServer.from_url(parse_remote_url(url + options))
-        store = RedisStore(server, backoff=Backoff(clock=clock, chance=lambda: 0.0))
+        store = RedisStore(server, backoff=ServerBackoff(clock=clock, chance=lambda: 0.0))
         opened.append(RemoteTier(store, FINGERPRINT, chunk_bytes, NaiveSerde()))
         return opened[-1]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.settings.settings import ConfigError, EngineConfig, load_engine_config
+from cacheengine.settings.loading import load_engine_config
+from cacheengine.settings.settings import ConfigError, EngineConfig
 from cacheengine.tiers.stores.redis.redis_server import RedisServer, TlsSettings
 from cacheengine.tiers.stores.url import parse_remote_url
 from cacheengine.values import BadValue
@@ -74,12 +75,12 @@ def test_what_a_url_means(text: str, server: RedisServer) -> None:
         ("redis://u@h", "no password"),
         ("redis://h?tls_verify=false", "no option 'tls_verify'"),
         ("rediss://h?tls_verfy=false", "did you mean tls_verify?"),
-        ("rediss://h?tls_verify=no", "neither true nor false"),
+        ("rediss://h?tls_verify=maybe", "neither true nor false"),
         ("rediss://h?tls_key_file=/k", "name both"),
         ("redis://h?timeout_s", "name=value"),
-        ("redis://h?timeout_s=0", "timeout_s=0 is not usable"),
-        ("redis://h?timeout_s=nan", "timeout_s=nan is not usable"),
-        ("redis://h?connections=1.5", "no whole number"),
+        ("redis://h?timeout_s=0", "timeout_s: 0 s is out of range"),
+        ("redis://h?timeout_s=nan", "timeout_s: 'nan' is not a number"),
+        ("redis://h?connections=1.5", "connections: '1.5' is not a whole number"),
         ("redis://h?timeout_s=1&timeout_s=2", "twice"),
         ("unix://run/r.sock", "names no socket"),
         ("unix:///", "names no socket"),
@@ -137,7 +138,8 @@ def test_a_file_of_certificates_must_be_there_before_vllm_starts(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "package"), [("mooncakestore", "mooncake"), ("infinistore", "infinistore")]
+    ("scheme", "package"),
+    [("mooncakestore", "mooncake-transfer-engine-non-cuda"), ("infinistore", "infinistore")],
 )
 def test_a_store_whose_package_is_missing_names_it(
     scheme: str, package: str, monkeypatch: pytest.MonkeyPatch

@@ -65,7 +65,7 @@ class StoreClient(ABC):
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """Remove blobs; those that are not there are no error."""
+        """Remove blobs; absent ones are no error."""
 
     @abstractmethod
     def close(self) -> None:
@@ -89,9 +89,6 @@ class Host:
         threading.Thread(target=self._end_if_orphaned, daemon=True).start()
         try:
             self._client = self._connect()
-        except ClientError as error:
-            self._send(Answer(READY_ID, error=str(error)))
-            return
         except Exception as error:  # noqa: BLE001  (libraries raise what they like)
             self._send(Answer(READY_ID, error=_described(error)))
             return
@@ -134,8 +131,6 @@ class Host:
     def _answer(self, ask: Ask) -> None:
         try:
             values = self._call(ask)
-        except ClientError as error:
-            answer = Answer(ask.id, error=str(error))
         except Exception as error:  # noqa: BLE001  (libraries raise what they like)
             answer = Answer(ask.id, error=_described(error))
         else:
@@ -160,7 +155,7 @@ class Host:
 
 
 def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
 
 
 def main(argument: str) -> NoReturn:

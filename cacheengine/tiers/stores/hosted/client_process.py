@@ -40,14 +40,14 @@ class HostedLibrary:
     environment: Mapping[str, str]
     """For the library; what the operator has set goes first."""
     log_variable: str
-    """Who sets this in the environment wants to see what the library prints."""
+    """With this in the environment what the library prints is shown."""
 
 
 class SharedMemory:
     """Memory without a name that the process maps, and that is read and written here.
 
-    It stays mapped as long as someone holds this object: so no thread can be
-    left copying to where nothing is, or where something else is.
+    It stays mapped as long as this object is referenced: so no thread can be left
+    copying to unmapped memory, or to memory mapped anew.
     """
 
     def __init__(self, size_bytes: int) -> None:

@@ -10,7 +10,7 @@ import msgspec
 Verb = Literal["exists", "get", "put", "remove", "close"]
 
 READY_ID: Final = 0
-"""The answer that nobody asks for: the first, when the library has connected."""
+"""The one unasked answer: the first, when the library has connected."""
 
 ABSENT: Final = -1
 """Instead of a blob's size: there is none of that name."""

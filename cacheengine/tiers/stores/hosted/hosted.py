@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.base import Blob, BlobStore, StoreError, StoreFullError, Target
 from cacheengine.tiers.stores.hosted.client_process import (
     ClientProcess,
@@ -17,6 +16,7 @@ from cacheengine.tiers.stores.hosted.client_process import (
 )
 from cacheengine.tiers.stores.hosted.client_wire import ABSENT, FULL, STORED, UNREAD, Verb
 from cacheengine.tiers.stores.redis.channels import Deadline
+from cacheengine.tiers.stores.server_backoff import ServerBackoff
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -52,7 +52,7 @@ class HostedStore(BlobStore):
     Blobs are copied to and from that memory: so a call that is given up can
     never write into the pool later. A call that misses its deadline keeps its
     share of the memory until it ends or the process is killed. A process that
-    died is started anew at a later call, after rests that double.
+    died is started anew at a later call, after pauses that double.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class HostedStore(BlobStore):
         memory_setting: str,
         timeout_s: float,
         prefix_bytes: int = 0,
-        backoff: Backoff | None = None,
+        backoff: ServerBackoff | None = None,
         give_up_s: float = _GIVE_UP_S,
     ) -> None:
         """Start the process, and do not wait for it.
@@ -77,7 +77,7 @@ class HostedStore(BlobStore):
         self._timeout_s = timeout_s
         self._prefix_bytes = prefix_bytes
         self._give_up_s = give_up_s
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff or ServerBackoff()
         self._condition = threading.Condition()
         self._process: ClientProcess | None = None
         self._free_lanes: list[int] = []
@@ -87,18 +87,20 @@ class HostedStore(BlobStore):
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Ask for some names at a time."""
-        deadline = self._deadline(0)
-        found: list[bool] = []
-        for start in range(0, len(names), _NAMES_AT_ONCE):
-            some = list(names[start : start + _NAMES_AT_ONCE])
-            found += map(bool, self._ask(deadline, "exists", some))
-        return found
+        return list(map(bool, self._ask("exists", names)))
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove some names at a time."""
+        self._ask("remove", names)
+
+    def _ask(self, verb: Verb, names: Sequence[str]) -> list[int]:
         deadline = self._deadline(0)
+        answers: list[int] = []
         for start in range(0, len(names), _NAMES_AT_ONCE):
-            self._ask(deadline, "remove", list(names[start : start + _NAMES_AT_ONCE]))
+            with self._lane(deadline) as lane:
+                some = list(names[start : start + _NAMES_AT_ONCE])
+                answers += lane.ask(deadline, verb, some, [])
+        return answers
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
         """Copy as many as fit into a lane, have them stored, and so on."""
@@ -120,9 +122,9 @@ class HostedStore(BlobStore):
 
     def get_many(self, targets: Sequence[Target]) -> list[int | None]:
         """Have as many read as fit into a lane, copy them out, and so on."""
-        deadline = self._deadline(sum(target.capacity_bytes for target in targets))
+        deadline = self._deadline(sum(target.size_bytes for target in targets))
         sizes: list[int] = []
-        for spans in self._rounds(targets, [target.capacity_bytes for target in targets]):
+        for spans in self._rounds(targets, [target.size_bytes for target in targets]):
             sizes += self._get(deadline, [targets[span.index] for span in spans], spans)
         if sizes and all(size == UNREAD for size in sizes):
             raise StoreError("none of the blobs could be read from where they lie")
@@ -132,7 +134,7 @@ class HostedStore(BlobStore):
         with self._lane(deadline) as lane:
             sizes = lane.ask(deadline, "get", [target.name for target in targets], spans)
             for target, span, size in zip(targets, spans, sizes, strict=True):
-                if 0 < size <= target.capacity_bytes:
+                if 0 < size <= target.size_bytes:
                     start = lane.offset + span.offset + self._prefix_bytes
                     lane.process.memory.read(start, target.parts, size)
             return sizes
@@ -168,10 +170,6 @@ class HostedStore(BlobStore):
 
     def _deadline(self, size_bytes: int) -> Deadline:
         return Deadline(self._timeout_s + size_bytes / _SLOWEST_BYTES_S)
-
-    def _ask(self, deadline: Deadline, verb: Verb, names: list[str]) -> list[int]:
-        with self._lane(deadline) as lane:
-            return lane.ask(deadline, verb, names, [])
 
     @contextmanager
     def _lane(self, deadline: Deadline) -> Iterator["_Lane"]:

@@ -13,8 +13,9 @@ import infinistore
 
 from cacheengine.tiers.stores.hosted.client_host import ClientError, StoreClient
 from cacheengine.tiers.stores.hosted.client_wire import ABSENT, FAILED, FULL, STORED, UNREAD
-from cacheengine.tiers.stores.infinistore.blob import PREFIX_BYTES, prefix, size_of
+from cacheengine.tiers.stores.infinistore.infinistore import SIZE_PREFIX
 
+_MAGIC: Final = b"WARMSIZE"
 _OUT_OF_MEMORY: Final = "507"
 """The server's code at the end of the library's message."""
 
@@ -59,13 +60,13 @@ class InfiniStoreClient(StoreClient):
 
     async def _get(self, name: str, address: int, room: int) -> int:
         try:
-            await self._read(name, PREFIX_BYTES, address)
-            size = size_of(ctypes.string_at(address, PREFIX_BYTES))
+            await self._read(name, SIZE_PREFIX.size, address)
+            size = _size_at(address)
             if size is None:
                 return 0
             if size <= room:
-                await self._read(name, PREFIX_BYTES + size, address)
-                if size_of(ctypes.string_at(address, PREFIX_BYTES)) != size:
+                await self._read(name, SIZE_PREFIX.size + size, address)
+                if _size_at(address) != size:
                     return ABSENT  # replaced between the two
         except infinistore.InfiniStoreKeyNotFound:
             return ABSENT
@@ -83,9 +84,11 @@ class InfiniStoreClient(StoreClient):
         )
 
     async def _put(self, name: str, address: int, size: int) -> int:
-        ctypes.memmove(address, prefix(size), PREFIX_BYTES)
+        ctypes.memmove(address, SIZE_PREFIX.pack(_MAGIC, size), SIZE_PREFIX.size)
         try:
-            await self._connection.rdma_write_cache_async([(name, 0)], PREFIX_BYTES + size, address)
+            await self._connection.rdma_write_cache_async(
+                [(name, 0)], SIZE_PREFIX.size + size, address
+            )
         except Exception as error:
             if str(error).endswith(_OUT_OF_MEMORY):
                 return FULL
@@ -113,3 +116,9 @@ class InfiniStoreClient(StoreClient):
         """Close the connection."""
         self._connection.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _size_at(address: int) -> int | None:
+    """Return the size of the blob that was read to this address; None if it is none of ours."""
+    magic, size_bytes = SIZE_PREFIX.unpack(ctypes.string_at(address, SIZE_PREFIX.size))
+    return int(size_bytes) if magic == _MAGIC else None

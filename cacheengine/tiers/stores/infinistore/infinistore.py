@@ -1,22 +1,23 @@
 """InfiniStore, a store behind RDMA. Untested on hardware: see `InfiniStore`."""
 
-import importlib.util
 import logging
+import struct
 from collections.abc import Mapping
 from typing import Any, Final
 
 from cacheengine.tiers.stores.hosted.client_process import HostedLibrary
 from cacheengine.tiers.stores.hosted.hosted import HostedStore
-from cacheengine.tiers.stores.infinistore.blob import PREFIX_BYTES
 from cacheengine.tiers.stores.url import RemoteUrl, parse_remote_url
-from cacheengine.values import BadValue
+from cacheengine.values import BadValue, parse_int
 
 logger = logging.getLogger("vllm.warmroute")
 
-PACKAGE: Final = "infinistore"
+SIZE_PREFIX: Final = struct.Struct("<8sQ")
+"""What stands before a blob, whose size the server does not know: a magic word and the size."""
+
 _TIMEOUT_S: Final = 5.0
 _DEFAULT_BUFFER_MIB: Final = 256
-_MOST_BUFFER_MIB: Final = 64 * 1024
+_BUFFER_MIB: Final = parse_int(minimum=1, maximum=64 * 1024)
 _LINK_TYPES: Final = ("Ethernet", "IB")
 _OPTIONS: Final = ("device", "link_type", "ib_port", "buffer_mib")
 
@@ -41,14 +42,12 @@ class InfiniStore(HostedStore):
 
         Does not wait for the server. ``timeout_s`` is what a call may take,
         beside the time for its bytes. Raises `BadValue` for settings that
-        cannot work and for the missing package.
+        cannot work.
         """
         address = parse_remote_url(url)
         settings = _settings(address)
-        memory_mib = address.int_option("buffer_mib", _DEFAULT_BUFFER_MIB, maximum=_MOST_BUFFER_MIB)
+        memory_mib = address.option("buffer_mib", _BUFFER_MIB, _DEFAULT_BUFFER_MIB)
         _check_extra(extra)
-        if importlib.util.find_spec("infinistore") is None:
-            raise BadValue("infinistore:// needs a package", f"pip install {PACKAGE}")
         logger.warning("remote tier: %s: the InfiniStore adapter is untested on hardware", address)
         library = HostedLibrary(
             module="cacheengine.tiers.stores.infinistore.client",
@@ -61,7 +60,7 @@ class InfiniStore(HostedStore):
             memory_bytes=memory_mib * 1024 * 1024,
             memory_setting="buffer_mib (in MiB) in remote_url",
             timeout_s=timeout_s,
-            prefix_bytes=PREFIX_BYTES,
+            prefix_bytes=SIZE_PREFIX.size,
         )
 
 
@@ -70,15 +69,15 @@ def _settings(address: RemoteUrl) -> dict[str, Any]:
     if address.user or address.password or address.path:
         fix = "write infinistore://host:port/?device=name"
         raise BadValue(f"{address} has more than a host and a port", fix)
-    link_type = address.text_option("link_type") or _LINK_TYPES[0]
+    link_type = address.options.get("link_type", _LINK_TYPES[0])
     if link_type not in _LINK_TYPES:
         raise BadValue(f"link_type={link_type} is unknown", "write link_type=Ethernet or IB")
     return {
         "host_addr": address.host,
         "service_port": address.port,
-        "dev_name": address.text_option("device") or "mlx5_0",
+        "dev_name": address.options.get("device", "mlx5_0"),
         "link_type": link_type,
-        "ib_port": address.int_option("ib_port", 1, maximum=255),
+        "ib_port": address.option("ib_port", parse_int(minimum=1, maximum=255), 1),
     }
 
 

@@ -76,7 +76,7 @@ class MooncakeClient(StoreClient):
     def get(
         self, names: Sequence[str], addresses: Sequence[int], rooms: Sequence[int]
     ) -> list[int]:
-        """Read all in one call; ask for the sizes of those that do not fit."""
+        """Read all in one call; ask for the sizes of blobs that do not fit."""
         self._check_master()
         codes: list[int] = self._store.batch_get_into(names, addresses, rooms)
         values = [self._size(name, code) for name, code in zip(names, codes, strict=True)]

@@ -1,6 +1,6 @@
 """Mooncake Store, a store in the memory of the fleet itself."""
 
-import importlib.util
+import dataclasses
 import math
 import os
 from collections.abc import Mapping
@@ -8,15 +8,8 @@ from typing import Any, Final
 
 from cacheengine.tiers.stores.hosted.client_process import HostedLibrary
 from cacheengine.tiers.stores.hosted.hosted import HostedStore
-from cacheengine.tiers.stores.mooncake.settings import (
-    MooncakeSettings,
-    as_plain,
-    mooncake_settings,
-)
-from cacheengine.values import BadValue
+from cacheengine.tiers.stores.mooncake.settings import MooncakeSettings, mooncake_settings
 
-PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
-"""Chunks are read from and written to CPU memory, so a build for CUDA would serve no better."""
 _TIMEOUT_S: Final = 5.0
 
 
@@ -35,7 +28,7 @@ class MooncakeStore(HostedStore):
     - A put that another client has begun and not ended counts as stored, too:
       for up to 30 s, after a client died in the middle, there is nothing then.
     - `remove` removes at once, lease or not, or a damaged blob that is read
-      again and again would never go. Who is reading it at that moment may
+      again and again would never go. A reader of that moment may
       read bytes of something else: the envelope's checksum finds out.
     - What a replica contributed to the store is gone when its process is.
     """
@@ -52,11 +45,9 @@ class MooncakeStore(HostedStore):
 
         Does not wait for the server. ``timeout_s`` is what a call may take,
         beside the time for its bytes, unless ``extra`` says so itself. Raises
-        `BadValue` for settings that cannot work and for the missing package.
+        `BadValue` for settings that cannot work.
         """
         settings = mooncake_settings(url, extra, environment)
-        if importlib.util.find_spec("mooncake") is None:
-            raise BadValue("mooncakestore:// needs a package", f"pip install {PACKAGE}")
         return cls.from_settings(settings, settings.transfer_timeout or timeout_s)
 
     @classmethod
@@ -64,7 +55,7 @@ class MooncakeStore(HostedStore):
         """Return the store for settings that have been checked."""
         library = HostedLibrary(
             module="cacheengine.tiers.stores.mooncake.client",
-            settings=as_plain(settings),
+            settings=dataclasses.asdict(settings),
             environment=_environment(timeout_s),
             log_variable="MC_LOG_LEVEL",
         )

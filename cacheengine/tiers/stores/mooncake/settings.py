@@ -1,6 +1,5 @@
 """How Mooncake Store is set up: the URL, and LMCache's keys in ``extra_config``."""
 
-import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Mapping
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cacheengine.tiers.stores.url import parse_remote_url
-from cacheengine.values import BadValue, parse_bool
+from cacheengine.values import BadValue, parse_bool, parse_int, parse_seconds
 
 CONFIG_FILE_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
 """Names a JSON file with the same keys, which goes before ``extra_config``, as in LMCache."""
@@ -54,7 +53,7 @@ def mooncake_settings(
     if address.user or address.password or address.path:
         raise BadValue(f"{address} has more than a host and a port", _URL_FIX)
     given = {**_by_key(extra), **_by_key(_from_file(environment))}
-    if device := address.text_option("device"):
+    if device := address.options.get("device"):
         given["device_name"] = device
     host = f"[{address.host}]" if ":" in address.host else address.host
     given["master_server_address"] = f"{host}:{address.port}"
@@ -139,29 +138,12 @@ def _protocol(value: object) -> str:
 
 def _bytes(least: int, at_zero: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise BadValue(f"{value!r} is no number of bytes", f"write {least}")
-        try:
-            number = int(value)
-        except ValueError:
-            raise BadValue(f"{value!r} is no number of bytes", f"write {least}") from None
-        if number == 0:
-            return at_zero
-        if number < least:
+        number = parse_int(minimum=0)(value)
+        if 0 < number < least:
             raise BadValue(f"{number} bytes are too few", f"write 0, or {least} or more")
-        return number
+        return number or at_zero
 
     return parse
-
-
-def _seconds(value: object) -> float:
-    try:
-        number = float(value) if isinstance(value, int | float | str) else 0.0
-    except ValueError:
-        number = 0.0
-    if isinstance(value, bool) or not 0 < number <= 600:
-        raise BadValue(f"{value!r} is no time", "write seconds, above 0 and up to 600")
-    return number
 
 
 def _no_directory(value: object) -> None:
@@ -179,7 +161,7 @@ _PARSERS: Final[Mapping[str, Callable[[object], object]]] = {
     "global_segment_size": _bytes(_LEAST_SEGMENT_BYTES, at_zero=0),
     "local_buffer_size": _bytes(_LEAST_BUFFER_BYTES, at_zero=DEFAULT_BUFFER_BYTES),
     "prefer_local_alloc": parse_bool,
-    "transfer_timeout": _seconds,
+    "transfer_timeout": parse_seconds,
     "storage_root_dir": _no_directory,
 }
 
@@ -190,8 +172,3 @@ _LIBRARY_ONLY: Final[Mapping[str, str]] = {
     "ssd_offload_path": "remove it: run mooncake_client with --enable_offload for that",
 }
 """Keys of the library or of LMCache that have no counterpart here: what to do instead."""
-
-
-def as_plain(settings: MooncakeSettings) -> dict[str, Any]:
-    """Return the settings as values that JSON can carry."""
-    return dataclasses.asdict(settings)

@@ -52,7 +52,7 @@ class Deadline:
         return max(0.0, self._at_s - time.monotonic())
 
 
-class Channel(ABC):
+class ServerChannel(ABC):
     """One connection; used by one thread at a time, but for `abort`."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -72,7 +72,7 @@ class Channel(ABC):
             into = into[self.receive(into, deadline) :]
 
     def is_stale(self) -> bool:
-        """Whether the other side has closed, or sent what nobody asked for."""
+        """Whether the other side has closed, or sent what was not asked for."""
         try:
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
@@ -92,7 +92,7 @@ class Channel(ABC):
             self._socket.close()
 
 
-class PlainChannel(Channel):
+class PlainChannel(ServerChannel):
     """TCP or a unix socket. The system itself waits and keeps the time.
 
     That spares the two calls for each piece that Python's own timeouts cost,
@@ -139,7 +139,7 @@ class PlainChannel(Channel):
         self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
-class TlsChannel(Channel):
+class TlsChannel(ServerChannel):
     """TLS over TCP."""
 
     def __init__(self, connected: ssl.SSLSocket) -> None:

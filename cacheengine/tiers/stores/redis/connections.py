@@ -3,30 +3,14 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Generic, Protocol, TypeVar
 
-from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.base import StoreError
 from cacheengine.tiers.stores.redis.channels import Deadline
+from cacheengine.tiers.stores.redis.resp import Conversation
+from cacheengine.tiers.stores.server_backoff import ServerBackoff
 
 
-class Connection(Protocol):
-    """What the pool must be able to do with a connection."""
-
-    def is_stale(self) -> bool:
-        """Whether it can no longer be used; asked before each use but the first."""
-
-    def abort(self) -> None:
-        """Make a call that waits in another thread fail at once."""
-
-    def close(self) -> None:
-        """Close it."""
-
-
-C = TypeVar("C", bound=Connection)
-
-
-class ConnectionPool(Generic[C]):
+class ConnectionPool:
     """At most ``limit`` connections, each lent to one thread at a time.
 
     ``connect`` makes one within the deadline. A connection in whose use
@@ -34,24 +18,26 @@ class ConnectionPool(Generic[C]):
     would be taken for the answer to the next question.
     """
 
-    def __init__(self, connect: Callable[[Deadline], C], limit: int, backoff: Backoff) -> None:
+    def __init__(
+        self, connect: Callable[[Deadline], Conversation], limit: int, backoff: ServerBackoff
+    ) -> None:
         self._connect = connect
         self._backoff = backoff
         self._condition = threading.Condition()
-        self._idle: list[C] = []
-        self._lent: list[C] = []
+        self._idle: list[Conversation] = []
+        self._lent: list[Conversation] = []
         self._free = limit
         self._closed = False
 
     @contextlib.contextmanager
-    def lend(self, deadline: Deadline) -> Iterator[C]:
+    def lend(self, deadline: Deadline) -> Iterator[Conversation]:
         """Lend a connection for the time of the block.
 
-        Raises `StoreError` when the server rests after a failure, or no
+        Raises `StoreError` while the server is left alone after a failure, or no
         connection came free in time; what ``connect`` raises otherwise.
         """
         self._take_place(deadline)
-        connection: C | None = None
+        connection: Conversation | None = None
         is_sound = False
         # After the wait for a place: a call that began before a failure does not count as another.
         began_s = self._backoff.now_s()
@@ -75,12 +61,12 @@ class ConnectionPool(Generic[C]):
                 raise StoreError("closed")
             rest_s = self._backoff.admit()
             if rest_s:
-                # Whoever waits for a place need not: wake the next to find the same.
+                # Further waiters for a place need not wait: wake the next to find the same.
                 self._condition.notify()
                 raise StoreError(f"failed lately; asked again in {rest_s:.1f} s")
             self._free -= 1
 
-    def _sound_connection(self, deadline: Deadline) -> C:
+    def _sound_connection(self, deadline: Deadline) -> Conversation:
         connection = self._from_idle() or self._connect(deadline)
         with self._condition:
             if self._closed:
@@ -90,7 +76,7 @@ class ConnectionPool(Generic[C]):
             self._lent.append(connection)
         return connection
 
-    def _from_idle(self) -> C | None:
+    def _from_idle(self) -> Conversation | None:
         while True:
             with self._condition:
                 if not self._idle:
@@ -101,7 +87,7 @@ class ConnectionPool(Generic[C]):
                 return connection
             connection.close()
 
-    def _give_back(self, connection: C | None, is_sound: bool) -> None:
+    def _give_back(self, connection: Conversation | None, is_sound: bool) -> None:
         with self._condition:
             self._free += 1
             self._condition.notify()

@@ -10,19 +10,24 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from cacheengine.tiers.stores.backoff import Backoff
 from cacheengine.tiers.stores.base import Blob, BlobStore, StoreError, StoreFullError, Target
-from cacheengine.tiers.stores.redis.channels import Channel, Deadline, PlainChannel, TlsChannel
+from cacheengine.tiers.stores.redis.channels import (
+    Deadline,
+    PlainChannel,
+    ServerChannel,
+    TlsChannel,
+)
 from cacheengine.tiers.stores.redis.connections import ConnectionPool
 from cacheengine.tiers.stores.redis.redis_server import RedisServer, TlsSettings
 from cacheengine.tiers.stores.redis.resp import (
     MAX_VALUE_BYTES,
     Conversation,
-    ProtocolError,
     Refusal,
+    RespError,
     command,
     set_command,
 )
+from cacheengine.tiers.stores.server_backoff import ServerBackoff
 
 T = TypeVar("T")
 
@@ -56,11 +61,11 @@ class RedisStore(BlobStore):
     server fails, calls raise `StoreError` at once, but one now and then.
     """
 
-    def __init__(self, server: RedisServer, *, backoff: Backoff | None = None) -> None:
+    def __init__(self, server: RedisServer, *, backoff: ServerBackoff | None = None) -> None:
         """Connect to nothing yet. Raises `StoreError` for TLS files that cannot be used."""
         self._server = server
         self._tls = _tls_context(server.tls) if server.tls else None
-        self._pool = ConnectionPool(self._connect, server.connections, backoff or Backoff())
+        self._pool = ConnectionPool(self._connect, server.connections, backoff or ServerBackoff())
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Ask with one EXISTS for each name: that of several would only give their sum."""
@@ -85,7 +90,7 @@ class RedisStore(BlobStore):
             server.send([b"".join(command("GET", target.name) for target in targets)])
             return [_size(server.value(target.parts)) for target in targets]
 
-        return self._call(sum(target.capacity_bytes for target in targets), talk)
+        return self._call(sum(target.size_bytes for target in targets), talk)
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
         """Store with one SET for each name; the server makes each visible when it is whole."""
@@ -135,7 +140,7 @@ class RedisStore(BlobStore):
             with self._pool.lend(deadline) as conversation:
                 conversation.deadline = deadline
                 return talk(conversation)
-        except ProtocolError as error:
+        except RespError as error:
             raise StoreError(f"does not speak as a Redis server does: {error}") from None
         except TimeoutError:
             raise StoreError(f"no answer in {deadline.timeout_s:.1f} s") from None
@@ -175,7 +180,7 @@ class RedisStore(BlobStore):
         conversation.send([command("PING")])
         _granted(conversation.simple())
 
-    def _channel(self, deadline: Deadline) -> Channel:
+    def _channel(self, deadline: Deadline) -> ServerChannel:
         connected = self._dial(deadline)
         try:
             if self._tls is None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from cacheengine.tiers.stores.url import RemoteUrl
-from cacheengine.values import BadValue
+from cacheengine.values import BadValue, parse_bool, parse_int, parse_seconds
 
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
 _TLS_SCHEMES: Final = ("rediss", "valkeys")
@@ -15,12 +15,12 @@ _OPTIONS: Final = ("connect_timeout_s", "timeout_s", "connections")
 
 @dataclass(frozen=True, kw_only=True)
 class TlsSettings:
-    """How a server proves who it is, and the replica too if the server asks."""
+    """How the server proves its identity, and the replica its own if asked."""
 
     verify: bool = True
     """Whether the certificate must be valid, and for this host."""
     ca_file: Path | None = None
-    """Whose certificates are believed; None: the system's."""
+    """The authorities that are trusted; None: the system's."""
     cert_file: Path | None = None
     """The replica's own certificate."""
     key_file: Path | None = None
@@ -63,11 +63,11 @@ class RedisServer:
             socket_path=url.path if is_unix else "",
             user=url.user,
             password=url.password,
-            database=_database(url.text_option("database") or "0" if is_unix else url.path or "0"),
+            database=_database(url.options.get("database", "0") if is_unix else url.path or "0"),
             tls=_tls(url) if is_tls else None,
-            connect_timeout_s=url.number_option("connect_timeout_s", 2.0, maximum=60),
-            timeout_s=url.number_option("timeout_s", 2.0, maximum=600),
-            connections=url.int_option("connections", 8, maximum=1024),
+            connect_timeout_s=url.option("connect_timeout_s", parse_seconds, 2.0),
+            timeout_s=url.option("timeout_s", parse_seconds, 2.0),
+            connections=url.option("connections", parse_int(minimum=1, maximum=1024), 8),
         )
 
     def check_files(self) -> None:
@@ -89,12 +89,11 @@ def _database(text: str) -> int:
 
 
 def _tls(url: RemoteUrl) -> TlsSettings:
-    files = [_file(url.text_option(name)) for name in _TLS_OPTIONS[1:]]
-    ca_file, cert_file, key_file = files
+    ca_file, cert_file, key_file = (_file(url.options.get(name)) for name in _TLS_OPTIONS[1:])
     if key_file and not cert_file:
         raise BadValue("tls_key_file without tls_cert_file", "name both, or none")
     return TlsSettings(
-        verify=url.bool_option("tls_verify", True),
+        verify=url.option("tls_verify", parse_bool, True),
         ca_file=ca_file,
         cert_file=cert_file,
         key_file=key_file,

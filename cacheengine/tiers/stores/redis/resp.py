@@ -2,7 +2,7 @@
 
 Commands are written as parts that are sent from where they lie; a value is
 received straight into its target. Whatever is not understood is a
-`ProtocolError`, after which a connection must not be used again: what follows
+`RespError`, after which a connection must not be used again: what follows
 could be the answer to another question.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cacheengine.tiers.stores.redis.channels import Channel, Deadline, Part
+from cacheengine.tiers.stores.redis.channels import Deadline, Part, ServerChannel
 
 _LINE_BYTES: Final = 4096
 """Read ahead for a line of the protocol; no line may be longer."""
@@ -19,7 +19,7 @@ MAX_VALUE_BYTES: Final = 512 * 1024 * 1024
 _DRAIN_BYTES: Final = 256 * 1024
 
 
-class ProtocolError(Exception):
+class RespError(Exception):
     """The other side does not speak RESP, or not to us."""
 
 
@@ -52,10 +52,10 @@ def _bulk(word: bytes) -> bytes:
 class Conversation:
     """Commands and replies on one channel, in order.
 
-    ``deadline`` bounds all calls; whoever borrows the conversation sets it.
+    ``deadline`` bounds all calls; the borrower of the conversation sets it.
     """
 
-    def __init__(self, channel: Channel, deadline: Deadline, *, drain_bytes_s: float) -> None:
+    def __init__(self, channel: ServerChannel, deadline: Deadline, *, drain_bytes_s: float) -> None:
         self.deadline = deadline
         self._channel = channel
         self._drain_bytes_s = drain_bytes_s
@@ -88,7 +88,7 @@ class Conversation:
         if size_bytes == -1:
             return None
         if not 0 <= size_bytes <= MAX_VALUE_BYTES:
-            raise ProtocolError(f"a value of {size_bytes} bytes")
+            raise RespError(f"a value of {size_bytes} bytes")
         left_bytes = size_bytes
         for part in into:
             piece = part[:left_bytes]
@@ -99,7 +99,7 @@ class Conversation:
         return size_bytes
 
     def is_stale(self) -> bool:
-        """Whether there is something to read that nobody asked for, or the other side is gone."""
+        """Whether there is something to read that was not asked for, or the other side is gone."""
         return self._start < self._end or self._channel.is_stale()
 
     def abort(self) -> None:
@@ -117,7 +117,7 @@ class Conversation:
         if line[:1] == b"-":
             return _refusal(line[1:])
         # Not what it says: it could be what we have sent, a password among it.
-        raise ProtocolError("an answer that is none to the command")
+        raise RespError("an answer that is none to the command")
 
     def _line(self) -> bytes:
         """Return the next line, without its end."""
@@ -129,7 +129,7 @@ class Conversation:
                 self._start += len(line) + len(end)
                 return line
             if len(known) == _LINE_BYTES:
-                raise ProtocolError("a line that does not end")
+                raise RespError("a line that does not end")
             self._ahead[: len(known)] = known
             self._start, self._end = 0, len(known)
             self._end += self._channel.receive(self._ahead[self._end :], self.deadline)
@@ -153,7 +153,7 @@ class Conversation:
 
     def _end_of_value(self) -> None:
         if self._line():
-            raise ProtocolError("a value that is longer than its size")
+            raise RespError("a value that is longer than its size")
 
 
 def _refusal(line: bytes) -> Refusal:
@@ -164,5 +164,5 @@ def _refusal(line: bytes) -> Refusal:
 def _number(text: str) -> int:
     digits = text.removeprefix("-")
     if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
-        raise ProtocolError("a number that is none")
+        raise RespError("a number that is none")
     return int(text)

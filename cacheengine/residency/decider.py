@@ -1,45 +1,59 @@
 """Lookups, holds, stores and clearing, over the state that all decisions share.
 
 Pure: no I/O, no clock, no threads. The engine serializes calls, passes the
-time in, and afterwards does what `Residency.take_todo` says.
+time in, and afterwards does what `Decider.take_todo` says.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 
 from cacheengine.record import CPU, EngineStats
-from cacheengine.residency.cascade import Puts
-from cacheengine.residency.decisions import Presence, StoreReservation, Todo
-from cacheengine.residency.eviction import make_policy
+from cacheengine.residency.cascade import Cascade
+from cacheengine.residency.decisions import Outcome, Presence, Promotion, StoreReservation, Todo
+from cacheengine.residency.entry import Entry, State
 from cacheengine.residency.lower_index import LowerIndex
-from cacheengine.residency.operator_pins import Pins
-from cacheengine.residency.pool_index import CpuIndex, Entry, State
-from cacheengine.residency.promotion import Outcome, Promotion
-from cacheengine.residency.promotions import Promotions
+from cacheengine.residency.operator_pins import OperatorPins
+from cacheengine.residency.pool_index import CpuIndex
+from cacheengine.residency.promoter import Promoter
 from cacheengine.residency.shared_index import RemoteIndex
-from cacheengine.residency.state import Ledger
+from cacheengine.residency.state import CacheState
 
 
-class Residency:
-    """Lookups, holds, stores and clearing; the moves and the operators' pins beside."""
+class Decider:
+    """Lookups, holds, stores and clearing for a pool of ``slots`` and the tiers below it.
 
-    def __init__(self, ledger: Ledger, *, max_queued_puts: int) -> None:
-        self.ledger = ledger
-        self.cpu = ledger.cpu
-        self.stats = ledger.stats
-        self.events = ledger.events
+    ``policy`` is one of `POLICY_NAMES`, ``local_cpu`` see `CacheState`; chunks waiting
+    to be written down take at most ``put_queue_share`` of the pool.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        policy: str,
+        lower: Sequence[LowerIndex],
+        *,
+        chunk_bytes: int,
+        local_cpu: bool,
+        put_queue_share: float,
+    ) -> None:
+        self.cpu = CpuIndex(slots, policy)
+        self.state = state = CacheState(
+            self.cpu, lower, chunk_bytes=chunk_bytes, local_cpu=local_cpu
+        )
+        self.stats = state.stats
+        self.events = state.events
         # Together they must leave the pool room: what is being put is not evicted.
-        used = sum(index.is_there for index in ledger.lower)
-        share = max(1, max_queued_puts // max(1, used))
-        self.puts: dict[str, Puts] = {
-            index.name: Puts(ledger, index, share) for index in ledger.lower
+        used = sum(index.is_there for index in lower)
+        share = max(1, int(put_queue_share * slots) // max(1, used))
+        self.cascades: dict[str, Cascade] = {
+            index.name: Cascade(state, index, share) for index in lower
         }
-        remotes = [index for index in ledger.lower if isinstance(index, RemoteIndex)]
-        self.promotions = Promotions(ledger, remotes[0] if remotes else None)
-        self.pins = Pins(ledger)
+        remotes = [index for index in lower if isinstance(index, RemoteIndex)]
+        self.promoter = Promoter(state, remotes[0] if remotes else None)
+        self.operator_pins = OperatorPins(state)
 
     def take_todo(self) -> Todo | None:
         """Return what has come up since the last call, None if nothing has."""
-        return self.ledger.take_todo()
+        return self.state.take_todo()
 
     # --- what is where ---
 
@@ -67,14 +81,14 @@ class Residency:
             if entry.condemned:
                 return Presence.MISS
             return Presence.CPU if entry.state is State.READY else Presence.PENDING
-        source = self.promotions.source(key, now_s)
+        source = self.promoter.source(key, now_s)
         if source is not None:
             return Presence.REMOTE if isinstance(source, RemoteIndex) else Presence.DISK
-        return Presence.UNKNOWN if self.promotions.ask(key, now_s) else Presence.MISS
+        return Presence.UNKNOWN if self.promoter.ask(key, now_s) else Presence.MISS
 
     def match(self, keys: Iterable[bytes], now_s: float) -> list[str]:
         """Return the tier of each chunk from the first up to the first that is nowhere."""
-        ready, source = self.cpu.ready, self.promotions.source
+        ready, source = self.cpu.ready, self.promoter.source
         tiers: list[str] = []
         for key in keys:
             if ready(key) is not None:
@@ -93,7 +107,7 @@ class Residency:
         before, so it must be evicted first.
         """
         self.cpu.touch(reversed(keys))
-        for index in self.ledger.lower:
+        for index in self.state.lower:
             for key in reversed(keys):
                 index.touch(key)
 
@@ -135,7 +149,7 @@ class Residency:
             if entry is None or entry.seen.holds == 0:
                 raise KeyError(f"chunk {key.hex()} is not held")
             entry.in_use.holds -= 1
-            self.ledger.drop_if_unwanted(entry, now_s)
+            self.state.drop_if_unwanted(entry, now_s)
 
     # --- stores ---
 
@@ -145,7 +159,7 @@ class Residency:
         None: no room for any.
         """
         wanted = [key for key in dict.fromkeys(keys) if self._is_storable(key)]
-        count, evicted = self.ledger.make_room(len(wanted), set(keys), now_s)
+        count, evicted = self.state.make_room(len(wanted), set(keys), now_s)
         self.stats.store_drops += len(wanted) - count
         if wanted and not count:
             return None
@@ -156,7 +170,7 @@ class Residency:
     def _is_storable(self, key: bytes) -> bool:
         if self.cpu.get(key) is not None:
             return False
-        return self.ledger.keep_in_cpu or not any(key in index for index in self.ledger.lower)
+        return self.state.local_cpu or not any(key in index for index in self.state.lower)
 
     def complete_store(
         self, keys: Iterable[bytes], now_s: float, *, success: bool, prefetched: bool = False
@@ -171,19 +185,19 @@ class Residency:
         for entry in reversed(whole):
             entry.in_use.prefetched = prefetched
             self.cpu.publish(entry, now_s)
-            self.ledger.settle(entry.key, Outcome.RESIDENT)
+            self.state.settle(entry.key, Outcome.RESIDENT)
         self.stats.stores += len(whole)
-        self.stats.store_bytes += len(whole) * self.ledger.chunk_bytes
-        self.ledger.emit(CPU, stored=True, keys=[entry.key for entry in whole])
+        self.stats.store_bytes += len(whole) * self.state.chunk_bytes
+        self.state.emit(CPU, stored=True, keys=[entry.key for entry in whole])
         for entry in entries:
             if entry.state is State.READY:
-                for puts in self.puts.values():
-                    puts.queue(entry, now_s)
-                self.ledger.drop_if_unwanted(entry, now_s)
+                for cascade in self.cascades.values():
+                    cascade.queue(entry, now_s)
+                self.state.drop_if_unwanted(entry, now_s)
             else:
                 self.stats.store_failures += 1
                 self.cpu.remove(entry)
-                self.ledger.settle(entry.key, Outcome.MISSING)
+                self.state.settle(entry.key, Outcome.MISSING)
 
     def _storing(self, key: bytes) -> Entry:
         entry = self.cpu.get(key)
@@ -194,21 +208,21 @@ class Residency:
     # --- promotion, clearing ---
 
     def promote(self, keys: Sequence[bytes], pin_s: float, now_s: float) -> Promotion:
-        """Bring a prefix into the pool (see `Promotions.begin`)."""
+        """Bring a prefix into the pool (see `Promoter.begin`)."""
         # First of all, so that what is wanted leaves the front of the order,
         # where room is looked for.
         self.touch(keys)
         if not self.cpu.may_pin(None):
-            # Pins that are over still count against what may be pinned.
+            # OperatorPins that are over still count against what may be pinned.
             self.expire_pins(now_s)
-        return self.promotions.begin(keys, pin_s, now_s)
+        return self.promoter.begin(keys, pin_s, now_s)
 
     def expire_pins(self, now_s: float) -> int:
         """Take off the pins whose deadline has passed; return how many."""
         expired = self.cpu.expired_pins(now_s)
         for entry in expired:
-            self.ledger.expire(entry)
-            self.ledger.drop_if_unwanted(entry, now_s)
+            self.state.expire(entry)
+            self.state.drop_if_unwanted(entry, now_s)
         return len(expired)
 
     def clear(
@@ -216,18 +230,18 @@ class Residency:
     ) -> dict[str, int]:
         """Hide everything in these tiers, or these chunks; return how many could be found.
 
-        Pins end. Bytes in use, being written or read stay where they are until
+        OperatorPins end. Bytes in use, being written or read stay where they are until
         that is over, and cannot be found any more.
         """
         dropped = {}
         if CPU in tiers:
             dropped[CPU] = self._clear_cpu(keys)
-        for index in self.ledger.lower:
+        for index in self.state.lower:
             if index.name in tiers:
-                self.puts[index.name].cancel(keys)
+                self.cascades[index.name].cancel(keys)
                 readable, idle = index.clear(keys)
-                self.ledger.delete(index, idle)
-                self.ledger.emit(index.name, stored=False, keys=readable)
+                self.state.delete(index, idle)
+                self.state.emit(index.name, stored=False, keys=readable)
                 dropped[index.name] = len(readable)
         return dropped
 
@@ -236,47 +250,24 @@ class Residency:
         ready = [entry.key for entry in entries if entry.is_usable]
         for entry in entries:
             if not entry.condemned:
-                self.ledger.condemn(entry)
-        self.ledger.emit(CPU, stored=False, keys=ready)
+                self.state.condemn(entry)
+        self.state.emit(CPU, stored=False, keys=ready)
         return len(ready)
 
     def counts(self) -> EngineStats:
         """Return a copy of the counters, and what is so now (but for ``cpu_held_bytes``)."""
         stats = self.stats.copy()
         stats.events_dropped = self.events.untaken_dropped
-        stats.cpu_used_bytes = len(self.cpu) * self.ledger.chunk_bytes
-        stats.put_queue_bytes = sum(puts.queued_bytes for puts in self.puts.values())
+        stats.cpu_used_bytes = len(self.cpu) * self.state.chunk_bytes
+        stats.put_queue_bytes = sum(cascade.queued_bytes for cascade in self.cascades.values())
         return stats
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself."""
-        self.ledger.check()
-        for puts in self.puts.values():
-            puts.check()
-        self.promotions.check()
+        self.state.check()
+        for cascade in self.cascades.values():
+            cascade.check()
+        self.promoter.check()
         for entry in self.cpu:
-            puts_queued = sum(puts.has(entry.key) for puts in self.puts.values())
+            puts_queued = sum(cascade.has(entry.key) for cascade in self.cascades.values())
             assert entry.seen.putting == puts_queued
-
-
-def make_residency(
-    slots: int,
-    policy: str,
-    lower: Sequence[LowerIndex],
-    *,
-    chunk_bytes: int,
-    keep_in_cpu: bool,
-    put_queue_share: float,
-) -> Residency:
-    """Return the decisions for a pool of ``slots`` with the tiers below it, all empty.
-
-    ``policy`` is one of `POLICY_NAMES`; chunks waiting to be written down take
-    at most ``put_queue_share`` of the pool.
-    """
-    ledger = Ledger(
-        CpuIndex(slots, make_policy(policy)),
-        lower,
-        chunk_bytes=chunk_bytes,
-        keep_in_cpu=keep_in_cpu,
-    )
-    return Residency(ledger, max_queued_puts=max(1, int(put_queue_share * slots)))

@@ -13,7 +13,7 @@ MAX_WAIT_S: Final = 30.0
 
 def wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     """Set ``event`` from an engine thread."""
-    # RuntimeError: the agent stopped, and nobody waits any more.
+    # RuntimeError: the agent stopped, and so did the waiting call.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(event.set)
 

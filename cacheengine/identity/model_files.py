@@ -7,7 +7,7 @@ from typing import Final
 _SMALL_FILE_BYTES: Final = 1 << 20
 
 
-def weights_identity(model: str) -> str:
+def weights_fingerprint(model: str) -> str:
     """Return 32 hex digits that change when the files of a local model change.
 
     Covers every file directly in the directory: name and size of each,

@@ -5,11 +5,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cacheengine.record import CPU
+from cacheengine.residency.decisions import Outcome, Promotion
+from cacheengine.residency.entry import Entry, State
 from cacheengine.residency.lower_index import LowerIndex
-from cacheengine.residency.pool_index import Entry, State
-from cacheengine.residency.promotion import Outcome, Promotion
 from cacheengine.residency.shared_index import RemoteIndex
-from cacheengine.residency.state import Ledger
+from cacheengine.residency.state import CacheState
 from cacheengine.tiers import GetOutcome
 
 
@@ -27,13 +27,13 @@ class _Walk:
         return self.keys[self.position]
 
 
-class Promotions:
+class Promoter:
     """Promotions from being asked for to the end of their reads."""
 
-    def __init__(self, ledger: Ledger, remote: RemoteIndex | None) -> None:
-        self._ledger = ledger
+    def __init__(self, state: CacheState, remote: RemoteIndex | None) -> None:
+        self._state = state
         self._remote = remote
-        self._waiting: dict[str, deque[Entry]] = {index.name: deque() for index in ledger.lower}
+        self._waiting: dict[str, deque[Entry]] = {index.name: deque() for index in state.lower}
         self._walks: dict[bytes, list[_Walk]] = {}
 
     def begin(self, keys: Sequence[bytes], pin_s: float, now_s: float) -> Promotion:
@@ -43,64 +43,64 @@ class Promotions:
         not known whether the remote tier holds a chunk, that tier is asked for
         it and for all that follow, and the walk goes on with the answer.
         """
-        self._ledger.stats.prefetches += 1
-        promotion = Promotion(len(keys), self._ledger.chunk_bytes)
+        self._state.stats.prefetches += 1
+        promotion = Promotion(len(keys), self._state.chunk_bytes)
         self._go_on(_Walk(promotion, keys, pin_s), now_s)
         return promotion
 
     def _go_on(self, walk: _Walk, now_s: float) -> None:
-        keep = set(walk.keys)
+        protected = set(walk.keys)
         while walk.position < len(walk.keys):
-            entry = self._ledger.cpu.get(walk.key)
+            entry = self._state.cpu.get(walk.key)
             if entry is None:
                 source = self.source(walk.key, now_s)
                 if source is None and self._ask(walk, now_s):
                     return
                 if source is not None:
-                    entry = self._begin_get(walk, source, keep, now_s)
+                    entry = self._begin_get(walk, source, protected, now_s)
             if entry is None or entry.condemned:
                 rest = len(walk.keys) - walk.position
-                self._ledger.todo.settled.append((walk.promotion, Outcome.MISSING, rest))
+                self._state.todo.settled.append((walk.promotion, Outcome.MISSING, rest))
                 return
             self._join(entry, walk, now_s)
             walk.position += 1
 
     def _join(self, entry: Entry, walk: _Walk, now_s: float) -> None:
-        ledger = self._ledger
+        state = self._state
         if entry.state is State.READY:
-            if walk.pin_s > 0 and ledger.cpu.may_pin(entry):
-                ledger.cpu.pin(entry, now_s + walk.pin_s)
-            ledger.todo.settled.append((walk.promotion, Outcome.RESIDENT, 1))
+            if walk.pin_s > 0 and state.cpu.may_pin(entry):
+                state.cpu.pin(entry, now_s + walk.pin_s)
+            state.todo.settled.append((walk.promotion, Outcome.RESIDENT, 1))
         else:
-            if ledger.cpu.may_pin(entry):
-                ledger.cpu.pin_when_ready(entry, walk.pin_s)
-            ledger.waiters.setdefault(walk.key, []).append(walk.promotion)
+            if state.cpu.may_pin(entry):
+                state.cpu.pin_when_ready(entry, walk.pin_s)
+            state.waiters.setdefault(walk.key, []).append(walk.promotion)
 
     def source(self, key: bytes, now_s: float) -> LowerIndex | None:
         """Return the nearest lower tier that a chunk can be read from."""
-        for index in self._ledger.lower:
+        for index in self._state.lower:
             if index.can_read(key, now_s):
                 return index
         return None
 
     def _begin_get(
-        self, walk: _Walk, source: LowerIndex, keep: Collection[bytes], now_s: float
+        self, walk: _Walk, source: LowerIndex, protected: Collection[bytes], now_s: float
     ) -> Entry | None:
-        ledger = self._ledger
-        # What nobody pins may be evicted before its use; and what all may pin
-        # would leave stores without room.
-        is_allowed = walk.pin_s <= 0 or ledger.cpu.may_pin(None)
-        if not is_allowed or not ledger.make_room(1, keep, now_s)[0]:
-            ledger.stats.promote_drops += 1
+        state = self._state
+        # A chunk without a pin may be evicted before its use; and pins without
+        # a limit would leave stores without room.
+        is_allowed = walk.pin_s <= 0 or state.cpu.may_pin(None)
+        if not is_allowed or not state.make_room(1, protected, now_s)[0]:
+            state.stats.promote_drops += 1
             return None
-        entry = ledger.cpu.add(walk.key, State.PROMOTING)
+        entry = state.cpu.add(walk.key, State.PROMOTING)
         self._queue(entry, source)
         return entry
 
     def _queue(self, entry: Entry, source: LowerIndex) -> None:
         source.begin_read(entry.key)
         self._waiting[source.name].append(entry)
-        self._ledger.todo.gets[source.name] += 1
+        self._state.todo.gets[source.name] += 1
 
     # --- reads ---
 
@@ -130,14 +130,14 @@ class Promotions:
                 self._read_failed(entry, now_s)
 
     def _promoted(self, entry: Entry, now_s: float) -> None:
-        ledger = self._ledger
+        state = self._state
         entry.in_use.prefetched = True
-        ledger.stats.promoted += 1
-        ledger.stats.promoted_bytes += ledger.chunk_bytes
-        ledger.cpu.publish(entry, now_s)
-        ledger.settle(entry.key, Outcome.PROMOTED)
-        ledger.emit(CPU, stored=True, keys=[entry.key])
-        ledger.drop_if_unwanted(entry, now_s)
+        state.stats.promoted += 1
+        state.stats.promoted_bytes += state.chunk_bytes
+        state.cpu.publish(entry, now_s)
+        state.settle(entry.key, Outcome.PROMOTED)
+        state.emit(CPU, stored=True, keys=[entry.key])
+        state.drop_if_unwanted(entry, now_s)
 
     def _read_failed(self, entry: Entry, now_s: float) -> None:
         source = None if entry.condemned else self.source(entry.key, now_s)
@@ -145,29 +145,29 @@ class Promotions:
             # Another tier has it, too: the one that failed does not any more.
             self._queue(entry, source)
             return
-        self._ledger.cpu.remove(entry)
-        self._ledger.settle(entry.key, Outcome.MISSING)
+        self._state.cpu.remove(entry)
+        self._state.settle(entry.key, Outcome.MISSING)
 
     def give_up(self, index: LowerIndex, entries: Sequence[Entry], now_s: float) -> None:
         """End reads that were taken and never begun, which says nothing about the chunks."""
         for entry in entries:
             self._end_read(index, entry.key, GetOutcome.OK, now_s)
-            self._ledger.cpu.remove(entry)
-            self._ledger.settle(entry.key, Outcome.MISSING)
+            self._state.cpu.remove(entry)
+            self._state.settle(entry.key, Outcome.MISSING)
 
     def _end_read(self, index: LowerIndex, key: bytes, outcome: GetOutcome, now_s: float) -> None:
         could_be_found = key in index
         if index.end_read(key, outcome, now_s):
-            self._ledger.delete(index, [key])
+            self._state.delete(index, [key])
         if could_be_found and key not in index:
-            self._ledger.emit(index.name, stored=False, keys=[key])
+            self._state.emit(index.name, stored=False, keys=[key])
 
     def _count(self, index: LowerIndex, outcome: GetOutcome) -> None:
-        stats = self._ledger.stats.below(index.name)
+        stats = self._state.stats.below(index.name)
         match outcome:
             case GetOutcome.OK:
                 stats.gets += 1
-                stats.get_bytes += self._ledger.chunk_bytes
+                stats.get_bytes += self._state.chunk_bytes
             case GetOutcome.MISSING:
                 stats.get_misses += 1
             case GetOutcome.DAMAGED:
@@ -191,7 +191,7 @@ class Promotions:
         if not self._question(walk.key, now_s):
             return False
         for key in walk.keys[walk.position + 1 :]:
-            if self._ledger.cpu.get(key) is None and self.source(key, now_s) is None:
+            if self._state.cpu.get(key) is None and self.source(key, now_s) is None:
                 self._question(key, now_s)
         self._walks.setdefault(walk.key, []).append(walk)
         return True
@@ -201,12 +201,12 @@ class Promotions:
         remote = self._remote
         if remote is None:
             return False
-        # Whoever is to take a question takes all there are: a job for each
-        # would pile up behind a slow one, as each step looks everything up again.
-        someone_will = remote.has_questions
+        # One job takes all questions there are: a job for each would pile up
+        # behind a slow one, as each step looks everything up again.
+        job_is_queued = remote.has_questions
         will_be_answered = remote.ask(key, now_s)
-        if remote.has_questions and not someone_will:
-            self._ledger.todo.asks = True
+        if remote.has_questions and not job_is_queued:
+            self._state.todo.asks = True
         return will_be_answered
 
     def take_questions(self, most: int) -> list[bytes]:
@@ -216,11 +216,11 @@ class Promotions:
     def answered(self, keys: Sequence[bytes], found: Sequence[bool] | None, now_s: float) -> None:
         """Note the remote tier's answer, None if there was none; go on with what waited for it."""
         assert self._remote is not None
-        stats = self._ledger.stats.remote
+        stats = self._state.stats.remote
         stats.asked += len(keys)
         stats.unanswered += len(keys) if found is None else 0
         stats.found += sum(found or ())
-        self._ledger.gained(self._remote, self._remote.answered(keys, found, now_s))
+        self._state.gained(self._remote, self._remote.answered(keys, found, now_s))
         for key in keys:
             for walk in self._walks.pop(key, ()):
                 self._go_on(walk, now_s)
@@ -230,7 +230,7 @@ class Promotions:
         queued = [entry for queue in self._waiting.values() for entry in queue]
         assert len(queued) == len({entry.key for entry in queued}), "read twice"
         for entry in queued:
-            assert self._ledger.cpu.get(entry.key) is entry
+            assert self._state.cpu.get(entry.key) is entry
             assert entry.state is State.PROMOTING
         for key, walks in self._walks.items():
             assert self._remote is not None and self._remote.is_asked(key), "no answer will come"

@@ -1,6 +1,6 @@
 """What a caller of promote sees."""
 
-from cacheengine.residency.promotion import Outcome, Promotion
+from cacheengine.residency.decisions import Outcome, Promotion
 
 
 def test_counts_add_up_and_callbacks_come_once() -> None:
@@ -9,7 +9,7 @@ def test_counts_add_up_and_callbacks_come_once() -> None:
     promotion.add_done_callback(lambda: called.append(1))
     promotion.settle(Outcome.RESIDENT)
     promotion.settle(Outcome.PROMOTED)
-    assert (promotion.pending, called, promotion.wait(0)) == (1, [], False)
+    assert (promotion.counts.pending, called, promotion.wait(0)) == (1, [], False)
     promotion.settle(Outcome.MISSING)
     counts = promotion.counts
     assert (counts.resident, counts.promoted, counts.pending, counts.missing) == (1, 1, 0, 1)

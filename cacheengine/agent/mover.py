@@ -5,6 +5,7 @@ import logging
 import uuid
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Final
 
 import aiohttp
@@ -12,17 +13,15 @@ import aiohttp
 from cacheengine import wire
 from cacheengine.address import split_host_port
 from cacheengine.agent.answers import BadCallError, PeerError, TooMuchError
-from cacheengine.agent.identity import AgentIdentity
-from cacheengine.agent.moves.move import Move
+from cacheengine.agent.async_waits import wait_for_promotion
 from cacheengine.agent.peer import PeerAgent
-from cacheengine.agent.waiting import wait_for_promotion
 from cacheengine.engine import CacheEngine
 from cacheengine.transfer import Fetch, TransferMeter
 
 logger = logging.getLogger("vllm.warmroute")
 
 MAX_FETCHES: Final = 4
-"""Moves whose bytes flow at the same time; others wait for them."""
+"""Moves whose bytes flow at the same time; further moves wait for them."""
 MAX_RUNNING: Final = 64
 MAX_REMEMBERED: Final = 1000
 _PROMOTE_S: Final = 60.0
@@ -31,7 +30,45 @@ _SHORTEST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.256
 
 
-class Moves:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Move:
+    """What is moved from where, and how far that is."""
+
+    event_id: str
+    keys: list[bytes]
+    """What the source's tier held of the prefix when it was asked."""
+    source: PeerAgent
+    address: tuple[str, int] | None
+    """Where the source's chunks are fetched; None if the source is this replica."""
+    old_tier: wire.TierName | None
+    """None in a copy that takes what any tier holds."""
+    new_tier: wire.TierName
+    copy: bool
+    pin_s: float
+    stall_s: float
+    fetch: Fetch | None = None
+    """While it runs and after: its counts are live."""
+    held_chunks: int = 0
+    moved_bytes: int = 0
+    error: str = ""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def status(self) -> wire.MoveStatus:
+        """Return how it stands."""
+        state: wire.MoveState = "failed" if self.error else "done"
+        is_over = self.over.is_set()
+        arrived = self.fetch.received_chunks if self.fetch else 0
+        return wire.MoveStatus(
+            event_id=self.event_id,
+            state=state if is_over else "running",
+            asked_chunks=len(self.keys),
+            arrived_chunks=self.held_chunks if is_over else arrived,
+            moved_bytes=self.moved_bytes if is_over else 0,
+            error=self.error,
+        )
+
+
+class Mover:
     """Executes moves into this replica's tiers, and tells how they go.
 
     Belongs to the agent's loop; bytes flow on threads of its own.
@@ -40,7 +77,7 @@ class Moves:
     def __init__(
         self,
         engine: CacheEngine,
-        identity: AgentIdentity,
+        identity: wire.ReplicaIdentity,
         session: aiohttp.ClientSession,
         meter: TransferMeter,
         *,
@@ -113,9 +150,9 @@ class Moves:
         if len(self._running) >= self._max_running:
             raise TooMuchError(f"{len(self._running)} moves are running; try again later")
 
-    def _check_tier(self, tier: str, who: str, tiers: dict[str, wire.TierInfo]) -> None:
+    def _check_tier(self, tier: str, replica: str, tiers: dict[str, wire.TierInfo]) -> None:
         if tier not in tiers:
-            raise BadCallError(f"{who} has no {tier} tier, only {', '.join(tiers)}")
+            raise BadCallError(f"{replica} has no {tier} tier, only {', '.join(tiers)}")
 
     def _check_source(
         self, request: wire.MoveRequest, info: wire.InstanceInfo

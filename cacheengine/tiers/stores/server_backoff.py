@@ -10,12 +10,12 @@ _FIRST_S: Final = 0.2
 _MOST_S: Final = 10.0
 
 
-class Backoff:
-    """Exponential rests after failures; safe to call from several threads.
+class ServerBackoff:
+    """Exponential pauses after failures; safe to call from several threads.
 
-    Each rest is twice the one before, up to ``most_s``, and then made shorter
+    Each pause is twice the one before, up to ``most_s``, and then made shorter
     by up to a half at random, so that the replicas of a fleet do not come back
-    all at once. After a rest one caller is let through; the others wait until
+    all at once. After a pause one caller is let through; the others wait until
     it has succeeded or failed.
     """
 
@@ -48,8 +48,8 @@ class Backoff:
             now_s = self._clock()
             if now_s < self._until_s:
                 return self._until_s - now_s
-            # This caller tries; for as long again, nobody else does. If it
-            # never reports, the next one is let through after that.
+            # This caller tries, and for as long again no other. If it never
+            # reports, the next one is let through after that.
             self._until_s = now_s + self._rest_s
             return 0.0
 
