@@ -104,7 +104,7 @@ def measure(replicas: int, sessions: int, index_keys: int, decisions: int) -> Ro
     fill_sessions(fleet, sessions, replicas)
     session_bytes = _resident_bytes() - before_bytes - index_bytes
     for each in list(fleet.replicas.values())[::2]:
-        each.line.join(chooser.uniform(0.1, 5.0), 0.0)
+        each.queue.join(chooser.uniform(0.1, 5.0), 0.0)
     known: list[float] = []
     new: list[float] = []
     keys: list[float] = []

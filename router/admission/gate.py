@@ -10,14 +10,13 @@ and `Gate.pump` whenever a replica's line has shortened and by `Gate.next_pump_s
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
 from math import ceil, inf
 from typing import Final
 
 from router.admission.queue import Entry, WaitingLine
 from router.config import RateLimited
-from router.fleet import Decision, Fleet, Replica, State, Ticket
-from router.latency import Cost, Promised
+from router.fleet import Decision, Fleet, Replica, State, Ticket, kv_need
+from router.latency import NO_KV, KvNeed, Promised
 
 Place = Callable[[float, Promised], Decision]
 """Places one request as of a time, behind those who wait and go first; raises what `Fleet.place`
@@ -41,12 +40,10 @@ class Held:
     """Id of the replica that it would have gone to."""
     slot: int
     """Of that replica."""
-    may_queue_s: float
-    """With how much work before it there it would have gone."""
-    worth_s: float
-    """How long waiting for it is better than any other replica, be that idle."""
-    roster: int
-    """`Fleet.roster_version` then: who has come since was not weighed."""
+    kv: KvNeed
+    """KV memory that it will take."""
+    may_wait_s: float
+    """How long it may wait there when it is sent."""
 
 
 Waiting = Entry[Held]
@@ -71,13 +68,13 @@ class Gate:
     def __init__(self, fleet: Fleet) -> None:
         self._config = fleet.config.admission
         self._fleet = fleet
-        self._line: WaitingLine[Held] = WaitingLine(self._config.max_waiting, self._config.ageing)
+        self._queue: WaitingLine[Held] = WaitingLine(self._config.max_waiting, self._config.ageing)
         self._holds = self._config.enabled and fleet.config.policy == "ttft"
         self._ready_s = inf
 
     def __len__(self) -> int:
         """How many wait."""
-        return len(self._line)
+        return len(self._queue)
 
     def arrive(
         self, place: Place, now_s: float, *, at_once: bool = False, max_wait_s: float = inf
@@ -88,78 +85,78 @@ class Gate:
         Raises `RateLimited` when the line is full, and what ``place`` raises.
         """
         decision = place(now_s, Promised())
-        cost = self._cost(decision)
         if not at_once and self._holds:
-            before = self._line.ahead_of(self._about_s(cost.busy_s), now_s)
+            before = self._queue.ahead_of(self._about_s(decision.picked.cost.busy_s), now_s)
             if any(each.item.slot == decision.picked.replica.slot for each in before):
                 decision = place(now_s, _promised(before))
-                cost = self._cost(decision)
-        held = self._held(place, decision, cost)
-        if at_once or not self._holds or self._may_go(held, cost.busy_s, now_s):
+        service_s = decision.picked.cost.busy_s
+        held = self._held(place, decision)
+        if at_once or not self._holds or self._may_go(held, service_s, now_s):
             return self._admit(decision, now_s)
-        waiting = self._line.offer(
+        waiting = self._queue.offer(
             held,
-            service_s=cost.busy_s,
+            service_s=service_s,
             now_s=now_s,
             deadline_s=now_s + min(max_wait_s, self._config.max_wait_s),
         )
         if waiting is None:
-            raise self._full(cost.busy_s, now_s)
-        busy_s = self._queue_s(held.wanted, now_s) - held.may_queue_s
-        self._ready_s = min(self._ready_s, now_s + max(0.0, busy_s))
+            raise self._full(service_s, now_s)
+        wait_s = _believed_wait_s(decision.picked.replica, now_s, held.kv)
+        self._ready_s = min(self._ready_s, now_s + max(0.0, wait_s - held.may_wait_s))
         return waiting
 
     def pump(self, now_s: float) -> Sequence[tuple[Waiting, End]]:
-        """Return whose waiting ends: may go now, cannot be placed, or has waited too long."""
+        """Return whose waiting ends: may go now, cannot be placed, or has waited too long.
+
+        Each request whose replica is ready is placed anew; and, while any replica is free,
+        so are the first of the others, which may have come to prefer it.
+        """
         ended: list[tuple[Waiting, End]] = [
-            (each, self._too_late(each, now_s)) for each in self._line.expired(now_s)
+            (each, self._too_late(each, now_s)) for each in self._queue.expired(now_s)
         ]
-        scan = _Scan(self._fleet, self._config.dispatch_ahead_s, now_s)
-        for waiting in self._line.candidates():
-            if not scan.is_ready(waiting.item) or not self._try(waiting, scan, ended):
-                scan.pass_by(waiting)
-        scan.looks = 0
-        for waiting in scan.hopeful():
-            scan.promised.remove(waiting.item.slot, waiting.service_s)
-            if not self._try(waiting, scan, ended):
-                scan.promised.add(waiting.item.slot, waiting.service_s)
-        self._ready_s = scan.next_ready_s(self._line.candidates())
+        promised, looks, spare_looks = Promised(), 0, 0
+        any_free = self._any_free(now_s)
+        for waiting in self._queue.candidates():
+            is_ready = self._is_ready(waiting.item, now_s)
+            if is_ready:
+                looks += 1
+            elif any_free:
+                spare_looks += 1
+            if (
+                looks <= _LOOKS_PER_PUMP
+                if is_ready
+                else any_free and spare_looks <= _LOOKS_PER_PUMP
+            ):
+                end = self._look(waiting, promised, now_s)
+                if end is not None:
+                    self._queue.remove(waiting)
+                    ended.append((waiting, end))
+                    any_free = any_free and self._any_free(now_s)
+                    continue
+            promised.add(waiting.item.slot, waiting.service_s)
+        self._ready_s = self._next_ready_s(now_s)
         return ended
 
     def next_pump_s(self, now_s: float) -> float:
         """When to `pump` at the latest, as seen at ``now_s``; infinite while nobody waits."""
         if not len(self):
             return inf
-        return min(self._ready_s, self._line.next_deadline_s, now_s + _RECHECK_S)
+        return min(self._ready_s, self._queue.next_deadline_s, now_s + _RECHECK_S)
 
     def leave(self, waiting: Waiting) -> None:
         """Forget a request that waits no longer; nothing if its waiting has ended."""
-        self._line.remove(waiting)
+        self._queue.remove(waiting)
 
-    def _try(self, waiting: Waiting, scan: "_Scan", ended: list[tuple[Waiting, End]]) -> bool:
-        """Look at one who waits; return whether the waiting has ended."""
-        if scan.looks == _LOOKS_PER_PUMP:
-            return False
-        scan.looks += 1
-        if (end := self._look(waiting, scan)) is None:
-            return False
-        self._line.remove(waiting)
-        ended.append((waiting, end))
-        return True
-
-    def _look(self, waiting: Waiting, scan: "_Scan") -> End | None:
+    def _look(self, waiting: Waiting, promised: Promised, now_s: float) -> End | None:
         """Place a request anew: let it go, or note what it waits for and return None."""
         try:
-            decision = waiting.item.place(scan.now_s, scan.promised)
+            decision = waiting.item.place(now_s, promised)
         except Exception as error:  # noqa: BLE001  (its client gets it; those behind go on)
             return error
-        cost = self._cost(decision)
-        waiting.item = held = self._held(waiting.item.place, decision, cost)
-        if scan.is_ready(held):
-            admitted = self._admit(decision, scan.now_s, waited_s=scan.now_s - waiting.arrived_s)
-            scan.note_start(held)
-            return admitted
-        self._line.revalue(waiting, cost.busy_s)
+        waiting.item = held = self._held(waiting.item.place, decision)
+        if self._is_ready(held, now_s):
+            return self._admit(decision, now_s, waited_s=now_s - waiting.arrived_s)
+        self._queue.revalue(waiting, decision.picked.cost.busy_s)
         return None
 
     def _about_s(self, service_s: float) -> float:
@@ -172,37 +169,58 @@ class Gate:
         judgment = self._fleet.judgment
         return service_s * judgment.alike + judgment.alike_s
 
-    def _cost(self, decision: Decision) -> Cost:
-        return decision.picked.cost
-
-    def _held(self, place: Place, decision: Decision, cost: Cost) -> Held:
-        # What it has to fetch overlaps the work before it, if it is sent that early.
-        may_queue_s = self._config.dispatch_ahead_s + cost.fetched_s
-        idle_s = {each.replica_id: each.cost.alone_s for each in decision.candidates}
-        own_s = idle_s.pop(decision.replica_id)
+    def _held(self, place: Place, decision: Decision) -> Held:
+        picked = decision.picked
         return Held(
             place=place,
-            wanted=decision.replica_id,
-            slot=decision.picked.replica.slot,
-            may_queue_s=may_queue_s,
-            worth_s=min(idle_s.values(), default=inf) - own_s,
-            roster=self._fleet.roster_version,
+            wanted=picked.replica_id,
+            slot=picked.replica.slot,
+            kv=kv_need(picked.keys, decision.prompt_tokens),
+            # What it has to fetch overlaps its waiting, if it is sent that early.
+            may_wait_s=self._config.dispatch_ahead_s + picked.cost.fetched_s,
         )
 
+    def _is_ready(self, held: Held, now_s: float) -> bool:
+        """Whether the replica that a request wants can soon begin with it, or is gone."""
+        replica = self._fleet.replicas[held.wanted]
+        if replica.state is not State.UP:
+            return True  # it is placed anew
+        return _believed_wait_s(replica, now_s, held.kv) <= held.may_wait_s + _CLOSE_S
+
+    def _any_free(self, now_s: float) -> bool:
+        return any(
+            _believed_wait_s(each, now_s) <= self._config.dispatch_ahead_s + _CLOSE_S
+            for each in self._fleet.replicas.values()
+            if each.state is State.UP
+        )
+
+    def _next_ready_s(self, now_s: float) -> float:
+        """When the first request's, or any busy, replica will be ready if all goes as predicted."""
+        replicas = self._fleet.replicas
+        held = [each.item for each in self._queue.candidates()]
+        after_s = [
+            _believed_wait_s(replicas[each.wanted], now_s, each.kv) - each.may_wait_s
+            for each in held
+        ]
+        if after_s:
+            busy_s = (
+                _believed_wait_s(each, now_s) - self._config.dispatch_ahead_s
+                for each in replicas.values()
+            )
+            after_s += [each for each in busy_s if each > _CLOSE_S]
+        return now_s + max(0.0, min(after_s, default=inf))
+
     def _may_go(self, held: Held, service_s: float, now_s: float) -> bool:
-        """Whether its replica can take a newcomer, and nobody waits for it who is before that."""
-        if not _fits(self._queue_s(held.wanted, now_s), held.may_queue_s):
+        """Whether its replica can take a newcomer, and no request before it waits for that."""
+        if not self._is_ready(held, now_s):
             return False
-        before = self._line.ahead_of(service_s, now_s)
+        before = self._queue.ahead_of(service_s, now_s)
         return all(each.item.wanted != held.wanted for each in before)
 
     def _admit(self, decision: Decision, now_s: float, waited_s: float = 0.0) -> Admitted:
         # Started here and not by whoever is woken for it: the next placing must see it.
         ticket = self._fleet.start(decision, now_s)
         return Admitted(decision=decision, ticket=ticket, waited_s=waited_s)
-
-    def _queue_s(self, replica_id: str, now_s: float) -> float:
-        return _believed_queue_s(self._fleet.replicas[replica_id], now_s)
 
     def _full(self, service_s: float, now_s: float) -> RateLimited:
         return RateLimited(
@@ -224,77 +242,11 @@ class Gate:
 
     def _retry_after_s(self, service_s: float, now_s: float) -> int:
         """Return the predicted seconds until a newcomer of this service would have its turn."""
-        before = self._line.ahead_of(service_s, now_s)
+        before = self._queue.ahead_of(service_s, now_s)
         up = [each for each in self._fleet.replicas.values() if each.state is State.UP]
         work_s = sum(each.service_s for each in before)
-        work_s += sum(each.line.queue_s(now_s) for each in up)
+        work_s += sum(each.queue.wait_s(now_s) for each in up)
         return max(1, ceil(work_s / max(1, len(up))))
-
-
-class _Scan:
-    """One pump's view of the replicas' queues: whom it is worth placing anew.
-
-    Those who may go by their last placing, and, while any replica is free, the
-    first of those who may have come to prefer it.
-    """
-
-    def __init__(self, fleet: Fleet, ahead_s: float, now_s: float) -> None:
-        self.now_s = now_s
-        self._fleet = fleet
-        self._ahead_s = ahead_s
-        self._queues_s = {
-            each.id: _believed_queue_s(each, now_s)
-            for each in fleet.replicas.values()
-            if each.state is State.UP
-        }
-        self._free = sum(_fits(queue_s, ahead_s) for queue_s in self._queues_s.values())
-        self.looks = 0
-        self.promised = Promised()
-        """To those who were passed by, where each still waits."""
-        self._hopes: list[tuple[float, int, Waiting]] = []
-
-    def is_ready(self, held: Held) -> bool:
-        """Whether a request may go to the replica it wants (yes also if that is not up)."""
-        return _fits(self._queues_s.get(held.wanted, 0.0), held.may_queue_s)
-
-    def pass_by(self, waiting: Waiting) -> None:
-        """Count one who goes on waiting as work before those behind."""
-        held = waiting.item
-        gain_s = self._before_s(held) - held.worth_s
-        if held.roster != self._fleet.roster_version:
-            gain_s = inf
-        if self._free and gain_s >= 0:
-            self._hopes.append((-gain_s, len(self._hopes), waiting))
-        self.promised.add(held.slot, waiting.service_s)
-
-    def hopeful(self) -> Sequence[Waiting]:
-        """Return those who would gain most if a free replica were now the better one."""
-        if not self._free:
-            return ()
-        return [waiting for *_, waiting in nsmallest(_LOOKS_PER_PUMP, self._hopes)]
-
-    def _before_s(self, held: Held) -> float:
-        """Return the work that would be before a request where it waits."""
-        return self._queues_s.get(held.wanted, 0.0) + self.promised.work_s(held.slot)
-
-    def note_start(self, held: Held) -> None:
-        """Note that a replica was given a request."""
-        if (before_s := self._queues_s.get(held.wanted)) is None:
-            return  # not up: its queue is nobody's reason to wait
-        after_s = _believed_queue_s(self._fleet.replicas[held.wanted], self.now_s)
-        self._queues_s[held.wanted] = after_s
-        if _fits(before_s, self._ahead_s) and not _fits(after_s, self._ahead_s):
-            self._free -= 1
-
-    def next_ready_s(self, waiting: Sequence[Waiting]) -> float:
-        """When the next of these, or any busy replica, will be ready if all goes as predicted."""
-        queues_s = self._queues_s
-        held = [each.item for each in waiting]
-        after_s = [queues_s.get(each.wanted, 0.0) - each.may_queue_s for each in held]
-        if after_s:
-            busy_s = (queue_s - self._ahead_s for queue_s in queues_s.values())
-            after_s += [each for each in busy_s if each > _CLOSE_S]
-        return self.now_s + max(0.0, min(after_s, default=inf))
 
 
 def _promised(waiting: Sequence[Waiting]) -> Promised:
@@ -304,10 +256,6 @@ def _promised(waiting: Sequence[Waiting]) -> Promised:
     return promised
 
 
-def _fits(queue_s: float, limit_s: float) -> bool:
-    return queue_s <= limit_s + _CLOSE_S
-
-
-def _believed_queue_s(replica: Replica, now_s: float) -> float:
-    """Return the work before a newcomer; none where it is but a guess, so as to hold nobody up."""
-    return replica.line.queue_s(now_s) if replica.rates.observations else 0.0
+def _believed_wait_s(replica: Replica, now_s: float, kv: KvNeed = NO_KV) -> float:
+    """Return a newcomer's wait; none where it is but a guess, so as to hold nothing up."""
+    return replica.queue.wait_s(now_s, kv) if replica.rates.observations else 0.0

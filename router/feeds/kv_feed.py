@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from typing import Final
 from urllib.parse import urlsplit
@@ -100,7 +101,7 @@ class KvFeed:
     def apply(self, batch: KvBatch) -> None:
         """Take a message, in order, each once."""
         problem = self._replica.shape_problem
-        self._fleet.apply_kv(self._replica.id, batch)
+        self._fleet.apply_kv(self._replica.id, batch, time.monotonic())
         self._reader.shows_first = not self._replica.shape_checked
         if self._replica.shape_problem not in (None, problem):
             log.error("%s: %s", self._replica.id, self._replica.shape_problem)

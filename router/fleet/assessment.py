@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Final
 
 from router.config import Judgment
-from router.fleet.candidate import SLOW_TIERS, Candidate, PeerSource
+from router.fleet.candidate import SLOW_TIERS, Candidate, PeerSource, kv_need
 from router.fleet.replica import Replica
-from router.latency import Part, Promised, Work
+from router.latency import KvNeed, Part, Promised, Work
 from router.residency import ChunkRun, Match, PrefixIndex, PromptKeys, Tier
 
 _RATE_OF: Final = {Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
@@ -39,6 +39,7 @@ class Assessor:
         self._promised = promised
         self._busy_share = busy_share
         self._now_s = now_s
+        self._needed: tuple[PromptKeys, KvNeed] | None = None
 
     def assess(self, replica: Replica, keys: PromptKeys, gpu_blocks: int) -> Candidate:
         """Return the best candidate of a replica whose GPU has so many blocks of the prompt.
@@ -170,6 +171,11 @@ class Assessor:
             least += max(0, self._prompt_tokens - 1) % keys.block_tokens
         return max(least, self._prompt_tokens - matched_tokens)
 
+    def _kv_need(self, keys: PromptKeys) -> KvNeed:
+        if self._needed is None or self._needed[0] is not keys:
+            self._needed = (keys, kv_need(keys, self._prompt_tokens))
+        return self._needed[1]
+
     def _work(self, replica: Replica, keys: PromptKeys, matched: Mapping[Tier, int]) -> Work:
         total = sum(matched.values())
         per_token = replica.kv_bytes_per_token
@@ -180,7 +186,8 @@ class Assessor:
             load_bytes=(total - matched.get(Tier.GPU, 0)) * per_token,
             disk_bytes=matched.get(Tier.DISK, 0) * per_token,
             remote_bytes=matched.get(Tier.REMOTE, 0) * per_token,
-            queue_s=replica.line.queue_s(self._now_s) + self._promised.work_s(replica.slot),
+            queue_s=replica.queue.wait_s(self._now_s, self._kv_need(keys))
+            + self._promised.work_s(replica.slot),
             backlog_s=max(0.0, replica.fetching_until_s - self._now_s),
             decoding=replica.decoding,
         )

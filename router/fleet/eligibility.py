@@ -7,7 +7,7 @@ from typing import Final
 from router.config import NoReplica, UnknownModel
 from router.fleet.policy import salt_of
 from router.fleet.replica import Replica, State
-from router.latency import PrefillLine
+from router.latency import ReplicaQueue
 from router.residency import KeyShape, slots
 
 _MAX_VIEWS: Final = 64
@@ -56,7 +56,7 @@ class Eligible:
     """Of the peer sources."""
     kind_at: Mapping[int, int]
     """By a source's slot the index of its kind."""
-    lines: Sequence[PrefillLine]
+    queues: Sequence[ReplicaQueue]
     """Those of the ``replicas``, in the same order."""
     ring: Sequence[tuple[int, int]]
     """A hash of each one's id, and its place in the order, sorted."""
@@ -78,7 +78,7 @@ class Eligible:
             sources={each.slot: each for each in sources},
             kinds=kinds,
             kind_at={slot: at for at, kind in enumerate(kinds) for slot in slots(kind.replicas)},
-            lines=[each.line for each in replicas],
+            queues=[each.queue for each in replicas],
             ring=sorted((salt_of(each.id), at) for at, each in enumerate(replicas)),
         )
 

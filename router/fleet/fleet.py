@@ -123,19 +123,14 @@ class Fleet:
             claim = self.index.believe(replica.slot, keys.keys, now_s + ttl_s)
         if decision.session is not None:
             self.sessions.note(decision.session, replica.slot, now_s)
-        cost = replica.rates.cost(decision.picked.work)
-        if decision.is_staged:
-            replica.fetch(cost.fetch_s, now_s)
         self._turn += 1
         for recent in (self._recent, replica.recent):
-            recent.note(cost.busy_s, now_s)
+            recent.note(decision.picked.cost.busy_s, now_s)
         return Ticket(
-            replica,
+            decision,
             self.index,
             claim,
-            decision,
             now_s,
-            cost=cost,
             learned=self._teach,
             unseen=self.unseen,
             judgment=self.judgment,
@@ -282,7 +277,7 @@ class Fleet:
         """Note that a replica's KV events are being followed from now on."""
         self.replicas[replica_id].has_events = True
 
-    def apply_kv(self, replica_id: str, batch: KvBatch) -> None:
+    def apply_kv(self, replica_id: str, batch: KvBatch, now_s: float) -> None:
         """Take over a message of vLLM's KV events.
 
         Of a replica with an agent only those of the GPU: of the lower tiers
@@ -293,7 +288,7 @@ class Fleet:
             if isinstance(event, FirstBlocks):
                 self._check_shape(replica, event)
             else:
-                self._apply_kv_event(replica, event)
+                self._apply_kv_event(replica, event, now_s)
 
     def lost_kv(self, replica_id: str) -> None:
         """Forget what KV events told: their publisher is gone, began anew, or left a gap."""
@@ -303,7 +298,7 @@ class Fleet:
         # A stock vLLM may come back with another random seed.
         replica.shape_checked = False
 
-    def _apply_kv_event(self, replica: Replica, event: KvEvent) -> None:
+    def _apply_kv_event(self, replica: Replica, event: KvEvent, now_s: float) -> None:
         lower_too = replica.config.agent_url is None
         match event:
             case GpuCleared():
@@ -311,7 +306,7 @@ class Fleet:
             case BlocksStored(tier, keys) if lower_too or tier is Tier.GPU:
                 self.index.add(replica.slot, tier, keys, counted=True)
                 if tier is Tier.GPU:
-                    self.unseen.stored(replica.slot, keys)
+                    self.unseen.stored(replica.slot, keys, now_s)
             case BlocksRemoved(tier, keys) if lower_too or tier is Tier.GPU:
                 self.index.remove(replica.slot, tier, keys)
 

@@ -5,95 +5,78 @@ from dataclasses import replace
 from math import inf
 
 from router.config import Judgment
+from router.fleet.candidate import kv_need
 from router.fleet.decision import Decision
+from router.fleet.phases import NEXT, WAITING, Event, Phase
 from router.fleet.replica import Replica
 from router.fleet.unseen import Prefill, Unseen
-from router.latency import Cost, Work
 from router.residency import Claim, PrefixIndex
 
 
 class Ticket:
-    """Held by whoever forwards the request; made by `Fleet.start`.
+    """Held by the forwarder of the request; made by `Fleet.start`.
 
     `finish` must be called on every way out, and may be called more than once.
     """
 
     def __init__(
         self,
-        replica: Replica,
+        decision: Decision,
         index: PrefixIndex,
         claim: Claim | None,
-        decision: Decision,
         now_s: float,
         *,
-        cost: Cost,
         learned: Callable[[Replica], None],
         unseen: Unseen,
         judgment: Judgment,
     ) -> None:
-        """``cost`` is that of the decision's work, as predicted now.
+        """``learned`` is told when the replica's rates have learned from the request.
 
-        ``learned`` is told when the replica's rates have learned from the request;
         ``unseen`` ends its prefill where the answer will not be streamed.
         """
-        self._replica = replica
+        picked = decision.picked
+        self._replica = replica = picked.replica
+        self._work = picked.work
+        self._kv = kv_need(picked.keys, decision.prompt_tokens)
+        self._predicted_ttft_s = decision.predicted_ttft_s
+        self._last_block = picked.keys.keys[-1] if picked.keys.chain else None
+        self._cost = replica.rates.cost(picked.work)
         self._judgment = judgment
         self._learned = learned
         self._index = index
         self._claim = claim
-        self._decision = decision
+        self._unseen = None if decision.streamed else unseen
+        self._unseen_number: int | None = None
+        self._queue_token: int | None = None
         self.started_s = now_s
         self._lag_s = 0.0
         self._ttft_s: float | None = None
         self._streamed = False
-        self._finished = False
         self._was_alone = not replica.waiting
         replica.waiting += 1
         replica.started += 1
         self._number = replica.started
-        self._waits = True
-        self._cost = cost
-        self._unseen = unseen
-        self._unseen_number: int | None = None
-        self._line_token: int | None = None
-        # While a request's KV is staged, its replica has nothing of it to compute: taken for
-        # work before them, it held others in the router while replicas were idle.
-        if not decision.is_staged:
-            self._join(now_s)
+        self._fetched_s = now_s
+        # The replica has nothing to compute of a request whose KV is being fetched: taken for
+        # work before them, it held other requests in the router while replicas were idle.
+        self.phase = Phase.FETCHING
+        if decision.is_staged:
+            self._fetched_s = replica.fetch(self._cost.fetch_s, now_s)
+        else:
+            self._move(Event.SENT, now_s)
 
-    def _join(self, now_s: float) -> None:
-        self._line_token = self._replica.line.join(self._cost.busy_s, now_s)
-        if not self._decision.streamed and self._unseen_number is None:
-            self._unseen_number = self._watch()
+    def sent(self, now_s: float, *, is_staged: bool = True) -> None:
+        """Note that the replica is asked only now: others may have been in the meantime.
 
-    def _watch(self) -> int:
-        keys = self._decision.picked.keys
-        last_block = keys.keys[-1] if keys.chain else None
-        prefill = Prefill(last_block=last_block, due_s=self._due_s, ended=self._end_waiting)
-        return self._unseen.add(self._replica.slot, prefill)
-
-    def _due_s(self) -> float:
-        """Return when the first token is to come, as predicted now; at once if it has, unseen."""
-        end_s = None if self._line_token is None else self._replica.line.end_s(self._line_token)
-        return -inf if end_s is None else end_s + self._cost.base_s
-
-    def sent(self, now_s: float) -> None:
-        """Note that the replica is asked only now: others may have been in the meantime."""
-        if self._finished or self._ttft_s is not None:
-            return
-        if self._line_token is not None:
-            self._replica.line.give_up(self._line_token, now_s)
-        self._join(now_s)
-
-    def _end_waiting(self) -> None:
-        """Count the request as decoding from now on; later calls change nothing."""
-        if not self._waits:
-            return
-        self._waits = False
-        self._replica.waiting -= 1
-        self._replica.decoding += 1
-        if self._unseen_number is not None:
-            self._unseen.remove(self._replica.slot, self._unseen_number)
+        ``is_staged``: whether its KV is in the replica's CPU RAM; else the replica lets others
+        go first until it is.
+        """
+        if self.phase is Phase.PREFILLING:
+            self._leave_queue(now_s)
+            self._join_queue(now_s)
+        elif self._move(Event.SENT, now_s) and not is_staged:
+            self._leave_queue(now_s)
+            self._join_queue(now_s, ready_s=self._fetched_s)
 
     def first_byte(self, now_s: float, *, streamed: bool = True, lag_s: float = 0.0) -> None:
         """Note that the answer has begun; later calls change nothing.
@@ -103,50 +86,88 @@ class Ticket:
         ``lag_s``: what the router itself took to send the request, beside what it waited
         for; that is not the replica's.
         """
-        if self._finished or self._ttft_s is not None:
+        if self.phase is Phase.ENDED or self._ttft_s is not None:
             return
-        self._end_waiting()
+        self._move(Event.FIRST_TOKEN, now_s)
         self._ttft_s = now_s - self.started_s
         self._lag_s = max(0.0, lag_s)
         self._was_alone &= self._replica.started == self._number
         self._streamed = streamed
-        if self._line_token is not None:
-            self._replica.line.leave(self._line_token, now_s, just_now=streamed)
+        if self._queue_token is not None:
+            self._replica.queue.leave(self._queue_token, now_s, just_now=streamed)
 
-    def finish(
-        self,
-        now_s: float,
-        *,
-        ok: bool,
-        cached_tokens: int | None = None,
-        output_tokens: int | None = None,
-    ) -> None:
+    def finish(self, now_s: float, *, ok: bool, cached_tokens: int | None = None) -> None:
         """Release the request and learn from it; later calls change nothing.
 
-        ``cached_tokens`` and ``output_tokens`` are what the replica's
-        ``usage`` said, if it did.
+        ``cached_tokens`` is what the replica's ``usage`` said, if it did.
         """
-        if self._finished:
+        if not self._move(Event.END, now_s):
             return
-        self._finished = True
-        self._end_waiting()
-        self._replica.decoding -= 1
         if self._ttft_s is None:
-            if self._line_token is not None:
-                self._replica.line.give_up(self._line_token, now_s)
-            self._withdraw()
-            return
-        if ok and self._streamed:
+            # Nothing was computed, as far as is known: a request that is sent
+            # elsewhere now must not be drawn back by its own claim.
+            if self._claim is not None:
+                self._index.withdraw(self._claim)
+        elif ok and self._streamed:
             # Whatever made the prediction wrong is counted, a match that was not
             # there and rates not learned yet too; the rates learn from what is
             # known by now.
-            self._replica.errors.note(self._decision.predicted_ttft_s, self._ttft_s)
-            self._learn(self._work(cached_tokens), self._ttft_s)
+            self._replica.errors.note(self._predicted_ttft_s, self._ttft_s)
+            self._replica.note_answer(now_s - self.started_s - self._ttft_s)
+            self._learn(cached_tokens, self._ttft_s)
 
-    def _learn(self, work: Work, ttft_s: float) -> None:
+    # --- phases
+
+    def _move(self, event: Event, now_s: float) -> bool:
+        """Move to the next phase; return whether that is another one."""
+        before, after = self.phase, NEXT.get((self.phase, event))
+        if after is None:
+            return False
+        self.phase = after
+        replica = self._replica
+        if before in WAITING and after not in WAITING:
+            replica.waiting -= 1
+            if self._unseen is not None and self._unseen_number is not None:
+                self._unseen.remove(replica.slot, self._unseen_number)
+        if after is Phase.PREFILLING:
+            self._join_queue(now_s)
+        replica.decoding += (after is Phase.DECODING) - (before is Phase.DECODING)
+        if after is Phase.ENDED:
+            self._leave_queue(now_s)
+        return True
+
+    def _join_queue(self, now_s: float, *, ready_s: float = 0.0) -> None:
+        self._queue_token = self._replica.queue.join(
+            self._cost.busy_s, now_s, kv=self._kv, ready_s=ready_s
+        )
+        if self._unseen is not None and self._unseen_number is None:
+            prefill = Prefill(
+                last_block=self._last_block, due_s=self._due_s, ended=self._ended_unseen
+            )
+            self._unseen_number = self._unseen.add(self._replica.slot, prefill, now_s)
+
+    def _leave_queue(self, now_s: float) -> None:
+        if self._queue_token is not None:
+            self._replica.queue.end(self._queue_token, now_s)
+
+    def _due_s(self, now_s: float) -> float:
+        """Return when the first token is to come, as predicted now; at once if it has, unseen."""
+        token = self._queue_token
+        end_s = None if token is None else self._replica.queue.end_s(token, now_s)
+        return -inf if end_s is None else end_s + self._cost.base_s
+
+    def _ended_unseen(self, event: Event, now_s: float) -> None:
+        self._move(event, now_s)
+
+    # --- learning
+
+    def _learn(self, cached_tokens: int | None, ttft_s: float) -> None:
         if not self._judgment.learns:
             return
-        planned = self._decision.picked.work.new_tokens
+        work = self._work
+        planned = work.new_tokens
+        if cached_tokens is not None:
+            work = work.with_cached(cached_tokens, self._replica.kv_bytes_per_token)
         low, high = sorted((planned, work.new_tokens))
         if not self._was_alone and high > self._judgment.learning.other_work * low:
             # In a burst of one prompt one may compute what it was to wait for, and another
@@ -157,18 +178,5 @@ class Ticket:
         self._replica.rates.observe(replace(work, queue_s=queue_s), ttft_s - self._lag_s)
         self._learned(self._replica)
 
-    def _work(self, cached_tokens: int | None) -> Work:
-        work = self._decision.picked.work
-        if cached_tokens is None:
-            return work
-        return work.with_cached(cached_tokens, self._replica.kv_bytes_per_token)
-
-    def _withdraw(self) -> None:
-        # Nothing was computed, as far as anyone knows: a request that is sent
-        # elsewhere now must not be drawn back by its own claim.
-        if self._claim is not None:
-            self._index.withdraw(self._claim)
-
     def __repr__(self) -> str:
-        state = "finished" if self._finished else "waiting" if self._waits else "decoding"
-        return f"<Ticket {self._replica.id} {state}>"
+        return f"<Ticket {self._replica.id} {self.phase}>"

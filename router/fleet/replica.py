@@ -12,8 +12,10 @@ from types import MappingProxyType
 from typing import Final
 
 from router.config import DEFAULT, Judgment, RatesConfig, ReplicaConfig
-from router.latency import PredictionErrors, PrefillLine, Rates, RecentWork
+from router.latency import PredictionErrors, Rates, RecentWork, ReplicaQueue
 from router.residency import KeyShape
+
+_RECENT_ANSWERS: Final = 50
 
 
 class State(StrEnum):
@@ -89,7 +91,7 @@ class Replica:
     """Whether its KV events are being followed right now."""
     fetching_until_s: float = 0.0
     """When the KV that it was told to fetch will be there, as predicted: more comes after that."""
-    line: PrefillLine = field(default_factory=PrefillLine)
+    queue: ReplicaQueue = field(default_factory=ReplicaQueue)
     recent: RecentWork = field(default_factory=RecentWork)
     errors: PredictionErrors = field(default_factory=PredictionErrors)
     """Of its TTFTs."""
@@ -99,6 +101,10 @@ class Replica:
     """Requests sent whose first token has not come."""
     decoding: int = 0
     """Requests between first token and end."""
+    answers: int = 0
+    """Streamed answers that have ended."""
+    _answer_s: float = 0.0
+    """How long they took, on average of the last `_RECENT_ANSWERS`."""
 
     @classmethod
     def new(
@@ -137,9 +143,16 @@ class Replica:
         """Whether other replicas can copy chunks from it."""
         return self.transfer_port is not None and self.no_copies_until_s <= now_s
 
-    def fetch(self, seconds: float, now_s: float) -> None:
-        """Note that it was told to fetch KV."""
+    def fetch(self, seconds: float, now_s: float) -> float:
+        """Note that it was told to fetch KV; return when that will be there."""
         self.fetching_until_s = max(self.fetching_until_s, now_s) + seconds
+        return self.fetching_until_s
+
+    def note_answer(self, seconds: float) -> None:
+        """Learn how long answers take, from their first tokens to their ends."""
+        self.answers += 1
+        self._answer_s += (seconds - self._answer_s) / min(self.answers, _RECENT_ANSWERS)
+        self.queue.know_answers(self._answer_s)
 
     def receive(self, signal: Signal) -> bool:
         """Move to the next state; return whether that is another one."""

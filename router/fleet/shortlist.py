@@ -65,7 +65,7 @@ class Field:
         matched_tokens = self.depth(replica).blocks * self.keys(replica).block_tokens
         return min(matched_tokens, self._prompt_tokens)
 
-    def holders(self) -> list[Replica]:
+    def holders(self, now_s: float) -> list[Replica]:
         """Return replicas that match, at most `_MAX_HOLDERS`; of each crowd the soonest free.
 
         If more than half of the replicas match alike, the shortlist of idle replicas already
@@ -78,7 +78,9 @@ class Field:
             for crowd in self._crowds
             if 2 * crowd.replicas.bit_count() <= len(self.eligible)
         ]
-        few += [min(each, key=lambda slot: able[slot].line.free_at_s) for each in crowds if each]
+        few += [
+            min(each, key=lambda slot: able[slot].queue.free_at_s(now_s)) for each in crowds if each
+        ]
         return [able[slot] for slot in few]
 
     def sources(self, now_s: float) -> list[tuple[Replica, int]]:
@@ -110,7 +112,7 @@ class Field:
     def bound_s(self, replica: Replica, now_s: float) -> float:
         """Return what the prompt costs at the least, if nothing is copied."""
         missing = self._prompt_tokens - self.matched_tokens(replica)
-        return replica.line.queue_s(now_s) + replica.rates.seconds(Part.PREFILL) * missing
+        return replica.queue.wait_s(now_s) + replica.rates.seconds(Part.PREFILL) * missing
 
 
 def shortlist(field: Field, affinity: int, also: Replica | None, now_s: float) -> list[Replica]:
@@ -121,9 +123,9 @@ def shortlist(field: Field, affinity: int, also: Replica | None, now_s: float) -
     hashes, so that equal prompts meet among those weighed, too.
     """
     eligible = field.eligible
-    free_at_s = [line.free_at_s for line in eligible.lines]
+    free_at_s = [queue.free_at_s(now_s) for queue in eligible.queues]
     half = MAX_WEIGHED // 2
-    holders = field.holders()
+    holders = field.holders(now_s)
     if len(holders) > half:
         holders = nsmallest(half, holders, key=lambda each: field.bound_s(each, now_s))
     soonest = _idle(eligible, free_at_s, affinity, now_s)

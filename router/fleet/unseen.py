@@ -1,9 +1,9 @@
 """First tokens that the router does not see: those of answers that are not streamed.
 
-The headers of such an answer come with its last token. Its request counts as waiting, and
-what it has to load as loading, only until one of these ends its prefill, whichever comes
-first: the replica's KV event for the prompt's last block, the answer itself, or the time
-that was predicted. Without that, seconds of decoding look like a prefill that never ends.
+The headers of such an answer come with its last token. Its request is prefilling only until
+one of these ends that, whichever comes first: the replica's KV event for the prompt's last
+block, the answer itself, or the time that was predicted. Without that, seconds of decoding
+look like a prefill that never ends.
 
 Pure: no clock, no I/O.
 """
@@ -11,7 +11,8 @@ Pure: no clock, no I/O.
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import inf
+
+from router.fleet.phases import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +21,10 @@ class Prefill:
 
     last_block: int | None
     """Key of the prompt's last whole block; None where no event can tell of it."""
-    due_s: Callable[[], float]
-    """When it will be over, as predicted now."""
-    ended: Callable[[], None]
-    """Called when it is taken to be over."""
+    due_s: Callable[[float], float]
+    """When it will be over, as predicted at a time."""
+    ended: Callable[[Event, float], None]
+    """Called, with the time, when it is taken to be over."""
 
 
 class Unseen:
@@ -34,16 +35,11 @@ class Unseen:
         self._due: list[tuple[float, int, int]] = []
         self._last = 0
 
-    @property
-    def next_s(self) -> float:
-        """When `pass_time` may end a prefill, infinite while there is none; never too late."""
-        return self._due[0][0] if self._due else inf
-
-    def add(self, slot: int, prefill: Prefill) -> int:
+    def add(self, slot: int, prefill: Prefill, now_s: float) -> int:
         """Wait for the end of a prefill at a replica; return the number to `remove` it by."""
         self._last += 1
         self._by_slot.setdefault(slot, {})[self._last] = prefill
-        heapq.heappush(self._due, (prefill.due_s(), slot, self._last))
+        heapq.heappush(self._due, (prefill.due_s(now_s), slot, self._last))
         return self._last
 
     def remove(self, slot: int, number: int) -> None:
@@ -57,22 +53,22 @@ class Unseen:
             prefill = self._by_slot[slot].get(number)
             if prefill is None:
                 continue
-            due_s = prefill.due_s()
+            due_s = prefill.due_s(now_s)
             if due_s > now_s:  # what was before it took longer than predicted
                 heapq.heappush(self._due, (due_s, slot, number))
             else:
-                self._end(slot, number)
+                self._end(slot, number, Event.DUE, now_s)
 
-    def stored(self, slot: int, keys: Iterable[int]) -> None:
+    def stored(self, slot: int, keys: Iterable[int], now_s: float) -> None:
         """End the prefills of which the last block is now on a replica's GPU."""
         if not (prefills := self._by_slot.get(slot)):
             return
         stored = frozenset(keys)
         for number in [n for n, each in prefills.items() if each.last_block in stored]:
-            self._end(slot, number)
+            self._end(slot, number, Event.PROMPT_STORED, now_s)
 
-    def _end(self, slot: int, number: int) -> None:
-        self._by_slot[slot].pop(number).ended()
+    def _end(self, slot: int, number: int, sign: Event, now_s: float) -> None:
+        self._by_slot[slot].pop(number).ended(sign, now_s)
 
     def __repr__(self) -> str:
-        return f"<Unseen {sum(map(len, self._by_slot.values()))} until {self.next_s:.3f}>"
+        return f"<Unseen {sum(map(len, self._by_slot.values()))}>"

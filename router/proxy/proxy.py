@@ -172,7 +172,7 @@ class Proxy:
         try:
             record.prepared = await self._preparer.prepare(decision)
             if decision.is_staged or record.prepared.waited_s > 0:
-                ticket.sent(self._clock())
+                ticket.sent(self._clock(), is_staged=record.prepared.is_staged)
             answer = await self._upstream.send(
                 request.method,
                 decision.url + request.path_qs,
@@ -275,10 +275,5 @@ class Proxy:
 
     def _release(self, ticket: Ticket, *, ok: bool = False, usage: Usage = _NOTHING) -> None:
         """Give back a ticket: the one place for it, whatever the request's end was."""
-        ticket.finish(
-            self._clock(),
-            ok=ok,
-            cached_tokens=usage.cached_tokens,
-            output_tokens=usage.output_tokens,
-        )
+        ticket.finish(self._clock(), ok=ok, cached_tokens=usage.cached_tokens)
         self._admission.wake()

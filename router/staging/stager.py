@@ -10,7 +10,7 @@ from router.fleet import Decision, Fleet
 from router.staging.agent_client import Agents
 from router.staging.backoff import Backoff
 from router.staging.peer_copy import Copier, CopyOutcome
-from router.staging.prefetch import Prefetcher, PrefetchOutcome
+from router.staging.prefetch import Prefetcher, PrefetchOutcome, Timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,12 @@ class Preparation:
     copy: CopyOutcome | None = None
     """None where nothing was to be copied."""
     waited_s: float = 0.0
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether all KV that was asked for is in the replica's CPU RAM now."""
+        outcomes = (self.prefetch, self.copy)
+        return all(each is None or each.timing is Timing.IN_TIME for each in outcomes)
 
     def headers(self) -> dict[str, str]:
         """Return the response headers that tell of it."""

@@ -57,12 +57,12 @@ def test_a_session_at_home_is_told_what_that_costs() -> None:
         f"{decision.replica_id} is the session's home: it holds none of the 640 tokens; "
         "nobody would answer sooner."
     )
-    fleet.replicas[decision.replica_id].line.join(0.2, 0.0)
+    fleet.replicas[decision.replica_id].queue.join(0.2, 0.0)
     assert sentence(fleet, prompt, session="s") == (
         f"{decision.replica_id} is the session's home: it holds none of the 640 tokens; "
         f"{other} would answer 0.20 s sooner, no more than the margin of 0.25 s."
     )
-    fleet.replicas[decision.replica_id].line.join(1.0, 0.0)
+    fleet.replicas[decision.replica_id].queue.join(1.0, 0.0)
     assert sentence(fleet, prompt, session="s") == (
         f"{other} answers soonest: it holds none of the 640 tokens; the session's home "
         f"{decision.replica_id} would take 1.2 s longer, more than the margin of 0.25 s."
@@ -107,7 +107,7 @@ def test_who_spares_the_fleet_work_may_be_a_little_later() -> None:
         fleet.start(past, 0.0).finish(0.0, ok=False)
     stored(fleet, "r1", Tier.GPU, blocks(prompt))
     alone_s = place(fleet, tokens(6400, start=99_999)).predicted_ttft_s
-    fleet.replicas["r1"].line.join(alone_s + 0.2, 0.0)
+    fleet.replicas["r1"].queue.join(alone_s + 0.2, 0.0)
     decision = place(fleet, prompt)
     assert decision.replica_id == "r1"
     assert "r1 answers nearly as soon as any" in why(decision, fleet.config)
@@ -181,7 +181,7 @@ def test_rates_and_errors_of_each_are_told() -> None:
 def test_of_many_replicas_the_soonest_are_shown_and_the_pick(policy: PolicyName) -> None:
     fleet, prompt = make_fleet(100, policy=policy), tokens(640)
     for number, each in enumerate(fleet.replicas.values()):
-        each.line.join(100.0 - number, 0.0)
+        each.queue.join(100.0 - number, 0.0)
     answer = told(fleet, prompt)
     shown = [each["replica_id"] for each in answer["candidates"]]
     weighed = len(place(fleet, prompt).candidates)
@@ -199,7 +199,7 @@ def test_the_table_fits_a_terminal() -> None:
     for number, each in enumerate(list(fleet.replicas.values())):
         stored(fleet, each.id, Tier.GPU, ids[: 64 * number])
         snapshot(fleet, each.id, cpu=keys[:300], disk=keys[:800], remote=keys[:1200])
-        each.line.join(100.0 * number, 0.0)
+        each.queue.join(100.0 * number, 0.0)
         each.errors.note(1.0, 1.5)
         fleet.replicas.rename(each.id, f"replica{number}")
     answer = told(fleet, prompt)

@@ -148,7 +148,7 @@ class OurRouter:
         try:
             prepared = await self._preparer.prepare(decision)
             if decision.is_staged or prepared.waited_s > 0:
-                ticket.sent(self._loop.time())
+                ticket.sent(self._loop.time(), is_staged=prepared.is_staged)
             sent.record.headers = {"reason": str(decision.reason), **prepared.headers()}
             sent.record.predicted_ttft_s = decision.predicted_ttft_s
             serving = replica.submit(sent.prompt, sent.output_tokens, first_token)
@@ -174,7 +174,6 @@ class OurRouter:
                 self._loop.time(),
                 ok=ok,
                 cached_tokens=cached_tokens,
-                output_tokens=sent.output_tokens,
             )
             self._admission.wake()
         return True
@@ -204,7 +203,8 @@ class OurRouter:
         self._apply(replica, GpuCleared())
 
     def _apply(self, replica: int, event: KvEvent) -> None:
-        self.fleet.apply_kv(f"r{replica}", KvBatch(seq=0, ts=0.0, events=[event]))
+        now_s = self._loop.time()
+        self.fleet.apply_kv(f"r{replica}", KvBatch(seq=0, ts=0.0, events=[event]), now_s)
 
     def _meet(self, replica: ModelReplica) -> None:
         """Begin to follow a replica."""
@@ -213,6 +213,12 @@ class OurRouter:
         self._take_info(replica)
         self.fleet.following_kv(name)
         self.fleet.replicas[name].shape_checked = True
+        import os
+
+        if os.environ.get("CAP"):
+            self.fleet.replicas[name].queue.know_memory(
+                replica.machine.shape.gpu_tokens * float(os.environ["CAP"])
+            )
 
     def _take_info(self, replica: ModelReplica) -> None:
         """Learn who a replica is, as its agent tells."""

@@ -130,7 +130,7 @@ def test_the_router_reads_them_and_leaves_them_to_the_agent_where_there_is_one()
     ):
         replica = ReplicaConfig(url="http://127.0.0.1:1", instance_id="r", agent_url=agent_url)
         fleet = Fleet(RouterConfig(replicas=(replica,)))
-        fleet.apply_kv("r", batch)
+        fleet.apply_kv("r", batch, 0.0)
         assert {tier: count for tier, count in fleet.index.held(0).items() if count} == held
 
 

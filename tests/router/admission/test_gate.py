@@ -216,16 +216,16 @@ def fetching() -> Driver:
 def test_a_request_whose_kv_is_fetched_holds_no_other_back_until_it_is_sent() -> None:
     """Its replica has nothing of it to compute meanwhile, and would be idle."""
     driver = fetching()
-    assert driver.fleet.replicas["r0"].line.queue_s(0.0) == 0.0
+    assert driver.fleet.replicas["r0"].queue.wait_s(0.0) == 0.0
     assert driver.ask("long", 10.0)
     driver.admitted["fetching"].ticket.sent(0.1)
-    assert driver.fleet.replicas["r0"].line.queue_s(0.1) > 9.0
+    assert driver.fleet.replicas["r0"].queue.wait_s(0.1) > 9.0
 
 
 def test_a_request_that_is_given_up_while_its_kv_is_fetched_leaves_nothing() -> None:
     driver = fetching()
     driver.admitted["fetching"].ticket.finish(0.2, ok=False)
-    assert driver.fleet.replicas["r0"].line.queue_s(0.2) == 0.0
+    assert driver.fleet.replicas["r0"].queue.wait_s(0.2) == 0.0
     assert driver.in_flight() == 0
 
 

@@ -81,7 +81,7 @@ def chunks(prompt: GivenPrompt) -> list[bytes]:
 
 
 def stored(fleet: Fleet, name: str, tier: Tier, keys: list[int]) -> None:
-    fleet.apply_kv(name, KvBatch(0, 0.0, [BlocksStored(tier, keys)]))
+    fleet.apply_kv(name, KvBatch(0, 0.0, [BlocksStored(tier, keys)]), 0.0)
 
 
 def snapshot(fleet: Fleet, name: str, **tiers: list[bytes]) -> None:
@@ -167,7 +167,7 @@ def test_lower_tiers_in_kv_events_count_only_without_an_agent() -> None:
     stock.following_kv("r0")
     first = FirstBlocks(blocks(prompt), list(prompt.token_ids or ()), BLOCK)
     for fleet in (with_agent, stock):
-        fleet.apply_kv("r0", KvBatch(0, 0.0, [first, BlocksStored(Tier.CPU, blocks(prompt))]))
+        fleet.apply_kv("r0", KvBatch(0, 0.0, [first, BlocksStored(Tier.CPU, blocks(prompt))]), 0.0)
     assert place(with_agent, prompt).matched_tokens == {}
     assert place(stock, prompt).matched_tokens == {Tier.CPU: 256}
 
@@ -247,27 +247,27 @@ def test_a_ticket_releases_once_on_every_path() -> None:
     whole.first_byte(1.5)
     assert (replica.waiting, replica.decoding) == (1, 1)
     for _ in range(2):
-        whole.finish(2.0, ok=True, cached_tokens=0, output_tokens=5)
+        whole.finish(2.0, ok=True, cached_tokens=0)
         refused.finish(2.0, ok=False)
         refused.first_byte(3.0)
     assert replica.in_flight == 0
-    assert replica.line.queue_s(2.0) == 0.0
+    assert replica.queue.wait_s(2.0) == 0.0
 
 
 def test_who_is_sent_later_stands_behind_those_sent_before() -> None:
     """One waits for its prefetch; another comes, overtakes it and is done."""
     fleet = make_fleet(1)
-    line = fleet.replicas["r0"].line
+    queue = fleet.replicas["r0"].queue
     held = fleet.start(place(fleet, tokens(3000)), 0.0)
     other = fleet.start(place(fleet, tokens(1000, start=50_000)), 0.0)
     other.first_byte(1.0)
-    assert line.queue_s(1.0) == pytest.approx(3.0, rel=0.1)
+    assert queue.wait_s(1.0) == pytest.approx(3.0, rel=0.1)
     held.sent(1.0)
-    assert line.queue_s(1.0) == pytest.approx(3.0, rel=0.1)
+    assert queue.wait_s(1.0) == pytest.approx(3.0, rel=0.1)
     held.first_byte(4.0)
-    assert line.queue_s(4.0) == 0.0
+    assert queue.wait_s(4.0) == 0.0
     held.sent(5.0)
-    assert line.queue_s(5.0) == 0.0
+    assert queue.wait_s(5.0) == 0.0
 
 
 def test_who_has_not_answered_yet_is_taken_to_be_like_those_who_have() -> None:
@@ -361,7 +361,7 @@ def test_a_session_stays_home_and_spills_when_home_is_busy() -> None:
     home = first.replica_id
     again = place(fleet, tokens(320, start=50_000), session="s")
     assert (again.replica_id, again.reason) == (home, Reason.SESSION_HOME)
-    fleet.replicas[home].line.join(5.0, 0.0)
+    fleet.replicas[home].queue.join(5.0, 0.0)
     spilled = place(fleet, tokens(320, start=50_000), session="s")
     assert spilled.replica_id != home
     assert spilled.reason is Reason.SESSION_SPILL
@@ -456,9 +456,9 @@ def test_lost_events_take_only_the_gpu_with_them_where_an_agent_tells() -> None:
 def test_removed_and_cleared_blocks_are_gone() -> None:
     fleet, prompt = make_fleet(), tokens(256)
     stored(fleet, "r0", Tier.GPU, blocks(prompt))
-    fleet.apply_kv("r0", KvBatch(1, 0.0, [BlocksRemoved(Tier.GPU, blocks(prompt)[8:])]))
+    fleet.apply_kv("r0", KvBatch(1, 0.0, [BlocksRemoved(Tier.GPU, blocks(prompt)[8:])]), 0.0)
     assert place(fleet, prompt).matched_tokens == {Tier.GPU: 128}
-    fleet.apply_kv("r0", KvBatch(2, 0.0, [GpuCleared()]))
+    fleet.apply_kv("r0", KvBatch(2, 0.0, [GpuCleared()]), 0.0)
     assert place(fleet, prompt).matched_tokens == {}
 
 
@@ -493,7 +493,7 @@ def test_a_stock_vllms_scheme_is_found_out() -> None:
     scheme = HashScheme("xxhash", "0")
     keys = keys64(prompt.chain(scheme, BLOCK))
     first = FirstBlocks(keys, list(prompt.token_ids or ()), BLOCK)
-    fleet.apply_kv("r0", KvBatch(0, 0.0, [first, BlocksStored(Tier.GPU, keys)]))
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [first, BlocksStored(Tier.GPU, keys)]), 0.0)
     shape = fleet.replicas["r0"].shape
     assert shape is not None
     assert (shape.scheme, shape.block_tokens) == (scheme, BLOCK)
@@ -504,7 +504,7 @@ def test_a_random_seed_is_named_as_the_problem() -> None:
     fleet, prompt = make_fleet(1, agents=False), tokens(256)
     keys = keys64(prompt.chain(HashScheme("xxhash", "random"), BLOCK))
     first = FirstBlocks(keys, list(prompt.token_ids or ()), BLOCK)
-    fleet.apply_kv("r0", KvBatch(0, 0.0, [first]))
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [first]), 0.0)
     replica = fleet.replicas["r0"]
     assert replica.shape is None
     assert "PYTHONHASHSEED" in (replica.shape_problem or "")
@@ -514,7 +514,7 @@ def test_an_agents_scheme_that_its_events_contradict_is_put_right() -> None:
     fleet, prompt = make_fleet(1), tokens(256)
     scheme = HashScheme("sha256", "0")
     first = FirstBlocks(keys64(prompt.chain(scheme, BLOCK)), list(prompt.token_ids or ()), BLOCK)
-    fleet.apply_kv("r0", KvBatch(0, 0.0, [first]))
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [first]), 0.0)
     shape = fleet.replicas["r0"].shape
     assert shape is not None
     assert (shape.scheme, shape.chunk_tokens) == (scheme, CHUNK)

@@ -67,7 +67,7 @@ def place(fleet: Fleet, prompt: GivenPrompt, session: str | None = None) -> Deci
 
 
 def make_busy(fleet: Fleet, name: str, seconds: float) -> None:
-    fleet.replicas[name].line.join(seconds, 0.0)
+    fleet.replicas[name].queue.join(seconds, 0.0)
 
 
 def copied_from(candidate: Candidate) -> str | None:

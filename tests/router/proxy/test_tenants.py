@@ -143,7 +143,7 @@ def show_shape(made: Fleet, replica: Replica, salt: str | None = None) -> None:
     tokens = list(range(16))
     salted = (("cache_salt", salt),) if salt else None
     keys = [key64(key) for key in SCHEME.chain(tokens, 16, first_extra_keys=salted)]
-    made.apply_kv(replica.id, KvBatch(0, 0.0, [FirstBlocks(keys, tokens, 16, salt)]))
+    made.apply_kv(replica.id, KvBatch(0, 0.0, [FirstBlocks(keys, tokens, 16, salt)]), 0.0)
 
 
 def place(made: Fleet, prompt: Prompt, now_s: float = 0.0) -> dict[str, int]:
@@ -164,7 +164,7 @@ def test_a_replica_is_matched_by_its_own_adapters_path(reader: PromptReader) -> 
     lora = ("adapter", "/adapters/1")
     keys = [key64(key) for key in prompt.chain(SCHEME, 16, lora=lora)]
     for replica_id in ("r0", "r1"):  # r0 holds what another path gave: of no use to it
-        made.apply_kv(replica_id, KvBatch(1, 0.0, [BlocksStored(Tier.GPU, keys)]))
+        made.apply_kv(replica_id, KvBatch(1, 0.0, [BlocksStored(Tier.GPU, keys)]), 0.0)
     assert place(made, prompt) == {"r0": 0, "r1": len(keys) * 16}
     assert place(made, completion(reader, model="base")) == {"r0": 0, "r1": 0}
     assert place(made, completion(reader, model="adapter", cache_salt="s")) == {"r0": 0, "r1": 0}
@@ -201,7 +201,7 @@ def test_salted_events_show_the_shape_and_strange_ones_do_not_hide_it(
     made = fleet()
     replica = made.replicas["r0"]
     strange = FirstBlocks([1], list(range(16)), 16, "salt")
-    made.apply_kv("r0", KvBatch(0, 0.0, [strange]))
+    made.apply_kv("r0", KvBatch(0, 0.0, [strange]), 0.0)
     assert replica.shape is None
     assert replica.shape_problem is None
     show_shape(made, replica, "salt")

@@ -35,7 +35,7 @@ class Pair:
     def queue_at_one(self, seconds: float = 100.0) -> None:
         """Have the router believe that the first replica is busy for so long."""
         replica = self.router.parts.fleet.replicas["one"]
-        replica.line.join(seconds, asyncio.get_running_loop().time())
+        replica.queue.join(seconds, asyncio.get_running_loop().time())
 
 
 async def pair(fleet: Fleet, benches: tuple[Bench, Bench], **prefetch: Any) -> Pair:

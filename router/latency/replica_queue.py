@@ -1,0 +1,254 @@
+"""When a replica begins with a request: its prefills, one after another, and its KV memory.
+
+Prefills run in the order in which they were sent, each as long as predicted when it joined;
+those whose KV is still being fetched are overtaken by others. A prefill begins when there
+is KV memory for its prompt, too: what runs holds its own until its answer ends. Whichever
+of the two is free last says when a request begins::
+
+    begin = max(end of the prefills before it, KV memory for its prompt is free)
+    end   = begin + predicted seconds
+
+Every first token seen sets the schedule right, be it early or late. Against a schedule
+that only early ends corrected, this took the median error of predicted TTFTs at 70% load
+down by 10 to 50% in a model of a batching replica, most where prefills stall now and then.
+
+Answers are of unknown length: n that run are taken to end one after another, the k-th next
+``answer_s / (n - k + 1)`` after the one before it, as n exponential times of mean
+``answer_s`` do.
+
+Pure: no clock, no I/O.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class KvNeed:
+    """The KV memory of a prompt: keys of equal parts of it, of which requests share equal ones."""
+
+    keys: Sequence[int] = ()
+    tokens_per_key: int = 1
+    tokens: int = 0
+    """Of the whole prompt."""
+
+
+NO_KV: Final = KvNeed()
+
+
+@dataclass(eq=False, slots=True)
+class _Prefill:
+    """A prompt that is computed, or waits for that."""
+
+    work_s: float
+    kv: "KvNeed"
+    kv_tokens: float
+    """KV memory that it takes beside what others hold already."""
+    ready_s: float
+    """When all that it has to fetch is there."""
+    due_s: float = 0.0
+    """When it was predicted to be done as it joined."""
+    end_s: float = 0.0
+    """When it will be done, as things stand."""
+
+
+class _Memory:
+    """KV memory: how much is free, and when how much more will be."""
+
+    __slots__ = ("free_tokens", "releases")
+
+    def __init__(
+        self, capacity: float, answer_s: float, held: Collection[float], now_s: float
+    ) -> None:
+        self.free_tokens = capacity - sum(held)
+        self.releases: list[tuple[float, float]] = []
+        """A heap."""
+        at_s = now_s
+        for left, tokens in zip(range(len(held), 0, -1), held, strict=True):
+            at_s += answer_s / left
+            self.releases.append((at_s, tokens))
+
+    def take(self, tokens: float, from_s: float) -> float:
+        """Take memory as soon as there is some; return when. What never fits waits for all."""
+        while self.free_tokens < tokens and self.releases:
+            release_s, released = heapq.heappop(self.releases)
+            from_s = max(from_s, release_s)
+            self.free_tokens += released
+        self.free_tokens -= tokens
+        return from_s
+
+    def give_back_at(self, at_s: float, tokens: float) -> None:
+        """Note when a request's answer will end."""
+        heapq.heappush(self.releases, (at_s, tokens))
+
+
+class ReplicaQueue:
+    """The requests of one replica, from when they are sent to the end of their answers.
+
+    Holds an entry for each request that has joined and whose answer has not ended.
+    """
+
+    __slots__ = (
+        "_answer_s",
+        "_began_s",
+        "_capacity_tokens",
+        "_decoding",
+        "_free_at_s",
+        "_free_tokens",
+        "_held",
+        "_held_tokens",
+        "_is_stale",
+        "_last",
+        "_prefills",
+        "_releases",
+    )
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._prefills: dict[int, _Prefill] = {}
+        self._decoding: dict[int, _Prefill] = {}
+        """Requests that have their first token."""
+        self._held: Counter[int] = Counter()
+        """How many requests hold a part of a prompt, by its key."""
+        self._held_tokens = 0.0
+        self._began_s = 0.0
+        """When the first prefill began, as far as is known."""
+        self._capacity_tokens = inf
+        self._answer_s = 0.0
+        self._is_stale = False
+        # What follows from the above: when the last prefill ends, and what of the KV memory
+        # is free then and later.
+        self._free_at_s = 0.0
+        self._free_tokens = inf
+        self._releases: list[tuple[float, float]] = []
+
+    def know_memory(self, capacity_tokens: float) -> None:
+        """Note how many tokens of KV the replica's GPU holds in all."""
+        self._capacity_tokens = capacity_tokens
+        self._is_stale = True
+
+    def know_answers(self, answer_s: float) -> None:
+        """Note how long an answer takes from its first token to its end, on average."""
+        self._answer_s = answer_s
+        self._is_stale = True
+
+    # --- predictions
+
+    def free_at_s(self, now_s: float) -> float:
+        """Return when the last prefill will be done; in the past where there is none."""
+        if self._is_stale:
+            self._plan(now_s)
+        return self._free_at_s
+
+    def wait_s(self, now_s: float, kv: KvNeed = NO_KV) -> float:
+        """Return how long a request that comes now would wait."""
+        begin_s = max(now_s, self.free_at_s(now_s))
+        if (free := self._free_tokens) < kv.tokens:
+            lacking = self._lacking(kv)
+            for release_s, tokens in self._releases:
+                if free >= lacking:
+                    break
+                begin_s = max(begin_s, release_s)
+                free += tokens
+        return begin_s - now_s
+
+    def _lacking(self, kv: KvNeed) -> float:
+        """Return the tokens of a prompt that no request here holds."""
+        held = sum(map(self._held.__contains__, kv.keys)) * kv.tokens_per_key
+        return max(0.0, kv.tokens - held)
+
+    def end_s(self, token: int, now_s: float) -> float | None:
+        """Return when a prefill will be done, as things stand; None if it is not here any more."""
+        if (prefill := self._prefills.get(token)) is None:
+            return None
+        if self._is_stale:
+            self._plan(now_s)
+        return prefill.end_s
+
+    # --- what happens
+
+    def join(self, work_s: float, now_s: float, *, kv: KvNeed = NO_KV, ready_s: float = 0.0) -> int:
+        """Add a request; return the token with which it must `end`."""
+        if not self._prefills:
+            self._began_s = now_s
+        self._last += 1
+        prefill = self._prefills[self._last] = _Prefill(work_s, kv, self._lacking(kv), ready_s)
+        self._held.update(kv.keys)
+        self._held_tokens += prefill.kv_tokens
+        self._plan(now_s)
+        prefill.due_s = prefill.end_s
+        return self._last
+
+    def leave(self, token: int, now_s: float, *, just_now: bool = True) -> None:
+        """Note a first token. A prefill before it that was due has been computed, too, unseen.
+
+        One that is overtaken before that waits for its KV: the replica lets others go
+        first, and its work is still to come.
+
+        ``just_now``: whether it came now; else at some time before, as when an
+        answer that is not streamed begins with its last token.
+        """
+        if token not in self._prefills:
+            return  # one behind it has left already, and told more
+        before_s = max(now_s, self.free_at_s(now_s))
+        for each in [each for each in self._prefills if each < token]:
+            if self._prefills[each].due_s <= now_s:
+                self._decode(each)
+        self._decode(token)
+        self._began_s = now_s
+        self._plan(now_s)
+        if not just_now and self._free_at_s > before_s:
+            # Prefills behind it have begun since then, nobody knows when.
+            self._began_s -= self._free_at_s - before_s
+            self._is_stale = True
+
+    def end(self, token: int, now_s: float) -> None:
+        """Take out a request: its answer has ended, or it will not be computed any further."""
+        entry = self._decoding.pop(token, None)
+        if entry is None and token in self._prefills:
+            if token == next(iter(self._prefills)):
+                self._began_s = now_s
+            entry = self._prefills.pop(token)
+        if entry is None:
+            return
+        self._held.subtract(entry.kv.keys)
+        gone = [key for key in entry.kv.keys if not self._held[key]]
+        for key in gone:
+            del self._held[key]
+        unkeyed = entry.kv.tokens - len(entry.kv.keys) * entry.kv.tokens_per_key
+        self._held_tokens -= len(gone) * entry.kv.tokens_per_key + unkeyed
+        self._is_stale = True
+
+    def _decode(self, token: int) -> None:
+        self._decoding[token] = self._prefills.pop(token)
+
+    def _plan(self, now_s: float) -> None:
+        """Work out when each prefill begins and ends."""
+        self._is_stale = False
+        time_s = self._began_s
+        waiting = list(self._prefills.values())
+        # What an ended request shared with others they still hold: each counts for its share.
+        alone = sum(each.kv_tokens for each in (*waiting, *self._decoding.values()))
+        share = self._held_tokens / alone if alone else 1.0
+        held = [share * each.kv_tokens for each in self._decoding.values()]
+        memory = _Memory(self._capacity_tokens, self._answer_s, held, now_s)
+        while waiting:
+            at = next((i for i, each in enumerate(waiting) if each.ready_s <= time_s), None)
+            if at is None:
+                at = min(range(len(waiting)), key=lambda i: waiting[i].ready_s)
+            prefill = waiting.pop(at)
+            begin_s = memory.take(share * prefill.kv_tokens, max(time_s, prefill.ready_s))
+            time_s = prefill.end_s = begin_s + prefill.work_s
+            memory.give_back_at(time_s + self._answer_s, share * prefill.kv_tokens)
+        self._free_at_s = time_s
+        self._free_tokens, self._releases = memory.free_tokens, sorted(memory.releases)
+
+    def __repr__(self) -> str:
+        return (
+            f"<ReplicaQueue {len(self._prefills)} until {self._free_at_s:.3f}, "
+            f"{len(self._decoding)} decode>"
+        )

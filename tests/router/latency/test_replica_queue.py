@@ -1,0 +1,115 @@
+"""How long a replica's queue is thought to be, and what puts that right."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.latency.replica_queue import ReplicaQueue
+
+
+def test_a_queue_queues_one_prefill_behind_another() -> None:
+    queue = ReplicaQueue()
+    queue.join(2.0, 10.0)
+    assert queue.wait_s(10.0) == pytest.approx(2.0)
+    queue.join(3.0, 11.0)
+    assert queue.wait_s(11.0) == pytest.approx(4.0)
+    assert queue.wait_s(20.0) == 0.0
+
+
+def test_an_empty_queue_has_no_queue_whatever_was_expected() -> None:
+    queue = ReplicaQueue()
+    token = queue.join(50.0, 0.0)
+    queue.leave(token, 1.0)
+    assert queue.wait_s(1.0) == 0.0
+
+
+def test_who_ends_early_lets_those_behind_come_earlier_once() -> None:
+    queue = ReplicaQueue()
+    first, second, _third = (queue.join(10.0, 0.0) for _ in range(3))
+    queue.leave(first, 4.0)  # 6 s early: the rest is expected at 14 and 24
+    assert queue.wait_s(4.0) == pytest.approx(20.0)
+    queue.leave(second, 14.0)  # on its new time
+    assert queue.wait_s(14.0) == pytest.approx(10.0)
+
+
+def test_who_ends_late_makes_those_behind_come_later() -> None:
+    queue = ReplicaQueue()
+    first, second = queue.join(1.0, 0.0), queue.join(2.0, 0.0)
+    assert queue.wait_s(5.0) == 0.0, "by the schedule both have been computed"
+    queue.leave(first, 5.0)
+    assert queue.wait_s(5.0) == pytest.approx(2.0)
+    queue.leave(second, 7.0)
+    assert queue.wait_s(7.0) == 0.0
+
+
+def test_who_was_overtaken_no_longer_counts() -> None:
+    """An answer lost on its way holds nobody up: prefills end in their order."""
+    queue = ReplicaQueue()
+    lost, seen, _ = (queue.join(10.0, 0.0) for _ in range(3))
+    queue.leave(seen, 20.0)
+    assert queue.wait_s(20.0) == pytest.approx(10.0)
+    queue.leave(lost, 25.0)
+    assert queue.wait_s(25.0) == pytest.approx(5.0), "it told nothing new"
+
+
+def test_who_is_overtaken_before_its_time_is_still_to_be_computed() -> None:
+    """It waits for KV from disk, or was not sent yet: the replica let another go first."""
+    queue = ReplicaQueue()
+    slow, quick = queue.join(10.0, 0.0), queue.join(0.5, 0.0)
+    queue.leave(quick, 1.0)
+    assert queue.wait_s(1.0) == pytest.approx(10.0)
+    queue.leave(slow, 11.0)
+    assert queue.wait_s(11.0) == 0.0
+
+
+def test_an_end_that_was_not_seen_when_it_came_is_no_news() -> None:
+    """Answers that are not streamed begin with their last token."""
+    queue = ReplicaQueue()
+    plain, _ = queue.join(1.0, 0.0), queue.join(10.0, 0.0)
+    queue.leave(plain, 8.0, just_now=False)
+    assert queue.wait_s(8.0) == pytest.approx(3.0), "the other is far on, not at its start"
+    early, _ = queue.join(5.0, 8.0), queue.join(1.0, 8.0)
+    queue.leave(early, 9.0, just_now=False)
+    assert queue.wait_s(9.0) == pytest.approx(8.0), "the long one is not due: it may wait for KV"
+
+
+@pytest.mark.parametrize(("given_up", "left_s"), [(0, 6.0), (1, 7.0), (2, 9.0)])
+def test_what_is_given_up_takes_what_was_left_of_it(given_up: int, left_s: float) -> None:
+    """Of 6, 4 and 2 seconds, one of which is over."""
+    queue = ReplicaQueue()
+    tokens = [queue.join(work_s, 0.0) for work_s in (6.0, 4.0, 2.0)]
+    assert queue.wait_s(1.0) == pytest.approx(11.0)
+    queue.end(tokens[given_up], 1.0)
+    assert queue.wait_s(1.0) == pytest.approx(left_s)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["join", "leave", "plain", "give up"]),
+            st.floats(0, 10),
+            st.floats(0, 5),
+            st.integers(0, 9),
+        ),
+        max_size=60,
+    )
+)
+def test_a_queue_is_empty_when_all_have_left(steps: list[tuple[str, float, float, int]]) -> None:
+    """In whatever order they go; until then it is never longer than what has joined."""
+    queue, now_s = ReplicaQueue(), 0.0
+    waiting: dict[int, float] = {}
+    for what, work_s, pause_s, which in steps:
+        now_s += pause_s
+        if what == "join" or not waiting:
+            waiting[queue.join(work_s, now_s)] = work_s
+        else:
+            token = list(waiting)[which % len(waiting)]
+            del waiting[token]
+            if what == "give up":
+                queue.end(token, now_s)
+            else:
+                queue.leave(token, now_s, just_now=what == "leave")
+        assert 0 <= queue.wait_s(now_s) <= sum(waiting.values()) + 1e-6
+    for token in waiting:
+        queue.leave(token, now_s)
+    assert queue.wait_s(now_s) <= 1e-6
