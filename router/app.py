@@ -168,6 +168,7 @@ def _make_health(
         up=fleet.up,
         down=down,
         models=models,
+        kv_capacity=fleet.set_kv_capacity,
     )
     return HealthMonitor(replicas, session=session, timeouts=config.timeouts, listener=listener)
 

@@ -16,6 +16,7 @@ import aiohttp
 import orjson
 
 from router.config import ReplicaConfig, TimeoutsConfig, describe
+from router.feeds.kv_capacity import fetch_kv_capacity
 from router.prompt import ServedModel
 from router.record import Cause
 
@@ -25,6 +26,7 @@ _FIRST_PROBES_S: Final = 1.0
 """How long the router's start waits for the first probes; its port is open after that."""
 _SILENT_PROBES: Final = 3
 _MODELS_EVERY_PROBES: Final = 15
+"""Between two questions for what a replica serves and holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class Listener:
     """With the reason."""
     models: Callable[[str, list[ServedModel]], Awaitable[None]]
     """With the models it serves."""
+    kv_capacity: Callable[[str, int], None]
+    """With the tokens of KV that its GPU holds, where it tells."""
 
 
 @dataclass
@@ -129,6 +133,7 @@ class HealthMonitor:
         if not watched.up or watched.probes % _MODELS_EVERY_PROBES == 0:
             # Before it is called up: its first request finds its model known.
             await self._ask_models(name, watched.config)
+            await self._ask_kv_capacity(name, watched.config)
         watched.probes += 1
         was_up, watched.up = watched.up, True
         if not was_up:
@@ -170,6 +175,16 @@ class HealthMonitor:
         )
         if models:
             await self._listener.models(name, served_models(models))
+
+    async def _ask_kv_capacity(self, name: str, config: ReplicaConfig) -> None:
+        capacity = await fetch_kv_capacity(
+            self._session,
+            config,
+            headers=authorization(config),
+            timeout_s=self._timeouts.health_timeout_s,
+        )
+        if capacity is not None:
+            self._listener.kv_capacity(name, capacity)
 
 
 async def fetch_models(

@@ -15,10 +15,10 @@ from router.config import DEFAULT, Judgment, RouterConfig
 from router.fleet.decision import Decision, Reason
 from router.fleet.eligibility import Replicas, Roster
 from router.fleet.in_flight import Ticket
+from router.fleet.phases import Unseen
 from router.fleet.placement import Ask, decide
 from router.fleet.replica import Replica, Signal
 from router.fleet.sessions import Sessions
-from router.fleet.unseen import Unseen
 from router.latency import Part, Promised, RecentWork
 from router.residency import (
     LOWER_TIERS,
@@ -203,6 +203,10 @@ class Fleet:
             if replica.tokens_differ is not (replica.slot in differing):
                 replica.tokens_differ = not replica.tokens_differ
                 self._roster.changed()
+
+    def set_kv_capacity(self, replica_id: str, tokens: int) -> None:
+        """Note how many tokens of KV a replica's GPU holds in all."""
+        self.replicas[replica_id].queue.set_capacity(tokens)
 
     def _receive(self, replica: Replica, signal: Signal) -> None:
         if replica.receive(signal):

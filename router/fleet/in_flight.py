@@ -7,9 +7,8 @@ from math import inf
 from router.config import Judgment
 from router.fleet.candidate import kv_need
 from router.fleet.decision import Decision
-from router.fleet.phases import NEXT, WAITING, Event, Phase
+from router.fleet.phases import NEXT, WAITING, Event, Phase, Prefill, Unseen
 from router.fleet.replica import Replica
-from router.fleet.unseen import Prefill, Unseen
 from router.residency import Claim, PrefixIndex
 
 

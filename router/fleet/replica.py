@@ -152,7 +152,7 @@ class Replica:
         """Learn how long answers take, from their first tokens to their ends."""
         self.answers += 1
         self._answer_s += (seconds - self._answer_s) / min(self.answers, _RECENT_ANSWERS)
-        self.queue.know_answers(self._answer_s)
+        self.queue.set_answer_s(self._answer_s)
 
     def receive(self, signal: Signal) -> bool:
         """Move to the next state; return whether that is another one."""

@@ -126,12 +126,12 @@ class ReplicaQueue:
         self._free_tokens = inf
         self._releases: list[tuple[float, float]] = []
 
-    def know_memory(self, capacity_tokens: float) -> None:
+    def set_capacity(self, capacity_tokens: float) -> None:
         """Note how many tokens of KV the replica's GPU holds in all."""
         self._capacity_tokens = capacity_tokens
         self._is_stale = True
 
-    def know_answers(self, answer_s: float) -> None:
+    def set_answer_s(self, answer_s: float) -> None:
         """Note how long an answer takes from its first token to its end, on average."""
         self._answer_s = answer_s
         self._is_stale = True

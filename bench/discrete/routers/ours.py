@@ -213,12 +213,7 @@ class OurRouter:
         self._take_info(replica)
         self.fleet.following_kv(name)
         self.fleet.replicas[name].shape_checked = True
-        import os
-
-        if os.environ.get("CAP"):
-            self.fleet.replicas[name].queue.know_memory(
-                replica.machine.shape.gpu_tokens * float(os.environ["CAP"])
-            )
+        self.fleet.set_kv_capacity(name, replica.machine.shape.gpu_tokens)
 
     def _take_info(self, replica: ModelReplica) -> None:
         """Learn who a replica is, as its agent tells."""

@@ -22,8 +22,13 @@ def render(replica: Replica) -> str:
         ("num_preemptions_total", "counter", totals.preempted),
         ("request_success_total", "counter", totals.finished),
     ]
+    shape = model.shape
+    cache = (
+        f'vllm:cache_config_info{{block_size="{shape.block_tokens}",engine="0",'
+        f'num_gpu_blocks="{shape.gpu_blocks}"}} 1.0\n'
+    )
     labels = f'{{engine="0",model_name="{replica.settings.model}"}}'
-    return "".join(
+    return cache + "".join(
         f"# TYPE vllm:{name} {kind}\nvllm:{name}{labels} {float(value)}\n"
         for name, kind, value in families
     )

@@ -23,6 +23,7 @@ class Heard:
 
     states: list[str] = field(default_factory=list)
     served: list[list[ServedModel]] = field(default_factory=list)
+    capacities: list[int] = field(default_factory=list)
 
     def listener(self) -> Listener:
         async def models(name: str, served: list[ServedModel]) -> None:
@@ -32,6 +33,7 @@ class Heard:
             up=lambda name: self.states.append(f"{name} up"),
             down=lambda name, reason: self.states.append(f"{name} down: {reason}"),
             models=models,
+            kv_capacity=lambda name, tokens: self.capacities.append(tokens),
         )
 
 
