@@ -86,7 +86,11 @@ class Gate:
         """
         decision = place(now_s, Promised())
         if not at_once and self._holds:
-            before = self._queue.ahead_of(self._about_s(decision.picked.cost.busy_s), now_s)
+            # Rates differ a little from replica to replica: requests of about the same length
+            # count too, or a burst of equal prompts would all wait where it was placed last.
+            judgment, busy_s = self._fleet.judgment, decision.picked.cost.busy_s
+            about_s = busy_s * (1 + judgment.near) + judgment.near_most_s
+            before = self._queue.ahead_of(about_s, now_s)
             if any(each.item.slot == decision.picked.replica.slot for each in before):
                 decision = place(now_s, _promised(before))
         service_s = decision.picked.cost.busy_s
@@ -108,32 +112,27 @@ class Gate:
     def pump(self, now_s: float) -> Sequence[tuple[Waiting, End]]:
         """Return whose waiting ends: may go now, cannot be placed, or has waited too long.
 
-        Each request whose replica is ready is placed anew; and, while any replica is free,
+        A request whose replica is ready is placed anew, in order; while any replica is free,
         so are the first of the others, which may have come to prefer it.
         """
         ended: list[tuple[Waiting, End]] = [
             (each, self._too_late(each, now_s)) for each in self._queue.expired(now_s)
         ]
-        promised, looks, spare_looks = Promised(), 0, 0
-        any_free = self._any_free(now_s)
+        promised, passed = Promised(), _Passed()
+        looks_if = {True: _LOOKS_PER_PUMP, False: _LOOKS_PER_PUMP * self._any_free(now_s)}
         for waiting in self._queue.candidates():
-            is_ready = self._is_ready(waiting.item, now_s)
-            if is_ready:
-                looks += 1
-            elif any_free:
-                spare_looks += 1
-            if (
-                looks <= _LOOKS_PER_PUMP
-                if is_ready
-                else any_free and spare_looks <= _LOOKS_PER_PUMP
-            ):
+            held = waiting.item
+            is_ready = passed.lets(held) and self._is_ready(held, now_s)
+            end = None
+            if looks_if[is_ready]:
+                looks_if[is_ready] -= 1
                 end = self._look(waiting, promised, now_s)
-                if end is not None:
-                    self._queue.remove(waiting)
-                    ended.append((waiting, end))
-                    any_free = any_free and self._any_free(now_s)
-                    continue
-            promised.add(waiting.item.slot, waiting.service_s)
+            if end is None:
+                promised.add(waiting.item.slot, waiting.service_s)
+                passed.note(waiting.item)
+            else:
+                self._queue.remove(waiting)
+                ended.append((waiting, end))
         self._ready_s = self._next_ready_s(now_s)
         return ended
 
@@ -158,16 +157,6 @@ class Gate:
             return self._admit(decision, now_s, waited_s=now_s - waiting.arrived_s)
         self._queue.revalue(waiting, decision.picked.cost.busy_s)
         return None
-
-    def _about_s(self, service_s: float) -> float:
-        """Return the most that a service may be elsewhere, or seem to be, and be this one's equal.
-
-        Rates differ a little from replica to replica: a request that is placed by what waits
-        before it at one must see that at the others, too, or a burst of equal prompts ends
-        where it was looked at last.
-        """
-        judgment = self._fleet.judgment
-        return service_s * judgment.alike + judgment.alike_s
 
     def _held(self, place: Place, decision: Decision) -> Held:
         picked = decision.picked
@@ -196,19 +185,24 @@ class Gate:
 
     def _next_ready_s(self, now_s: float) -> float:
         """When the first request's, or any busy, replica will be ready if all goes as predicted."""
+        if not len(self):
+            return inf
+        first, passed = [], _Passed()
+        for each in self._queue.candidates():
+            if passed.lets(each.item):
+                first.append(each.item)
+                passed.note(each.item)
         replicas = self._fleet.replicas
-        held = [each.item for each in self._queue.candidates()]
         after_s = [
             _believed_wait_s(replicas[each.wanted], now_s, each.kv) - each.may_wait_s
-            for each in held
+            for each in first
         ]
-        if after_s:
-            busy_s = (
-                _believed_wait_s(each, now_s) - self._config.dispatch_ahead_s
-                for each in replicas.values()
-            )
-            after_s += [each for each in busy_s if each > _CLOSE_S]
-        return now_s + max(0.0, min(after_s, default=inf))
+        free_after_s = (
+            _believed_wait_s(each, now_s) - self._config.dispatch_ahead_s
+            for each in replicas.values()
+        )
+        after_s += [each for each in free_after_s if each > _CLOSE_S]
+        return now_s + max(0.0, min(after_s))
 
     def _may_go(self, held: Held, service_s: float, now_s: float) -> bool:
         """Whether its replica can take a newcomer, and no request before it waits for that."""
@@ -247,6 +241,26 @@ class Gate:
         work_s = sum(each.service_s for each in before)
         work_s += sum(each.queue.wait_s(now_s) for each in up)
         return max(1, ceil(work_s / max(1, len(up))))
+
+
+class _Passed:
+    """Replicas that requests wait for, which were passed by: others go after them.
+
+    But a request whose KV takes longer to be fetched may be sent before: it has to wait longer
+    there in any case, and takes nothing of the replica until then.
+    """
+
+    def __init__(self) -> None:
+        self._may_wait_s: dict[int, float] = {}
+
+    def lets(self, held: Held) -> bool:
+        """Whether a request may go before those that were passed by."""
+        return held.may_wait_s > self._may_wait_s.get(held.slot, -inf)
+
+    def note(self, held: Held) -> None:
+        """Note a request that goes on waiting."""
+        longest_s = self._may_wait_s.get(held.slot, -inf)
+        self._may_wait_s[held.slot] = max(longest_s, held.may_wait_s)
 
 
 def _promised(waiting: Sequence[Waiting]) -> Promised:

@@ -72,11 +72,6 @@ class Judgment:
     session."""
     spills_to_move: int = 2
     """Turns: after so many spilled in a row the session's KV is elsewhere; its home follows."""
-    alike: float = 1.25
-    alike_s: float = 0.01
-    """Times and seconds by which a service may differ elsewhere and be equal: rates differ a
-    little from replica to replica, and a burst of equal prompts must not end where it was
-    looked at last."""
     learns: bool = True
     """Whether rates are learned from answers; measured ones are taken over in any case."""
     learning: Learning = field(default_factory=Learning)

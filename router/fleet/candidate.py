@@ -81,9 +81,9 @@ class Candidate:
         was idle, the requests that wait behind the first are a burst, and
         `Judgment.more_of_a_burst` more are expected for each.
         """
-        share, most = self.busy_share, judgment.most_behind
-        usual = most if share * (1.0 + most) >= most else share / (1.0 - share)
-        burst = max(0.0, 1.0 - share) * max(0, self.waiting - 1)
+        share = min(self.busy_share, judgment.most_behind / (1.0 + judgment.most_behind))
+        usual = share / (1.0 - share)
+        burst = max(0.0, 1.0 - self.busy_share) * max(0, self.waiting - 1)
         return max(judgment.least_behind, usual, self.waiting + judgment.more_of_a_burst * burst)
 
     def others_s(self, judgment: Judgment) -> float:

@@ -103,6 +103,7 @@ class ReplicaQueue:
         "_held_tokens",
         "_is_stale",
         "_last",
+        "_plan_again_s",
         "_prefills",
         "_releases",
     )
@@ -120,8 +121,9 @@ class ReplicaQueue:
         self._capacity_tokens = inf
         self._answer_s = 0.0
         self._is_stale = False
-        # What follows from the above: when the last prefill ends, and what of the KV memory
-        # is free then and later.
+        self._plan_again_s = inf
+        # What follows from the above: when a newcomer's turn comes, and how much KV memory is
+        # free then and later.
         self._free_at_s = 0.0
         self._free_tokens = inf
         self._releases: list[tuple[float, float]] = []
@@ -139,8 +141,8 @@ class ReplicaQueue:
     # --- predictions
 
     def free_at_s(self, now_s: float) -> float:
-        """Return when the last prefill will be done; in the past where there is none."""
-        if self._is_stale:
+        """Return when a request that comes now can be computed; in the past where it can be now."""
+        if self._is_stale or now_s >= self._plan_again_s:
             self._plan(now_s)
         return self._free_at_s
 
@@ -202,7 +204,7 @@ class ReplicaQueue:
         self._began_s = now_s
         self._plan(now_s)
         if not just_now and self._free_at_s > before_s:
-            # Prefills behind it have begun since then, nobody knows when.
+            # Prefills behind it have begun since then; nothing tells when.
             self._began_s -= self._free_at_s - before_s
             self._is_stale = True
 
@@ -236,16 +238,23 @@ class ReplicaQueue:
         share = self._held_tokens / alone if alone else 1.0
         held = [share * each.kv_tokens for each in self._decoding.values()]
         memory = _Memory(self._capacity_tokens, self._answer_s, held, now_s)
+        opening: tuple[float, float, list[tuple[float, float]]] | None = None
+        self._plan_again_s = inf
         while waiting:
             at = next((i for i, each in enumerate(waiting) if each.ready_s <= time_s), None)
             if at is None:
                 at = min(range(len(waiting)), key=lambda i: waiting[i].ready_s)
+                if opening is None and waiting[at].ready_s > now_s:
+                    # Until then the replica waits for KV: a request that needs none goes first.
+                    opening = time_s, memory.free_tokens, sorted(memory.releases)
+                    self._plan_again_s = waiting[at].ready_s
             prefill = waiting.pop(at)
             begin_s = memory.take(share * prefill.kv_tokens, max(time_s, prefill.ready_s))
             time_s = prefill.end_s = begin_s + prefill.work_s
             memory.give_back_at(time_s + self._answer_s, share * prefill.kv_tokens)
-        self._free_at_s = time_s
-        self._free_tokens, self._releases = memory.free_tokens, sorted(memory.releases)
+        if opening is None:
+            opening = time_s, memory.free_tokens, sorted(memory.releases)
+        self._free_at_s, self._free_tokens, self._releases = opening
 
     def __repr__(self) -> str:
         return (

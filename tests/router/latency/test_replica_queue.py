@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.latency.replica_queue import ReplicaQueue
+from router.latency.replica_queue import KvNeed, ReplicaQueue
 
 
 def test_a_queue_queues_one_prefill_behind_another() -> None:
@@ -113,3 +113,86 @@ def test_a_queue_is_empty_when_all_have_left(steps: list[tuple[str, float, float
     for token in waiting:
         queue.leave(token, now_s)
     assert queue.wait_s(now_s) <= 1e-6
+
+
+# --- KV memory
+
+
+def prompt_of(tokens: int, first_key: int = 0) -> KvNeed:
+    """Return a prompt in parts of 100 tokens; equal keys are equal parts."""
+    parts = range(first_key, first_key + tokens // 100)
+    return KvNeed(keys=tuple(parts), tokens_per_key=100, tokens=tokens)
+
+
+def decoding(queue: ReplicaQueue, *prompts: KvNeed) -> list[int]:
+    """Let prompts be computed in no time; return their tokens."""
+    queue_tokens = [queue.join(0.0, 0.0, kv=kv) for kv in prompts]
+    for each in queue_tokens:
+        queue.leave(each, 0.0)
+    return queue_tokens
+
+
+def test_a_prompt_waits_for_the_memory_that_answers_hold() -> None:
+    queue = ReplicaQueue()
+    queue.set_capacity(1000)
+    queue.set_answer_s(12.0)
+    first, second, _ = decoding(queue, *(prompt_of(300, 1000 * at) for at in range(3)))
+    newcomer = prompt_of(400, 9000)
+    assert queue.wait_s(0.0, prompt_of(100, 9000)) == 0.0, "there is room for as much"
+    assert queue.wait_s(0.0, newcomer) == pytest.approx(4.0), "of three equal answers one ends"
+    assert queue.wait_s(0.0, prompt_of(600, 9000)) == pytest.approx(4.0 + 6.0)
+    queue.end(first, 1.0)
+    assert queue.wait_s(1.0, newcomer) == 0.0
+    queue.end(second, 1.0)
+    assert queue.wait_s(1.0, prompt_of(700, 9000)) == 0.0
+
+
+def test_requests_share_the_memory_of_equal_beginnings() -> None:
+    """A burst of one long prompt holds it once."""
+    queue = ReplicaQueue()
+    queue.set_capacity(1000)
+    queue.set_answer_s(10.0)
+    burst = decoding(queue, *[prompt_of(900)] * 20)
+    assert queue.wait_s(0.0, prompt_of(900)) == 0.0
+    assert queue.wait_s(0.0, prompt_of(1000)) == 0.0, "a hundred tokens are its own"
+    assert queue.wait_s(0.0, prompt_of(200, 5000)) > 0.0
+    for each in burst:
+        queue.end(each, 0.0)
+    assert queue.wait_s(0.0, prompt_of(1000, 5000)) == 0.0
+
+
+def test_prefills_in_the_queue_take_memory_in_their_turn() -> None:
+    queue = ReplicaQueue()
+    queue.set_capacity(1000)
+    queue.set_answer_s(10.0)
+    queue.join(2.0, 0.0, kv=prompt_of(800, 1000))
+    queue.join(1.0, 0.0, kv=prompt_of(800, 2000))
+    # The second begins when the first one's answer has ended, at 12; its own ends at 23.
+    assert queue.wait_s(0.0) == pytest.approx(13.0)
+    assert queue.wait_s(0.0, prompt_of(800, 3000)) == pytest.approx(23.0)
+
+
+def test_a_prompt_that_never_fits_waits_for_all_and_no_longer() -> None:
+    queue = ReplicaQueue()
+    queue.set_capacity(1000)
+    queue.set_answer_s(10.0)
+    decoding(queue, prompt_of(500, 1000))
+    assert queue.wait_s(0.0, prompt_of(5000, 9000)) == pytest.approx(10.0)
+
+
+def test_without_a_known_capacity_memory_never_binds() -> None:
+    queue = ReplicaQueue()
+    queue.set_answer_s(10.0)
+    decoding(queue, *(prompt_of(10**6, 10**5 * at) for at in range(3)))
+    assert queue.wait_s(0.0, prompt_of(10**6, 10**8)) == 0.0
+
+
+def test_a_request_whose_kv_comes_later_is_overtaken() -> None:
+    queue = ReplicaQueue()
+    late = queue.join(5.0, 0.0, ready_s=3.0)
+    assert queue.wait_s(0.0) == 0.0
+    early = queue.join(1.0, 0.0)
+    assert (queue.end_s(early, 0.0), queue.end_s(late, 0.0)) == (1.0, 8.0)
+    assert queue.wait_s(0.0) == pytest.approx(1.0)
+    assert queue.wait_s(2.9) == 0.0
+    assert queue.wait_s(3.0) == pytest.approx(5.0), "its KV is there: it is computed"
