@@ -30,7 +30,7 @@ _FIXED: Final[Mapping[Reason, str]] = MappingProxyType(
     {
         Reason.ONLY_REPLICA: "is the only replica that can take it",
         Reason.BOUND: "gave the response that this request goes on from",
-        Reason.RETRY: "is the best of those that were not tried yet",
+        Reason.RETRY: "is the best of the replicas that were not tried yet",
         Reason.ROUND_ROBIN: "has its turn",
     }
 )
@@ -126,7 +126,7 @@ def _holds(picked: Candidate, prompt_tokens: int) -> str:
 def _against_home(home: Candidate, soonest: Candidate, margin: str) -> str:
     sooner_s = home.ttft_s - soonest.ttft_s
     if sooner_s < _NO_LATER_S:
-        return "nobody would answer sooner"
+        return "no other replica would answer sooner"
     return (
         f"{soonest.replica_id} would answer {seconds_text(sooner_s)} sooner, no more than {margin}"
     )

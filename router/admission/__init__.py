@@ -1,7 +1,7 @@
 """Requests that wait in the router, because every replica is busy enough.
 
-`Gate` decides who is admitted, in which order, and when waiting is over (no clock, no I/O);
-`Admission` drives it by the event loop and gives a request its ticket, or raises
+`Gate` decides which requests are admitted, in which order, and when waiting is over (no clock,
+no I/O); `Admission` drives it by the event loop and gives a request its ticket, or raises
 `router.config.Overloaded`.
 
 Called by proxy. Imports config, latency and fleet.

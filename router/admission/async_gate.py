@@ -33,7 +33,12 @@ class Admission:
         return len(self._gate)
 
     async def admit(
-        self, place: Place, *, at_once: bool = False, max_wait_s: float = inf
+        self,
+        place: Place,
+        *,
+        model: str | None = None,
+        at_once: bool = False,
+        max_wait_s: float = inf,
     ) -> Admitted:
         """Wait until a request may go; its caller must finish the ticket, whatever comes.
 
@@ -41,7 +46,11 @@ class Admission:
         `Overloaded` when the router stops meanwhile.
         """
         arrived = self._gate.arrive(
-            place, self._clock(), at_once=at_once or self._closed, max_wait_s=max_wait_s
+            place,
+            self._clock(),
+            model=model,
+            at_once=at_once or self._closed,
+            max_wait_s=max_wait_s,
         )
         if isinstance(arrived, Admitted):
             return arrived

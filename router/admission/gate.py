@@ -3,9 +3,9 @@
 Until then it waits here, where the shortest goes first, and where it is placed
 anew with the KV and the queues of that moment.
 
-Synchronous, without clock or I/O: whoever drives it (`router.admission.async_gate` with
+Synchronous, without clock or I/O: its driver (`router.admission.async_gate` with
 asyncio, a model with a plain event loop) calls `Gate.arrive` for each request,
-and `Gate.pump` whenever a replica's line has shortened and by `Gate.next_pump_s`.
+and `Gate.pump` whenever a replica's queue has shortened and by `Gate.next_pump_s`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import Final
 
-from router.admission.queue import Entry, WaitingLine
+from router.admission.queue import Entry, WaitingQueue
 from router.config import RateLimited
 from router.fleet import Decision, Fleet, Replica, State, Ticket, kv_need
 from router.latency import NO_KV, KvNeed, Promised
 
 Place = Callable[[float, Promised], Decision]
-"""Places one request as of a time, behind those who wait and go first; raises what `Fleet.place`
-raises."""
+"""Places one request as of a time, behind waiting requests that go first; raises what
+`Fleet.place` raises."""
 
 _LOOKS_PER_PUMP: Final = 8
 """Placings of either kind in one pump: nothing else runs meanwhile."""
 _CLOSE_S: Final = 1e-6
 """A queue that is longer than it may be by less than this is not: sums of times are not exact."""
 _RECHECK_S: Final = 0.25
-"""At least so often is the line looked at: KV that has come, or a replica that is up
+"""At least so often is the queue looked at: KV that has come, or a replica that is up
 again, may have changed where a request would go."""
 
 
@@ -40,6 +40,8 @@ class Held:
     """Id of the replica that it would have gone to."""
     slot: int
     """Of that replica."""
+    model: str | None
+    """That it asks for."""
     kv: KvNeed
     """KV memory that it will take."""
     may_wait_s: float
@@ -63,12 +65,14 @@ End = Admitted | Exception
 
 
 class Gate:
-    """Says who goes now and who waits; see the module."""
+    """Says which requests go now and which wait; see the module."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._config = fleet.config.admission
         self._fleet = fleet
-        self._queue: WaitingLine[Held] = WaitingLine(self._config.max_waiting, self._config.ageing)
+        self._queue: WaitingQueue[Held] = WaitingQueue(
+            self._config.max_waiting, self._config.ageing
+        )
         self._holds = self._config.enabled and fleet.config.policy == "ttft"
         self._ready_s = inf
 
@@ -77,12 +81,18 @@ class Gate:
         return len(self._queue)
 
     def arrive(
-        self, place: Place, now_s: float, *, at_once: bool = False, max_wait_s: float = inf
+        self,
+        place: Place,
+        now_s: float,
+        *,
+        model: str | None = None,
+        at_once: bool = False,
+        max_wait_s: float = inf,
     ) -> Admitted | Waiting:
         """Let a request go, or wait if its replica is busy and it need not go ``at_once``.
 
         It waits for ``max_wait_s`` or the configured time, whichever is less.
-        Raises `RateLimited` when the line is full, and what ``place`` raises.
+        Raises `RateLimited` when the queue is full, and what ``place`` raises.
         """
         decision = place(now_s, Promised())
         if not at_once and self._holds:
@@ -94,7 +104,7 @@ class Gate:
             if any(each.item.slot == decision.picked.replica.slot for each in before):
                 decision = place(now_s, _promised(before))
         service_s = decision.picked.cost.busy_s
-        held = self._held(place, decision)
+        held = self._held(place, model, decision)
         if at_once or not self._holds or self._may_go(held, service_s, now_s):
             return self._admit(decision, now_s)
         waiting = self._queue.offer(
@@ -119,12 +129,13 @@ class Gate:
             (each, self._too_late(each, now_s)) for each in self._queue.expired(now_s)
         ]
         promised, passed = Promised(), _Passed()
-        looks_if = {True: _LOOKS_PER_PUMP, False: _LOOKS_PER_PUMP * self._any_free(now_s)}
+        looks_if = {True: _LOOKS_PER_PUMP, False: _LOOKS_PER_PUMP}
+        free = self._free(now_s)
         for waiting in self._queue.candidates():
             held = waiting.item
             is_ready = passed.lets(held) and self._is_ready(held, now_s)
             end = None
-            if looks_if[is_ready]:
+            if looks_if[is_ready] and (is_ready or any(e.serves(held.model) for e in free)):
                 looks_if[is_ready] -= 1
                 end = self._look(waiting, promised, now_s)
             if end is None:
@@ -137,7 +148,7 @@ class Gate:
         return ended
 
     def next_pump_s(self, now_s: float) -> float:
-        """When to `pump` at the latest, as seen at ``now_s``; infinite while nobody waits."""
+        """When to `pump` at the latest, as seen at ``now_s``; infinite while none waits."""
         if not len(self):
             return inf
         return min(self._ready_s, self._queue.next_deadline_s, now_s + _RECHECK_S)
@@ -152,16 +163,17 @@ class Gate:
             decision = waiting.item.place(now_s, promised)
         except Exception as error:  # noqa: BLE001  (its client gets it; those behind go on)
             return error
-        waiting.item = held = self._held(waiting.item.place, decision)
+        waiting.item = held = self._held(waiting.item.place, waiting.item.model, decision)
         if self._is_ready(held, now_s):
             return self._admit(decision, now_s, waited_s=now_s - waiting.arrived_s)
         self._queue.revalue(waiting, decision.picked.cost.busy_s)
         return None
 
-    def _held(self, place: Place, decision: Decision) -> Held:
+    def _held(self, place: Place, model: str | None, decision: Decision) -> Held:
         picked = decision.picked
         return Held(
             place=place,
+            model=model,
             wanted=picked.replica_id,
             slot=picked.replica.slot,
             kv=kv_need(picked.keys, decision.prompt_tokens),
@@ -176,12 +188,11 @@ class Gate:
             return True  # it is placed anew
         return _believed_wait_s(replica, now_s, held.kv) <= held.may_wait_s + _CLOSE_S
 
-    def _any_free(self, now_s: float) -> bool:
-        return any(
-            _believed_wait_s(each, now_s) <= self._config.dispatch_ahead_s + _CLOSE_S
-            for each in self._fleet.replicas.values()
-            if each.state is State.UP
-        )
+    def _free(self, now_s: float) -> list[Replica]:
+        """Return the replicas that can soon begin with some request."""
+        longest_s = self._config.dispatch_ahead_s + _CLOSE_S
+        up = (each for each in self._fleet.replicas.values() if each.state is State.UP)
+        return [each for each in up if _believed_wait_s(each, now_s) <= longest_s]
 
     def _next_ready_s(self, now_s: float) -> float:
         """When the first request's, or any busy, replica will be ready if all goes as predicted."""
@@ -212,7 +223,7 @@ class Gate:
         return all(each.item.wanted != held.wanted for each in before)
 
     def _admit(self, decision: Decision, now_s: float, waited_s: float = 0.0) -> Admitted:
-        # Started here and not by whoever is woken for it: the next placing must see it.
+        # Started here and not by the handler that is woken for it: the next placing must see it.
         ticket = self._fleet.start(decision, now_s)
         return Admitted(decision=decision, ticket=ticket, waited_s=waited_s)
 
@@ -254,7 +265,7 @@ class _Passed:
         self._may_wait_s: dict[int, float] = {}
 
     def lets(self, held: Held) -> bool:
-        """Whether a request may go before those that were passed by."""
+        """Whether a request may go before the requests that were passed by."""
         return held.may_wait_s > self._may_wait_s.get(held.slot, -inf)
 
     def note(self, held: Held) -> None:

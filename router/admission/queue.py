@@ -1,8 +1,8 @@
-"""Requests held back, shortest first, and whoever has waited for long before those.
+"""Requests held back, shortest first; waiting makes up for length.
 
 The order is that of ``service_s - ageing * waited_s``. All age alike, so two
 entries never change places by waiting: the order is kept, not computed. And
-nobody starves: an entry is only passed by those that came within ``service_s /
+no entry starves: it is only passed by entries that came within ``service_s /
 ageing`` seconds after it.
 
 Pure: no clock, no I/O.
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Entry(Generic[T]):
-    """One who waits; made by `WaitingLine.offer`."""
+    """A waiting request; made by `WaitingQueue.offer`."""
 
     item: T
     number: int
@@ -29,7 +29,7 @@ class Entry(Generic[T]):
     """Of a replica's time that it will take, as far as is known now."""
 
 
-class WaitingLine(Generic[T]):
+class WaitingQueue(Generic[T]):
     """Entries in order of service, at most ``max_waiting`` of them."""
 
     def __init__(self, max_waiting: int, ageing: float) -> None:
@@ -46,13 +46,13 @@ class WaitingLine(Generic[T]):
 
     @property
     def next_deadline_s(self) -> float:
-        """When the first entry will have waited too long; infinite where nobody waits."""
+        """When the first entry will have waited too long; infinite where none waits."""
         return self._deadlines[0][0] if self._deadlines else inf
 
     def offer(
         self, item: T, *, service_s: float, now_s: float, deadline_s: float
     ) -> Entry[T] | None:
-        """Let one wait; return None, and change nothing, where the line is full."""
+        """Let a request wait; return None, and change nothing, where the queue is full."""
         if len(self) >= self._max_waiting:
             return None
         self._offered += 1
@@ -67,11 +67,11 @@ class WaitingLine(Generic[T]):
         return entry
 
     def candidates(self, limit: int | None = None) -> Sequence[Entry[T]]:
-        """Return the first few in order, or all; what is done to the line later changes nothing."""
+        """Return the first few in order, or all; later changes of the queue do not show in it."""
         return [entry for _, _, entry in self._order[:limit]]
 
     def ahead_of(self, service_s: float, arrived_s: float) -> Sequence[Entry[T]]:
-        """Return those who would be before one of this service and arrival."""
+        """Return the entries that would be before one of this service and arrival."""
         return self.candidates(bisect_left(self._order, (self._key(service_s, arrived_s),)))
 
     def revalue(self, entry: Entry[T], service_s: float) -> None:
@@ -86,7 +86,7 @@ class WaitingLine(Generic[T]):
         return _take(self._order, key, entry) and _take(self._deadlines, entry.deadline_s, entry)
 
     def expired(self, now_s: float) -> Sequence[Entry[T]]:
-        """Take out and return those whose deadline has come, the earliest first."""
+        """Take out and return the entries whose deadline has come, the earliest first."""
         late = []
         while self.next_deadline_s <= now_s:
             late.append(self._deadlines[0][2])

@@ -77,7 +77,7 @@ class Candidate:
 
         The larger of two numbers. A queue whose server is busy for a share r of its time holds
         ``r / (1 - r)`` requests on average (M/M/1), within `Judgment.least_behind` and
-        `Judgment.most_behind`. And those that wait now come with others: at a replica that
+        `Judgment.most_behind`. And requests that wait now come with others: at a replica that
         was idle, the requests that wait behind the first are a burst, and
         `Judgment.more_of_a_burst` more are expected for each.
         """

@@ -51,7 +51,7 @@ class Eligible:
     replicas: Sequence[Replica]
     by_slot: Mapping[int, Replica]
     sources: Mapping[int, Replica]
-    """By slot those that may give their KV: these, and the draining ones."""
+    """By slot the replicas that may give their KV: these, and the draining ones."""
     kinds: Sequence[Kind]
     """Of the peer sources."""
     kind_at: Mapping[int, int]
@@ -84,9 +84,9 @@ class Eligible:
 
 
 class Roster:
-    """Keeps for each model who may answer; `changed` must follow each change of a replica.
+    """Keeps for each model the replicas that may answer.
 
-    A change is one of its state, models, shape or id.
+    `changed` must follow each change of a replica: of its state, models, shape or id.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -96,14 +96,14 @@ class Roster:
         """Another after each change."""
 
     def changed(self) -> None:
-        """Forget who may answer: it is found anew when next asked for."""
+        """Forget the replicas that may answer: they are found anew when next asked for."""
         self._views.clear()
         self.version += 1
 
     def eligible(
         self, model: str | None, exclude: Collection[str], bound_to: str | None
     ) -> Eligible:
-        """Return who may answer; raise `UnknownModel` or `NoReplica` when nobody may."""
+        """Return the replicas that may answer; raise `UnknownModel` or `NoReplica` for none."""
         if exclude or bound_to is not None:
             return self._find(model, exclude, bound_to)
         view = self._views.get(model)

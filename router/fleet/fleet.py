@@ -1,7 +1,7 @@
 """All that the router knows and may change: replicas, index, sessions, what is in flight.
 
 The only mutable centre, and synchronous: between two awaits of its callers
-nobody sees it half changed. It does no I/O and reads no clock; the feeds, the
+no caller sees it half changed. It does no I/O and reads no clock; the feeds, the
 health checks and the proxy tell it what happened and when.
 """
 
@@ -88,7 +88,7 @@ class Fleet:
         ``bound_to`` is the only replica that can answer, ``exclude`` those
         that have failed to, ``promised`` tells of requests that wait
         in the router and go before this one, ``streamed`` whether the answer's first token
-        will be seen. Raises `UnknownModel`, or `NoReplica` when none of those that serve the
+        will be seen. Raises `UnknownModel`, or `NoReplica` when no replica that serves the
         model takes requests.
         """
         self.unseen.pass_time(now_s)
@@ -111,7 +111,7 @@ class Fleet:
 
     @property
     def roster_version(self) -> int:
-        """Another whenever it may have changed who can answer."""
+        """Another whenever the replicas that can answer may have changed."""
         return self._roster.version
 
     def start(self, decision: Decision, now_s: float) -> Ticket:
@@ -137,9 +137,9 @@ class Fleet:
         )
 
     def _teach(self, replica: Replica) -> None:
-        """Let those who have not answered yet start from what this one has learned.
+        """Let replicas that have not answered yet start from what this one has learned.
 
-        Else who is not known looks faster than who is, and gets what the other holds. Of
+        Else an unknown replica looks faster than a known one, and gets what the other holds. Of
         several teachers the one with the most answers counts.
         """
         count = replica.rates.observations
@@ -315,7 +315,7 @@ class Fleet:
                 self.index.remove(replica.slot, tier, keys)
 
     def _check_shape(self, replica: Replica, first: FirstBlocks) -> None:
-        """See that the replica's keys are those that its tokens give; find out how if not."""
+        """See that the replica makes its keys as is believed; find out how it does if not."""
         if replica.shape_checked:
             return
         known = replica.shape

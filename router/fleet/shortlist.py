@@ -103,8 +103,8 @@ class Field:
     def _computes(self, replica: Replica, keys: PromptKeys, held: int) -> bool:
         """Whether a replica still computes the end of so many blocks that it is to hold.
 
-        A copy of the part that is stored so far would be late: of 100 equal prompts those that
-        waited for one had their first tokens 0.2 s after those that waited for the whole.
+        A copy of the part that is stored so far would be late: of 100 equal prompts, requests
+        that waited for one had their first tokens 0.2 s after requests that waited for the whole.
         """
         chunks = held // keys.blocks_per_chunk
         return chunks > 0 and self._index.computes(replica.slot, keys.chunk_keys[chunks - 1])
@@ -118,7 +118,7 @@ class Field:
 def shortlist(field: Field, affinity: int, also: Replica | None, now_s: float) -> list[Replica]:
     """Return the replicas worth weighing: of the holders, of the others, and one more.
 
-    Of the holders those that it would cost least; of all, the soonest free.
+    Of the holders the cheapest for this prompt; of all, the soonest free.
     Idle ones are taken in turn from where the affinity falls among their
     hashes, so that equal prompts meet among those weighed, too.
     """

@@ -25,8 +25,8 @@ freedom). The covariance is what tells a token's cost from its context's and its
 neighbours': with variances alone that took hundreds of requests, and long prompts
 were misjudged for as long.
 
-The queue's share teaches nobody. Who waits behind one slow prefill would teach
-the same error once more, and so would all others who wait: tried in a model of
+The queue's share teaches nothing. A request that waits behind one slow prefill would teach
+the same error once more, and so would every other that waits: tried in a model of
 a replica, that drove the rates away without bound at 70% load.
 
 Pure: no clock, no I/O.
@@ -267,7 +267,7 @@ class Rates:
             row[part] = 1.0
 
     def _shares(self, work: Work, cost: Cost) -> dict[Part, float]:
-        """Return each part's share of the predicted TTFT; the queue's is nobody's."""
+        """Return each part's share of the predicted TTFT; the queue's belongs to none."""
         seconds, total_s = self._seconds, cost.ttft_s
         amounts = {
             Part.BASE: 1.0,

@@ -206,6 +206,7 @@ class Proxy:
 
         admitted = await self._admission.admit(
             place,
+            model=asked.model,
             at_once=bool(failed) or bound_to is not None or not asked.has_prompt,
             max_wait_s=asked.max_wait_s,
         )

@@ -55,7 +55,7 @@ def test_a_session_at_home_is_told_what_that_costs() -> None:
     other = "r1" if decision.replica_id == "r0" else "r0"
     assert why(decision, fleet.config) == (
         f"{decision.replica_id} is the session's home: it holds none of the 640 tokens; "
-        "nobody would answer sooner."
+        "no other replica would answer sooner."
     )
     fleet.replicas[decision.replica_id].queue.join(0.2, 0.0)
     assert sentence(fleet, prompt, session="s") == (

@@ -63,6 +63,7 @@ class Driver:
     admitted: dict[str, Admitted] = field(default_factory=dict)
     waiting: dict[str, Waiting] = field(default_factory=dict)
     refused: dict[str, Exception] = field(default_factory=dict)
+    placings: int = 0
 
     def __post_init__(self) -> None:
         self.gate = Gate(self.fleet)
@@ -76,6 +77,7 @@ class Driver:
         at_once: bool = False,
         session: str | None = None,
         max_wait_s: float = float("inf"),
+        model: str | None = None,
     ) -> bool:
         """Let a request arrive (of so many seconds, unlike all others); return whether it goes."""
         if not isinstance(prompt, GivenPrompt):
@@ -83,11 +85,12 @@ class Driver:
             prompt = tokens(round(prompt * 1000), start=start)
 
         def place(now_s: float, promised: Promised) -> Decision:
+            self.placings += 1
             return self.fleet.place(
-                prompt, model=None, session=session, promised=promised, now_s=now_s
+                prompt, model=model, session=session, promised=promised, now_s=now_s
             )
 
-        end = self.gate.arrive(place, now_s, at_once=at_once, max_wait_s=max_wait_s)
+        end = self.gate.arrive(place, now_s, model=model, at_once=at_once, max_wait_s=max_wait_s)
         if isinstance(end, Admitted):
             self.admitted[name] = end
             return True
@@ -458,3 +461,18 @@ def test_nobody_is_lost_and_no_replica_idles_while_one_waits(
         assert not (idle and len(driver.gate)), "these prompts have nothing in common"
     assert len(driver.admitted) == len(asks) and not driver.refused
     assert driver.in_flight() == 0
+
+
+def test_a_free_replica_of_another_model_lets_no_request_be_placed_anew() -> None:
+    driver = Driver(make_fleet(2))
+    for name, model in (("r0", "m"), ("r1", "other")):
+        driver.fleet.set_models(name, {model: None})
+    assert driver.ask("a", 9.0, model="m")
+    for number in range(20):
+        assert not driver.ask(f"b{number}", 1.0 + number, model="m")
+    before = driver.placings
+    driver.pump(1.0)
+    assert driver.placings == before
+    driver.fleet.set_models("r1", {"m": None})
+    driver.pump(1.0)
+    assert driver.placings > before

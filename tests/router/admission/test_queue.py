@@ -4,25 +4,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from router.admission.queue import Entry, WaitingLine
+from router.admission.queue import Entry, WaitingQueue
 
 SECONDS = st.floats(min_value=0.01, max_value=100.0)
 AGEING = st.floats(min_value=0.05, max_value=5.0)
 
 
-def line(max_waiting: int = 100, ageing: float = 0.5) -> WaitingLine[str]:
-    return WaitingLine(max_waiting, ageing)
+def line(max_waiting: int = 100, ageing: float = 0.5) -> WaitingQueue[str]:
+    return WaitingQueue(max_waiting, ageing)
 
 
 def offer(
-    to: WaitingLine[str], item: str, service_s: float, now_s: float = 0.0, deadline_s: float = 60.0
+    to: WaitingQueue[str], item: str, service_s: float, now_s: float = 0.0, deadline_s: float = 60.0
 ) -> Entry[str]:
     entry = to.offer(item, service_s=service_s, now_s=now_s, deadline_s=deadline_s)
     assert entry is not None
     return entry
 
 
-def order(of: WaitingLine[str]) -> str:
+def order(of: WaitingQueue[str]) -> str:
     of.check()
     return "".join(each.item for each in of.candidates())
 
@@ -82,7 +82,7 @@ class Orders(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line = WaitingLine[str](8, 0.5)
+        self.line = WaitingQueue[str](8, 0.5)
         self.model: list[Entry[str]] = []
         self.now_s = 0.0
 
