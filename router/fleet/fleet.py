@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
-from cacheengine.keys import HashScheme
-from cacheengine.wire import MAX_PINNED_SHARE, EventBatch, InstanceInfo, Snapshot, unpack_keys
+from cacheengine.wire import EventBatch, InstanceInfo, Snapshot, unpack_keys
 from router.config import DEFAULT, Judgment, RouterConfig
 from router.fleet.decision import Decision, Reason
 from router.fleet.eligibility import Replicas, Roster
@@ -26,15 +25,12 @@ from router.residency import (
     BlocksStored,
     FirstBlocks,
     GpuCleared,
-    KeyShape,
     KvBatch,
     KvEvent,
     PrefixIndex,
     PromptKeyring,
     PromptView,
     Tier,
-    explains,
-    find_shape,
 )
 
 _EXPIRED_KEYS_PER_PLACE: Final = 20
@@ -46,8 +42,6 @@ _REST_FROM_COPIES_S: Final = 5.0
 
 _OFTEN: Final = 64
 """So many answers teach the others each; all are passed over for it."""
-
-_MEASURED_TIERS: Final = {Tier.CPU: Part.LOAD, Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
 
 
 class Fleet:
@@ -221,26 +215,9 @@ class Fleet:
         agent's, unless that is taken.
         """
         replica = self.replicas[replica_id]
-        restarted = replica.incarnation != info.incarnation
-        if restarted:
+        if restarted := replica.take_info(info):
             self.index.forget(replica.slot)
-            replica.incarnation = info.incarnation
-            replica.shape = KeyShape(
-                scheme=HashScheme(info.hash_algorithm, info.hash_seed),
-                block_tokens=info.block_tokens,
-                blocks_per_chunk=info.chunk_tokens // info.block_tokens,
-            )
-            replica.shape_checked, replica.shape_problem = False, None
-            replica.fetching_until_s = replica.no_copies_until_s = 0.0
             self._roster.changed()
-        replica.kv_bytes_per_token = info.chunk_bytes / info.chunk_tokens
-        replica.transfer_port, replica.layout = info.transfer_port, info.layout
-        if (cpu := info.tiers.get(Tier.CPU.value)) and cpu.capacity_bytes:
-            pinned_bytes = MAX_PINNED_SHARE * cpu.capacity_bytes
-            replica.max_staged_tokens = pinned_bytes / replica.kv_bytes_per_token
-        for tier, part in _MEASURED_TIERS.items():
-            if measured := info.tiers.get(tier.value):
-                replica.rates.measured(part, measured.read_bytes_per_s)
         if replica.config.instance_id is None and info.instance_id not in self.replicas:
             self.replicas.rename(replica.id, info.instance_id)
             self._roster.changed()
@@ -290,7 +267,8 @@ class Fleet:
         replica = self.replicas[replica_id]
         for event in batch.events:
             if isinstance(event, FirstBlocks):
-                self._check_shape(replica, event)
+                if replica.check_shape(event):
+                    self._roster.changed()
             else:
                 self._apply_kv_event(replica, event, now_s)
 
@@ -313,31 +291,6 @@ class Fleet:
                     self.unseen.stored(replica.slot, keys, now_s)
             case BlocksRemoved(tier, keys) if lower_too or tier is Tier.GPU:
                 self.index.remove(replica.slot, tier, keys)
-
-    def _check_shape(self, replica: Replica, first: FirstBlocks) -> None:
-        """See that the replica makes its keys as is believed; find out how it does if not."""
-        if replica.shape_checked:
-            return
-        known = replica.shape
-        if known is not None and explains(known, first):
-            replica.shape_checked = True
-            return
-        found = find_shape(first, replica.config.hash_seed)
-        if found is None and first.cache_salt is not None:
-            return  # no proof: vLLM has put salts into keys in other ways too
-        replica.shape_checked = True
-        self._roster.changed()
-        if found is None:
-            replica.shape = None
-            replica.shape_problem = (
-                "its KV events have keys that no known hash gives: most likely PYTHONHASHSEED is "
-                "not set there and the hash is an xxhash one; set it on the replica, and as "
-                "hash_seed here. Until then what it was sent is remembered by text"
-            )
-            return
-        step = known.blocks_per_chunk if known is not None else 1
-        replica.shape = replace(found, blocks_per_chunk=step)
-        replica.shape_problem = None
 
 
 def _lower_tier(name: str) -> Tier:

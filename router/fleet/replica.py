@@ -5,17 +5,27 @@ health checks and the requests.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
 from types import MappingProxyType
 from typing import Final
 
+from cacheengine.keys import HashScheme
+from cacheengine.wire import MAX_PINNED_SHARE, InstanceInfo
 from router.config import DEFAULT, Judgment, RatesConfig, ReplicaConfig
-from router.latency import PredictionErrors, Rates, RecentWork, ReplicaQueue
-from router.residency import KeyShape
+from router.latency import Part, PredictionErrors, Rates, RecentWork, ReplicaQueue
+from router.residency import FirstBlocks, KeyShape, Tier, explains, find_shape
 
 _RECENT_ANSWERS: Final = 50
+
+
+_MEASURED_TIERS: Final = {Tier.CPU: Part.LOAD, Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
+_UNKNOWN_KEYS: Final = (
+    "its KV events have keys that no known hash gives: most likely PYTHONHASHSEED is "
+    "not set there and the hash is an xxhash one; set it on the replica, and as "
+    "hash_seed here. Until then what it was sent is remembered by text"
+)
 
 
 class State(StrEnum):
@@ -142,6 +152,45 @@ class Replica:
     def can_give(self, now_s: float) -> bool:
         """Whether other replicas can copy chunks from it."""
         return self.transfer_port is not None and self.no_copies_until_s <= now_s
+
+    def take_info(self, info: InstanceInfo) -> bool:
+        """Take over what an agent says; return whether the replica has started anew."""
+        restarted = self.incarnation != info.incarnation
+        if restarted:
+            self.incarnation = info.incarnation
+            self.shape = KeyShape(
+                scheme=HashScheme(info.hash_algorithm, info.hash_seed),
+                block_tokens=info.block_tokens,
+                blocks_per_chunk=info.chunk_tokens // info.block_tokens,
+            )
+            self.shape_checked, self.shape_problem = False, None
+            self.fetching_until_s = self.no_copies_until_s = 0.0
+        self.kv_bytes_per_token = info.chunk_bytes / info.chunk_tokens
+        self.transfer_port, self.layout = info.transfer_port, info.layout
+        if (cpu := info.tiers.get(Tier.CPU.value)) and cpu.capacity_bytes:
+            pinned_bytes = MAX_PINNED_SHARE * cpu.capacity_bytes
+            self.max_staged_tokens = pinned_bytes / self.kv_bytes_per_token
+        for tier, part in _MEASURED_TIERS.items():
+            if measured := info.tiers.get(tier.value):
+                self.rates.measured(part, measured.read_bytes_per_s)
+        return restarted
+
+    def check_shape(self, first: FirstBlocks) -> bool:
+        """See that keys are made as is believed, or find out how; return whether that changes."""
+        if self.shape_checked:
+            return False
+        known = self.shape
+        if known is not None and explains(known, first):
+            self.shape_checked = True
+            return False
+        found = find_shape(first, self.config.hash_seed)
+        if found is None and first.cache_salt is not None:
+            return False  # no proof: vLLM has put salts into keys in other ways too
+        self.shape_checked = True
+        step = known.blocks_per_chunk if known is not None else 1
+        self.shape = None if found is None else replace(found, blocks_per_chunk=step)
+        self.shape_problem = _UNKNOWN_KEYS if found is None else None
+        return True
 
     def fetch(self, seconds: float, now_s: float) -> float:
         """Note that it was told to fetch KV; return when that will be there."""
