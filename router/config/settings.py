@@ -82,7 +82,7 @@ class AdmissionConfig:
     """Requests held at once; one more is refused with 429."""
     max_wait_s: float = setting(60.0, above=0)
     """The longest that one is held, unless its client waits less; then 429."""
-    dispatch_ahead_s: float = setting(8.0, at_least=0)
+    dispatch_ahead_s: float = setting(4.0, at_least=0)
     """How much predicted work may lie before a request when it is sent: enough that
     a replica never idles, little so that a shorter request need not wait behind it."""
     ageing: float = setting(0.5, above=0)

@@ -118,8 +118,7 @@ class Fleet:
         if decision.session is not None:
             self.sessions.note(decision.session, replica.slot, now_s)
         self._turn += 1
-        for recent in (self._recent, replica.recent):
-            recent.note(decision.picked.cost.busy_s, now_s)
+        self._recent.note(decision.picked.cost.busy_s, now_s)
         return Ticket(
             decision,
             self.index,

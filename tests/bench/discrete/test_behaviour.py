@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from math import inf
+from statistics import mean
 from typing import Final
 
 import pytest
@@ -114,9 +116,13 @@ def test_the_same_policy_code_runs_a_thousand_replicas() -> None:
     assert computed <= 1.2 * fresh < prompt_tokens(given)
 
 
-def test_sessions_that_share_a_prompt_do_not_gather_on_one_replica() -> None:
-    """All begin with one prompt of tools, which the first to come has computed somewhere."""
-    chooser = random.Random(5)
+@pytest.mark.parametrize("seed", [5, 6, 7, 8])
+def test_sessions_that_share_a_prompt_do_not_gather_on_one_replica(seed: int) -> None:
+    """All begin with one prompt of tools, which the first to come has computed somewhere.
+
+    A fourth replica may stay idle: to compute the tools there, too, makes no answer come sooner.
+    """
+    chooser = random.Random(seed)
     texts = count(2)
     given = [
         talk(
@@ -132,8 +138,9 @@ def test_sessions_that_share_a_prompt_do_not_gather_on_one_replica() -> None:
     records = play(OURS, given, replace(FLEET, replicas=4)).records
     assert all(each.ok for each in records)
     firsts = Counter(each.instance_id for each in records if not each.turn)
-    assert len(firsts) == 4
+    assert len(firsts) >= 3
     assert max(firsts.values()) <= 16
+    assert mean(each.ttft_s or inf for each in records) <= 1.0
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
