@@ -89,7 +89,7 @@ class Candidate:
         """Return what the request costs others: its share of the replica, for each behind it."""
         if not judgment.weighs_busy:
             return 0.0
-        taken_s = self.cost.busy_s + judgment.fetch_weight * self.cost.fetched_s
+        taken_s = self.cost.busy_s + judgment.fetch_weight * self.cost.fetch_s
         return self.behind(judgment) * taken_s
 
     def score_s(self, judgment: Judgment) -> float:
