@@ -80,7 +80,7 @@ class Assessor:
             work=deep,
             cost=replica.rates.cost(deep),
             waiting=replica.waiting + self._promised.requests(replica.slot),
-            busy_share=self._busy_share,
+            busy_share=(replica.recent.share(self._now_s) + self._busy_share) / 2,
         )
         slow = [tier for tier in SLOW_TIERS if matched.get(tier)]
         if not slow:

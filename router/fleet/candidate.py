@@ -48,8 +48,9 @@ class Candidate:
     waiting: int = 0
     """Requests at the replica, or promised to it, without a first token yet."""
     busy_share: float = 0.0
-    """Share of the fleet's time that recent requests took; above 1 it falls behind. The fleet's
-    and not the replica's: an idle replica is to be used, however busy it was a while ago."""
+    """Share of time that recent requests took, half of it the replica's own and half the
+    fleet's: an idle replica's time is worth something where others are busy. Above 1 it falls
+    behind."""
 
     @property
     def replica_id(self) -> str:

@@ -118,7 +118,8 @@ class Fleet:
         if decision.session is not None:
             self.sessions.note(decision.session, replica.slot, now_s)
         self._turn += 1
-        self._recent.note(decision.picked.cost.busy_s, now_s)
+        for recent in (self._recent, replica.recent):
+            recent.note(decision.picked.cost.busy_s, now_s)
         return Ticket(
             decision,
             self.index,

@@ -50,7 +50,9 @@ class Ticket:
         self.started_s = now_s
         self._lag_s = 0.0
         self._ttft_s: float | None = None
-        self._streamed = False
+        """Of an answer that is streamed. KV events tell of a prompt's end up to a step early: they
+        would teach that short prompts take no time."""
+        self._has_begun = False
         self._was_alone = not replica.waiting
         replica.waiting += 1
         replica.started += 1
@@ -85,15 +87,15 @@ class Ticket:
         ``lag_s``: what the router itself took to send the request, beside what it waited
         for; that is not the replica's.
         """
-        if self.phase is Phase.ENDED or self._ttft_s is not None:
+        if self.phase is Phase.ENDED or self._has_begun:
             return
-        self._move(Event.FIRST_TOKEN, now_s)
-        self._ttft_s = now_s - self.started_s
+        self._has_begun = True
         self._lag_s = max(0.0, lag_s)
         self._was_alone &= self._replica.started == self._number
-        self._streamed = streamed
-        if self._queue_token is not None:
-            self._replica.queue.leave(self._queue_token, now_s, just_now=streamed)
+        if streamed:
+            self._ttft_s = now_s - self.started_s
+        self._move(Event.FIRST_TOKEN, now_s)
+        self._leave_prefill(now_s, just_now=streamed)
 
     def finish(self, now_s: float, *, ok: bool, cached_tokens: int | None = None) -> None:
         """Release the request and learn from it; later calls change nothing.
@@ -102,12 +104,12 @@ class Ticket:
         """
         if not self._move(Event.END, now_s):
             return
-        if self._ttft_s is None:
+        if not self._has_begun:
             # Nothing was computed, as far as is known: a request that is sent
             # elsewhere now must not be drawn back by its own claim.
             if self._claim is not None:
                 self._index.withdraw(self._claim)
-        elif ok and self._streamed:
+        elif ok and self._ttft_s is not None:
             # Whatever made the prediction wrong is counted, a match that was not
             # there and rates not learned yet too; the rates learn from what is
             # known by now.
@@ -157,6 +159,11 @@ class Ticket:
 
     def _ended_unseen(self, event: Event, now_s: float) -> None:
         self._move(event, now_s)
+        self._leave_prefill(now_s, just_now=event is Event.PROMPT_STORED)
+
+    def _leave_prefill(self, now_s: float, *, just_now: bool) -> None:
+        if self._queue_token is not None:
+            self._replica.queue.leave(self._queue_token, now_s, just_now=just_now)
 
     # --- learning
 

@@ -70,10 +70,27 @@ def cheapest(candidates: Sequence[Candidate], question: Question) -> Pick:
             return home, Reason.SESSION_HOME
     near_s = min(judgment.near_most_s, max(judgment.near_least_s, judgment.near * best_s))
     near = [each for each in candidates if each.score_s(judgment) <= best_s + near_s]
-    picked = _preferred(near, question)
+    picked = _idle_instead(_preferred(near, question), candidates, judgment)
     if home is None:
         return picked, _why(picked, candidates)
     return picked, Reason.SESSION_HOME if picked is home else Reason.SESSION_SPILL
+
+
+def _idle_instead(
+    picked: Candidate, candidates: Sequence[Candidate], judgment: Judgment
+) -> Candidate:
+    """Return an idle replica that answers before the pick with no more work, or the pick.
+
+    Where the pick was only better for having been less busy of late, nothing is worth waiting for.
+    """
+    most_s = picked.cost.busy_s * (1.0 + judgment.near)
+    idle = [
+        each
+        for each in candidates
+        if each.cost.queue_s == 0.0 and not each.waiting
+        if each.ttft_s < picked.ttft_s - judgment.near_most_s and each.cost.busy_s <= most_s
+    ]
+    return min(idle, key=lambda each: each.ttft_s, default=picked)
 
 
 def longest_prefix(candidates: Sequence[Candidate], question: Question) -> Pick:

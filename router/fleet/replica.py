@@ -14,7 +14,7 @@ from typing import Final
 from cacheengine.keys import HashScheme
 from cacheengine.wire import MAX_PINNED_SHARE, InstanceInfo
 from router.config import DEFAULT, Judgment, RatesConfig, ReplicaConfig
-from router.latency import Part, PredictionErrors, Rates, ReplicaQueue
+from router.latency import Part, PredictionErrors, Rates, RecentWork, ReplicaQueue
 from router.residency import FirstBlocks, KeyShape, Tier, explains, find_shape
 
 _RECENT_ANSWERS: Final = 50
@@ -102,6 +102,7 @@ class Replica:
     fetching_until_s: float = 0.0
     """When the KV that it was told to fetch will be there, as predicted: more comes after that."""
     queue: ReplicaQueue = field(default_factory=ReplicaQueue)
+    recent: RecentWork = field(default_factory=RecentWork)
     errors: PredictionErrors = field(default_factory=PredictionErrors)
     """Of its TTFTs."""
     started: int = 0
@@ -129,6 +130,7 @@ class Replica:
             slot=slot,
             config=config,
             rates=Rates(rates, judgment.learning),
+            recent=RecentWork(judgment),
             kv_bytes_per_token=rates.kv_bytes_per_token,
         )
 

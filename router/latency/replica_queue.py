@@ -197,10 +197,16 @@ class ReplicaQueue:
         if token not in self._prefills:
             return  # one behind it has left already, and told more
         before_s = max(now_s, self.free_at_s(now_s))
+        end_s = self._prefills[token].end_s
         for each in [each for each in self._prefills if each < token]:
             if self._prefills[each].due_s <= now_s:
                 self._decode(each)
+        is_first = token == next(iter(self._prefills))
         self._decode(token)
+        self._is_stale = True
+        if not just_now and is_first:
+            self._began_s = min(now_s, end_s)  # nothing new is known of the others
+            return
         self._began_s = now_s
         self._plan(now_s)
         if not just_now and self._free_at_s > before_s:

@@ -118,10 +118,7 @@ def test_the_same_policy_code_runs_a_thousand_replicas() -> None:
 
 @pytest.mark.parametrize("seed", [5, 6, 7, 8])
 def test_sessions_that_share_a_prompt_do_not_gather_on_one_replica(seed: int) -> None:
-    """All begin with one prompt of tools, which the first to come has computed somewhere.
-
-    A fourth replica may stay idle: to compute the tools there, too, makes no answer come sooner.
-    """
+    """All begin with one prompt of tools, which the first to come has computed somewhere."""
     chooser = random.Random(seed)
     texts = count(2)
     given = [
@@ -138,9 +135,9 @@ def test_sessions_that_share_a_prompt_do_not_gather_on_one_replica(seed: int) ->
     records = play(OURS, given, replace(FLEET, replicas=4)).records
     assert all(each.ok for each in records)
     firsts = Counter(each.instance_id for each in records if not each.turn)
-    assert len(firsts) >= 3
+    assert len(firsts) >= 3  # a fourth that computes the tools too makes answers come no sooner
     assert max(firsts.values()) <= 16
-    assert mean(each.ttft_s or inf for each in records) <= 1.0
+    assert mean(each.ttft_s or inf for each in records) < 1.0
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -97,6 +97,15 @@ def test_the_event_of_its_last_block_ends_its_prefill() -> None:
     assert counts(replica) == (0, 0)
 
 
+def test_it_teaches_nothing() -> None:
+    fleet = make_fleet(1)
+    ticket, due_s = start(fleet, tokens(1000))
+    fleet.tick(due_s + 0.001)
+    ticket.first_byte(60.0, streamed=False)
+    ticket.finish(60.0, ok=True, cached_tokens=0)
+    assert fleet.replicas["r0"].rates.observations == 0
+
+
 def test_events_of_another_replica_tell_nothing() -> None:
     fleet, prompt = make_fleet(2), tokens(640)
     start(fleet, prompt)

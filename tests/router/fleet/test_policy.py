@@ -89,6 +89,16 @@ def test_nearly_equal_costs_go_to_the_least_loaded() -> None:
     } == {"a", "b"}, "a few milliseconds are"
 
 
+def test_a_request_waits_for_no_replica_while_another_is_sooner_with_as_much_work() -> None:
+    """However busy that one was of late."""
+    busy = candidate("busy", prefill_s=5.0, busy_share=0.63)
+    queue = candidate("queue", prefill_s=5.0, queue_s=0.6, busy_share=0.54)
+    holder = candidate("holder", prefill_s=1.0, queue_s=6.0, busy_share=0.54, matched=900)
+    assert queue.score_s(DEFAULT) < busy.score_s(DEFAULT)
+    assert pick("ttft", [queue, busy], QUESTION)[0] is busy
+    assert pick("ttft", [queue, busy, holder], QUESTION)[0] is holder
+
+
 def test_a_burst_is_taken_to_go_on() -> None:
     """Ten wait where the prefix will be there in 0.9 s: soon forty will, unless others open."""
     few = candidate("busy", prefill_s=0.02, queue_s=0.9, matched=900, waiting=2)
