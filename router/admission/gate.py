@@ -15,7 +15,7 @@ from typing import Final
 
 from router.admission.queue import Entry, WaitingQueue
 from router.config import RateLimited
-from router.fleet import Decision, Fleet, Replica, State, Ticket, kv_need
+from router.fleet import Decision, Fleet, Replica, State, Ticket
 from router.latency import NO_KV, KvNeed, Promised
 
 Place = Callable[[float, Promised], Decision]
@@ -176,7 +176,7 @@ class Gate:
             model=model,
             wanted=picked.replica_id,
             slot=picked.replica.slot,
-            kv=kv_need(picked.keys, decision.prompt_tokens),
+            kv=picked.kv,
             # What it has to fetch overlaps its waiting, if it is sent that early.
             may_wait_s=self._config.dispatch_ahead_s + picked.cost.fetched_s,
         )

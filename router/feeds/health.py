@@ -16,7 +16,7 @@ import aiohttp
 import orjson
 
 from router.config import ReplicaConfig, TimeoutsConfig, describe
-from router.feeds.kv_capacity import fetch_kv_capacity
+from router.feeds.kv_capacity import kv_capacity
 from router.prompt import ServedModel
 from router.record import Cause
 
@@ -177,14 +177,20 @@ class HealthMonitor:
             await self._listener.models(name, served_models(models))
 
     async def _ask_kv_capacity(self, name: str, config: ReplicaConfig) -> None:
-        capacity = await fetch_kv_capacity(
+        told = await _fetch(
             self._session,
             config,
+            "/metrics",
             headers=authorization(config),
             timeout_s=self._timeouts.health_timeout_s,
         )
-        if capacity is not None:
-            self._listener.kv_capacity(name, capacity)
+        try:
+            tokens = None if told is None else kv_capacity(told.decode(errors="replace"))
+        except ValueError as error:
+            log.debug("%s does not tell its KV memory: %s", name, describe(error))
+            return
+        if tokens is not None:
+            self._listener.kv_capacity(name, tokens)
 
 
 async def fetch_models(
@@ -195,17 +201,34 @@ async def fetch_models(
     timeout_s: float,
 ) -> list[dict[str, object]] | None:
     """Return the entries of a replica's ``/v1/models``, or None if it does not tell."""
+    told = await _fetch(session, config, "/v1/models", headers=headers, timeout_s=timeout_s)
+    if told is None:
+        return None
+    try:
+        return list(_entries(orjson.loads(told)))
+    except ValueError as error:
+        log.debug("%s does not tell its models: %s", config.name, describe(error))
+        return None
+
+
+async def _fetch(
+    session: aiohttp.ClientSession,
+    config: ReplicaConfig,
+    path: str,
+    *,
+    headers: Mapping[str, str],
+    timeout_s: float,
+) -> bytes | None:
+    """Return what a replica answers at a path, or None if it does not answer that well."""
     try:
         async with session.get(
-            f"{config.url}/v1/models",
+            f"{config.url}{path}",
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout_s),
         ) as response:
-            if response.status != 200:
-                return None
-            return list(_entries(orjson.loads(await response.read())))
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        log.debug("%s does not tell its models: %s", config.name, describe(error))
+            return await response.read() if response.status == 200 else None
+    except (aiohttp.ClientError, OSError) as error:
+        log.debug("%s does not answer at %s: %s", config.name, path, describe(error))
         return None
 
 

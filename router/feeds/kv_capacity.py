@@ -1,38 +1,11 @@
-"""How much KV a replica's GPU holds, as vLLM tells in its ``/metrics``."""
+"""How much KV a replica's GPU holds, as vLLM tells in its ``/metrics``. Pure."""
 
-import logging
-from collections.abc import Mapping
 from typing import Final
 
-import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
-
-from router.config import ReplicaConfig, describe
-
-log = logging.getLogger("warmroute.health")
 
 _CACHE_CONFIG: Final = "vllm:cache_config_info"
 """vLLM's gauge whose labels are its cache's settings; one for each engine of a replica."""
-
-
-async def fetch_kv_capacity(
-    session: aiohttp.ClientSession,
-    config: ReplicaConfig,
-    *,
-    headers: Mapping[str, str],
-    timeout_s: float,
-) -> int | None:
-    """Return the tokens of KV that a replica holds at once, or None if it does not tell."""
-    try:
-        async with session.get(
-            f"{config.url}/metrics",
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-        ) as response:
-            return kv_capacity(await response.text()) if response.status == 200 else None
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        log.debug("%s does not tell its KV memory: %s", config.name, describe(error))
-        return None
 
 
 def kv_capacity(metrics: str) -> int | None:

@@ -9,7 +9,7 @@ Called by admission, staging, feeds and proxy. Imports config, residency and lat
 I/O, times are passed in.
 """
 
-from router.fleet.candidate import Candidate, kv_need
+from router.fleet.candidate import Candidate
 from router.fleet.decision import Decision, KvCopy, Reason
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
@@ -24,5 +24,4 @@ __all__ = [
     "Replica",
     "State",
     "Ticket",
-    "kv_need",
 ]

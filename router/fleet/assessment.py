@@ -5,12 +5,15 @@ from dataclasses import replace
 from typing import Final
 
 from router.config import Judgment
-from router.fleet.candidate import SLOW_TIERS, Candidate, PeerSource, kv_need
+from router.fleet.candidate import SLOW_TIERS, Candidate, PeerSource
 from router.fleet.replica import Replica
 from router.latency import KvNeed, Part, Promised, Work
 from router.residency import ChunkRun, Match, PrefixIndex, PromptKeys, Tier
 
 _RATE_OF: Final = {Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
+
+_KV_PART_TOKENS: Final = 512
+"""How finely what requests share of their KV memory is known."""
 
 
 class Assessor:
@@ -79,6 +82,7 @@ class Assessor:
             matched_tokens=matched,
             work=deep,
             cost=replica.rates.cost(deep),
+            kv=self._kv_need(keys),
             waiting=replica.waiting + self._promised.requests(replica.slot),
             busy_share=(replica.recent.share(self._now_s) + self._busy_share) / 2,
         )
@@ -173,7 +177,7 @@ class Assessor:
 
     def _kv_need(self, keys: PromptKeys) -> KvNeed:
         if self._needed is None or self._needed[0] is not keys:
-            self._needed = (keys, kv_need(keys, self._prompt_tokens))
+            self._needed = (keys, _kv_need(keys, self._prompt_tokens))
         return self._needed[1]
 
     def _work(self, replica: Replica, keys: PromptKeys, matched: Mapping[Tier, int]) -> Work:
@@ -191,6 +195,15 @@ class Assessor:
             backlog_s=max(0.0, replica.fetching_until_s - self._now_s),
             decoding=replica.decoding,
         )
+
+
+def _kv_need(keys: PromptKeys, prompt_tokens: int) -> KvNeed:
+    """Return the KV memory of a prompt, in parts of about `_KV_PART_TOKENS`."""
+    if not keys.chain:
+        return KvNeed(tokens=prompt_tokens)
+    step = max(1, _KV_PART_TOKENS // keys.block_tokens)
+    part = keys.keys[step - 1 :: step]
+    return KvNeed(keys=part, tokens_per_key=step * keys.block_tokens, tokens=prompt_tokens)
 
 
 def _may_fetch(replica: Replica, source: Replica) -> bool:

@@ -6,15 +6,11 @@ from typing import Final
 
 from router.config import Judgment
 from router.fleet.replica import Replica
-from router.latency import Cost, KvNeed, Work
+from router.latency import NO_KV, Cost, KvNeed, Work
 from router.residency import ChunkRun, PromptKeys, Tier
 
 SLOW_TIERS: Final = (Tier.DISK, Tier.REMOTE)
 """KV in these is brought to CPU RAM first: fetched."""
-
-
-_KV_PART_TOKENS: Final = 512
-"""How finely what requests share of their KV memory is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +38,8 @@ class Candidate:
     """By tier; tokens to be copied from a peer source are not among them."""
     work: Work
     cost: Cost
+    kv: KvNeed = NO_KV
+    """The KV memory that the prompt takes."""
     prefetch_gain_s: float = 0.0
     """What using the chunks on disk and remote saves over computing them."""
     source: PeerSource | None = None
@@ -104,12 +102,3 @@ class Candidate:
         slow_tokens = sum(self.matched_tokens.get(tier, 0) for tier in SLOW_TIERS)
         runs = (run for run in self.runs if run.tier in SLOW_TIERS)
         return self.keys.chunks(runs)[: -(-slow_tokens // self.keys.chunk_tokens)]
-
-
-def kv_need(keys: PromptKeys, prompt_tokens: int) -> KvNeed:
-    """Return the KV memory of a prompt, in parts of about `_KV_PART_TOKENS`."""
-    if not keys.chain:
-        return KvNeed(tokens=prompt_tokens)
-    step = max(1, _KV_PART_TOKENS // keys.block_tokens)
-    part = keys.keys[step - 1 :: step]
-    return KvNeed(keys=part, tokens_per_key=step * keys.block_tokens, tokens=prompt_tokens)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from math import inf
 
 from router.config import Judgment
-from router.fleet.candidate import kv_need
 from router.fleet.decision import Decision
 from router.fleet.phases import NEXT, WAITING, Event, Phase, Prefill, Unseen
 from router.fleet.replica import Replica
@@ -36,7 +35,7 @@ class Ticket:
         picked = decision.picked
         self._replica = replica = picked.replica
         self._work = picked.work
-        self._kv = kv_need(picked.keys, decision.prompt_tokens)
+        self._kv = picked.kv
         self._predicted_ttft_s = decision.predicted_ttft_s
         self._last_block = picked.keys.keys[-1] if picked.keys.chain else None
         self._cost = replica.rates.cost(picked.work)
@@ -57,12 +56,13 @@ class Ticket:
         replica.waiting += 1
         replica.started += 1
         self._number = replica.started
-        self._fetched_s = now_s
+        self._ready_s = 0.0
+        """When its KV will be there."""
         # The replica has nothing to compute of a request whose KV is being fetched: taken for
         # work before them, it held other requests in the router while replicas were idle.
         self.phase = Phase.FETCHING
         if decision.is_staged:
-            self._fetched_s = replica.fetch(self._cost.fetch_s, now_s)
+            self._ready_s = replica.fetch(self._cost.fetch_s, now_s)
         else:
             self._move(Event.SENT, now_s)
 
@@ -72,12 +72,13 @@ class Ticket:
         ``is_staged``: whether its KV is in the replica's CPU RAM; else the replica lets others
         go first until it is.
         """
+        if is_staged:
+            self._ready_s = 0.0
         if self.phase is Phase.PREFILLING:
             self._leave_queue(now_s)
             self._join_queue(now_s)
-        elif self._move(Event.SENT, now_s) and not is_staged:
-            self._leave_queue(now_s)
-            self._join_queue(now_s, ready_s=self._fetched_s)
+        else:
+            self._move(Event.SENT, now_s)
 
     def first_byte(self, now_s: float, *, streamed: bool = True, lag_s: float = 0.0) -> None:
         """Note that the answer has begun; later calls change nothing.
@@ -137,9 +138,9 @@ class Ticket:
             self._leave_queue(now_s)
         return True
 
-    def _join_queue(self, now_s: float, *, ready_s: float = 0.0) -> None:
+    def _join_queue(self, now_s: float) -> None:
         self._queue_token = self._replica.queue.join(
-            self._cost.busy_s, now_s, kv=self._kv, ready_s=ready_s
+            self._cost.busy_s, now_s, kv=self._kv, ready_s=self._ready_s
         )
         if self._unseen is not None and self._unseen_number is None:
             prefill = Prefill(

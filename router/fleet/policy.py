@@ -62,14 +62,19 @@ def pick(policy: PolicyName, candidates: Sequence[Candidate], question: Question
 def cheapest(candidates: Sequence[Candidate], question: Question) -> Pick:
     """Pick the soonest first token; keep a session at home while that costs little."""
     judgment = question.judgment
-    best_s = min(each.score_s(judgment) for each in candidates)
+    scores_s = [each.score_s(judgment) for each in candidates]
+    best_s = min(scores_s)
     home = _home(candidates, question)
     if home:
         soonest_s = min(each.ttft_s for each in candidates)
         if home.ttft_s <= soonest_s + question.spill_margin_s:
             return home, Reason.SESSION_HOME
     near_s = min(judgment.near_most_s, max(judgment.near_least_s, judgment.near * best_s))
-    near = [each for each in candidates if each.score_s(judgment) <= best_s + near_s]
+    near = [
+        each
+        for each, score_s in zip(candidates, scores_s, strict=True)
+        if score_s <= best_s + near_s
+    ]
     picked = _idle_instead(_preferred(near, question), candidates, judgment)
     if home is None:
         return picked, _why(picked, candidates)

@@ -105,7 +105,7 @@ class PromptReader:
 
     @property
     def text_trust(self) -> Trust:
-        """How far the tokens of texts equal the replicas', except those that `differs` names."""
+        """How far tokens of texts equal the replicas', but for the replicas of `differs`."""
         return self._texts.trust
 
     @property

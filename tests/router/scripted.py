@@ -31,6 +31,8 @@ class Scripted:
     models: list[str] = field(default_factory=lambda: ["m"])
     entries: list[dict[str, object]] | None = None
     """What ``/v1/models`` lists, where ``models`` do not suffice."""
+    metrics: str = ""
+    """What ``/metrics`` says."""
     healthy: bool = True
     seen: list[Seen] = field(default_factory=list)
     script: deque[Act] = field(default_factory=deque)
@@ -62,6 +64,9 @@ class Scripted:
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
 
+    async def tell_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics)
+
     async def list_models(self, request: web.Request) -> web.Response:
         models = self.entries or [
             {"id": name, "object": "model", "owned_by": "test"} for name in self.models
@@ -76,6 +81,7 @@ async def scripted(*, port: int = 0) -> AsyncIterator[Scripted]:
     upstream.will(json_answer({"ok": True}))
     app = web.Application()
     app.router.add_get("/health", upstream.health)
+    app.router.add_get("/metrics", upstream.tell_metrics)
     app.router.add_get("/v1/models", upstream.list_models)
     app.router.add_post("/{path:.*}", upstream.answer)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)

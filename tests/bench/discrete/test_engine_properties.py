@@ -125,4 +125,4 @@ class AnEngine(RuleBasedStateMachine):
 
 
 TestEngine = AnEngine.TestCase
-TestEngine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestEngine.settings = settings(max_examples=60, stateful_step_count=30)

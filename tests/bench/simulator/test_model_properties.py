@@ -67,7 +67,6 @@ def check_served(sim: ReplicaModel, asked: Sequence[SimRequest]) -> None:
         assert each.cached.total <= each.prompt_tokens
 
 
-@settings(deadline=None)
 @given(ACTS)
 def test_on_a_gpu_alone(acts: list[Act]) -> None:
     sim = model(gpu_tokens=200, max_sequences=3, max_batched_tokens=30)
@@ -80,7 +79,7 @@ def test_on_a_gpu_alone(acts: list[Act]) -> None:
         assert sim.totals.prefilled == sum(each.prompt_tokens for each in asked) - found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ACTS, st.integers(1, 12), st.integers(0, 12))
 def test_over_a_real_engine(acts: list[Act], cpu_chunks: int, disk_chunks: int) -> None:
     layout = ChunkLayout(

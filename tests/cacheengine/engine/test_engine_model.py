@@ -430,7 +430,6 @@ class StagingMachine(EngineMachine):
 _SETTINGS = settings(
     max_examples=100,
     stateful_step_count=50,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 

@@ -93,6 +93,23 @@ async def test_a_replica_whose_first_probe_takes_long_holds_up_nobody(
         await monitor.stop()
 
 
+@pytest.mark.parametrize(
+    ("page", "capacities"),
+    [
+        ('vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n', [1600]),
+        ('vllm:cache_config_info{block_size="16" 1.0\n', []),
+    ],
+)
+async def test_a_replica_tells_its_kv_memory_if_it_can(
+    session: aiohttp.ClientSession, page: str, capacities: list[int]
+) -> None:
+    heard = Heard()
+    async with scripted() as replica:
+        replica.metrics = page
+        async with monitoring(session, replica.url, heard):
+            assert (heard.states, heard.capacities) == (["r up"], capacities)
+
+
 async def test_a_replica_without_a_health_endpoint_is_up(session: aiohttp.ClientSession) -> None:
     heard = Heard()
     async with scripted() as replica, monitoring(session, replica.url + "/prefix", heard):

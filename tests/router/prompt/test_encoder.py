@@ -123,7 +123,7 @@ def edited(draw: Callable[..., Any], text: str) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(data=st.data())
 def test_remembered_tokens_equal_fresh_ones_after_any_edit(kind: str, data: st.DataObject) -> None:
     encoder = encoder_of(kind, max_bytes=data.draw(st.sampled_from([2_000, 1 << 24])))

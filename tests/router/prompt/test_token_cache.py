@@ -91,7 +91,7 @@ def test_token_ids_are_pieces_too() -> None:
     assert memo.stats.tokens_tokenized == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32), st.sampled_from([0, 3_000, 1 << 20]), st.sampled_from([1, 4, 16, 128])
 )

@@ -61,7 +61,7 @@ def keys_of(prompt: Prompt, adapters: Mapping[str, str]) -> tuple[list[bytes], l
     return prompt.chain(SCHEME, 16, lora=prompt.lora(adapters)), prompt.text_chain()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(one=TENANTS, other=TENANTS, endpoints=ENDPOINTS, same_paths=st.booleans())
 def test_equal_tenants_share_all_and_others_nothing(
     reader: PromptReader,

@@ -182,7 +182,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 class BoundedMachine(RuleBasedStateMachine):
@@ -231,4 +231,4 @@ def test_one_walk_tells_what_each_replicas_match_does(
 
 
 TestBounded = BoundedMachine.TestCase
-TestBounded.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBounded.settings = settings(max_examples=60, stateful_step_count=30)
