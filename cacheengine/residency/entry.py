@@ -75,7 +75,9 @@ class Entry:
     @property
     def is_usable(self) -> bool:
         """Whether the bytes are whole and may be found."""
-        return self.use is None or (self.use.state is State.READY and not self.use.condemned)
+        # Read once: statistics are counted without the lock, and a use may end between two reads.
+        use = self.seen
+        return use.state is State.READY and not use.condemned
 
     @property
     def is_busy(self) -> bool:

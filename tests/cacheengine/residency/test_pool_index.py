@@ -2,7 +2,7 @@
 
 import pytest
 
-from cacheengine.residency.entry import State
+from cacheengine.residency.entry import Entry, State, Use, count_held
 from cacheengine.residency.pool_index import CpuIndex
 from tests.cacheengine.building import key, keys
 
@@ -124,3 +124,28 @@ def test_a_chunk_that_nothing_goes_on_with_is_small() -> None:
     assert entry.use is not None
     index.unpin(entry)
     assert entry.use is None
+
+
+class EndingUse(Entry):
+    """An entry whose use another thread ends just after it has been read for the first time."""
+
+    __slots__ = ("_reads",)
+
+    @property
+    def use(self) -> Use | None:
+        self._reads += 1
+        return Use() if self._reads == 1 else None
+
+    @use.setter
+    def use(self, use: Use | None) -> None:
+        self._reads = 0
+
+
+def test_entries_are_counted_while_their_use_ends() -> None:
+    """Statistics count without the engine's lock."""
+    entry = EndingUse(key(1), 0, State.READY)
+    assert entry.is_usable
+    entry.use = None
+    assert entry.is_idle(0.0)
+    entry.use = None
+    assert count_held([entry], 0.0) == 0
