@@ -17,11 +17,12 @@ from router.controller import Configured, Controller
 from router.feeds import Feeds, HealthMonitor, Listener, authorization
 from router.fleet import Fleet, State
 from router.http import Handler, errors_answered
+from router.lmcache import Lmcache
 from router.own_endpoints import Api
 from router.prompt import PromptSource, ServedModel
 from router.proxy import PROMPTED, PROMPTLESS, Bindings, Proxy, Upstream, client_session
 from router.record import Cause, Metrics, ReplicaGauges, RequestRecord, log_record
-from router.staging import AgentClient, Preparer
+from router.staging import AgentClient, Preparer, no_call
 
 log = logging.getLogger("warmroute")
 
@@ -44,6 +45,8 @@ class Parts:
     api: Api
     controller: Controller | None
     """None where the configuration has none; its two applications want sites of their own."""
+    lmcache: Lmcache | None
+    """None where there is no controller."""
 
 
 PARTS: Final = web.AppKey("parts", Parts)
@@ -67,9 +70,13 @@ def create_app(
             app[PARTS] = parts
             await parts.health.start()
             await parts.feeds.start()
+            if parts.lmcache is not None:
+                await parts.lmcache.start()
             tick = asyncio.create_task(ticking(parts.fleet), name="tick")
             yield
             tick.cancel()
+            if parts.lmcache is not None:
+                await parts.lmcache.stop()
             await parts.preparer.stop()
             await parts.feeds.stop()
             await parts.health.stop()
@@ -93,9 +100,17 @@ def _make_parts(
 ) -> Parts:
     fleet = Fleet(config)
     admission = Admission(Gate(fleet))
-    preparer = Preparer(config, fleet, partial(AgentClient, session))
-    metrics = Metrics(lambda: _gauges(fleet), lambda: _sizes(fleet, admission))
-    health = _make_health(config, fleet, prompts, session)
+    lmcache = None
+    if config.controller is not None:
+        lmcache = Lmcache(fleet, session, limit_bytes=config.max_body_bytes)
+    others = no_call if lmcache is None else lmcache.prefetch_call
+    preparer = Preparer(config, fleet, partial(AgentClient, session), others=others)
+    metrics = Metrics(
+        lambda: _gauges(fleet),
+        lambda: _sizes(fleet, admission, lmcache),
+        dict if lmcache is None else lambda: lmcache.counts,
+    )
+    health = _make_health(config, fleet, prompts, session, lmcache)
     readers = [metrics.observe, log_record, *([observe] if observe else [])]
 
     def record(done: RequestRecord) -> None:
@@ -127,11 +142,14 @@ def _make_parts(
         preparer=preparer,
         proxy=proxy,
         api=Api(config, fleet=fleet, proxy=proxy, metrics=metrics, session=session),
-        controller=None if config.controller is None else _controller(config, fleet, session),
+        controller=None if lmcache is None else _controller(config, fleet, session, lmcache),
+        lmcache=lmcache,
     )
 
 
-def _controller(config: RouterConfig, fleet: Fleet, session: aiohttp.ClientSession) -> Controller:
+def _controller(
+    config: RouterConfig, fleet: Fleet, session: aiohttp.ClientSession, lmcache: Lmcache
+) -> Controller:
     def configured() -> list[Configured]:
         return [
             Configured(id=each.id, agent_url=each.config.agent_url, incarnation=each.incarnation)
@@ -139,16 +157,30 @@ def _controller(config: RouterConfig, fleet: Fleet, session: aiohttp.ClientSessi
             if each.config.agent_url is not None
         ]
 
-    return Controller(configured, session, limit_bytes=config.max_body_bytes)
+    assert config.controller is not None
+    return Controller(
+        configured,
+        session,
+        limit_bytes=config.max_body_bytes,
+        secret=config.controller.secret,
+        beside=lmcache.routes(),
+        beside_instances=lmcache.listing,
+    )
 
 
 def _make_health(
-    config: RouterConfig, fleet: Fleet, prompts: PromptSource, session: aiohttp.ClientSession
+    config: RouterConfig,
+    fleet: Fleet,
+    prompts: PromptSource,
+    session: aiohttp.ClientSession,
+    lmcache: Lmcache | None,
 ) -> HealthMonitor:
     replicas = {each.name: each for each in config.replicas}
 
     async def models(name: str, served: list[ServedModel]) -> None:
         fleet.set_models(name, {each.id: each.adapter_path for each in served})
+        if lmcache is not None:
+            lmcache.set_roots(name, [each.root for each in served if each.adapter_path is None])
         replica = replicas[name]
         try:
             # Bounded, since a replica is called up only after this.
@@ -185,8 +217,9 @@ def _gauges(fleet: Fleet) -> Iterable[ReplicaGauges]:
         )
 
 
-def _sizes(fleet: Fleet, admission: Admission) -> dict[str, int]:
+def _sizes(fleet: Fleet, admission: Admission, lmcache: Lmcache | None) -> dict[str, int]:
     return {
+        **({} if lmcache is None else {"lmcache": len(lmcache)}),
         "index": len(fleet.index),
         "sessions": len(fleet.sessions),
         "waiting": len(admission),

@@ -23,6 +23,7 @@ class ModelPrompt:
     token_count: int
     token_ids: Sequence[int] = (0,)
     text: str = ""
+    cache_salt: str | None = None
 
     @property
     def affinity(self) -> bytes:

@@ -102,6 +102,14 @@ class UnknownModel(ApiError):
     default_code = "model_not_found"
 
 
+class Unauthorized(ApiError):
+    """The caller does not know the port's secret (401)."""
+
+    status = 401
+    type = "authentication_error"
+    default_code = "unauthorized"
+
+
 class NotFound(ApiError):
     """No such endpoint, or the thing referred to is not here (404)."""
 

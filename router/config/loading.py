@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from router.config.addresses import host_port, is_loopback
 from router.config.errors import ConfigError
 from router.config.schema import build, read_yaml
 from router.config.settings import ReplicaConfig, RouterConfig, TokenizerConfig
@@ -30,6 +31,7 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
     replicas = _checked_replicas(config.replicas, path, f"{prefix}replicas")
     tokenizer = _checked_tokenizer(config.tokenizer, path, f"{prefix}tokenizer", base)
     _check_ports(config, path, prefix)
+    _check_controller(config, path, prefix)
     return replace(config, replicas=replicas, tokenizer=tokenizer)
 
 
@@ -48,6 +50,29 @@ def _check_ports(config: RouterConfig, path: str, prefix: str) -> None:
             users[port] = key
 
 
+def _check_controller(config: RouterConfig, path: str, prefix: str) -> None:
+    """Raise `ConfigError` for a controller open to anyone, or none where LMCache needs it."""
+    settings = config.controller
+    with_lmcache = [at for at, each in enumerate(config.replicas) if each.lmcache is not None]
+    if settings is None:
+        if with_lmcache:
+            raise ConfigError(
+                path,
+                f"{prefix}replicas[{with_lmcache[0]}].lmcache",
+                "is set, and there is no controller for LMCache to report to",
+                "add 'controller: {}', and start LMCache with --coordinator-url "
+                "http://host:9000 --coordinator-event-reporting",
+            )
+        return
+    if settings.secret is None and not is_loopback(f"http://{host_port(settings.host, 1)}"):
+        raise ConfigError(
+            path,
+            f"{prefix}controller.host",
+            f"{settings.host} is open to other machines, and there is no secret",
+            "set controller.secret, or host: 127.0.0.1",
+        )
+
+
 def _checked_replicas(
     replicas: Sequence[ReplicaConfig], path: str, key: str
 ) -> tuple[ReplicaConfig, ...]:
@@ -63,7 +88,15 @@ def _checked_replicas(
         agent_url = replica.agent_url and _normal_url(replica.agent_url, path, f"{where}.agent_url")
         _check_endpoint(replica.kv_events, path, f"{where}.kv_events")
         _check_endpoint(replica.kv_replay, path, f"{where}.kv_replay")
-        whole = replace(replica, url=url, agent_url=agent_url)
+        lmcache = replica.lmcache and _normal_url(replica.lmcache, path, f"{where}.lmcache")
+        if lmcache and agent_url:
+            raise ConfigError(
+                path,
+                f"{where}.lmcache",
+                "is set beside agent_url",
+                "a replica has either our engine or LMCache: take one of them out",
+            )
+        whole = replace(replica, url=url, agent_url=agent_url, lmcache=lmcache)
         for name in (url, whole.name):
             if name in seen:
                 raise ConfigError(

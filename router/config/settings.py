@@ -28,6 +28,8 @@ class ReplicaConfig:
     """Its name; by default its agent's, else host:port."""
     agent_url: str | None = None
     """Base URL of the cache engine's agent; without one there is no prefetch."""
+    lmcache: str | None = None
+    """Base URL of the stock LMCache server (``--http-port``) that the replica uses."""
     kv_events: str | None = None
     """vLLM's event publisher, ``tcp://host:port``; by default the agent's ``/info`` says."""
     kv_replay: str | None = None
@@ -141,8 +143,8 @@ class TimeoutsConfig:
 class ControllerConfig:
     """LMCache's controller, for moving, pinning and clearing KV by hand or program.
 
-    There is no authentication: any program that reaches its ports can drop
-    every replica's KV.
+    Any program that reaches its ports can drop every replica's KV: without a
+    ``secret`` the API listens on this machine's loopback interface only.
     """
 
     host: str = "127.0.0.1"
@@ -150,6 +152,8 @@ class ControllerConfig:
     """Of the API; 0 picks a free port (it is printed)."""
     monitor_port: int = setting(9001, at_least=0, at_most=65535)
     """Where replicas register: their ``controller_url``."""
+    secret: str | None = setting(None, repr=False)
+    """Asked of every caller of the API, as the password of its URL or as a bearer token."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,12 +42,14 @@ class ControllerApi:
         agents: AgentCalls,
         *,
         limit_bytes: int,
+        beside_instances: Callable[[], list[dict[str, Any]]] = list,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry = registry
         self._agents = agents
         self._limit_bytes = limit_bytes
+        self._beside_instances = beside_instances
         self._clock = clock
         self._wall_clock = wall_clock
         self._events: dict[str, AcceptedMove | int] = {}
@@ -101,10 +103,10 @@ class ControllerApi:
         return _json({**layout, **own})
 
     async def instances(self, request: web.Request) -> web.Response:
-        """Answer which instances there are, and when their heartbeats came."""
+        """Answer which instances there are, and when their heartbeats came; LMCache's too."""
         now_s = self._clock()
         found = [each.listing(now_s) for each in self._registry.instances()]
-        return _json({"instances": found})
+        return _json({"instances": found + self._beside_instances()})
 
     # --- moving
 

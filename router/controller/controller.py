@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
@@ -19,6 +19,7 @@ from router.controller.agents import AgentCalls
 from router.controller.api import ControllerApi
 from router.controller.monitor import MAX_BODY_BYTES, Monitor
 from router.controller.registry import Configured, Registry
+from router.controller.secret import check_secret
 from router.http import Handler, errors_answered
 
 log = logging.getLogger("warmroute.controller")
@@ -36,17 +37,27 @@ class Controller:
         session: aiohttp.ClientSession,
         *,
         limit_bytes: int,
+        secret: str | None = None,
+        beside: Sequence[web.RouteDef] = (),
+        beside_instances: Callable[[], list[dict[str, Any]]] = list,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``configured`` tells the configuration's instances, ``session`` reaches agents."""
+        """``configured`` tells the configuration's instances, ``session`` reaches agents.
+
+        ``beside`` are routes that are served on the API's port too, ``beside_instances`` tells
+        the instances that these know. With a ``secret`` that port asks every caller for it.
+        """
         self.registry = Registry(configured)
         self._limit_bytes = limit_bytes
+        self._secret = secret
+        self._beside = beside
         self._clock = clock
         self._api = ControllerApi(
             self.registry,
             AgentCalls(session),
             limit_bytes=limit_bytes,
+            beside_instances=beside_instances,
             clock=clock,
             wall_clock=wall_clock,
         )
@@ -54,17 +65,22 @@ class Controller:
 
     def api(self) -> web.Application:
         """Make the API's application."""
-        return self._application(self._api.routes(), self._limit_bytes)
+        routes = [*self._api.routes(), *self._beside]
+        return self._application(routes, self._limit_bytes, self._secret)
 
     def monitor(self) -> web.Application:
         """Make the monitor's application."""
         return self._application(self._monitor.routes(), MAX_BODY_BYTES)
 
-    def _application(self, routes: Sequence[web.RouteDef], limit_bytes: int) -> web.Application:
+    def _application(
+        self, routes: Sequence[web.RouteDef], limit_bytes: int, secret: str | None = None
+    ) -> web.Application:
         under_way = asyncio.Semaphore(MAX_REQUESTS)
 
         @web.middleware
         async def admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if secret is not None:
+                check_secret(request, secret)
             if under_way.locked():
                 raise Overloaded(f"{MAX_REQUESTS} requests are under way; ask again later")
             async with under_way:

@@ -125,7 +125,8 @@ class Roster:
             bound = self._replicas[bound_to]
             left = [each for each in left if each is bound]
         for state in (State.UP, State.UNKNOWN):
-            if eligible := [each for each in left if each.state is state]:
+            if in_state := [each for each in left if each.state is state]:
+                eligible = [each for each in in_state if not each.rests] or in_state
                 draining = [each for each in left if each.state is State.DRAINING]
                 return Eligible.of(eligible, draining)
         raise NoReplica(_why_none(serving, tried, bound_to))

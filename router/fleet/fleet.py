@@ -171,7 +171,8 @@ class Fleet:
         replica = self.replicas[replica_id]
         self._receive(replica, Signal.FAILED)
         if not (replica.has_events or replica.has_agent):
-            self.index.forget(replica.slot)
+            # An LMCache server is a process of its own, and may well go on.
+            self.index.forget(replica.slot, (Tier.GPU,) if replica.has_lower_feed else None)
 
     def drain(self, replica_id: str) -> None:
         """Give a replica nothing new."""
@@ -237,6 +238,18 @@ class Fleet:
             change = self.index.add if event.stored else self.index.remove
             change(slot, _lower_tier(event.tier), unpack_keys(event.keys))
 
+    def tie_lmcache(self, replica_id: str, chunk_tokens: int | None) -> None:
+        """Match a replica's lower tiers anew, by LMCache's chunks; None: it has no LMCache."""
+        replica = self.replicas[replica_id]
+        replica.lmcache_chunk_tokens = chunk_tokens
+        self.index.forget(replica.slot, LOWER_TIERS)
+        self._roster.changed()
+
+    def rest(self, replica_id: str, rests: bool) -> None:
+        """Give a replica nothing while another is up, or end that."""
+        self.replicas[replica_id].rests = rests
+        self._roster.changed()
+
     # --- what copies tell
 
     def observed_copy(self, replica_id: str, nbytes: int, seconds: float) -> None:
@@ -261,8 +274,8 @@ class Fleet:
     def apply_kv(self, replica_id: str, batch: KvBatch, now_s: float) -> None:
         """Take over a message of vLLM's KV events.
 
-        Of a replica with an agent only those of the GPU: of the lower tiers
-        the agent knows better.
+        Of a replica with an agent or LMCache only those of the GPU: of the lower
+        tiers these know better.
         """
         replica = self.replicas[replica_id]
         for event in batch.events:
@@ -276,12 +289,12 @@ class Fleet:
         """Forget what KV events told: their publisher is gone, began anew, or left a gap."""
         replica = self.replicas[replica_id]
         replica.has_events = False
-        self.index.forget(replica.slot, (Tier.GPU,) if replica.config.agent_url else None)
+        self.index.forget(replica.slot, (Tier.GPU,) if replica.has_lower_feed else None)
         # A stock vLLM may come back with another random seed.
         replica.shape_checked = False
 
     def _apply_kv_event(self, replica: Replica, event: KvEvent, now_s: float) -> None:
-        lower_too = replica.config.agent_url is None
+        lower_too = not replica.has_lower_feed
         match event:
             case GpuCleared():
                 self.index.forget(replica.slot, (Tier.GPU,))

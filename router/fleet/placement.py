@@ -79,7 +79,7 @@ def decide(
     else:
         replica, reason = foreseen
         picked = next(each for each in candidates if each.replica is replica)
-    prefetches = picked.prefetch_gain_s > 0 and picked.replica.has_agent
+    prefetches = picked.prefetch_gain_s > 0 and picked.replica.can_prefetch
     return Decision(
         picked=picked,
         reason=reason,

@@ -81,6 +81,8 @@ class Replica:
     """Where it has its LoRA adapters from, by the names that requests use."""
     shape: KeyShape | None = None
     """None: its keys are not known, what it was sent is remembered by text."""
+    lmcache_chunk_tokens: int | None = None
+    """Tokens of a chunk of its LMCache server's; None where it has none, or none is known yet."""
     tokens_differ: bool = False
     """Whether it makes other tokens of prompts than the router: they are matched by text there."""
     shape_checked: bool = False
@@ -97,6 +99,8 @@ class Replica:
     """How much of one prompt it can bring through its CPU RAM to the GPU."""
     no_copies_until_s: float = 0.0
     """A copy from or to it has failed: it is left alone until then."""
+    rests: bool = False
+    """Whether it gets nothing while another is up, since it would hang."""
     has_events: bool = False
     """Whether its KV events are being followed right now."""
     fetching_until_s: float = 0.0
@@ -142,7 +146,24 @@ class Replica:
     @property
     def key_shape(self) -> KeyShape | None:
         """How the keys of prompts are made; None where they are matched by text."""
-        return None if self.tokens_differ else self.shape
+        chunk_tokens = self.lmcache_chunk_tokens
+        if self.tokens_differ or chunk_tokens is None:
+            return None if self.tokens_differ else self.shape
+        if self.shape is None:
+            return KeyShape(scheme=None, block_tokens=chunk_tokens, lmcache=True)
+        step = max(1, chunk_tokens // self.shape.block_tokens)  # whole blocks, LMCache sees to it
+        return replace(self.shape, blocks_per_chunk=step, lmcache=True)
+
+    @property
+    def has_lower_feed(self) -> bool:
+        """Whether something better than KV events tells of its tiers below the GPU."""
+        of_lmcache = self.config.lmcache is not None or self.lmcache_chunk_tokens is not None
+        return self.config.agent_url is not None or of_lmcache
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether it can be told to bring KV to CPU RAM."""
+        return self.has_agent or self.lmcache_chunk_tokens is not None
 
     @property
     def has_agent(self) -> bool:

@@ -41,7 +41,7 @@ class Field:
         # Depths that many replicas share: an entry for each replica is not worth its time.
         self._crowds: list[Depth] = []
         for kind, keys in zip(eligible.kinds, self._keys, strict=True):
-            depths = index.depths(keys.keys, keys.blocks_per_chunk, kind.replicas)
+            depths = index.depths(keys.keys, keys.blocks_per_chunk, kind.replicas, keys.chunk_keys)
             self._depths.append(depths)
             for depth in depths:
                 if depth.replicas.bit_count() > MAX_WEIGHED:

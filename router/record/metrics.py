@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.latency import ErrorFigures, Quantiles
@@ -97,6 +97,13 @@ _GAUGES: Final = {
 }
 
 
+_LMCACHE: Final = (
+    "Of LMCache's servers: batches of events that were applied, duplicates, stale, unknown (of a "
+    "server that nobody knows) or malformed; gaps; servers_lost, silent; chunks missing that "
+    "were to be prefetched; prefetches not_ready"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplicaGauges:
     """A replica's state now, as `Metrics` shows it."""
@@ -118,10 +125,14 @@ class Metrics:
         self,
         replicas: Callable[[], Iterable[ReplicaGauges]],
         sizes: Callable[[], dict[str, int]] = dict,
+        lmcache: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """``sizes`` tells how many entries each bounded table holds, by its name."""
+        """``sizes`` tells how many entries each bounded table holds, by its name.
+
+        ``lmcache`` what was counted of LMCache's servers, by a word for each.
+        """
         registry = self._registry = CollectorRegistry()
-        registry.register(_FleetCollector(replicas, sizes))
+        registry.register(_FleetCollector(replicas, sizes, lmcache))
         self._counters = {
             name: Counter(f"warmroute_{name}", text, labels, registry=registry)
             for name, (text, labels) in _COUNTERS.items()
@@ -188,9 +199,11 @@ class _FleetCollector(Collector):
         self,
         replicas: Callable[[], Iterable[ReplicaGauges]],
         sizes: Callable[[], dict[str, int]],
+        lmcache: Callable[[], Mapping[str, int]],
     ) -> None:
         self._replicas = replicas
         self._sizes = sizes
+        self._lmcache = lmcache
 
     def collect(self) -> Iterable[Metric]:
         gauges = {
@@ -209,7 +222,11 @@ class _FleetCollector(Collector):
                     _add_quantiles(family, each.replica_id, values)
         for table, count in self._sizes().items():
             gauges["table_entries"].add_metric([table], count)
-        return gauges.values()
+        yield from gauges.values()
+        told = CounterMetricFamily("warmroute_lmcache", _LMCACHE, labels=["what"])
+        for what, count in self._lmcache().items():
+            told.add_metric([what], count)
+        yield told
 
 
 def _add_quantiles(family: GaugeMetricFamily, replica_id: str, values: Quantiles) -> None:

@@ -1,8 +1,9 @@
 """Which replica holds which blocks of KV in which tier.
 
 `PromptKeyring` computes the rolling block hashes of a prompt, as vLLM and the cache engine
-compute them; `PrefixIndex` maps them to the sets of replicas (`slots`) that hold them, told
-by agents and by vLLM's KV events (`KvEventReader`). `Match` is what one replica holds of one
+compute them, and those of LMCache's chunks; `PrefixIndex` maps them to the sets of replicas
+(`slots`) that hold them, told by agents, LMCache and vLLM's KV events (`KvEventReader`).
+`Match` is what one replica holds of one
 prompt. The index keeps at most ``max_keys``: of more, the oldest of the largest holdings go.
 
 Called by fleet, feeds and staging. Imports nothing of the router; no I/O, no clock.
@@ -22,12 +23,14 @@ from router.residency.kv_events import (
     explains,
     find_shape,
 )
+from router.residency.lmcache_keys import LMCACHE_HASH, lmcache_chain, lmcache_key64
 from router.residency.matches import LOWER_TIERS, ChunkRun, Match
 from router.residency.prefix_index import PrefixIndex
 from router.residency.replica_sets import Depth, slots
 from router.residency.tiers import KeyShape, Tier
 
 __all__ = [
+    "LMCACHE_HASH",
     "LOWER_TIERS",
     "BadEvents",
     "BlocksRemoved",
@@ -50,5 +53,7 @@ __all__ = [
     "explains",
     "find_shape",
     "keys64",
+    "lmcache_chain",
+    "lmcache_key64",
     "slots",
 ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from cacheengine.keys import HashScheme
+from router.residency.lmcache_keys import lmcache_chain, lmcache_key64
 from router.residency.matches import ChunkRun
 from router.residency.tiers import KeyShape
 
@@ -24,6 +25,10 @@ class PromptView(Protocol):
     @property
     def token_ids(self) -> Sequence[int] | None:
         """The tokens that the replica will see; None where they cannot be known."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """What keeps its KV apart from other tenants'."""
 
     @property
     def affinity(self) -> bytes:
@@ -57,7 +62,12 @@ class PromptKeys:
     chain: Sequence[bytes] = field(default=(), repr=False)
     """The whole digests; empty in the text scheme."""
     chunk_keys: Sequence[int] = field(default=(), repr=False)
-    """Those of ``keys`` that end a chunk."""
+    """Those of ``keys`` that end a chunk; LMCache's chunks have keys of their own."""
+    chunk_chain: Sequence[bytes] = field(default=(), repr=False)
+    """The whole digests of LMCache's chunks; empty where a chunk has its last block's."""
+    token_ids: Sequence[int] = field(default=(), repr=False)
+    """What LMCache is told a prompt by, beside its ``cache_salt``; empty for other schemes."""
+    cache_salt: str = field(default="", repr=False)
     block_tokens: int = 1
     blocks_per_chunk: int = 1
 
@@ -69,11 +79,8 @@ class PromptKeys:
     def chunks(self, runs: Iterable[ChunkRun]) -> tuple[bytes, ...]:
         """Return the whole digests of the chunks in some runs."""
         step = self.blocks_per_chunk
-        return tuple(
-            self.chain[(chunk + 1) * step - 1]
-            for run in runs
-            for chunk in range(run.start, run.stop)
-        )
+        digests = self.chunk_chain or self.chain[step - 1 :: step]
+        return tuple(digests[chunk] for run in runs for chunk in range(run.start, run.stop))
 
 
 class PromptKeyring:
@@ -128,11 +135,20 @@ def _by_text(prompt: PromptView) -> PromptKeys:
 
 
 def _by_tokens(prompt: PromptView, shape: KeyShape, lora: tuple[str, str] | None) -> PromptKeys:
-    chain = prompt.chain(shape.scheme, shape.block_tokens, lora=lora)
-    keys = keys64(chain)
+    chunk_chain = lmcache_chain(prompt.token_ids or (), shape.chunk_tokens) if shape.lmcache else []
+    chunk_keys = [lmcache_key64(each, prompt.cache_salt) for each in chunk_chain]
+    chain, keys = chunk_chain, chunk_keys
+    if shape.scheme is not None:
+        chain = prompt.chain(shape.scheme, shape.block_tokens, lora=lora)
+        keys = keys64(chain)
+    if not shape.lmcache:
+        chunk_keys = keys[shape.blocks_per_chunk - 1 :: shape.blocks_per_chunk]
     return PromptKeys(
         keys=keys,
-        chunk_keys=keys[shape.blocks_per_chunk - 1 :: shape.blocks_per_chunk],
+        chunk_keys=chunk_keys,
+        chunk_chain=chunk_chain,
+        token_ids=(prompt.token_ids or ()) if shape.lmcache else (),
+        cache_salt=prompt.cache_salt or "",
         chain=chain,
         block_tokens=shape.block_tokens,
         blocks_per_chunk=shape.blocks_per_chunk,

@@ -195,9 +195,11 @@ class KvEventReader:
         if not self._follows(event.group_idx):
             return
         keys = _keys(event)
-        if self.shows_first and (first := _first_blocks(event, keys)):
+        tier = tier_of(event.medium, event.locality)
+        # Below the GPU keys may be another cache's: LMCache reports chunks of its own hashes.
+        if self.shows_first and tier is Tier.GPU and (first := _first_blocks(event, keys)):
             yield first
-        yield BlocksStored(tier_of(event.medium, event.locality), keys)
+        yield BlocksStored(tier, keys)
 
     def _follows(self, group: int | None) -> bool:
         return self._group is None or group is None or group == self._group
@@ -253,7 +255,7 @@ def find_shape(first: FirstBlocks, seed: str | None) -> KeyShape | None:
 def explains(shape: KeyShape, first: FirstBlocks) -> bool:
     """Return whether a shape gives the keys that a replica has published."""
     size = shape.block_tokens
-    if size != first.block_tokens:
+    if size != first.block_tokens or shape.scheme is None:
         return False
     _, salted = prompt_extra_keys(cache_salt=first.cache_salt)
     chain = partial(shape.scheme.chain, block_tokens=size, first_extra_keys=salted)

@@ -13,8 +13,7 @@ Pure state: no clock, no I/O. Replicas are small integers (`Replica.slot`).
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from functools import reduce
 from itertools import filterfalse, islice
 from math import inf
@@ -23,7 +22,7 @@ from typing import Final
 
 from router.residency.claims import Claim, Claims
 from router.residency.matches import LOWER_TIERS, ChunkRun, Match, chunk_runs, joint_run
-from router.residency.replica_sets import Depth, Holders, find_depths, slots
+from router.residency.replica_sets import Depth, Holders, Stale, find_depths, set_bits, slots
 from router.residency.tiers import Tier
 
 _EVICTION_SLACK: Final = 256
@@ -39,16 +38,6 @@ _KEYS_PER_TICK: Final = 10_000
 
 _KEYS_PER_CLAIM: Final = 12
 """Ending a claim costs as much as so many keys, beside its own."""
-
-
-@dataclass(eq=False, slots=True)
-class _Stale:
-    """Keys that a replica held in a tier before it was forgotten, and still has the bits of."""
-
-    replica: int
-    tier: Tier
-    keys: Iterator[int]
-    count: int
 
 
 class PrefixIndex:
@@ -68,7 +57,7 @@ class PrefixIndex:
         # On the GPU: known or believed. Lower: in any of the other tiers.
         self._on_gpu = Holders()
         self._lower = Holders()
-        self._stale: deque[_Stale] = deque()
+        self._stale: deque[Stale] = deque()
         self._stale_replicas = 0
         self._known = 0
         self._to_sweep = 0
@@ -184,11 +173,21 @@ class PrefixIndex:
         self.expire(now_s, _KEYS_PER_TICK)
         self.sweep(_KEYS_PER_TICK)
 
-    def match(self, replica: int, keys: Sequence[int], blocks_per_chunk: int = 1) -> Match:
-        """Return how far a replica holds a prompt; ``keys`` are those of its blocks."""
+    def match(
+        self,
+        replica: int,
+        keys: Sequence[int],
+        blocks_per_chunk: int = 1,
+        chunks: Sequence[int] | None = None,
+    ) -> Match:
+        """Return how far a replica holds a prompt; ``keys`` are those of its blocks.
+
+        ``chunks`` are those of its chunks, where they are not their last blocks'.
+        """
         on_gpu = self._held.get(replica, {}).get(Tier.GPU, {})
         gpu_blocks = joint_run(on_gpu, self._claims.of(replica), keys)
-        chunks = keys[blocks_per_chunk - 1 :: blocks_per_chunk]
+        if chunks is None:
+            chunks = keys[blocks_per_chunk - 1 :: blocks_per_chunk]
         return Match(gpu_blocks, self.runs(replica, chunks, gpu_blocks // blocks_per_chunk))
 
     def runs(self, replica: int, chunks: Sequence[int], start: int) -> tuple[ChunkRun, ...]:
@@ -206,17 +205,26 @@ class PrefixIndex:
         """Return whether a chunk is believed to be computed there, and stored in no lower tier."""
         return chunk in self._claims.of(replica) and not self.runs(replica, (chunk,), 0)
 
-    def depths(self, keys: Sequence[int], blocks_per_chunk: int, among: int) -> list[Depth]:
+    def depths(
+        self,
+        keys: Sequence[int],
+        blocks_per_chunk: int,
+        among: int,
+        chunks: Sequence[int] | None = None,
+    ) -> list[Depth]:
         """Return how deep each of many replicas holds a prompt, in one walk, deepest first.
 
         ``among`` has the bits of the replicas (`Replica.slot`) to tell of;
         replicas that hold nothing of the prompt are left out. For each of the
         others it says what `match` would.
         """
+        if chunks is None:
+            chunks = keys[blocks_per_chunk - 1 :: blocks_per_chunk]
         stale = among & self._stale_replicas
-        found = find_depths(self._on_gpu, self._lower, keys, blocks_per_chunk, among ^ stale)
+        ends = among ^ stale
+        found = find_depths(self._on_gpu, self._lower, keys, blocks_per_chunk, ends, chunks=chunks)
         for replica in slots(stale):
-            match = self.match(replica, keys, blocks_per_chunk)
+            match = self.match(replica, keys, blocks_per_chunk, chunks)
             if blocks := match.blocks(blocks_per_chunk):
                 found.append(Depth(1 << replica, match.gpu_blocks, blocks))
         if stale:
@@ -235,9 +243,9 @@ class PrefixIndex:
         lower: dict[int, int] = {}
         for replica, tiers in self._held.items():
             for tier, keys in tiers.items():
-                _set_bits(on_gpu if tier is Tier.GPU else lower, replica, keys)
+                set_bits(on_gpu if tier is Tier.GPU else lower, replica, keys)
         for replica, believed in self._claims.items():
-            _set_bits(on_gpu, replica, believed)
+            set_bits(on_gpu, replica, believed)
         self._on_gpu.check(on_gpu, self._stale_replicas)
         self._lower.check(lower, self._stale_replicas)
 
@@ -259,7 +267,7 @@ class PrefixIndex:
     def _leave_bits(self, replica: int, tier: Tier, keys: Collection[int]) -> None:
         """Have a replica's bits be taken off keys by `sweep`."""
         if keys:
-            self._stale.append(_Stale(replica, tier, iter(keys), len(keys)))
+            self._stale.append(Stale(replica, tier, iter(keys), len(keys)))
             self._stale_replicas |= 1 << replica
             self._to_sweep += len(keys)
 
@@ -292,8 +300,3 @@ class PrefixIndex:
             count -= len(oldest)
             if not count:
                 break
-
-
-def _set_bits(bits: dict[int, int], replica: int, keys: Iterable[int]) -> None:
-    for key in keys:
-        bits[key] = bits.get(key, 0) | 1 << replica

@@ -11,10 +11,13 @@ Pure state: no clock, no I/O.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from itertools import compress, count, repeat
 from operator import itemgetter, or_
 from typing import Final, NamedTuple, TypeAlias
+
+from router.residency.tiers import Tier
 
 _DIGIT_VALUES: Final = bytes.maketrans(b"01", b"\0\1")
 _BITS_PER_SLOT: Final = 16
@@ -95,6 +98,16 @@ class Holders:
             assert wanted | has & stale == has, (key, wanted, has, stale)
 
 
+@dataclass(eq=False, slots=True)
+class Stale:
+    """Keys that a replica held in a tier before it was forgotten, and still has the bits of."""
+
+    replica: int
+    tier: Tier
+    keys: Iterator[int]
+    count: int
+
+
 def slots(replicas: int) -> list[int]:
     """Return the slots whose bits are set, lowest first."""
     if replicas.bit_count() * _BITS_PER_SLOT > replicas.bit_length():
@@ -109,15 +122,21 @@ def slots(replicas: int) -> list[int]:
 
 
 def find_depths(
-    gpu: Holders, lower: Holders, keys: Sequence[int], blocks_per_chunk: int, among: int
+    gpu: Holders,
+    lower: Holders,
+    keys: Sequence[int],
+    blocks_per_chunk: int,
+    among: int,
+    *,
+    chunks: Sequence[int],
 ) -> list[Depth]:
     """Return those ``among`` the replicas that hold the beginning of a prompt, deepest first.
 
-    ``keys`` are those of its blocks. The GPU's blocks lead, and the lower
+    ``keys`` are those of its blocks, ``chunks`` of its chunks. The GPU's blocks lead, and the lower
     tiers go on from the chunk that holds their end.
     """
     on_gpu = _gpu_ends(gpu, keys, among)
-    beyond = _lower_ends(lower, keys, blocks_per_chunk, on_gpu) if len(lower) else []
+    beyond = _lower_ends(lower, chunks, blocks_per_chunk, on_gpu) if len(lower) else []
     gone_on = reduce(or_, (replicas for replicas, _ in beyond), 0)
     found = [
         Depth(stayed, blocks, blocks)
@@ -151,10 +170,9 @@ def _gpu_ends(gpu: Holders, keys: Sequence[int], among: int) -> list[_End]:
 
 
 def _lower_ends(
-    lower: Holders, keys: Sequence[int], blocks_per_chunk: int, on_gpu: Sequence[_End]
+    lower: Holders, chunks: Sequence[int], blocks_per_chunk: int, on_gpu: Sequence[_End]
 ) -> list[_End]:
     """Return the replicas that lower tiers take beyond their GPU, with how many blocks."""
-    chunks = keys[blocks_per_chunk - 1 :: blocks_per_chunk]
     joining: dict[int, int] = {}
     for replicas, blocks in on_gpu:
         if (chunk := blocks // blocks_per_chunk) < len(chunks):
@@ -197,3 +215,9 @@ def _split(beyond: Sequence[_End], on_gpu: Sequence[_End], gone_on: int) -> list
             part = (gpu_blocks_of[slot], blocks)
             parts[part] = parts.get(part, 0) | 1 << slot
     return [Depth(replicas, *part) for part, replicas in parts.items()]
+
+
+def set_bits(bits: dict[int, int], replica: int, keys: Iterable[int]) -> None:
+    """Set a replica's bit at each of the keys."""
+    for key in keys:
+        bits[key] = bits.get(key, 0) | 1 << replica

@@ -19,10 +19,13 @@ class Tier(StrEnum):
 class KeyShape:
     """How a replica makes the keys of its KV."""
 
-    scheme: HashScheme
+    scheme: HashScheme | None
+    """None: its blocks' keys are not known, and LMCache's chunks stand for blocks too."""
     block_tokens: int
     blocks_per_chunk: int = 1
     """1 where there is no agent: vLLM's own offloading reports block keys."""
+    lmcache: bool = False
+    """Whether chunks have LMCache's keys (`lmcache_chain`), not those of their last blocks."""
 
     @property
     def chunk_tokens(self) -> int:

@@ -15,6 +15,7 @@ from router.staging.agent_client import (
     AgentTimeout,
     HistoryGone,
 )
+from router.staging.prefetch import PrefetchCall, no_call
 from router.staging.stager import Preparation, Preparer
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "AgentRefused",
     "AgentTimeout",
     "HistoryGone",
+    "PrefetchCall",
     "Preparation",
     "Preparer",
+    "no_call",
 ]

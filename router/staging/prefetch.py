@@ -2,20 +2,32 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Final
 
+from cacheengine.wire import PrefetchReply
 from router.config import PrefetchConfig
 from router.fleet import Decision, Replica
-from router.staging.agent_client import AgentError, Agents, StagingAgent
+from router.staging.agent_client import AgentError, Agents
 from router.staging.backoff import Backoff
 
 MAX_UNDER_WAY: Final = 1024
 """Prefetches that are followed at once; one more is not begun."""
 _ANSWER_SHARE: Final = 0.95
 """Of a request's wait: until then an agent is to answer, so that what it tells comes in time."""
+
+
+PrefetchCall = Callable[[], Awaitable[PrefetchReply]]
+"""Has one decision's chunks promoted; raises `AgentError`."""
+PrefetchCalls = Callable[[Decision], PrefetchCall | None]
+"""How chunks are promoted at a replica without an agent of ours; None where they cannot be."""
+
+
+def no_call(decision: Decision) -> None:
+    """Return how chunks are promoted where there is nothing but agents."""
 
 
 class Timing(StrEnum):
@@ -67,11 +79,13 @@ class Prefetcher:
         agents: Agents,
         backoff: Backoff,
         *,
+        others: PrefetchCalls = no_call,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._replicas = replicas
         self._agents = agents
+        self._others = others
         self._backoff = backoff
         self._clock = clock
         self._under_way: set[asyncio.Task[PrefetchOutcome]] = set()
@@ -82,7 +96,11 @@ class Prefetcher:
         The promotion goes on at the replica after that.
         """
         replica, keys = self._replicas[decision.replica_id], decision.prefetch_keys
-        if not self._config.enabled or not keys or replica.config.agent_url is None:
+        if not self._config.enabled or not keys:
+            return PrefetchOutcome(asked=0)
+        wait_s = min(decision.expected_gain_s, self._config.wait_cap_s)
+        call = self._call(replica, decision, wait_s)
+        if call is None:
             return PrefetchOutcome(asked=0)
         not_yet = PrefetchOutcome(asked=len(keys), pending=len(keys))
         if len(self._under_way) >= MAX_UNDER_WAY:
@@ -90,9 +108,7 @@ class Prefetcher:
         if not self._backoff.may_ask(replica.id):
             return replace(not_yet, error="its agent is left alone, since it fails")
         began_s = self._clock()
-        wait_s = min(decision.expected_gain_s, self._config.wait_cap_s)
-        agent = self._agents(replica.config.agent_url)
-        task = asyncio.create_task(self._promote(replica.id, agent, keys, wait_s, began_s))
+        task = asyncio.create_task(self._promote(replica.id, call, len(keys), began_s))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         # Not wait_for: the task has yet to see whether the agent answers at all.
@@ -107,20 +123,24 @@ class Prefetcher:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
 
+    def _call(self, replica: Replica, decision: Decision, wait_s: float) -> PrefetchCall | None:
+        """Return how a replica is told to promote chunks; None where it cannot be."""
+        if replica.config.agent_url is None:
+            return self._others(decision)
+        agent = self._agents(replica.config.agent_url)
+        return partial(
+            agent.prefetch,
+            decision.prefetch_keys,
+            wait_s=_ANSWER_SHARE * wait_s,
+            pin_s=self._config.pin_s,
+        )
+
     async def _promote(
-        self,
-        replica_id: str,
-        agent: StagingAgent,
-        keys: Sequence[bytes],
-        wait_s: float,
-        began_s: float,
+        self, replica_id: str, call: PrefetchCall, asked: int, began_s: float
     ) -> PrefetchOutcome:
-        """Return what an agent says of these chunks; raises nothing."""
-        asked = len(keys)
+        """Return what becomes of so many chunks; raises nothing."""
         try:
-            reply = await agent.prefetch(
-                keys, wait_s=_ANSWER_SHARE * wait_s, pin_s=self._config.pin_s
-            )
+            reply = await call()
         except AgentError as error:
             self._backoff.failed(replica_id, began_s, error)
             return PrefetchOutcome(asked=asked, pending=asked, error=str(error))

@@ -10,7 +10,13 @@ from router.fleet import Decision, Fleet
 from router.staging.agent_client import Agents
 from router.staging.backoff import Backoff
 from router.staging.peer_copy import Copier, CopyOutcome
-from router.staging.prefetch import Prefetcher, PrefetchOutcome, Timing
+from router.staging.prefetch import (
+    PrefetchCalls,
+    Prefetcher,
+    PrefetchOutcome,
+    Timing,
+    no_call,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +50,15 @@ class Preparer:
         fleet: Fleet,
         agents: Agents,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        others: PrefetchCalls = no_call,
     ) -> None:
+        """``others`` says how replicas without an agent are told to prefetch."""
         self._clock = clock
         backoff = Backoff(clock)
-        self._prefetcher = Prefetcher(config.prefetch, fleet.replicas, agents, backoff, clock=clock)
+        self._prefetcher = Prefetcher(
+            config.prefetch, fleet.replicas, agents, backoff, others=others, clock=clock
+        )
         self._copier = Copier(config.prefetch, fleet.replicas, agents, fleet, backoff, clock=clock)
 
     async def prepare(self, decision: Decision) -> Preparation:

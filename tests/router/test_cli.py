@@ -67,9 +67,10 @@ def test_check_config_prints_what_would_be_used(router_yaml: Path) -> None:
     assert shown["timeouts"]["connect_s"] == 5.0
     assert shown["replicas"][0]["api_key"] == "***"
     assert shown["controller"] is None
-    router_yaml.write_text(router_yaml.read_text() + "controller: {port: 9100}\n")
+    router_yaml.write_text(router_yaml.read_text() + "controller: {port: 9100, secret: s3cret}\n")
     shown = json.loads(invoke("check-config", str(router_yaml))[1])
-    assert shown["controller"] == {"host": "127.0.0.1", "port": 9100, "monitor_port": 9001}
+    expected = {"host": "127.0.0.1", "port": 9100, "monitor_port": 9001, "secret": "***"}
+    assert shown["controller"] == expected
 
 
 def test_check_config_says_how_to_check_a_replicas_file(tmp_path: Path) -> None:

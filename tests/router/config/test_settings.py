@@ -154,3 +154,21 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_the_default_rates_are_usable() -> None:
     rates = RouterConfig(replicas=()).rates
     assert all(math.isfinite(value) for value in vars(rates).values())
+
+
+def test_a_controller_that_is_open_to_other_machines_wants_a_secret(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 is open .* there is no secret"):
+        load(tmp_path, ONE + "controller: {host: 0.0.0.0}")
+    config = load(tmp_path, ONE + "controller: {host: 0.0.0.0, secret: s3cret}")
+    assert config.controller is not None
+    assert "s3cret" not in repr(config)
+
+
+def test_lmcache_wants_a_controller_and_no_agent_beside_it(tmp_path: Path) -> None:
+    replica = "replicas: [{url: 'http://r', lmcache: 'http://r:8210/'"
+    with pytest.raises(ConfigError, match=r"replicas\[0\]\.lmcache: .* no controller"):
+        load(tmp_path, f"{replica}}}]")
+    config = load(tmp_path, f"{replica}}}]\ncontroller: {{}}")
+    assert config.replicas[0].lmcache == "http://r:8210"
+    with pytest.raises(ConfigError, match="either our engine or LMCache"):
+        load(tmp_path, f"{replica}, agent_url: 'http://r:8090'}}]\ncontroller: {{}}")

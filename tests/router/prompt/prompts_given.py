@@ -14,6 +14,7 @@ class GivenPrompt:
 
     token_ids: Sequence[int] | None
     text: str = ""
+    cache_salt: str | None = None
 
     @property
     def token_count(self) -> int:

@@ -1,0 +1,176 @@
+"""LMCache's coordinator, as the router stands in for it: members, their events, their keys.
+
+No I/O; times are passed in. What is malformed, unknown or late changes nothing and is counted.
+"""
+
+import logging
+import uuid
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from router.fleet import Fleet
+from router.lmcache.directory import Directory, owner_of
+from router.lmcache.members import MAX_MEMBERS, Member, Members
+from router.lmcache.ties import Ties
+from router.lmcache.usage import Declared, usage
+from router.lmcache.wire import Batch, ObjectKey, RegisterCall
+
+log = logging.getLogger("warmroute.lmcache")
+
+MAX_KEYS: Final = 500_000
+"""Of the directory; at 256 tokens a chunk they stand for 128 million tokens."""
+DEFAULT_CHUNK_TOKENS: Final = 256
+"""LMCache's own."""
+
+
+class Verdict(StrEnum):
+    """What becomes of a batch; the names are those of the answer to ``POST /events``."""
+
+    APPLIED = "applied"
+    DUPLICATE = "duplicates"
+    STALE = "stale"
+    """Of a process of the server's that has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a batch's number says."""
+
+    verdict: Verdict
+    restarted: bool = False
+    """The server has started anew: what its CPU RAM held is gone."""
+    gap: bool = False
+    """Batches before this one were missed, and will not come again."""
+
+
+@dataclass(slots=True)
+class Cursor:
+    """How far a server's stream was followed."""
+
+    incarnation: int
+    seq: int = 0
+    gaps: int = 0
+
+
+class Streams:
+    """The cursors of all servers; who asks sees to it that they are few (`Members`)."""
+
+    def __init__(self) -> None:
+        self._cursors: dict[str, Cursor] = {}
+
+    def admit(self, batch: Batch) -> Admission:
+        """Say what becomes of a batch, and take its number."""
+        cursor = self._cursors.get(batch.instance_id)
+        restarted = cursor is not None and batch.incarnation > cursor.incarnation
+        if cursor is not None and batch.incarnation < cursor.incarnation:
+            return Admission(Verdict.STALE)
+        if cursor is None or restarted:
+            cursor = self._cursors[batch.instance_id] = Cursor(batch.incarnation)
+        if batch.seq <= cursor.seq:
+            return Admission(Verdict.DUPLICATE)
+        gap = batch.seq > cursor.seq + 1
+        cursor.seq = batch.seq
+        cursor.gaps += gap
+        return Admission(Verdict.APPLIED, restarted, gap)
+
+    def forget(self, instance_id: str) -> None:
+        """Follow a server's stream from wherever it goes on."""
+        self._cursors.pop(instance_id, None)
+
+    def of(self, instance_id: str) -> Cursor | None:
+        """Return how far a server was followed, None if it never was."""
+        return self._cursors.get(instance_id)
+
+
+class Coordinator:
+    """All that the router knows of LMCache's servers."""
+
+    def __init__(self, fleet: Fleet, max_keys: int = MAX_KEYS) -> None:
+        self.members = Members()
+        self.directory = Directory(max_keys)
+        self.ties = Ties(fleet, self.directory)
+        self.chunk_tokens = DEFAULT_CHUNK_TOKENS
+        """Of the servers that answer; one fleet has one chunk size, as LMCache has it."""
+        self.counts: Counter[str] = Counter()
+        """Batches by what became of them, and what else went wrong, by a word for each."""
+        self._streams = Streams()
+        self._declared = Declared()
+        self._expected: set[str] = set()
+
+    def register(self, call: RegisterCall, now_s: float, wall_s: float) -> dict[str, Any]:
+        """Take in a server; return what LMCache's coordinator answers."""
+        instance_id = call.instance_id.strip() or f"mp-{uuid.uuid4().hex}"
+        known = self.members.register(instance_id, call, now_s, wall_s)
+        log.info("LMCache server %s has registered from %s", instance_id, call.ip)
+        return {"instance_id": instance_id, "re_registered": known}
+
+    def deregister(self, instance_id: str) -> None:
+        """Forget a server that ends: its L1 is gone, what lies in L2 stays."""
+        self.members.forget(instance_id)
+        self._streams.forget(instance_id)
+        self._declared.forget(instance_id)
+        self.ties.tell(self.directory.fence(instance_id))
+
+    def expire(self, now_s: float) -> None:
+        """Forget the servers that have fallen silent, as if they had ended."""
+        for instance_id in self.members.silent(now_s):
+            log.warning("LMCache server %s sends no heartbeats: forgotten", instance_id)
+            self.counts["silent"] += 1
+            self.deregister(instance_id)
+
+    def expect(self, instance_id: str) -> None:
+        """Take events of a configured server's before it has registered.
+
+        After a restart of the router that is seconds before it finds out that it has to.
+        """
+        if len(self._expected) < MAX_MEMBERS:
+            self._expected.add(instance_id)
+
+    def apply(self, batches: list[Batch]) -> dict[str, int]:
+        """Take over batches in their order; return how many of them had which fate."""
+        found: Counter[str] = Counter({each.value: 0 for each in Verdict})
+        for batch in batches:
+            verdict = self._apply(batch)
+            self.counts[verdict] += 1
+            if verdict in found:
+                found[verdict] += 1
+        return dict(found)
+
+    def refuted(self, replica_id: str, keys: list[ObjectKey]) -> None:
+        """Note that a replica's server was asked for keys and has them not."""
+        self.counts["missing"] += len(keys)
+        server = self.ties.server_of(replica_id)
+        if server is not None:
+            self.ties.tell(self.directory.refute(server.instance_id, keys))
+
+    def usage(self) -> dict[str, Any]:
+        """Return what LMCache's ``GET /instances/usage`` says."""
+        registered = {each.instance_id for each in self.members.all()}
+        return usage(self.directory.used(), self._declared, registered)
+
+    def member(self, instance_id: str) -> Member | None:
+        """Return a server that has registered."""
+        return self.members.get(instance_id)
+
+    def _apply(self, batch: Batch) -> str:
+        known = self.members.get(batch.instance_id) is not None
+        if not known and batch.instance_id not in self._expected:
+            return "unknown"
+        admission = self._streams.admit(batch)
+        if admission.verdict is not Verdict.APPLIED:
+            return admission.verdict.value
+        if admission.restarted:
+            log.info("LMCache server %s has started anew", batch.instance_id)
+            self.ties.tell(self.directory.fence(batch.instance_id))
+        elif admission.gap:
+            self.counts["gaps"] += 1
+            log.info("events of LMCache server %s were missed", batch.instance_id)
+            self.ties.tell(self.directory.doubt(batch.instance_id))
+        if batch.event_type == "config":
+            self._declared.note(batch)
+        if batch.shared:
+            self.ties.mounted(owner_of(batch), batch.instance_id)
+        self.ties.note(batch, self.directory.apply(batch))
+        return Verdict.APPLIED.value

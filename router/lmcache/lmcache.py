@@ -1,0 +1,62 @@
+"""LMCache's side of the router, put together: what the application starts and asks."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from router.fleet import Decision, Fleet
+from router.lmcache.api import CoordinatorApi
+from router.lmcache.coordinator import Coordinator
+from router.lmcache.prefetch import LmcachePrefetch
+from router.lmcache.watch import ServerWatch
+from router.staging import PrefetchCall
+
+
+class Lmcache:
+    """The servers that replicas use, between `start` and `stop`."""
+
+    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession, *, limit_bytes: int) -> None:
+        self.coordinator = Coordinator(fleet)
+        self._watch = ServerWatch(fleet, self.coordinator, session)
+        self._prefetch = LmcachePrefetch(fleet, self.coordinator, session, self._watch.url_of)
+        self._api = CoordinatorApi(
+            self.coordinator,
+            session,
+            limit_bytes=limit_bytes,
+            members_changed=self._watch.members_changed,
+        )
+
+    def __len__(self) -> int:
+        """Return how many of the servers' keys are known."""
+        return len(self.coordinator.directory)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What was counted, by a word for each (`Coordinator.counts`)."""
+        return self.coordinator.counts
+
+    async def start(self) -> None:
+        """Find out which servers answer, and go on watching them."""
+        await self._watch.start()
+
+    async def stop(self) -> None:
+        """End that."""
+        await self._watch.stop()
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Return the routes of LMCache's coordinator."""
+        return self._api.routes()
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Return the servers that have registered."""
+        return self._api.listing()
+
+    def set_roots(self, replica_id: str, roots: Iterable[str]) -> None:
+        """Note where a replica has its models from."""
+        self.coordinator.ties.set_roots(replica_id, roots)
+
+    def prefetch_call(self, decision: Decision) -> PrefetchCall | None:
+        """Return how a decision's chunks are promoted by LMCache, if they can be."""
+        return self._prefetch.call(decision)

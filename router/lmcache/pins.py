@@ -1,0 +1,45 @@
+"""The keys that clients have pinned, with how often. Pure.
+
+LMCache's coordinator leaves pinned keys out when it evicts from L2 by quota. The router evicts
+nothing there, so that a pin is kept and told of, and is all that there is to it.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from router.config import Overloaded
+from router.lmcache.wire import ObjectKey
+
+MAX_PINS: Final = 100_000
+
+
+class Pins:
+    """At most `MAX_PINS` keys."""
+
+    def __init__(self) -> None:
+        self._counts: dict[ObjectKey, int] = {}
+
+    def pin(self, keys: Iterable[ObjectKey]) -> None:
+        """Pin each key once more; raise `Overloaded` when there is no room for all of them."""
+        keys = list(keys)
+        new = sum(key not in self._counts for key in keys)
+        if len(self._counts) + new > MAX_PINS:
+            raise Overloaded(f"{MAX_PINS} keys may be pinned at most; unpin some")
+        for key in keys:
+            self._counts[key] = self._counts.get(key, 0) + 1
+
+    def unpin(self, keys: Iterable[ObjectKey]) -> None:
+        """Take a pin off each key; one that has none is passed over."""
+        for key in keys:
+            count = self._counts.pop(key, 0)
+            if count > 1:
+                self._counts[key] = count - 1
+
+    def page(self, salt: str, model: str, offset: int, limit: int) -> dict[str, Any]:
+        """Return a page of the keys of a salt and a model (empty: of all)."""
+        found = [
+            {"key": key.encoded(), "pin_count": count}
+            for key, count in self._counts.items()
+            if salt in ("", key.cache_salt) and model in ("", key.model_name)
+        ]
+        return {"total": len(found), "pins": found[offset : offset + limit]}

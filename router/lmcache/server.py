@@ -1,0 +1,104 @@
+"""Calls to one stock LMCache server (``lmcache server --http-port``).
+
+aiohttp's exceptions are mapped here, once, to those of `router.staging` for agents.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from router.lmcache.wire import PrefetchStatus, ServerConfig, ServerStatus
+from router.staging import AgentError, AgentRefused, AgentTimeout
+
+_CONNECT_S: Final = 2.0
+_ANSWER_S: Final = 5.0
+_FIRST_POLL_S: Final = 0.005
+_LONGEST_POLL_S: Final = 0.1
+FOLLOW_S: Final = 30.0
+"""So long is a prefetch followed to its end, whoever still waits for it: the server keeps a
+job until its end has been asked for."""
+
+_T = TypeVar("_T")
+
+
+class LmcacheServer:
+    """Calls one server; every call raises `AgentError` when it fails."""
+
+    def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
+        self._session = session
+        self.base_url = base_url.rstrip("/")
+
+    async def instance_id(self) -> str:
+        """Return the name under which it registers and reports events."""
+        return (await self._ask("GET", "/config", ServerConfig)).mp.instance_id
+
+    async def status(self) -> ServerStatus:
+        """Return its chunk size and hash, and the models whose KV caches it knows."""
+        return await self._ask("GET", "/status", ServerStatus)
+
+    async def health(self) -> None:
+        """Return when the server says that it is well."""
+        await self.call("GET", "/healthcheck")
+
+    async def prefetch(
+        self, token_ids: Sequence[int], *, model: str, world_size: int, cache_salt: str
+    ) -> PrefetchStatus:
+        """Have a prompt's chunks brought from L2 to L1; return how that ended.
+
+        ``status`` is "pending" where it goes on after `FOLLOW_S`, "noop" under one chunk.
+        """
+        body = {
+            "model_name": model,
+            "world_size": world_size,
+            "token_ids": list(token_ids),
+            "cache_salt": cache_salt,
+        }
+        told = await self._ask("POST", "/cache/prefetches", PrefetchStatus, body)
+        pause_s, left_s = _FIRST_POLL_S, FOLLOW_S
+        while told.status in ("submitted", "pending") and left_s > 0:
+            await asyncio.sleep(pause_s)
+            left_s -= pause_s
+            path = f"/cache/prefetches/{quote(told.request_id, safe='')}"
+            found = await self._ask("GET", path, PrefetchStatus)
+            told = msgspec.structs.replace(found, request_id=told.request_id)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        return told
+
+    async def _ask(self, method: str, path: str, kind: type[_T], body: object = None) -> _T:
+        status, answer = await self.call(method, path, body)
+        if status not in (200, 202):
+            raise AgentRefused(f"{self.base_url}{path}", status, _said(answer))
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except msgspec.MsgspecError as error:
+            text = f"{self.base_url}{path}: the answer is not a {kind.__name__}: {error}"
+            raise AgentError(text) from None
+
+    async def call(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+        """Return status and body of an answer, whatever they are."""
+        try:
+            async with self._session.request(
+                method,
+                self.base_url + path,
+                data=None if body is None else msgspec.json.encode(body),
+                headers={} if body is None else {"Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=_ANSWER_S, sock_connect=_CONNECT_S),
+            ) as response:
+                return response.status, await response.read()
+        except TimeoutError:
+            text = f"{self.base_url}{path}: no answer within {_ANSWER_S:g} s"
+            raise AgentTimeout(text) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise AgentError(f"{self.base_url}{path}: {error or type(error).__name__}") from error
+
+
+def _said(answer: bytes) -> str:
+    """Return a server's own words for a refusal."""
+    try:
+        return str(msgspec.json.decode(answer)["detail"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return answer[:200].decode(errors="replace")

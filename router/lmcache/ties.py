@@ -1,0 +1,153 @@
+"""Which replica uses which LMCache server, and what the fleet hears of that server's tiers.
+
+Pure state: the watching tells which servers answer, the coordinator what they hold.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from cacheengine.wire import EventBatch, KeyEvent, pack_keys
+from router.fleet import Fleet
+from router.lmcache.directory import Change, Directory
+from router.lmcache.wire import Batch, ObjectKey
+from router.residency import Tier, lmcache_key64
+
+log = logging.getLogger("warmroute.lmcache")
+
+_MAX_MODELS: Final = 64
+"""Models of one server that are kept apart."""
+
+
+@dataclass(kw_only=True)
+class Server:
+    """An LMCache server that answers."""
+
+    instance_id: str
+    chunk_tokens: int
+    worlds: dict[str, int] = field(default_factory=dict)
+    """By the models whose KV it keeps over how many ranks each is spread."""
+
+
+class Ties:
+    """The servers of the replicas; a change of theirs is told to the fleet at once."""
+
+    def __init__(self, fleet: Fleet, directory: Directory) -> None:
+        self._fleet = fleet
+        self._directory = directory
+        self._server_of: dict[str, Server] = {}
+        self._roots: dict[str, frozenset[str]] = {}
+        self._mounts: dict[str, set[str]] = {}
+
+    def server_of(self, replica_id: str) -> Server | None:
+        """Return a replica's server, by any id of the replica's."""
+        return self._server_of.get(self._name(replica_id))
+
+    def set_roots(self, replica_id: str, roots: Iterable[str]) -> None:
+        """Note where a replica has its models from: its ``--model`` is among that."""
+        name, found = self._name(replica_id), frozenset(roots)
+        if self._roots.get(name) != found:
+            self._roots[name] = found
+            self._tell_all(name)
+
+    def tie(self, replica_id: str, server: Server | None) -> None:
+        """Note a replica's server, None where it has none that answers."""
+        name = self._name(replica_id)
+        before = self._server_of.pop(name, None)
+        if server is not None:
+            self._server_of[name] = server
+        if before is not None or server is not None:
+            self._tell_all(name)
+
+    def mounted(self, owner: str, instance_id: str) -> None:
+        """Note that a server reaches a shared backend; ``owner`` is `owner_of` it."""
+        mounting = self._mounts.setdefault(owner, set())
+        if instance_id not in mounting:
+            mounting.add(instance_id)
+            for name, server in list(self._server_of.items()):
+                if server.instance_id == instance_id:
+                    self._tell(name, self._held_by((owner,)))
+
+    def note(self, batch: Batch, changes: Sequence[Change]) -> None:
+        """Tell the fleet what a batch has changed, and learn of the models in it."""
+        self.tell(changes)
+        if batch.event_type != "store":
+            return
+        for name, server in self._server_of.items():
+            if server.instance_id == batch.instance_id:
+                for entry in batch.entries:
+                    self._learn(name, server, entry.key.key(), entry.size_bytes)
+
+    def tell(self, changes: Sequence[Change]) -> None:
+        """Tell the fleet what has changed at its replicas' servers."""
+        if not changes:
+            return
+        for name, server in self._server_of.items():
+            owners = self._owners(server)
+            mine = [each for each in changes if each.owner in owners]
+            if mine:
+                self._tell(name, mine)
+
+    def model_of(self, replica_id: str) -> tuple[str, int] | None:
+        """Return the name by which a replica's server knows its model, and its world size."""
+        name = self._name(replica_id)
+        server = self._server_of.get(name)
+        if server is None:
+            return None
+        worlds = server.worlds.items()
+        return next((each for each in worlds if self._accepts(name, each[0])), None)
+
+    # --- parts of the above
+
+    def _name(self, replica_id: str) -> str:
+        """Return the configured name of a replica: the one that never changes."""
+        return self._fleet.replicas[replica_id].config.name
+
+    def _owners(self, server: Server) -> set[str]:
+        mounted = {each for each, by in self._mounts.items() if server.instance_id in by}
+        return {server.instance_id, *mounted}
+
+    def _accepts(self, name: str, model: str) -> bool:
+        roots = self._roots.get(name)
+        return not roots or model in roots
+
+    def _learn(self, name: str, server: Server, key: ObjectKey, size_bytes: int) -> None:
+        if key.leads and self._accepts(name, key.model_name) and len(server.worlds) < _MAX_MODELS:
+            server.worlds[key.model_name] = max(1, key.world_size)
+            if size_bytes:
+                per_token = size_bytes * max(1, key.world_size) / server.chunk_tokens
+                self._fleet.replicas[name].kv_bytes_per_token = per_token
+
+    def _tell_all(self, name: str) -> None:
+        server = self._server_of.get(name)
+        self._fleet.tie_lmcache(name, None if server is None else server.chunk_tokens)
+        if server is not None:
+            self._tell(name, self._held_by(self._owners(server)))
+
+    def _held_by(self, owners: Iterable[str]) -> Iterator[Change]:
+        for owner in owners:
+            for key, tiers in self._directory.held_by(owner):
+                yield from (Change(owner, tier, True, key) for tier in tiers)
+
+    def _tell(self, name: str, changes: Iterable[Change]) -> None:
+        events: list[KeyEvent] = []
+        for (tier, stored), keys in self._grouped(name, changes).items():
+            events.append(KeyEvent(tier.value, stored, pack_keys(keys)))
+        self._fleet.apply_events(name, EventBatch(incarnation="", seq=0, events=events))
+
+    def _grouped(
+        self, name: str, changes: Iterable[Change]
+    ) -> dict[tuple[Tier, bool], dict[int, None]]:
+        """Return index keys by tier and whether they were stored.
+
+        One batch stores a key or deletes it, never both; only an eviction may take away
+        what the same batch has stored, and comes after it.
+        """
+        found: dict[tuple[Tier, bool], dict[int, None]] = {}
+        for each in changes:
+            key = each.key
+            if key.leads and self._accepts(name, key.model_name):
+                number = lmcache_key64(key.chunk_hash, key.cache_salt)
+                found.setdefault((each.tier, each.stored), {})[number] = None
+        return dict(sorted(found.items(), key=lambda one: not one[0][1]))

@@ -1,0 +1,162 @@
+"""Asking the replicas' LMCache servers, every second, whether they live.
+
+A server that has ended is forgotten at once: no prefetch is tried there and none of its KV
+counted on. Its vLLM does not notice for up to two heartbeats of LMCache's (10 s each), and
+requests there hang meanwhile (18.9 s were seen): the replica gets nothing new for so long,
+where another can answer.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+import aiohttp
+
+from router.fleet import Fleet
+from router.lmcache.coordinator import Coordinator
+from router.lmcache.members import server_urls
+from router.lmcache.server import LmcacheServer
+from router.lmcache.ties import Server
+from router.residency import LMCACHE_HASH
+from router.staging import AgentError
+
+log = logging.getLogger("warmroute.lmcache")
+
+_EVERY_S: Final = 1.0
+_ANSWER_S: Final = 2.0
+UNNOTICED_S: Final = 22.0
+"""So long may vLLM take a server for alive that has ended."""
+
+
+class ServerWatch:
+    """The servers that answer, between `start` and `stop`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        coordinator: Coordinator,
+        session: aiohttp.ClientSession,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._coordinator = coordinator
+        self._session = session
+        self._clock = clock
+        self._answering: dict[str, Server] = {}
+        """By URL."""
+        self._resting: dict[str, float] = {}
+        """Replicas that get nothing new, with until when."""
+        self._urls: dict[str, str] = {}
+        self._told: set[str] = set()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Ask every server once, then begin to ask them again and again."""
+        await self._ask_all()
+        self._task = asyncio.create_task(self._run(), name="lmcache-watch")
+
+    async def stop(self) -> None:
+        """End that."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def url_of(self, replica_id: str) -> str | None:
+        """Return where a replica's server is."""
+        return self._urls.get(self._fleet.replicas[replica_id].id)
+
+    def members_changed(self) -> None:
+        """Ask now: a server has come or gone."""
+        self._changed.set()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(_EVERY_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            try:
+                self._coordinator.expire(self._clock())
+                await self._ask_all()
+            except Exception:  # else the watching would end unnoticed
+                log.exception("asking the LMCache servers failed")
+
+    async def _ask_all(self) -> None:
+        """Find out which servers answer, and tie the replicas to theirs."""
+        configs = {name: each.config for name, each in self._fleet.replicas.items()}
+        members = self._coordinator.members.all()
+        urls, problems = server_urls(configs, members)
+        self._urls = urls
+        for problem in set(problems) - self._told:
+            log.warning("%s", problem)
+        self._told = set(problems)
+        distinct = list(dict.fromkeys(urls.values()))
+        found = await asyncio.gather(*map(self._ask, distinct))
+        answering = {url: server for url, server in zip(distinct, found, strict=True) if server}
+        gone = self._answering.keys() - answering.keys()
+        self._answering = answering
+        for name in configs:
+            self._tie(name, answering.get(urls.get(name, "")), ended=urls.get(name) in gone)
+        self._end_rests()
+
+    async def _ask(self, url: str) -> Server | None:
+        """Return the server at a URL, None if it does not answer or is of no use."""
+        server, known = LmcacheServer(self._session, url), self._answering.get(url)
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                if known is not None:
+                    await server.health()
+                    return known
+                return await self._learn(server)
+        except (AgentError, TimeoutError) as error:
+            if known is not None:
+                log.warning("LMCache server %s does not answer any more: %s", url, error)
+            return None
+
+    async def _learn(self, server: LmcacheServer) -> Server | None:
+        instance_id, status = await asyncio.gather(server.instance_id(), server.status())
+        if status.hash_algorithm != LMCACHE_HASH:
+            problem = (
+                f"LMCache server {server.base_url} hashes chunks by {status.hash_algorithm}: what "
+                f"it holds is not known here; start it with --hash-algorithm {LMCACHE_HASH}"
+            )
+            if problem not in self._told:
+                log.error("%s", problem)
+            self._told.add(problem)
+            return None
+        log.info("LMCache server %s answers at %s", instance_id, server.base_url)
+        self._coordinator.expect(instance_id)
+        self._coordinator.chunk_tokens = status.chunk_size
+        contexts = filter(None, status.cache_context_meta.values())
+        return Server(
+            instance_id=instance_id,
+            chunk_tokens=status.chunk_size,
+            worlds={each.model_name: each.world_size for each in contexts},
+        )
+
+    def _tie(self, name: str, server: Server | None, *, ended: bool) -> None:
+        ties = self._coordinator.ties
+        if ties.server_of(name) is not server:
+            ties.tie(name, server)
+        if ended:
+            self._coordinator.counts["servers_lost"] += 1
+            self._rest(name)
+
+    def _rest(self, name: str) -> None:
+        """Give a replica nothing new for a while, if there is another to give it to."""
+        log.warning("%s rests for %g s, since its LMCache has ended", name, UNNOTICED_S)
+        self._resting[name] = self._clock() + UNNOTICED_S
+        self._fleet.rest(name, True)
+
+    def _end_rests(self) -> None:
+        now_s = self._clock()
+        for name in [name for name, until_s in self._resting.items() if until_s <= now_s]:
+            del self._resting[name]
+            self._fleet.rest(name, False)

@@ -1,0 +1,209 @@
+"""The words of LMCache's coordinator and servers (lmcache 0.5.6), as far as they are used here.
+
+Sources: ``lmcache/v1/mp_coordinator/schemas.py`` and ``api.py``, and the servers'
+``http_apis``. Fields that are not known are passed over, as LMCache's own servers do, so that
+a later version's additions break nothing.
+"""
+
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+UNKNOWN_OFFSET: Final = -1
+"""``token_offset`` of a chunk whose place in its prompt is not told."""
+_FORBIDDEN_IN_SALT: Final = frozenset("@/\\\x00")
+_LONGEST_SALT: Final = 128
+_LONGEST_NAME: Final = 1024
+
+LmcacheTier = Literal["l1", "l2"]
+"""CPU RAM of the server, and what lies behind it: disks, remote stores."""
+Token = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_WorldSize = Annotated[int, Meta(ge=1, le=255)]
+_Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
+
+
+class ObjectKey(NamedTuple):
+    """What LMCache stores a chunk under: one for each rank and object group."""
+
+    chunk_hash: bytes
+    model_name: str
+    kv_rank: int
+    object_group_id: int = 0
+    cache_salt: str = ""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it stands for its chunk: of all ranks and groups the first is followed."""
+        return not self.object_group_id and not self.kv_rank >> 16 & 0xFF
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the chunk; ``kv_rank`` packs it with the rank's number."""
+        return self.kv_rank >> 24 & 0xFF
+
+    def encoded(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        fields = self._asdict()
+        return {"chunk_hash_hex": fields.pop("chunk_hash").hex(), **fields}
+
+
+def rank_of_world(world_size: int, rank: int) -> int:
+    """Return the ``kv_rank`` of one of so many ranks, all of them on one machine."""
+    return world_size << 24 | rank << 16 | world_size << 8 | rank
+
+
+class EncodedKey(msgspec.Struct, frozen=True, kw_only=True):
+    """An `ObjectKey` as it is sent."""
+
+    chunk_hash_hex: Annotated[str, Meta(pattern=r"\A([0-9a-fA-F]{2}){1,64}\Z")]
+    model_name: _Name
+    kv_rank: _Count
+    object_group_id: _Count = 0
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what LMCache itself refuses in a key."""
+        if "@" in self.model_name:
+            raise ValueError("model_name must not contain '@'")
+        check_salt(self.cache_salt)
+
+    def key(self) -> ObjectKey:
+        """Return it decoded."""
+        return ObjectKey(
+            bytes.fromhex(self.chunk_hash_hex),
+            self.model_name,
+            self.kv_rank,
+            self.object_group_id,
+            self.cache_salt,
+        )
+
+
+def check_salt(cache_salt: str) -> None:
+    """Raise ValueError for a salt that LMCache would refuse."""
+    if len(cache_salt) > _LONGEST_SALT or _FORBIDDEN_IN_SALT & set(cache_salt):
+        raise ValueError(f"cache_salt must not contain @ / \\ NUL, or exceed {_LONGEST_SALT}")
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one key."""
+
+    key: EncodedKey
+    size_bytes: _Count = 0
+    token_ids: list[Token] = []
+    token_offset: Annotated[int, Meta(ge=UNKNOWN_OFFSET)] = UNKNOWN_OFFSET
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """Like changes at one server, in its order (``incarnation``, ``seq`` from 1 on)."""
+
+    instance_id: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
+    incarnation: _Count
+    seq: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    event_type: Literal["store", "delete", "access", "config"]
+    tier: LmcacheTier
+    backend: _Name
+    entries: list[Entry] = []
+    shared: bool = False
+    """Whether every server that has this backend reaches the same chunks there."""
+    ts: Annotated[float, Meta(ge=0)] = 0.0
+    capacity_bytes: _Count = 0
+    capacity_revision: _Count = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense, as LMCache's coordinator does."""
+        if not self.backend and self.event_type != "access":
+            raise ValueError(f"backend must not be empty in {self.event_type}")
+        if self.entries and self.event_type == "config":
+            raise ValueError("config declares a capacity and has no entries")
+
+
+class EventsCall(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /events``: refused whole when any of it is malformed."""
+
+    batches: list[Batch] = []
+
+
+class RegisterCall(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /instances``."""
+
+    ip: Annotated[str, Meta(min_length=1, max_length=255)]
+    http_port: Annotated[int, Meta(ge=1, le=65535)]
+    instance_id: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
+    metadata: dict[str, str] = {}
+    p2p_advertised_url: _Name = ""
+    mq_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+
+
+class TokensCall(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST`` and ``DELETE /cache/pins``: a prompt, from its first token on."""
+
+    model_name: _Name
+    world_size: _WorldSize
+    token_ids: list[Token] = []
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a salt that no key has."""
+        check_salt(self.cache_salt)
+
+
+class PrefetchCall(TokensCall, frozen=True, kw_only=True):
+    """``POST /cache/prefetches`` at the coordinator."""
+
+    instance_id: str
+
+
+class LookupCall(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /directory/lookup``: keys, or a prompt from its first token on."""
+
+    keys: list[EncodedKey] = []
+    token_ids: list[Token] = []
+    model_name: _Name = ""
+    world_size: _WorldSize = 1
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse both forms at once, and neither."""
+        if bool(self.keys) == bool(self.token_ids):
+            raise ValueError("supply exactly one of 'keys' or 'token_ids'")
+        if self.token_ids and not self.model_name:
+            raise ValueError("'model_name' is required with 'token_ids'")
+        check_salt(self.cache_salt)
+
+
+class CacheContext(msgspec.Struct, frozen=True, kw_only=True):
+    """A vLLM process that has registered its KV cache with a server (of ``/status``)."""
+
+    model_name: str
+    world_size: int = 1
+
+
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /status`` of a server."""
+
+    chunk_size: Annotated[int, Meta(ge=1)]
+    hash_algorithm: str
+    cache_context_meta: dict[str, CacheContext | None] = {}
+
+
+class _MpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    instance_id: str
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /config`` of a server."""
+
+    mp: _MpConfig
+
+
+class PrefetchStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server says of a prefetch: when it is asked for, and later."""
+
+    status: Literal["submitted", "noop", "pending", "completed"]
+    request_id: str = ""
+    chunks: _Count = 0
+    found_keys: _Count = 0
+    """Keys in L1 at the end, counted from the prompt's first chunk on."""
+    total_keys: _Count = 0

@@ -1,0 +1,82 @@
+"""An LMCache server whose every answer a test has in hand, in the words of a real one's."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from tests.router.lmcache.told import CHUNK, MODEL
+from tests.router.staging.agent_server import serving
+
+
+@dataclass
+class StandIn:
+    """A server of lmcache 0.5.6, as far as the router asks it."""
+
+    instance_id: str = "mp0"
+    hash_algorithm: str = "blake3"
+    found: int | None = None
+    """Chunks that a prefetch finds; None: all."""
+    refusal: int | None = None
+    """What a prefetch is answered with instead."""
+    gate: asyncio.Event | None = None
+    """Until when a prefetch is pending."""
+    url: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    polled: int = 0
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/config", self.config)
+        app.router.add_get("/status", self.status)
+        app.router.add_get("/healthcheck", self.health)
+        app.router.add_post("/cache/prefetches", self.prefetch)
+        app.router.add_get("/cache/prefetches/{id}", self.poll)
+        return app
+
+    async def config(self, request: web.Request) -> web.Response:
+        return web.json_response({"mp": {"instance_id": self.instance_id, "chunk_size": CHUNK}})
+
+    async def status(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "is_healthy": True,
+                "chunk_size": CHUNK,
+                "hash_algorithm": self.hash_algorithm,
+                "cache_context_meta": {"1": {"model_name": MODEL, "world_size": 1}, "2": None},
+            }
+        )
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "healthy"})
+
+    async def prefetch(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(body)
+        if self.refusal is not None:
+            return web.json_response({"detail": "no layout registered"}, status=self.refusal)
+        chunks = len(body["token_ids"]) // CHUNK
+        if not chunks:
+            return web.json_response({"chunks": 0, "status": "noop"}, status=202)
+        told = {"request_id": f"job{chunks}", "chunks": chunks, "status": "submitted"}
+        return web.json_response(told, status=202)
+
+    async def poll(self, request: web.Request) -> web.Response:
+        self.polled += 1
+        name = request.match_info["id"]
+        if self.gate is not None and not self.gate.is_set():
+            return web.json_response({"request_id": name, "status": "pending"})
+        total = int(name.removeprefix("job"))
+        found = total if self.found is None else min(total, self.found)
+        told = {"request_id": name, "status": "completed", "found_keys": found}
+        return web.json_response({**told, "total_keys": total})
+
+
+@asynccontextmanager
+async def standing_in(server: StandIn) -> AsyncIterator[StandIn]:
+    """Serve it for the block."""
+    async with serving(server.app()) as server.url:
+        yield server

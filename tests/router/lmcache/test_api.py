@@ -1,0 +1,197 @@
+"""The coordinator's HTTP calls, asked as LMCache's servers and clients ask them."""
+
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.controller.controller import Controller
+from router.lmcache.lmcache import Lmcache
+from tests.router.lmcache.stand_in import StandIn, standing_in
+from tests.router.lmcache.told import (
+    CHUNK,
+    MODEL,
+    key,
+    make_fleet,
+    transcript,
+    transcript_tokens,
+)
+from tests.router.staging.agent_server import serving
+
+PROMPT = list(range(2 * CHUNK + 5))
+ASKED = {"model_name": MODEL, "world_size": 1, "token_ids": PROMPT, "cache_salt": ""}
+
+
+@dataclass
+class Caller:
+    """Asks a controller's port."""
+
+    url: str
+    session: aiohttp.ClientSession
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, Any]:
+        url = self.url + path
+        async with self.session.request(method, url, json=body, headers=headers) as response:
+            text = await response.text()
+            return response.status, await response.json() if text else None
+
+
+async def calling(
+    stack: AsyncExitStack, session: aiohttp.ClientSession, secret: str | None = None
+) -> Caller:
+    lmcache = Lmcache(make_fleet(), session, limit_bytes=1 << 20)
+    controller = Controller(
+        list,
+        session,
+        limit_bytes=1 << 20,
+        secret=secret,
+        beside=lmcache.routes(),
+        beside_instances=lmcache.listing,
+    )
+    return Caller(await stack.enter_async_context(serving(controller.api())), session)
+
+
+@pytest.fixture
+async def caller(client: aiohttp.ClientSession) -> AsyncIterator[Caller]:
+    async with AsyncExitStack() as stack:
+        yield await calling(stack, client)
+
+
+async def replay(caller: Caller) -> list[tuple[int, Any]]:
+    """Send all that a real server has sent."""
+    return [await caller.call(each["method"], each["path"], each["body"]) for each in transcript()]
+
+
+async def test_a_real_servers_messages_are_all_accepted(caller: Caller) -> None:
+    registered, *events = await replay(caller)
+    assert registered == (200, {"instance_id": "mp0", "re_registered": False})
+    assert {status for status, _ in events} == {200}
+    assert sum(answer["applied"] for _, answer in events) == 11
+    again = await replay(caller)
+    assert again[0] == (200, {"instance_id": "mp0", "re_registered": True})
+    assert sum(answer["duplicates"] for _, answer in again[1:]) == 11
+    assert await caller.call("PUT", "/instances/mp0/heartbeat") == (200, {"instance_id": "mp0"})
+    assert await caller.call("DELETE", "/instances/mp0") == (204, None)
+    assert (await caller.call("PUT", "/instances/mp0/heartbeat"))[0] == 404
+    assert await caller.call("DELETE", "/instances/mp0") == (204, None), "as often as it likes"
+
+
+async def test_a_server_without_a_name_gets_one(caller: Caller) -> None:
+    _, answer = await caller.call("POST", "/instances", {"ip": "10.0.0.1", "http_port": 8210})
+    assert answer["instance_id"].startswith("mp-")
+    _, listed = await caller.call("GET", "/instances")
+    (server,) = listed["instances"]
+    assert (server["ip"], server["http_port"], server["mq_port"]) == ("10.0.0.1", 8210, 0)
+
+
+async def test_a_prompt_is_looked_up_by_its_tokens_or_keys(caller: Caller) -> None:
+    await replay(caller)
+    asked = {"token_ids": transcript_tokens()[:600], "model_name": MODEL}
+    status, answer = await caller.call("POST", "/directory/lookup", asked)
+    assert (status, answer["chunks"], len(answer["results"])) == (200, 2, 2)
+    first = answer["results"][0]
+    assert first["key"]["kv_rank"] == 0x1000100
+    assert first["token_ids"] == transcript_tokens()[:256]
+    assert first["access_count"] == 8
+    assert [(each["tier"], each["backend"]) for each in first["placements"]] == [
+        ("l1", "dram"),
+        ("l2", "fs_native"),
+    ]
+    by_key = await caller.call("POST", "/directory/lookup", {"keys": [first["key"]]})
+    assert by_key == (200, {"chunks": 1, "results": [first]})
+    unknown = await caller.call("POST", "/directory/lookup", asked | {"world_size": 2})
+    assert [each["placements"] for each in unknown[1]["results"]] == [[], [], [], []]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/directory/lookup", {}),
+        ("/directory/lookup", {"token_ids": [1]}),
+        ("/directory/lookup", {"token_ids": [-1], "model_name": "m"}),
+        ("/directory/lookup", {"token_ids": [1], "model_name": "m", "world_size": 0}),
+        ("/cache/pins", {"model_name": "m"}),
+        ("/cache/pins", ASKED | {"cache_salt": "a@b"}),
+        ("/instances", {"ip": "", "http_port": 1}),
+        ("/instances", {"ip": "a", "http_port": 0}),
+        ("/cache/prefetches", ASKED),
+    ],
+)
+async def test_what_is_malformed_is_refused(caller: Caller, path: str, body: object) -> None:
+    status, answer = await caller.call("POST", path, body)
+    assert (status, list(answer)) == (422, ["detail"])
+
+
+async def test_pins_are_counted(caller: Caller) -> None:
+    told = {"requested": 2, "affected": 4, "status": "pinned"}
+    asked = ASKED | {"world_size": 2}
+    assert await caller.call("POST", "/cache/pins", asked) == (200, told)
+    await caller.call("POST", "/cache/pins", asked | {"token_ids": PROMPT[:CHUNK]})
+    _, page = await caller.call("GET", f"/cache/pins?limit=1&model_name={MODEL}")
+    assert page["total"] == 4
+    assert page["pins"][0]["pin_count"] == 2
+    assert page["pins"][0]["key"]["chunk_hash_hex"] == key(0).chunk_hash.hex()
+    _, answer = await caller.call("DELETE", "/cache/pins", asked)
+    assert answer == told | {"status": "unpinned"}
+    assert (await caller.call("GET", "/cache/pins"))[1]["total"] == 2
+    assert (await caller.call("GET", "/cache/pins?cache_salt=other"))[1]["total"] == 0
+    assert (await caller.call("GET", "/cache/pins?limit=0"))[0] == 422
+
+
+async def test_prefetches_are_passed_on(caller: Caller) -> None:
+    async with standing_in(StandIn()) as server:
+        port = int(server.url.rpartition(":")[2])
+        body = {"instance_id": "mp0", "ip": "127.0.0.1", "http_port": port}
+        await caller.call("POST", "/instances", body)
+        asked = ASKED | {"instance_id": "mp0"}
+        _, answer = await caller.call("POST", "/cache/prefetches", asked)
+        told = {"instance_id": "mp0", "request_id": "job2", "chunks": 2, "status": "submitted"}
+        assert answer == told
+        assert server.asked == [ASKED]
+        _, answer = await caller.call("GET", "/cache/prefetches/mp0/job2")
+        assert (answer["found_keys"], answer["total_keys"]) == (2, 2)
+        short = asked | {"token_ids": [1]}
+        assert (await caller.call("POST", "/cache/prefetches", short))[1]["status"] == "noop"
+        server.refusal = 503
+        assert (await caller.call("POST", "/cache/prefetches", asked))[0] == 502
+    assert (await caller.call("POST", "/cache/prefetches", asked))[0] == 502
+    assert (await caller.call("GET", "/cache/prefetches/nobody/job2"))[0] == 404
+
+
+async def test_usage_of_all_and_of_one(caller: Caller) -> None:
+    await replay(caller)
+    _, answer = await caller.call("GET", "/instances/usage")
+    (server,) = answer["instances"]
+    assert server["registered"] is True
+    assert server["modules"][0]["usage_ratio"] == pytest.approx(2 * 2097152 / 2**30)
+    assert await caller.call("GET", "/instances/mp0/usage") == (200, server)
+    assert (await caller.call("GET", "/instances/other/usage"))[0] == 404
+
+
+async def test_a_secret_is_asked_of_every_caller(client: aiohttp.ClientSession) -> None:
+    """LMCache's servers take a URL alone, and send its password: it works unpatched."""
+    async with AsyncExitStack() as stack:
+        caller = await calling(stack, client, secret="s3cr€t")
+        known = b64encode("any:s3cr€t".encode()).decode()
+        for value, status in (
+            (None, 401),
+            (f"Basic {known}", 200),
+            (f"Basic {b64encode(b'any:wrong').decode()}", 401),
+            (f"Basic {b64encode('s3cr€t:'.encode()).decode()}", 401),
+            ("Basic %", 401),
+            ("Bearer s3cr€t", 200),
+            ("Bearer", 401),
+            ("Other s3cr€t", 401),
+        ):
+            headers = {} if value is None else {"Authorization": value}
+            assert (await caller.call("GET", "/healthz", headers=headers))[0] == status, value

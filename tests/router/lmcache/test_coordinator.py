@@ -1,0 +1,223 @@
+"""The stand-in coordinator: what the fleet knows after registrations, events, gaps, restarts."""
+
+from typing import Any
+
+import pytest
+
+from router.fleet.fleet import Fleet
+from router.lmcache.coordinator import Coordinator
+from router.lmcache.ties import Server
+from router.residency.tiers import Tier
+from tests.router.lmcache.told import (
+    CHUNK,
+    batch,
+    key,
+    make_fleet,
+    register,
+    tied,
+    told_batches,
+    transcript_tokens,
+)
+from tests.router.prompt.prompts_given import GivenPrompt, tokens
+
+
+def matched(fleet: Fleet, prompt: GivenPrompt | None = None) -> dict[str, dict[str, int]]:
+    """Return what each replica is known to hold of a prompt, by tier."""
+    fleet.index.check()
+    decision = fleet.place(prompt or tokens(4 * CHUNK), model=None, session=None, now_s=0.0)
+    return {
+        each.replica_id: {str(tier): count for tier, count in each.matched_tokens.items()}
+        for each in decision.candidates
+    }
+
+
+def two_tied() -> tuple[Fleet, Coordinator]:
+    fleet = make_fleet()
+    return fleet, tied(fleet, r0="mp0", r1="mp1")
+
+
+def test_a_real_servers_events_lead_its_prompt_to_its_replica() -> None:
+    fleet, coordinator = two_tied()
+    answer = coordinator.apply(told_batches())
+    assert answer == {"applied": 11, "duplicates": 0, "stale": 0}
+    assert matched(fleet, GivenPrompt(transcript_tokens())) == {"r0": {"cpu": 512}, "r1": {}}
+    assert fleet.replicas["r0"].kv_bytes_per_token == 8192
+
+
+def test_tiers_are_told_apart_and_slow_chunks_are_to_be_prefetched() -> None:
+    fleet, coordinator = two_tied()
+    coordinator.apply([batch(1, keys=[key(0)]), batch(2, tier="l2", keys=[key(0), key(1), key(2)])])
+    assert matched(fleet) == {"r0": {"cpu": 256, "disk": 512}, "r1": {}}
+    decision = fleet.place(tokens(4 * CHUNK), model=None, session=None, now_s=0.0)
+    assert decision.prefetch_keys == (key(1).chunk_hash, key(2).chunk_hash)
+    coordinator.apply([batch(3, "delete", "l2", [key(1)])])
+    assert matched(fleet)["r0"] == {"cpu": 256}
+
+
+def test_what_vllm_tells_of_its_gpu_goes_before_lmcaches_chunks() -> None:
+    from router.residency.kv_events import BlocksStored, FirstBlocks, KvBatch
+    from tests.router.fleet.test_fleet import SCHEME, blocks
+
+    fleet, coordinator = two_tied()
+    prompt = tokens(4 * CHUNK)
+    first = FirstBlocks(blocks(prompt)[:24], list(range(384)), 16)
+    stored = BlocksStored(Tier.GPU, blocks(prompt)[:24])
+    lmcaches = BlocksStored(Tier.CPU, [1, 2, 3])
+    fleet.apply_kv("r0", KvBatch(0, 0.0, [first, stored, lmcaches]), 0.0)
+    coordinator.apply([batch(1, keys=[key(0)]), batch(2, tier="l2", keys=[key(1), key(2)])])
+    shape = fleet.replicas["r0"].key_shape
+    assert shape is not None
+    assert (shape.scheme, shape.block_tokens, shape.blocks_per_chunk) == (SCHEME, 16, 16)
+    assert matched(fleet)["r0"] == {"gpu": 384, "disk": 384}
+    assert fleet.index.held(fleet.replicas["r0"].slot)[Tier.CPU] == 1, "KV events' are left out"
+
+
+def test_two_replicas_may_share_a_server() -> None:
+    fleet = make_fleet()
+    coordinator = tied(fleet, r0="mp0", r1="mp0")
+    coordinator.apply([batch(1, keys=[key(0)])])
+    assert matched(fleet) == {"r0": {"cpu": 256}, "r1": {"cpu": 256}}
+
+
+def test_a_shared_backend_counts_for_every_replica_whose_server_reaches_it() -> None:
+    fleet = make_fleet(3)
+    coordinator = tied(fleet, r0="mp0", r1="mp1", r2="mp2")
+    shared: dict[str, Any] = {"backend": "s3", "shared": True}
+    coordinator.apply(
+        [
+            batch(1, "config", "l2", **shared),
+            batch(1, "config", "l2", instance_id="mp1", **shared),
+            batch(2, tier="l2", keys=[key(0)], **shared),
+        ]
+    )
+    assert matched(fleet) == {"r0": {"remote": 256}, "r1": {"remote": 256}, "r2": {}}
+    coordinator.apply([batch(1, "config", "l2", instance_id="mp2", **shared)])
+    assert matched(fleet)["r2"] == {"remote": 256}
+    coordinator.apply([batch(2, "delete", "l2", [key(0)], instance_id="mp2", **shared)])
+    assert matched(fleet) == {"r0": {}, "r1": {}, "r2": {}}
+
+
+def test_salts_models_ranks_and_groups_are_told_apart() -> None:
+    fleet, coordinator = two_tied()
+    coordinator.ties.set_roots("r0", ["models/small"])
+    coordinator.apply(
+        [
+            batch(1, keys=[key(0, salt="tenant"), key(1, salt="tenant")]),
+            batch(2, keys=[key(0, model="another")]),
+            batch(3, keys=[key(0, rank=1, world=2), key(0)._replace(object_group_id=1)]),
+        ]
+    )
+    assert matched(fleet) == {"r0": {}, "r1": {}}
+    salted = GivenPrompt(range(4 * CHUNK), cache_salt="tenant")
+    assert matched(fleet, salted) == {"r0": {"cpu": 512}, "r1": {}}
+
+
+def test_a_model_that_a_replica_turns_out_to_have_counts_from_then_on() -> None:
+    fleet, coordinator = two_tied()
+    coordinator.ties.set_roots("r0", ["old"])
+    coordinator.apply([batch(1, keys=[key(0)])])
+    assert matched(fleet)["r0"] == {}
+    coordinator.ties.set_roots("r0", ["models/small"])
+    assert matched(fleet)["r0"] == {"cpu": 256}
+
+
+def test_duplicates_and_late_comers_change_nothing() -> None:
+    fleet, coordinator = two_tied()
+    coordinator.apply([batch(1, keys=[key(0)])])
+    late = [batch(1, keys=[key(1)]), batch(7, keys=[key(1)], incarnation=99)]
+    assert coordinator.apply(late) == {"applied": 0, "duplicates": 1, "stale": 1}
+    assert matched(fleet)["r0"] == {"cpu": 256}
+    assert coordinator.counts == {"applied": 1, "duplicates": 1, "stale": 1}
+
+
+def test_a_server_that_starts_anew_has_an_empty_l1_and_its_l2() -> None:
+    fleet, coordinator = two_tied()
+    coordinator.apply([batch(1, keys=[key(0)]), batch(2, tier="l2", keys=[key(0)])])
+    coordinator.apply([batch(1, "config", incarnation=101)])
+    assert matched(fleet)["r0"] == {"disk": 256}
+    coordinator.apply([batch(2, "delete", "l2", [key(0)], incarnation=101)])
+    assert matched(fleet)["r0"] == {}
+
+
+def test_after_a_gap_l1_is_uncertain_until_an_event_or_an_answer_says_more() -> None:
+    fleet, coordinator = two_tied()
+    coordinator.apply([batch(1, keys=[key(0), key(1)])])
+    coordinator.apply([batch(3, "access", keys=[key(0)], backend="")])
+    assert matched(fleet)["r0"] == {"cpu": 256, "disk": 256}
+    assert coordinator.counts["gaps"] == 1
+    coordinator.refuted("r0", [key(1)])
+    assert matched(fleet)["r0"] == {"cpu": 256}
+
+
+def test_events_of_a_server_that_nobody_knows_change_nothing() -> None:
+    fleet, coordinator = two_tied()
+    stray = batch(1, keys=[key(0)], instance_id="stranger")
+    assert coordinator.apply([stray]) == {"applied": 0, "duplicates": 0, "stale": 0}
+    assert (matched(fleet)["r0"], coordinator.counts) == ({}, {"unknown": 1})
+    coordinator.expect("stranger")  # the server of a replica's that has yet to register here
+    assert coordinator.apply([stray])["applied"] == 1
+
+
+def test_a_server_that_leaves_or_falls_silent_loses_its_l1() -> None:
+    fleet, coordinator = two_tied()
+    coordinator.apply([batch(1, keys=[key(0)])])
+    coordinator.expire(now_s=29.0)
+    assert matched(fleet)["r0"] == {"cpu": 256}
+    assert coordinator.members.heartbeat("mp1", now_s=29.0)
+    coordinator.expire(now_s=31.0)
+    assert matched(fleet)["r0"] == {}
+    assert not coordinator.members.heartbeat("mp0", now_s=31.0), "it has to register anew"
+    assert coordinator.counts["silent"] == 1
+    register(coordinator)
+    assert coordinator.apply([batch(9, keys=[key(0)])])["applied"] == 1
+
+
+def test_a_replica_whose_server_does_not_answer_holds_nothing_until_it_does() -> None:
+    fleet, coordinator = two_tied()
+    coordinator.apply([batch(1, keys=[key(0)])])
+    coordinator.ties.tie("r0", None)
+    assert matched(fleet)["r0"] == {}
+    assert not fleet.replicas["r0"].can_prefetch
+    coordinator.apply([batch(2, tier="l2", keys=[key(1)])])
+    coordinator.ties.tie("r0", Server(instance_id="mp0", chunk_tokens=CHUNK))
+    assert matched(fleet)["r0"] == {"cpu": 256, "disk": 256}
+
+
+def test_the_latest_declaration_counts() -> None:
+    _, coordinator = two_tied()
+    declared: dict[str, Any] = {"capacity_revision": 1, "capacity_bytes": 4000}
+    coordinator.apply([batch(1, "config", **declared), batch(2, keys=[key(0)])])
+    told = coordinator.usage()
+    (first, second), shared = told["instances"], told["shared_modules"]
+    assert first == {
+        "instance_id": "mp0",
+        "registered": True,
+        "declared_capacity": True,
+        "modules": [
+            {
+                "tier": "l1",
+                "backend": "dram",
+                "shared": False,
+                "used_bytes": 1000,
+                "capacity_bytes": 4000,
+                "usage_ratio": 0.25,
+            }
+        ],
+    }
+    assert (second["modules"], shared) == ([], [])
+    newer: dict[str, Any] = {"capacity_revision": 2, "backend": "devdax"}
+    coordinator.apply([batch(3, "config", **newer)])
+    modules = coordinator.usage()["instances"][0]["modules"]
+    assert [(each["backend"], each["usage_ratio"]) for each in modules] == [
+        ("devdax", None),
+        ("dram", None),
+    ]
+
+
+@pytest.mark.parametrize("name", ["mp0", "r0"])
+def test_a_replica_is_known_by_its_name_whatever_its_server_is_called(name: str) -> None:
+    fleet = make_fleet()
+    coordinator = tied(fleet, r0=name)
+    coordinator.apply([batch(1, keys=[key(0)], instance_id=name)])
+    assert coordinator.ties.model_of("r0") == ("models/small", 1)
+    assert coordinator.ties.model_of("r1") is None
