@@ -131,6 +131,7 @@ def _make_parts(
         bindings=Bindings(),
         observe=record,
         suspect=suspect,
+        hung=(lambda replica_id: None) if lmcache is None else lmcache.hung,
     )
     return Parts(
         fleet=fleet,

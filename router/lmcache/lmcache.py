@@ -1,5 +1,6 @@
 """LMCache's side of the router, put together: what the application starts and asks."""
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,10 @@ class Lmcache:
     def set_roots(self, replica_id: str, roots: Iterable[str]) -> None:
         """Note where a replica has its models from."""
         self.coordinator.ties.set_roots(replica_id, roots)
+
+    def hung(self, replica_id: str) -> asyncio.Future[None] | None:
+        """Return what is done when a replica hangs, its server having ended; None without one."""
+        return self._watch.hung(replica_id)
 
     def prefetch_call(self, decision: Decision) -> PrefetchCall | None:
         """Return how a decision's chunks are promoted by LMCache, if they can be."""

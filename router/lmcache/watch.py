@@ -1,20 +1,23 @@
-"""Asking the replicas' LMCache servers, every second, whether they live.
+"""Seeing that the replicas' LMCache servers live: a connection is held to each, and it is asked.
 
 A server that has ended is forgotten at once: no prefetch is tried there and none of its KV
 counted on. Its vLLM does not notice for up to two heartbeats of LMCache's (10 s each), and
-requests there hang meanwhile (18.9 s were seen): the replica gets nothing new for so long,
-where another can answer.
+requests there hang meanwhile (22.7 s were seen): the replica gets nothing new for so long,
+where another can answer. So the end must be known before the next request: a process that is
+killed closes the connection that is held to it, which tells within milliseconds.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
+from urllib.parse import urlsplit
 
 import aiohttp
 
-from router.fleet import Fleet
+from router.fleet import Fleet, State
 from router.lmcache.coordinator import Coordinator
 from router.lmcache.members import server_urls
 from router.lmcache.server import LmcacheServer
@@ -52,6 +55,10 @@ class ServerWatch:
         self._urls: dict[str, str] = {}
         self._told: set[str] = set()
         self._changed = asyncio.Event()
+        self._hanging: dict[str, asyncio.Future[None]] = {}
+        """By replica what its requests that wait for an answer wait for too."""
+        self._lines: dict[str, asyncio.Task[None]] = {}
+        """By URL the connections that are held."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -61,14 +68,25 @@ class ServerWatch:
 
     async def stop(self) -> None:
         """End that."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        tasks = [*self._lines.values(), *([] if self._task is None else [self._task])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._lines, self._task = {}, None
 
     def url_of(self, replica_id: str) -> str | None:
         """Return where a replica's server is."""
         return self._urls.get(self._fleet.replicas[replica_id].id)
+
+    def hung(self, replica_id: str) -> asyncio.Future[None] | None:
+        """Return what is done when a replica begins to hang while another is up.
+
+        None where it has no server.
+        """
+        name = self._fleet.replicas[replica_id].id
+        if name not in self._urls:
+            return None
+        return self._hanging.setdefault(name, asyncio.get_running_loop().create_future())
 
     def members_changed(self) -> None:
         """Ask now: a server has come or gone."""
@@ -102,6 +120,7 @@ class ServerWatch:
         answering = {url: server for url, server in zip(distinct, found, strict=True) if server}
         gone = self._answering.keys() - answering.keys()
         self._answering = answering
+        self._hold_lines()
         for name in configs:
             self._tie(name, answering.get(urls.get(name, "")), ended=urls.get(name) in gone)
         self._end_rests()
@@ -141,6 +160,26 @@ class ServerWatch:
             worlds={each.model_name: each.world_size for each in contexts},
         )
 
+    def _hold_lines(self) -> None:
+        for url in self._lines.keys() - self._answering.keys():
+            self._lines.pop(url).cancel()
+        for url in self._answering:
+            if url not in self._lines or self._lines[url].done():
+                self._lines[url] = asyncio.create_task(self._hold_line(url))
+
+    async def _hold_line(self, url: str) -> None:
+        """Hold a connection until it is closed, and have the server be asked then."""
+        began_s, parts = self._clock(), urlsplit(url)
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
+            try:
+                await reader.read(1)
+            finally:
+                writer.close()
+        # What closes every connection soon is no sign of an end, and must not be asked on and on.
+        if self._clock() - began_s > _EVERY_S:
+            self._changed.set()
+
     def _tie(self, name: str, server: Server | None, *, ended: bool) -> None:
         ties = self._coordinator.ties
         if ties.server_of(name) is not server:
@@ -154,6 +193,11 @@ class ServerWatch:
         log.warning("%s rests for %g s, since its LMCache has ended", name, UNNOTICED_S)
         self._resting[name] = self._clock() + UNNOTICED_S
         self._fleet.rest(name, True)
+        others = [each for each in self._fleet.replicas.values() if each.id != name]
+        if any(each.state is State.UP and not each.rests for each in others):
+            hanging = self._hanging.pop(name, None)
+            if hanging is not None and not hanging.done():
+                hanging.set_result(None)
 
     def _end_rests(self) -> None:
         now_s = self._clock()

@@ -26,6 +26,7 @@ from router.fleet import Decision, Fleet, Ticket
 from router.http import read_body
 from router.latency import Promised
 from router.prompt import Prompt, PromptSource
+from router.proxy.hanging import unless_hung
 from router.proxy.relay import relay
 from router.proxy.request import Asked, Turnstile, parse, request_id
 from router.proxy.response_owners import Bindings
@@ -66,10 +67,11 @@ class Proxy:
         bindings: Bindings,
         observe: Callable[[RequestRecord], None],
         suspect: Callable[[str, Cause], None],
+        hung: Callable[[str], asyncio.Future[None] | None] = lambda replica_id: None,
         clock: Clock = time.monotonic,
     ) -> None:
         """``observe`` is called once for each request, at its end; ``suspect`` when a try at a
-        replica (its id) has failed.
+        replica (its id) has failed; ``hung`` tells what is done when a replica hangs.
         """
         self._config = config
         self._fleet = fleet
@@ -80,6 +82,7 @@ class Proxy:
         self._bindings = bindings
         self._observe = observe
         self._suspect = suspect
+        self._hung = hung
         self._clock = clock
         self._turnstile = Turnstile()
 
@@ -173,12 +176,13 @@ class Proxy:
             record.prepared = await self._preparer.prepare(decision)
             if decision.is_staged or record.prepared.waited_s > 0:
                 ticket.sent(self._clock(), is_staged=record.prepared.is_staged)
-            answer = await self._upstream.send(
+            sending = self._upstream.send(
                 request.method,
                 decision.url + request.path_qs,
                 headers=self._headers(request, decision, record),
                 body=asked.body,
             )
+            answer = await unless_hung(self._hung(decision.replica_id), sending)
         except BaseException:
             self._release(ticket)
             raise

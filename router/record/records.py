@@ -41,6 +41,8 @@ class Cause(StrEnum):
     """The connection broke before the answer's first byte."""
     STATUS = "status"
     """The replica answered 502, 503 or 504."""
+    HUNG = "hung"
+    """What the replica waits for has ended: its LMCache server."""
     TIMEOUT = "timeout"
     """No first byte within ``timeouts.first_byte_s``."""
 

@@ -15,6 +15,7 @@ from router.residency.tiers import Tier
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.lmcache.stand_in import StandIn, standing_in
 from tests.router.lmcache.told import CHUNK, MODEL, batch, key
+from tests.router.scripted import stream
 from tests.router.staging.agent_server import serving
 
 PROMPT = list(range(4 * CHUNK))
@@ -208,3 +209,31 @@ async def test_a_server_of_another_hash_is_of_no_use_and_said_so(
             assert await response.json() == {"instance_id": "mp1", "re_registered": False}
         await eventually(lambda: "--hash-algorithm blake3" in caplog.text)
     assert not rig.running.parts.fleet.replicas["two"].can_prefetch
+
+
+async def test_a_request_that_waits_at_a_replica_whose_server_ends_is_answered_by_another(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    async with AsyncExitStack() as stack:
+        mine = await stack.enter_async_context(AsyncExitStack())
+        server = await mine.enter_async_context(standing_in(StandIn()))
+        running = await fleet.router(
+            replicas=(
+                ReplicaConfig(url=fleet.one.url, instance_id="one", lmcache=server.url),
+                ReplicaConfig(url=fleet.two.url, instance_id="two"),
+            ),
+            controller=ControllerConfig(port=0, monitor_port=0),
+        )
+        rig = Rig(fleet=fleet, running=running, server=server, controller_url="", client=client)
+        never = asyncio.Event()
+        fleet.one.will(stream(b"data: 1\n\n", gates=(never,)))
+        asking = asyncio.create_task(rig.ask())
+        await fleet.one.arrived.wait()
+        await mine.aclose()
+        answer = await asking
+        assert answer.headers["x-warmroute-replica"] == "two"
+        assert answer.headers["x-warmroute-retries"] == "1"
+        await fleet.one.aborted.wait()
+        record = await running.record()
+        assert [each.cause for each in record.failed_tries] == ["hung"]
+        assert running.in_flight() == 0
