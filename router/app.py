@@ -132,6 +132,7 @@ def _make_parts(
         observe=record,
         suspect=suspect,
         hung=(lambda replica_id: None) if lmcache is None else lmcache.hung,
+        learn=None if lmcache is None else lmcache.ask,
     )
     return Parts(
         fleet=fleet,

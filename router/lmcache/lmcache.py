@@ -8,10 +8,11 @@ import aiohttp
 from aiohttp import web
 
 from router.fleet import Decision, Fleet
-from router.lmcache.api import CoordinatorApi
-from router.lmcache.coordinator import Coordinator
+from router.lmcache.ask import Asker
+from router.lmcache.coordinator import Coordinator, CoordinatorApi
 from router.lmcache.prefetch import LmcachePrefetch
 from router.lmcache.watch import ServerWatch
+from router.residency import PromptKeyring
 from router.staging import PrefetchCall
 
 
@@ -22,6 +23,7 @@ class Lmcache:
         self.coordinator = Coordinator(fleet)
         self._watch = ServerWatch(fleet, self.coordinator, session)
         self._prefetch = LmcachePrefetch(fleet, self.coordinator, session, self._watch.url_of)
+        self._asker = Asker(fleet, self.coordinator, session, self._watch.url_of)
         self._api = CoordinatorApi(
             self.coordinator,
             session,
@@ -45,6 +47,7 @@ class Lmcache:
     async def stop(self) -> None:
         """End that."""
         await self._watch.stop()
+        await self._asker.stop()
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes of LMCache's coordinator."""
@@ -57,6 +60,10 @@ class Lmcache:
     def set_roots(self, replica_id: str, roots: Iterable[str]) -> None:
         """Note where a replica has its models from."""
         self.coordinator.ties.set_roots(replica_id, roots)
+
+    async def ask(self, keyring: PromptKeyring) -> None:
+        """Learn what servers hold of a prompt whose events were not all seen."""
+        await self._asker.ask(keyring)
 
     def hung(self, replica_id: str) -> asyncio.Future[None] | None:
         """Return what is done when a replica hangs, its server having ended; None without one."""

@@ -7,7 +7,7 @@ import aiohttp
 
 from cacheengine.wire import PrefetchReply
 from router.fleet import Decision, Fleet
-from router.lmcache.coordinator import Coordinator
+from router.lmcache.coordinator.state import Coordinator
 from router.lmcache.server import LmcacheServer
 from router.lmcache.wire import ObjectKey, PrefetchStatus, rank_of_world
 from router.staging import AgentRefused, PrefetchCall

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from router.fleet import Fleet, State
-from router.lmcache.coordinator import Coordinator
+from router.lmcache.coordinator.state import Coordinator
 from router.lmcache.members import server_urls
 from router.lmcache.server import LmcacheServer
 from router.lmcache.ties import Server
@@ -151,7 +151,7 @@ class ServerWatch:
             self._told.add(problem)
             return None
         log.info("LMCache server %s answers at %s", instance_id, server.base_url)
-        self._coordinator.expect(instance_id)
+        self._coordinator.expect(instance_id, self._clock())
         self._coordinator.chunk_tokens = status.chunk_size
         contexts = filter(None, status.cache_context_meta.values())
         return Server(

@@ -6,7 +6,7 @@ A request counts as in flight from `Proxy._admit` on. Its `Ticket` is given back
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Final
@@ -68,10 +68,12 @@ class Proxy:
         observe: Callable[[RequestRecord], None],
         suspect: Callable[[str, Cause], None],
         hung: Callable[[str], asyncio.Future[None] | None] = lambda replica_id: None,
+        learn: Callable[[PromptKeyring], Awaitable[None]] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """``observe`` is called once for each request, at its end; ``suspect`` when a try at a
-        replica (its id) has failed; ``hung`` tells what is done when a replica hangs.
+        replica (its id) has failed; ``hung`` tells what is done when a replica hangs, ``learn``
+        finds out where a prompt's KV is before it is placed.
         """
         self._config = config
         self._fleet = fleet
@@ -83,6 +85,7 @@ class Proxy:
         self._observe = observe
         self._suspect = suspect
         self._hung = hung
+        self._learn = learn
         self._clock = clock
         self._turnstile = Turnstile()
 
@@ -135,6 +138,8 @@ class Proxy:
         began_s = self._clock()
         keyring = PromptKeyring(await self._read(asked))
         record.read_s = self._clock() - began_s
+        if self._learn is not None:
+            await self._learn(keyring)
         refusal: WholeAnswer | None = None
         for _ in range(self._config.retries + 1):
             try:

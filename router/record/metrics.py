@@ -100,7 +100,7 @@ _GAUGES: Final = {
 _LMCACHE: Final = (
     "Of LMCache's servers: batches of events that were applied, duplicates, stale, unknown (of a "
     "server that nobody knows) or malformed; gaps; servers_lost, silent; chunks missing that "
-    "were to be prefetched; prefetches not_ready"
+    "were to be prefetched; prefetches not_ready; asked what they hold"
 )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from router.fleet.fleet import Fleet
-from router.lmcache.coordinator import Coordinator
+from router.lmcache.coordinator.state import Coordinator
 from router.lmcache.ties import Server
 from router.residency.tiers import Tier
 from tests.router.lmcache.told import (

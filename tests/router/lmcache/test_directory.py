@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from router.lmcache.directory import Directory, owner_of
+from router.lmcache.coordinator.directory import Directory, owner_of
 from router.lmcache.wire import ObjectKey
 from router.residency.tiers import Tier
 from tests.router.lmcache.told import batch, key, told_batches, transcript_tokens

@@ -237,3 +237,19 @@ async def test_a_request_that_waits_at_a_replica_whose_server_ends_is_answered_b
         record = await running.record()
         assert [each.cause for each in record.failed_tries] == ["hung"]
         assert running.in_flight() == 0
+
+
+@pytest.mark.parametrize("told", [False, True])
+async def test_a_router_that_has_missed_events_asks_before_it_places_a_prompt(
+    rig: Rig, told: bool
+) -> None:
+    """As after its restart: the first batch that it sees is not the server's first."""
+    rig.server.found = 3
+    if told:
+        await rig.tell(batch(40, "config"))
+    answer = await rig.ask()
+    assert answer.headers["x-warmroute-replica"] == "one"
+    assert answer.headers["x-warmroute-matched-cpu"] == "768"
+    assert len(rig.server.asked) == 1
+    await rig.ask()
+    assert len(rig.server.asked) == 1, "of a prompt it is asked once"

@@ -10,7 +10,7 @@ import msgspec
 
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
-from router.lmcache.coordinator import Coordinator
+from router.lmcache.coordinator.state import Coordinator
 from router.lmcache.ties import Server
 from router.lmcache.wire import Batch, ObjectKey, RegisterCall, rank_of_world
 from router.residency.lmcache_keys import lmcache_chain

@@ -8,13 +8,14 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import Any, Final
 
 from router.fleet import Fleet
-from router.lmcache.directory import Directory, owner_of
+from router.lmcache.coordinator.directory import Directory, owner_of
+from router.lmcache.coordinator.usage import Declared, usage
 from router.lmcache.members import MAX_MEMBERS, Member, Members
 from router.lmcache.ties import Ties
-from router.lmcache.usage import Declared, usage
 from router.lmcache.wire import Batch, ObjectKey, RegisterCall
 
 log = logging.getLogger("warmroute.lmcache")
@@ -98,6 +99,7 @@ class Coordinator:
         self._streams = Streams()
         self._declared = Declared()
         self._expected: set[str] = set()
+        self._missed_s: dict[str, float] = {}
 
     def register(self, call: RegisterCall, now_s: float, wall_s: float) -> dict[str, Any]:
         """Take in a server; return what LMCache's coordinator answers."""
@@ -111,6 +113,7 @@ class Coordinator:
         self.members.forget(instance_id)
         self._streams.forget(instance_id)
         self._declared.forget(instance_id)
+        self._missed_s.pop(instance_id, None)
         self.ties.tell(self.directory.fence(instance_id))
 
     def expire(self, now_s: float) -> None:
@@ -120,19 +123,22 @@ class Coordinator:
             self.counts["silent"] += 1
             self.deregister(instance_id)
 
-    def expect(self, instance_id: str) -> None:
-        """Take events of a configured server's before it has registered.
+    def expect(self, instance_id: str, now_s: float = 0.0) -> None:
+        """Take events of a server that answers before it has registered.
 
-        After a restart of the router that is seconds before it finds out that it has to.
+        After a restart of the router that is seconds before it finds out that it has to. What
+        it told before is missed, unless its next batch is its first.
         """
         if len(self._expected) < MAX_MEMBERS:
             self._expected.add(instance_id)
+            if self._streams.of(instance_id) is None:
+                self._missed_s[instance_id] = now_s
 
-    def apply(self, batches: list[Batch]) -> dict[str, int]:
+    def apply(self, batches: list[Batch], now_s: float = 0.0) -> dict[str, int]:
         """Take over batches in their order; return how many of them had which fate."""
         found: Counter[str] = Counter({each.value: 0 for each in Verdict})
         for batch in batches:
-            verdict = self._apply(batch)
+            verdict = self._apply(batch, now_s)
             self.counts[verdict] += 1
             if verdict in found:
                 found[verdict] += 1
@@ -145,6 +151,14 @@ class Coordinator:
         if server is not None:
             self.ties.tell(self.directory.refute(server.instance_id, keys))
 
+    def found(self, instance_id: str, keys: list[ObjectKey]) -> None:
+        """Note that a server was asked for keys and has them in L1."""
+        self.ties.tell(self.directory.confirm(instance_id, keys))
+
+    def missed_s(self, instance_id: str) -> float:
+        """Return when events of a server were missed last, minus infinity if never."""
+        return self._missed_s.get(instance_id, -inf)
+
     def usage(self) -> dict[str, Any]:
         """Return what LMCache's ``GET /instances/usage`` says."""
         registered = {each.instance_id for each in self.members.all()}
@@ -154,18 +168,21 @@ class Coordinator:
         """Return a server that has registered."""
         return self.members.get(instance_id)
 
-    def _apply(self, batch: Batch) -> str:
+    def _apply(self, batch: Batch, now_s: float) -> str:
         known = self.members.get(batch.instance_id) is not None
         if not known and batch.instance_id not in self._expected:
             return "unknown"
         admission = self._streams.admit(batch)
         if admission.verdict is not Verdict.APPLIED:
             return admission.verdict.value
+        if batch.seq == 1:
+            self._missed_s.pop(batch.instance_id, None)
         if admission.restarted:
             log.info("LMCache server %s has started anew", batch.instance_id)
             self.ties.tell(self.directory.fence(batch.instance_id))
         elif admission.gap:
             self.counts["gaps"] += 1
+            self._missed_s[batch.instance_id] = now_s
             log.info("events of LMCache server %s were missed", batch.instance_id)
             self.ties.tell(self.directory.doubt(batch.instance_id))
         if batch.event_type == "config":

@@ -16,9 +16,9 @@ from aiohttp import web
 
 from router.config import ApiError
 from router.http import read_body
-from router.lmcache.coordinator import Coordinator
-from router.lmcache.directory import Record
-from router.lmcache.pins import Pins
+from router.lmcache.coordinator.directory import Record
+from router.lmcache.coordinator.pins import Pins
+from router.lmcache.coordinator.state import Coordinator
 from router.lmcache.server import LmcacheServer
 from router.lmcache.wire import (
     EventsCall,
@@ -131,7 +131,7 @@ class CoordinatorApi:
     async def events(self, request: web.Request) -> web.Response:
         """Take over servers' events."""
         call = await self._read(request, EventsCall)
-        return _json(self._coordinator.apply(call.batches))
+        return _json(self._coordinator.apply(call.batches, self._clock()))
 
     async def lookup(self, request: web.Request) -> web.Response:
         """Answer where keys are, or those of a prompt's chunks."""

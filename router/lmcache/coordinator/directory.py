@@ -130,6 +130,21 @@ class Directory:
         """Note that deletions from a server's L1 may have been missed."""
         return self._each_l1(instance_id, lambda held: replace(held, certain=False))
 
+    def confirm(self, instance_id: str, keys: Iterable[ObjectKey]) -> list[Change]:
+        """Note that a server was asked for keys and has them in L1."""
+        changes: list[Change] = []
+        for key in keys:
+            record = self._records.get(key)
+            if record is None:
+                record = self._records[key] = Record()
+            place = self._l1_place(record, instance_id)
+            known = record.places.get(place)
+            held = replace(known, certain=True) if known else Held(instance_id, 0, 0)
+            self._set(key, record, place, held, changes)
+        while len(self._records) > self.max_keys:
+            self._evict(changes)
+        return changes
+
     def refute(self, instance_id: str, keys: Iterable[ObjectKey]) -> list[Change]:
         """Forget of these keys what was uncertain at a server: it was asked, and has them not."""
         changes: list[Change] = []

@@ -1,0 +1,143 @@
+"""Asking LMCache's servers what they hold of a prompt, where their events were not all seen.
+
+After a restart of the router, or a gap in a stream, servers hold more than is known, and have
+no call that lists it. But one that is told to prefetch a prompt answers how much of it is in
+its L1 in the end: that costs it nothing where it has all in L1, or nothing at all. It is asked
+before a prompt is placed, for some minutes after events were missed, if much of the prompt is
+known nowhere.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import aiohttp
+
+from router.fleet import Fleet, Replica
+from router.lmcache.coordinator import Coordinator
+from router.lmcache.server import LmcacheServer
+from router.lmcache.ties import Server
+from router.lmcache.wire import ObjectKey, rank_of_world
+from router.residency import PromptKeyring, PromptKeys
+from router.staging import AgentError
+
+log = logging.getLogger("warmroute.lmcache")
+
+ASK_FOR_S: Final = 600.0
+"""So long after events were missed: what is used meanwhile is learned."""
+_WORTH_TOKENS: Final = 1024
+_WAIT_S: Final = 0.5
+_MAX_SERVERS: Final = 8
+_MAX_UNDER_WAY: Final = 64
+_MAX_ASKED: Final = 10_000
+
+
+class Asker:
+    """Asks; a prompt waits for the answers for `_WAIT_S` at most."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        coordinator: Coordinator,
+        session: aiohttp.ClientSession,
+        url_of: Callable[[str], str | None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``url_of`` tells where a replica's server is, by the replica's id."""
+        self._fleet = fleet
+        self._coordinator = coordinator
+        self._session = session
+        self._url_of = url_of
+        self._clock = clock
+        self._asked: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    async def ask(self, keyring: PromptKeyring) -> None:
+        """Learn what is held of a prompt where that is not known; raises nothing."""
+        uncertain = self._uncertain()
+        if not uncertain or keyring.prompt_tokens < _WORTH_TOKENS:
+            return
+        if keyring.prompt_tokens - self._best(keyring) < _WORTH_TOKENS:
+            return
+        tasks = [
+            asyncio.create_task(call)
+            for replica, server in uncertain
+            if (call := self._call(replica, server, keyring)) is not None
+        ]
+        for task in tasks:
+            self._under_way.add(task)
+            task.add_done_callback(self._under_way.discard)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_WAIT_S)
+
+    async def stop(self) -> None:
+        """Ask nothing any more."""
+        under_way = list(self._under_way)
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+    def _uncertain(self) -> list[tuple[Replica, Server]]:
+        """Return a replica of each server whose events were missed of late."""
+        since_s = self._clock() - ASK_FOR_S
+        found: dict[str, tuple[Replica, Server]] = {}
+        for replica in self._fleet.replicas.values():
+            server = self._coordinator.ties.server_of(replica.id)
+            if server is not None and self._coordinator.missed_s(server.instance_id) > since_s:
+                found.setdefault(server.instance_id, (replica, server))
+        return list(found.values())[:_MAX_SERVERS]
+
+    def _best(self, keyring: PromptKeyring) -> int:
+        """Return how many tokens of a prompt some replica is known to hold."""
+        best = 0
+        for replica in self._fleet.replicas.values():
+            keys, index = self._keys(replica, keyring), self._fleet.index
+            per_chunk = keys.blocks_per_chunk
+            match = index.match(replica.slot, keys.keys, per_chunk, keys.chunk_keys)
+            best = max(best, match.blocks(per_chunk) * keys.block_tokens)
+        return best
+
+    @staticmethod
+    def _keys(replica: Replica, keyring: PromptKeyring) -> PromptKeys:
+        return keyring.of(replica.key_shape, replica.adapters)
+
+    def _call(
+        self, replica: Replica, server: Server, keyring: PromptKeyring
+    ) -> Coroutine[Any, Any, None] | None:
+        keys, url = self._keys(replica, keyring), self._url_of(replica.id)
+        found = self._coordinator.ties.model_of(replica.id)
+        if url is None or found is None or not keys.chunk_chain:
+            return None
+        name = (server.instance_id, keys.chunk_chain[-1])
+        if name in self._asked or len(self._under_way) >= _MAX_UNDER_WAY:
+            return None
+        self._asked[name] = None
+        if len(self._asked) > _MAX_ASKED:
+            self._asked.popitem(last=False)
+        return self._learn(LmcacheServer(self._session, url), server.instance_id, keys, *found)
+
+    async def _learn(
+        self, asked: LmcacheServer, instance_id: str, keys: PromptKeys, model: str, world_size: int
+    ) -> None:
+        count = len(keys.chunk_chain)
+        try:
+            told = await asked.prefetch(
+                keys.token_ids[: count * keys.chunk_tokens],
+                model=model,
+                world_size=world_size,
+                cache_salt=keys.cache_salt,
+            )
+        except AgentError as error:
+            log.debug("asking what it holds failed: %s", error)
+            return
+        self._coordinator.counts["asked"] += 1
+        chunks = told.found_keys // max(1, told.total_keys // count)
+        rank = rank_of_world(world_size, 0)
+        held = keys.chunk_chain[:chunks]
+        self._coordinator.found(
+            instance_id, [ObjectKey(each, model, rank, 0, keys.cache_salt) for each in held]
+        )
