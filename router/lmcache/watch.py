@@ -119,6 +119,8 @@ class ServerWatch:
         found = await asyncio.gather(*map(self._ask, distinct))
         answering = {url: server for url, server in zip(distinct, found, strict=True) if server}
         gone = self._answering.keys() - answering.keys()
+        for url in gone:
+            self._coordinator.lost(self._answering[url].instance_id)
         self._answering = answering
         self._hold_lines()
         for name in configs:
@@ -185,7 +187,6 @@ class ServerWatch:
         if ties.server_of(name) is not server:
             ties.tie(name, server)
         if ended:
-            self._coordinator.counts["servers_lost"] += 1
             self._rest(name)
 
     def _rest(self, name: str) -> None:

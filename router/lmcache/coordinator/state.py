@@ -134,6 +134,11 @@ class Coordinator:
             if self._streams.of(instance_id) is None:
                 self._missed_s[instance_id] = now_s
 
+    def lost(self, instance_id: str) -> None:
+        """Note that a server does not answer: of its L1 nothing is certain any more."""
+        self.counts["servers_lost"] += 1
+        self.ties.tell(self.directory.doubt(instance_id))
+
     def apply(self, batches: list[Batch], now_s: float = 0.0) -> dict[str, int]:
         """Take over batches in their order; return how many of them had which fate."""
         found: Counter[str] = Counter({each.value: 0 for each in Verdict})
@@ -175,10 +180,12 @@ class Coordinator:
         admission = self._streams.admit(batch)
         if admission.verdict is not Verdict.APPLIED:
             return admission.verdict.value
-        if batch.seq == 1:
+        if batch.seq == 1 and not admission.restarted:
             self._missed_s.pop(batch.instance_id, None)
         if admission.restarted:
             log.info("LMCache server %s has started anew", batch.instance_id)
+            # What it wrote to L2 last it may have had no time to tell.
+            self._missed_s[batch.instance_id] = now_s
             self.ties.tell(self.directory.fence(batch.instance_id))
         elif admission.gap:
             self.counts["gaps"] += 1

@@ -221,3 +221,17 @@ def test_a_replica_is_known_by_its_name_whatever_its_server_is_called(name: str)
     coordinator.apply([batch(1, keys=[key(0)], instance_id=name)])
     assert coordinator.ties.model_of("r0") == ("models/small", 1)
     assert coordinator.ties.model_of("r1") is None
+
+
+def test_a_server_that_is_killed_and_comes_back_has_its_l2() -> None:
+    fleet, coordinator = two_tied()
+    coordinator.apply([batch(1, keys=[key(0)]), batch(2, tier="l2", keys=[key(0)])])
+    coordinator.ties.tie("r0", None)
+    coordinator.lost("mp0")
+    assert matched(fleet)["r0"] == {}
+    coordinator.ties.tie("r0", Server(instance_id="mp0", chunk_tokens=CHUNK))
+    assert matched(fleet)["r0"] == {"disk": 256}, "before its first event tells that its L1 is gone"
+    coordinator.expire(now_s=31.0)
+    register(coordinator)
+    coordinator.apply([batch(1, "config", incarnation=101)])
+    assert matched(fleet)["r0"] == {"disk": 256}

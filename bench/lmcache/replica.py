@@ -1,0 +1,186 @@
+"""A stock vLLM with a stock LMCache server of its own, as processes of this machine.
+
+Both are started as LMCache's documentation does. The one line that Warmroute asks for is the
+server's ``--coordinator-url``, with ``--coordinator-event-reporting``.
+"""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from bench.replica.local import (
+    REPLICA_READY_TIMEOUT_S,
+    platform_arguments,
+    replica_environment,
+)
+from bench.replica.tiers import call, wait_until
+from cacheengine.launch.launch import free_ports
+from router.launch.processes import ProcessGroup
+
+CHUNK_TOKENS: Final = 256
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_SEGMENTS: Final = "lmcache_kv_"
+_NOTICES_S: Final = 30.0
+"""vLLM sees within two heartbeats of 10 s that a server has ended."""
+
+
+class LmcacheReplica:
+    """A vLLM at ``url``, and its LMCache server at ``server_url``, which has a disk too."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        name: str,
+        *,
+        python: Path,
+        model: str,
+        served_name: str,
+        directory: Path,
+        coordinator_url: str,
+        index: int,
+        of: int,
+        max_model_tokens: int,
+    ) -> None:
+        """``python`` is the interpreter of LMCache's environment."""
+        ports = free_ports(6)
+        self.name = name
+        self.model = served_name
+        self.model_path = model
+        self.url = f"http://127.0.0.1:{ports[0]}"
+        self.server_url = f"http://127.0.0.1:{ports[1]}"
+        self.disk = directory / f"disk-{name}"
+        self._group = group
+        self._directory = directory
+        self._environment = {
+            **replica_environment("cpu", index, of=of),
+            "LMCACHE_TRACK_USAGE": "false",
+        }
+        self._server_name, self._server_pid = f"lmcache-{name}", 0
+        self._segments: set[Path] = set()
+        adapter = {"type": "fs_native", "base_path": str(self.disk)}
+        self._server_command = [
+            *(str(python.with_name("lmcache")), "server", "--instance-id", name),
+            *("--host", "127.0.0.1", "--port", str(ports[2])),
+            *("--http-port", str(ports[1]), "--prometheus-port", str(ports[3])),
+            *("--chunk-size", str(CHUNK_TOKENS), "--l1-size-gb", "1", "--no-l1-use-lazy"),
+            *("--eviction-policy", "LRU", "--supported-transfer-mode", "auto"),
+            *("--l2-adapter", json.dumps(adapter)),
+            *("--coordinator-url", coordinator_url, "--coordinator-event-reporting"),
+            *("--coordinator-advertise-ip", "127.0.0.1"),
+        ]
+        transfer = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": ports[2],
+                # What "auto" picks on CPUs pickles every block.
+                "lmcache.mp.mp_transfer_mode": "lmcache_driven",
+            },
+        }
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{ports[4]}",
+            "replay_endpoint": f"tcp://*:{ports[5]}",
+        }
+        self._vllm_command = [
+            *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", model, "--served-model-name", served_name),
+            *("--host", "127.0.0.1", "--port", str(ports[0])),
+            *("--max-model-len", str(max_model_tokens)),
+            *platform_arguments("cpu", of=of),
+            *("--kv-transfer-config", json.dumps(transfer)),
+            *("--kv-events-config", json.dumps(events)),
+        ]
+
+    def start(self) -> None:
+        """Start both; `wait_ready` follows."""
+        self.start_server()
+        log = self._directory / f"{self.name}.log"
+        self._pid = self._group.start(self.name, self._vllm_command, self._environment, log)
+
+    def start_server(self) -> None:
+        """Start the LMCache server alone, and return when it answers."""
+        self.disk.mkdir(parents=True, exist_ok=True)
+        log = self._directory / f"{self._server_name}.log"
+        self._server_pid = self._group.start(
+            self._server_name, self._server_command, self._environment, log
+        )
+        url = f"{self.server_url}/healthcheck"
+        self._group.wait_ready(self._server_name, url, REPLICA_READY_TIMEOUT_S)
+
+    def wait_ready(self) -> None:
+        """Return when vLLM answers."""
+        self._group.wait_ready(self.name, f"{self.url}/health", REPLICA_READY_TIMEOUT_S)
+        for path in _SHARED_MEMORY.glob(f"{_SEGMENTS}*"):
+            pid = int(path.name.removeprefix(_SEGMENTS).partition("_")[0])
+            with suppress(OSError):
+                if os.getsid(pid) == self._pid:
+                    self._segments.add(path)
+
+    def kill_server(self) -> None:
+        """End the LMCache server as by ``kill -9``, and return at once."""
+        os.kill(self._server_pid, signal.SIGKILL)
+        self._group.stop(self._server_name, kill=True)
+
+    def wait_noticed(self) -> None:
+        """Return when vLLM has seen its server come back, and registered there again."""
+        contexts = "cache_context_meta"
+        wait_until(
+            f"{self.name}: registered with its LMCache",
+            lambda: bool(call(f"{self.server_url}/status").get(contexts)),
+            timeout_s=_NOTICES_S,
+        )
+
+    def empty_gpu(self) -> None:
+        """Empty vLLM's own cache, and have it tell so: it does when it steps."""
+        url = f"{self.url}/reset_prefix_cache"
+        wait_until(
+            f"{self.name}: GPU tier emptied",
+            lambda: bool(call(url, {}, method="POST")["success"]),
+        )
+        body = {"model": self.model, "prompt": "Step.", "max_tokens": 1}
+        call(f"{self.url}/v1/completions", body)
+
+    def empty_l1(self) -> None:
+        """Empty the LMCache server's RAM; its disk stays."""
+        call(f"{self.server_url}/cache/clear", {"tier": "l1", "force": False})
+
+    def l1_objects(self) -> int:
+        """Return how many chunks are in the LMCache server's RAM."""
+        return int(self.storage()["l1_manager"]["total_object_count"])
+
+    def storage(self) -> dict[str, Any]:
+        """Return what the LMCache server says of its storage."""
+        found: dict[str, Any] = call(f"{self.server_url}/status")["storage_manager"]
+        return found
+
+    def files(self) -> int:
+        """Return how many chunks are on the LMCache server's disk."""
+        return sum(1 for _ in self.disk.glob("*.data"))
+
+    def chat_tokens(self, content: str) -> list[int]:
+        """Return the tokens of a chat prompt with one message of a user's."""
+        body = {"model": self.model, "messages": [{"role": "user", "content": content}]}
+        tokens: list[int] = call(f"{self.url}/tokenize", body)["tokens"]
+        return tokens
+
+    def tidy(self) -> None:
+        """Remove what vLLM leaves in shared memory when it ends (1 GiB), and the disk."""
+        for path in self._segments:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.disk, ignore_errors=True)
+
+
+def start_together(replicas: Sequence[LmcacheReplica]) -> None:
+    """Start replicas at once; return when all of them answer."""
+    for each in replicas:
+        each.start()
+    for each in replicas:
+        each.wait_ready()
