@@ -46,7 +46,7 @@ class Parts:
     controller: Controller | None
     """None where the configuration has none; its two applications want sites of their own."""
     lmcache: Lmcache | None
-    """None where there is no controller."""
+    """None where there is no controller, nor another's coordinator to ask."""
 
 
 PARTS: Final = web.AppKey("parts", Parts)
@@ -101,8 +101,9 @@ def _make_parts(
     fleet = Fleet(config)
     admission = Admission(Gate(fleet))
     lmcache = None
-    if config.controller is not None:
-        lmcache = Lmcache(fleet, session, limit_bytes=config.max_body_bytes)
+    if config.controller is not None or config.lmcache_coordinator is not None:
+        limit_bytes, stock_url = config.max_body_bytes, config.lmcache_coordinator
+        lmcache = Lmcache(fleet, session, limit_bytes=limit_bytes, stock_url=stock_url)
     others = no_call if lmcache is None else lmcache.prefetch_call
     preparer = Preparer(config, fleet, partial(AgentClient, session), others=others)
     metrics = Metrics(
@@ -144,14 +145,14 @@ def _make_parts(
         preparer=preparer,
         proxy=proxy,
         api=Api(config, fleet=fleet, proxy=proxy, metrics=metrics, session=session),
-        controller=None if lmcache is None else _controller(config, fleet, session, lmcache),
+        controller=_controller(config, fleet, session, lmcache),
         lmcache=lmcache,
     )
 
 
 def _controller(
-    config: RouterConfig, fleet: Fleet, session: aiohttp.ClientSession, lmcache: Lmcache
-) -> Controller:
+    config: RouterConfig, fleet: Fleet, session: aiohttp.ClientSession, lmcache: Lmcache | None
+) -> Controller | None:
     def configured() -> list[Configured]:
         return [
             Configured(id=each.id, agent_url=each.config.agent_url, incarnation=each.incarnation)
@@ -159,7 +160,8 @@ def _controller(
             if each.config.agent_url is not None
         ]
 
-    assert config.controller is not None
+    if config.controller is None or lmcache is None:
+        return None
     return Controller(
         configured,
         session,

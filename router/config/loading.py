@@ -32,7 +32,9 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
     tokenizer = _checked_tokenizer(config.tokenizer, path, f"{prefix}tokenizer", base)
     _check_ports(config, path, prefix)
     _check_controller(config, path, prefix)
-    return replace(config, replicas=replicas, tokenizer=tokenizer)
+    stock, where = config.lmcache_coordinator, f"{prefix}lmcache_coordinator"
+    stock = stock and _normal_url(stock, path, where)
+    return replace(config, replicas=replicas, tokenizer=tokenizer, lmcache_coordinator=stock)
 
 
 def _check_ports(config: RouterConfig, path: str, prefix: str) -> None:
@@ -55,7 +57,7 @@ def _check_controller(config: RouterConfig, path: str, prefix: str) -> None:
     settings = config.controller
     with_lmcache = [at for at, each in enumerate(config.replicas) if each.lmcache is not None]
     if settings is None:
-        if with_lmcache:
+        if with_lmcache and config.lmcache_coordinator is None:
             raise ConfigError(
                 path,
                 f"{prefix}replicas[{with_lmcache[0]}].lmcache",

@@ -178,6 +178,8 @@ class RouterConfig:
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     controller: ControllerConfig | None = None
     """Off without the section; on with it, be it empty (``controller: {}``)."""
+    lmcache_coordinator: str | None = None
+    """Base URL of a stock LMCache coordinator, where the servers report to that one."""
 
     @property
     def logging_level(self) -> int:

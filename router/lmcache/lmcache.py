@@ -11,6 +11,7 @@ from router.fleet import Decision, Fleet
 from router.lmcache.ask import Asker
 from router.lmcache.coordinator import Coordinator, CoordinatorApi
 from router.lmcache.prefetch import LmcachePrefetch
+from router.lmcache.stock import StockCoordinator
 from router.lmcache.watch import ServerWatch
 from router.residency import PromptKeyring
 from router.staging import PrefetchCall
@@ -19,10 +20,27 @@ from router.staging import PrefetchCall
 class Lmcache:
     """The servers that replicas use, between `start` and `stop`."""
 
-    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession, *, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        session: aiohttp.ClientSession,
+        *,
+        limit_bytes: int,
+        stock_url: str | None = None,
+    ) -> None:
+        """``stock_url`` is that of a stock coordinator, which is asked then."""
         self.coordinator = Coordinator(fleet)
         self._watch = ServerWatch(fleet, self.coordinator, session)
         self._prefetch = LmcachePrefetch(fleet, self.coordinator, session, self._watch.url_of)
+        self._stock: StockCoordinator | None = None
+        if stock_url is not None:
+            self._stock = StockCoordinator(
+                stock_url,
+                fleet,
+                self.coordinator,
+                session,
+                members_changed=self._watch.members_changed,
+            )
         self._asker = Asker(fleet, self.coordinator, session, self._watch.url_of)
         self._api = CoordinatorApi(
             self.coordinator,
@@ -42,10 +60,14 @@ class Lmcache:
 
     async def start(self) -> None:
         """Find out which servers answer, and go on watching them."""
+        if self._stock is not None:
+            await self._stock.start()
         await self._watch.start()
 
     async def stop(self) -> None:
         """End that."""
+        if self._stock is not None:
+            await self._stock.stop()
         await self._watch.stop()
         await self._asker.stop()
 
@@ -63,7 +85,7 @@ class Lmcache:
 
     async def ask(self, keyring: PromptKeyring) -> None:
         """Learn what servers hold of a prompt whose events were not all seen."""
-        await self._asker.ask(keyring)
+        await (self._stock or self._asker).ask(keyring)
 
     def hung(self, replica_id: str) -> asyncio.Future[None] | None:
         """Return what is done when a replica hangs, its server having ended; None without one."""

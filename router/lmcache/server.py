@@ -34,11 +34,11 @@ class LmcacheServer:
 
     async def instance_id(self) -> str:
         """Return the name under which it registers and reports events."""
-        return (await self._ask("GET", "/config", ServerConfig)).mp.instance_id
+        return (await self.ask("GET", "/config", ServerConfig)).mp.instance_id
 
     async def status(self) -> ServerStatus:
         """Return its chunk size and hash, and the models whose KV caches it knows."""
-        return await self._ask("GET", "/status", ServerStatus)
+        return await self.ask("GET", "/status", ServerStatus)
 
     async def health(self) -> None:
         """Return when the server says that it is well."""
@@ -57,18 +57,19 @@ class LmcacheServer:
             "token_ids": list(token_ids),
             "cache_salt": cache_salt,
         }
-        told = await self._ask("POST", "/cache/prefetches", PrefetchStatus, body)
+        told = await self.ask("POST", "/cache/prefetches", PrefetchStatus, body)
         pause_s, left_s = _FIRST_POLL_S, FOLLOW_S
         while told.status in ("submitted", "pending") and left_s > 0:
             await asyncio.sleep(pause_s)
             left_s -= pause_s
             path = f"/cache/prefetches/{quote(told.request_id, safe='')}"
-            found = await self._ask("GET", path, PrefetchStatus)
+            found = await self.ask("GET", path, PrefetchStatus)
             told = msgspec.structs.replace(found, request_id=told.request_id)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         return told
 
-    async def _ask(self, method: str, path: str, kind: type[_T], body: object = None) -> _T:
+    async def ask(self, method: str, path: str, kind: type[_T], body: object = None) -> _T:
+        """Return an answer, which is to be a ``kind``; raise `AgentRefused` for a refusal."""
         status, answer = await self.call(method, path, body)
         if status not in (200, 202):
             raise AgentRefused(f"{self.base_url}{path}", status, _said(answer))

@@ -69,6 +69,11 @@ class Ties:
                 if server.instance_id == instance_id:
                     self._tell(name, self._held_by((owner,)))
 
+    def mounted_by_all(self, owner: str) -> None:
+        """Note that every replica's server reaches a shared backend."""
+        for server in {id(each): each for each in self._server_of.values()}.values():
+            self.mounted(owner, server.instance_id)
+
     def note(self, batch: Batch, changes: Sequence[Change]) -> None:
         """Tell the fleet what a batch has changed, and learn of the models in it."""
         self.tell(changes)

@@ -207,3 +207,33 @@ class PrefetchStatus(msgspec.Struct, frozen=True, kw_only=True):
     found_keys: _Count = 0
     """Keys in L1 at the end, counted from the prompt's first chunk on."""
     total_keys: _Count = 0
+
+
+class MemberList(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /instances`` of a coordinator."""
+
+    instances: list[RegisterCall] = []
+
+
+class PlacementTold(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a coordinator knows a key to be."""
+
+    instance_id: str
+    tier: LmcacheTier
+    backend: str
+    incarnation: _Count = 0
+    size_bytes: _Count = 0
+    shared: bool = False
+
+
+class KeyTold(msgspec.Struct, frozen=True, kw_only=True):
+    """A key, and where a coordinator knows it to be."""
+
+    key: EncodedKey
+    placements: list[PlacementTold] = []
+
+
+class LookedUp(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to ``POST /directory/lookup``."""
+
+    results: list[KeyTold] = []

@@ -6,7 +6,7 @@ what an owner holds of a key in one of the router's tiers comes out as a `Change
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol
 
@@ -39,9 +39,14 @@ class Place(NamedTuple):
         return self.owner.startswith(_SHARED)
 
 
+def shared_owner(backend: str) -> str:
+    """Return the owner of a backend that several servers reach."""
+    return _SHARED + backend
+
+
 def owner_of(batch: Batch) -> str:
     """Return who holds what a batch tells of: its server, or the backend if that is shared."""
-    return _SHARED + batch.backend if batch.shared else batch.instance_id
+    return shared_owner(batch.backend) if batch.shared else batch.instance_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,24 @@ class Directory:
             known = record.places.get(place)
             held = replace(known, certain=True) if known else Held(instance_id, 0, 0)
             self._set(key, record, place, held, changes)
+        while len(self._records) > self.max_keys:
+            self._evict(changes)
+        return changes
+
+    def replace(self, key: ObjectKey, told: Mapping[Place, Held]) -> list[Change]:
+        """Take over all that another directory knows of a key."""
+        changes: list[Change] = []
+        record = self._records.get(key)
+        if record is None:
+            if not told:
+                return []
+            record = self._records[key] = Record()
+        gone = [place for place in record.places if place not in told]
+        # What is new first: a record without a place would leave.
+        for place, held in told.items():
+            self._set(key, record, place, held, changes)
+        for place in gone:
+            self._set(key, record, place, None, changes)
         while len(self._records) > self.max_keys:
             self._evict(changes)
         return changes

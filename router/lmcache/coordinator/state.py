@@ -6,13 +6,14 @@ No I/O; times are passed in. What is malformed, unknown or late changes nothing 
 import logging
 import uuid
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from typing import Any, Final
 
 from router.fleet import Fleet
-from router.lmcache.coordinator.directory import Directory, owner_of
+from router.lmcache.coordinator.directory import Directory, Held, Place, owner_of
 from router.lmcache.coordinator.usage import Declared, usage
 from router.lmcache.members import MAX_MEMBERS, Member, Members
 from router.lmcache.ties import Ties
@@ -159,6 +160,13 @@ class Coordinator:
     def found(self, instance_id: str, keys: list[ObjectKey]) -> None:
         """Note that a server was asked for keys and has them in L1."""
         self.ties.tell(self.directory.confirm(instance_id, keys))
+
+    def told(self, key: ObjectKey, places: Mapping[Place, Held]) -> None:
+        """Take over what another coordinator knows of a key; shared backends all servers reach."""
+        for place in places:
+            if place.shared:
+                self.ties.mounted_by_all(place.owner)
+        self.ties.tell(self.directory.replace(key, places))
 
     def missed_s(self, instance_id: str) -> float:
         """Return when events of a server were missed last, minus infinity if never."""

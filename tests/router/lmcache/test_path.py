@@ -11,10 +11,12 @@ import msgspec
 import pytest
 
 from router.config.settings import ControllerConfig, PrefetchConfig, ReplicaConfig
+from router.controller.controller import Controller
+from router.lmcache.lmcache import Lmcache
 from router.residency.tiers import Tier
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.lmcache.stand_in import StandIn, standing_in
-from tests.router.lmcache.told import CHUNK, MODEL, batch, key
+from tests.router.lmcache.told import CHUNK, MODEL, batch, key, make_fleet, register
 from tests.router.scripted import stream
 from tests.router.staging.agent_server import serving
 
@@ -253,3 +255,51 @@ async def test_a_router_that_has_missed_events_asks_before_it_places_a_prompt(
     assert len(rig.server.asked) == 1
     await rig.ask()
     assert len(rig.server.asked) == 1, "of a prompt it is asked once"
+
+
+async def test_a_stock_coordinator_is_asked_where_a_fleet_has_one(
+    fleet: Fleet, client: aiohttp.ClientSession, server: StandIn
+) -> None:
+    """Another router of ours stands in for it here; the real one is in ``tests/lmcache``."""
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(standing_in(server))
+        other = Lmcache(make_fleet(), client, limit_bytes=1 << 20)
+        controller = Controller(
+            list, client, limit_bytes=1 << 20, beside=other.routes(), beside_instances=other.listing
+        )
+        stock = await stack.enter_async_context(serving(controller.api()))
+        register(other.coordinator, ip="127.0.0.1", port=int(server.url.rpartition(":")[2]))
+        other.coordinator.apply(on_disk())
+        root: dict[str, object] = {"id": "m", "object": "model", "root": MODEL}
+        fleet.one.entries = fleet.two.entries = [root]
+        running = await fleet.router(
+            policy="ttft",
+            replicas=(
+                ReplicaConfig(url=fleet.two.url, instance_id="two"),
+                ReplicaConfig(url=fleet.one.url, instance_id="one", lmcache=server.url),
+            ),
+            lmcache_coordinator=stock,
+        )
+        rig = Rig(fleet=fleet, running=running, server=server, controller_url="", client=client)
+        answer = await rig.ask()
+        assert answer.headers["x-warmroute-replica"] == "one"
+        assert answer.headers["x-warmroute-matched-cpu"] == "256"
+        assert answer.headers["x-warmroute-prefetch"] == "asked=3;promoted=3;pending=0;missing=0"
+        other.coordinator.apply([batch(3, "delete", "l2", [key(1)])])
+        answer = await rig.ask()
+        assert answer.headers["x-warmroute-matched-disk"] == "0"
+        assert running.parts.controller is None
+
+
+async def test_a_stock_coordinator_that_is_away_holds_up_nobody(
+    fleet: Fleet, client: aiohttp.ClientSession, server: StandIn
+) -> None:
+    async with standing_in(server):
+        running = await fleet.router(
+            replicas=(ReplicaConfig(url=fleet.one.url, instance_id="one", lmcache=server.url),),
+            lmcache_coordinator="http://127.0.0.1:1",
+        )
+        rig = Rig(fleet=fleet, running=running, server=server, controller_url="", client=client)
+        assert (await rig.ask()).headers["x-warmroute-replica"] == "one"
+        assert running.parts.lmcache is not None
+        assert running.parts.lmcache.counts["coordinator_failed"] >= 1

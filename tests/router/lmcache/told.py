@@ -93,8 +93,10 @@ def make_fleet(count: int = 2, **changes: Any) -> Fleet:
     return fleet
 
 
-def register(coordinator: Coordinator, name: str = "mp0", ip: str = "host0") -> None:
-    call = RegisterCall(ip=ip, http_port=8210, instance_id=name)
+def register(
+    coordinator: Coordinator, name: str = "mp0", ip: str = "host0", port: int = 8210
+) -> None:
+    call = RegisterCall(ip=ip, http_port=port, instance_id=name)
     coordinator.register(call, now_s=0.0, wall_s=0.0)
 
 
