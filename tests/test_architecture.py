@@ -90,6 +90,7 @@ PURE = (
     "router.controller.registry",
     "router.lmcache.coordinator.state",
     "router.lmcache.coordinator.directory",
+    "router.lmcache.coordinator.records",
     "router.lmcache.members",
     "router.lmcache.coordinator.pins",
     "router.lmcache.ties",

@@ -14,7 +14,7 @@ import aiohttp
 
 from router.fleet import Fleet
 from router.lmcache.coordinator import Coordinator
-from router.lmcache.coordinator.directory import Held, Place, shared_owner
+from router.lmcache.coordinator.records import Held, Place, shared_owner
 from router.lmcache.server import LmcacheServer
 from router.lmcache.wire import LookedUp, MemberList
 from router.residency import PromptKeyring, PromptKeys

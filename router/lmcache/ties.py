@@ -10,7 +10,8 @@ from typing import Final
 
 from cacheengine.wire import EventBatch, KeyEvent, pack_keys
 from router.fleet import Fleet
-from router.lmcache.coordinator.directory import Change, Directory
+from router.lmcache.coordinator.directory import Directory
+from router.lmcache.coordinator.records import Change
 from router.lmcache.wire import Batch, ObjectKey
 from router.residency import Tier, lmcache_key64
 

@@ -5,7 +5,6 @@ prefetch. Refusals have its shape: ``{"detail": ...}``, 422 for a body that is m
 """
 
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -16,8 +15,8 @@ from aiohttp import web
 
 from router.config import ApiError
 from router.http import read_body
-from router.lmcache.coordinator.directory import Record
 from router.lmcache.coordinator.pins import Pins
+from router.lmcache.coordinator.records import Record
 from router.lmcache.coordinator.state import Coordinator
 from router.lmcache.server import LmcacheServer
 from router.lmcache.wire import (
@@ -142,8 +141,10 @@ class CoordinatorApi:
             chain = self._chain(call.token_ids)
             chunks = len(chain)
             keys = list(_keys(chain, call.model_name, call.world_size, call.cache_salt))
-        record_of = self._coordinator.directory.get
-        results = [_found(key, record_of(key)) for key in keys]
+        directory = self._coordinator.directory
+        results = [
+            _found(key, directory.get(key), directory.token_ids(key.chunk_hash)) for key in keys
+        ]
         return _json({"chunks": chunks, "results": results})
 
     # --- what servers are told to do
@@ -242,7 +243,7 @@ def _keys(chain: Sequence[bytes], model: str, world_size: int, salt: str) -> Ite
             yield ObjectKey(digest, model, rank_of_world(world_size, rank), 0, salt)
 
 
-def _found(key: ObjectKey, record: Record) -> dict[str, Any]:
+def _found(key: ObjectKey, record: Record, token_ids: list[int]) -> dict[str, Any]:
     placements = [
         {
             "instance_id": held.instance_id,
@@ -258,7 +259,7 @@ def _found(key: ObjectKey, record: Record) -> dict[str, Any]:
     return {
         "key": key.encoded(),
         "placements": placements,
-        "token_ids": array("I", record.tokens).tolist(),
+        "token_ids": token_ids,
         "access_count": record.access_count,
     }
 

@@ -5,90 +5,25 @@ what an owner holds of a key in one of the router's tiers comes out as a `Change
 """
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple, Protocol
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Final, Protocol
 
-from router.lmcache.wire import Batch, Entry, LmcacheTier, ObjectKey
-from router.residency import Tier
-
-_SHARED: Final = "\0"
-"""Begins the owner of a backend that several servers reach; no server's id has it."""
-
-_LOCAL_BACKENDS: Final = frozenset(
-    {"fs", "fs_native", "raw_block", "dax", "hf3fs", "nixl_store", "nixl_store_dynamic", "mock"}
+from router.lmcache.coordinator.records import (
+    Change,
+    Chunk,
+    Held,
+    Place,
+    Record,
+    differences,
+    owner_of,
 )
-"""L2 backends on disks; of others, and unknown ones, the slowest is supposed."""
+from router.lmcache.wire import Batch, Entry, ObjectKey
+from router.residency import Tier
 
 _MAX_TOKEN_BYTES: Final = 256 << 20
 _TOKEN_BYTES: Final = 4
-
-
-class Place(NamedTuple):
-    """Where bytes of a key lie."""
-
-    owner: str
-    """The server's id; for a shared backend that one's (`owner_of`)."""
-    tier: LmcacheTier
-    backend: str
-
-    @property
-    def shared(self) -> bool:
-        """Whether several servers reach it."""
-        return self.owner.startswith(_SHARED)
-
-
-def shared_owner(backend: str) -> str:
-    """Return the owner of a backend that several servers reach."""
-    return _SHARED + backend
-
-
-def owner_of(batch: Batch) -> str:
-    """Return who holds what a batch tells of: its server, or the backend if that is shared."""
-    return shared_owner(batch.backend) if batch.shared else batch.instance_id
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What was told of a key at a place."""
-
-    instance_id: str
-    incarnation: int
-    size_bytes: int
-    certain: bool = True
-    """False where a deletion may have been missed."""
-
-
-class Change(NamedTuple):
-    """An owner gained or lost a key in a tier."""
-
-    owner: str
-    tier: Tier
-    stored: bool
-    key: ObjectKey
-
-
-@dataclass(slots=True)
-class Record:
-    """All that is known of a key."""
-
-    places: dict[Place, Held] = field(default_factory=dict)
-    tokens: bytes = b""
-    """Its chunk's token ids, four bytes each; empty where they were not told."""
-    access_count: int = 0
-
-    def tiers(self, owner: str) -> set[Tier]:
-        """Return the tiers that an owner holds it in."""
-        return {_tier(at, held) for at, held in self.places.items() if at.owner == owner}
-
-
-def _tier(place: Place, held: Held) -> Tier:
-    if place.tier == "l1":
-        # Uncertain CPU RAM is treated as disk: it is asked for before it is used.
-        return Tier.CPU if held.certain else Tier.DISK
-    is_local = not place.shared and place.backend in _LOCAL_BACKENDS
-    return Tier.DISK if is_local else Tier.REMOTE
 
 
 class Directory:
@@ -100,6 +35,7 @@ class Directory:
         self._records: OrderedDict[ObjectKey, Record] = OrderedDict()
         self._of_owner: dict[str, dict[ObjectKey, None]] = {}
         self._used: dict[Place, int] = {}
+        self._chunks: dict[bytes, Chunk] = {}
         self._token_bytes = 0
 
     def __len__(self) -> int:
@@ -108,6 +44,11 @@ class Directory:
     def get(self, key: ObjectKey) -> Record:
         """Return what is known of a key, an empty record if nothing."""
         return self._records.get(key, _NOTHING)
+
+    def token_ids(self, chunk_hash: bytes) -> list[int]:
+        """Return a chunk's tokens, whatever model, rank or salt it is kept under; [] if unknown."""
+        chunk = self._chunks.get(chunk_hash)
+        return array("I", chunk.tokens if chunk else b"").tolist()
 
     def used(self) -> dict[Place, int]:
         """Return the bytes at each place that holds any."""
@@ -141,7 +82,7 @@ class Directory:
         for key in keys:
             record = self._records.get(key)
             if record is None:
-                record = self._records[key] = Record()
+                record = self._new(key)
             place = self._l1_place(record, instance_id)
             known = record.places.get(place)
             held = replace(known, certain=True) if known else Held(instance_id, 0, 0)
@@ -157,7 +98,7 @@ class Directory:
         if record is None:
             if not told:
                 return []
-            record = self._records[key] = Record()
+            record = self._new(key)
         gone = [place for place in record.places if place not in told]
         # What is new first: a record without a place would leave.
         for place, held in told.items():
@@ -190,7 +131,9 @@ class Directory:
                 owners.setdefault(place.owner, set()).add(key)
         assert {place: count for place, count in used.items() if count} == self._used
         assert owners == {owner: set(keys) for owner, keys in self._of_owner.items() if keys}
-        assert self._token_bytes == sum(len(each.tokens) for each in self._records.values())
+        assert self._token_bytes == sum(len(each.tokens) for each in self._chunks.values())
+        keys = Counter(key.chunk_hash for key in self._records)
+        assert keys == {digest: each.keys for digest, each in self._chunks.items()}
 
     # --- parts of the above
 
@@ -210,11 +153,11 @@ class Directory:
             known = record and record.places.get(place)
             size_bytes = known.size_bytes if known else 0
         if record is None:
-            record = self._records[key] = Record()
+            record = self._new(key)
         if batch.event_type == "access":
             record.access_count += 1
             self._records.move_to_end(key)
-        self._keep_tokens(record, entry)
+        self._keep_tokens(key, entry)
         held = Held(batch.instance_id, batch.incarnation, size_bytes)
         self._set(key, record, place, held, changes)
 
@@ -224,10 +167,15 @@ class Directory:
         known = (each for each in places if each.owner == owner and each.tier == "l1")
         return next(known, Place(owner, "l1", "dram"))
 
-    def _keep_tokens(self, record: Record, entry: Entry) -> None:
-        count = len(entry.token_ids) * _TOKEN_BYTES
-        if count and not record.tokens and self._token_bytes + count <= _MAX_TOKEN_BYTES:
-            record.tokens = array("I", entry.token_ids).tobytes()
+    def _new(self, key: ObjectKey) -> Record:
+        self._chunks.setdefault(key.chunk_hash, Chunk()).keys += 1
+        record = self._records[key] = Record()
+        return record
+
+    def _keep_tokens(self, key: ObjectKey, entry: Entry) -> None:
+        chunk, count = self._chunks[key.chunk_hash], len(entry.token_ids) * _TOKEN_BYTES
+        if count and not chunk.tokens and self._token_bytes + count <= _MAX_TOKEN_BYTES:
+            chunk.tokens = array("I", entry.token_ids).tobytes()
             self._token_bytes += count
 
     def _each_l1(self, owner: str, change: "_Changed") -> list[Change]:
@@ -262,10 +210,14 @@ class Directory:
             self._of_owner.setdefault(owner, {})[key] = None
         else:
             self._of_owner.get(owner, {}).pop(key, None)
-        changes += _differences(owner, key, before, after)
+        changes += differences(owner, key, before, after)
         if not record.places:
             del self._records[key]
-            self._token_bytes -= len(record.tokens)
+            chunk = self._chunks[key.chunk_hash]
+            chunk.keys -= 1
+            if not chunk.keys:
+                del self._chunks[key.chunk_hash]
+                self._token_bytes -= len(chunk.tokens)
 
     def _evict(self, changes: list[Change]) -> None:
         key, record = next(iter(self._records.items()))
@@ -281,11 +233,3 @@ class _Changed(Protocol):
 
 
 _NOTHING: Final = Record()
-
-
-def _differences(
-    owner: str, key: ObjectKey, before: Iterable[Tier], after: Iterable[Tier]
-) -> Sequence[Change]:
-    old, new = set(before), set(after)
-    gained = [Change(owner, tier, True, key) for tier in new - old]
-    return gained + [Change(owner, tier, False, key) for tier in old - new]

@@ -13,7 +13,8 @@ from math import inf
 from typing import Any, Final
 
 from router.fleet import Fleet
-from router.lmcache.coordinator.directory import Directory, Held, Place, owner_of
+from router.lmcache.coordinator.directory import Directory
+from router.lmcache.coordinator.records import Held, Place, owner_of
 from router.lmcache.coordinator.usage import Declared, usage
 from router.lmcache.members import MAX_MEMBERS, Member, Members
 from router.lmcache.ties import Ties

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from router.lmcache.coordinator.directory import Place, owner_of
+from router.lmcache.coordinator.records import Place, owner_of
 from router.lmcache.wire import Batch
 
 

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from router.lmcache.coordinator.directory import Directory, owner_of
+from router.lmcache.coordinator.directory import Directory
+from router.lmcache.coordinator.records import owner_of
 from router.lmcache.wire import ObjectKey
 from router.residency.tiers import Tier
 from tests.router.lmcache.told import batch, key, told_batches, transcript_tokens
@@ -21,9 +22,10 @@ def test_a_real_servers_events_end_with_the_prompt_in_both_tiers() -> None:
         directory.apply(each)
     found = tiers(directory)
     assert list(found.values()) == [{Tier.CPU, Tier.DISK}] * 2
-    first = directory.get(next(iter(found)))
+    chunk = next(iter(found))
+    first = directory.get(chunk)
     assert first.access_count == 8
-    assert first.tokens[:4] == transcript_tokens()[0].to_bytes(4, "little")
+    assert directory.token_ids(chunk.chunk_hash) == transcript_tokens()[:256]
     assert {place.backend: held.size_bytes for place, held in first.places.items()} == {
         "dram": 2097152,
         "fs_native": 2097152,

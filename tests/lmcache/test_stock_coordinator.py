@@ -1,0 +1,140 @@
+"""The router's coordinator beside the stock one: the same calls, the same answers."""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from bench.lmcache.environment import is_installed, python
+from cacheengine.launch.launch import free_ports
+from router.config.settings import ControllerConfig, ReplicaConfig
+from router.controller.controller import Controller
+from router.launch.processes import ProcessGroup
+from router.lmcache.lmcache import Lmcache
+from tests.router.conftest import Fleet, client, eventually, fleet  # noqa: F401  (fixtures)
+from tests.router.lmcache.stand_in import StandIn, standing_in
+from tests.router.lmcache.told import MODEL, make_fleet, transcript, transcript_tokens
+from tests.router.staging.agent_server import serving
+
+pytestmark = [pytest.mark.vllm, pytest.mark.lmcache, pytest.mark.timeout(300)]
+
+TOKENS = {"model_name": MODEL, "world_size": 1, "token_ids": transcript_tokens()[:600]}
+STORE = next(
+    batch
+    for each in transcript()
+    if each["path"] == "/events"
+    for batch in each["body"]["batches"]
+    if batch["event_type"] == "store"
+)
+
+CALLS: list[tuple[str, str, Any]] = [
+    *((each["method"], each["path"], each["body"]) for each in transcript()),
+    *((each["method"], each["path"], each["body"]) for each in transcript()),  # all duplicates
+    ("PUT", "/instances/mp0/heartbeat", None),
+    ("PUT", "/instances/nobody/heartbeat", None),
+    ("POST", "/directory/lookup", TOKENS),
+    ("POST", "/directory/lookup", TOKENS | {"world_size": 2}),
+    ("POST", "/directory/lookup", TOKENS | {"cache_salt": "tenant"}),
+    ("POST", "/directory/lookup", {"keys": [STORE["entries"][0]["key"]]}),
+    ("POST", "/directory/lookup", {}),
+    ("GET", "/instances/usage", None),
+    ("GET", "/instances/mp0/usage", None),
+    ("GET", "/instances/nobody/usage", None),
+    ("POST", "/cache/pins", TOKENS),
+    ("POST", "/cache/pins", TOKENS | {"token_ids": transcript_tokens()[:256]}),
+    ("GET", "/cache/pins", None),
+    ("GET", "/cache/pins?limit=1&offset=1", None),
+    ("GET", "/cache/pins?limit=0", None),
+    ("DELETE", "/cache/pins", TOKENS),
+    ("GET", "/cache/pins", None),
+    ("POST", "/cache/prefetches", TOKENS | {"instance_id": "nobody"}),
+    ("GET", "/cache/prefetches/nobody/job", None),
+    ("POST", "/events", {"batches": [STORE | {"incarnation": 1}]}),
+    ("POST", "/events", {"batches": [STORE | {"seq": 0}]}),
+    ("POST", "/events", {"batches": [STORE | {"tier": "all"}]}),
+    ("POST", "/events", {"batches": [STORE | {"incarnation": STORE["incarnation"] + 1}]}),
+    ("POST", "/directory/lookup", TOKENS),
+    ("GET", "/instances/usage", None),
+    ("DELETE", "/instances/mp0", None),
+    ("POST", "/directory/lookup", TOKENS),
+    ("GET", "/instances/usage", None),
+    ("GET", "/healthz", None),
+]
+
+
+@pytest.fixture(scope="module")
+def stock_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A stock coordinator, as ``lmcache coordinator`` starts one."""
+    if not is_installed():
+        pytest.skip("LMCache's environment is not there: make test-lmcache installs it")
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    log = tmp_path_factory.mktemp("coordinator") / "coordinator.log"
+    command = [str(python().with_name("lmcache")), "coordinator", "--host", "127.0.0.1"]
+    with ProcessGroup() as group:
+        group.start("coordinator", [*command, "--port", str(port)], None, log)
+        group.wait_ready("coordinator", f"{url}/healthz", 120)
+        yield url
+
+
+@pytest.fixture
+async def our_url(client: aiohttp.ClientSession) -> AsyncIterator[str]:  # noqa: F811
+    lmcache = Lmcache(make_fleet(), client, limit_bytes=1 << 20)
+    controller = Controller(
+        list,
+        client,
+        limit_bytes=1 << 20,
+        beside=lmcache.routes(),
+        beside_instances=lmcache.listing,
+    )
+    async with serving(controller.api()) as url:
+        yield url
+
+
+async def test_both_answer_alike(
+    stock_url: str,
+    our_url: str,
+    client: aiohttp.ClientSession,  # noqa: F811
+) -> None:
+    for method, path, body in CALLS:
+        answers: list[tuple[int, Any]] = []
+        for url in (stock_url, our_url):
+            async with client.request(method, url + path, json=body) as response:
+                text = await response.text()
+                answers.append((response.status, await response.json() if text else None))
+        (status, expected), (ours, answer) = answers
+        assert ours == status, (method, path, answer)
+        if status < 400:
+            assert answer == expected, (method, path)
+        else:
+            assert list(answer) == list(expected or ()), (method, path)
+
+
+async def test_the_stock_one_is_asked_where_a_fleet_has_it(
+    stock_url: str,
+    fleet: Fleet,  # noqa: F811
+    client: aiohttp.ClientSession,  # noqa: F811
+) -> None:
+    async with standing_in(StandIn()) as server:
+        port = int(server.url.rpartition(":")[2])
+        member = {"instance_id": "mp0", "ip": "127.0.0.1", "http_port": port}
+        await client.post(f"{stock_url}/instances", json=member)
+        for each in transcript():
+            if each["path"] == "/events":
+                await client.post(f"{stock_url}/events", json=each["body"])
+        root: dict[str, object] = {"id": "m", "object": "model", "root": MODEL}
+        fleet.one.entries = fleet.two.entries = [root]
+        running = await fleet.router(
+            policy="ttft",
+            replicas=(
+                ReplicaConfig(url=fleet.two.url, instance_id="two"),
+                ReplicaConfig(url=fleet.one.url, instance_id="one", lmcache=server.url),
+            ),
+            controller=ControllerConfig(port=0, monitor_port=0),
+            lmcache_coordinator=stock_url,
+        )
+        asked = {"model": "m", "prompt": transcript_tokens(), "max_tokens": 1}
+        async with client.post(f"{running.url}/v1/completions", json=asked) as response:
+            assert response.headers["x-warmroute-replica"] == "one"
+            assert response.headers["x-warmroute-matched-cpu"] == "512"
