@@ -58,9 +58,11 @@ class Asker:
 
     async def ask(self, keyring: PromptKeyring) -> None:
         """Learn what is held of a prompt where that is not known; raises nothing."""
-        uncertain = self._uncertain()
-        if not uncertain or keyring.prompt_tokens < _WORTH_TOKENS:
+        since_s = self._clock() - ASK_FOR_S
+        # Nearly always: all that follows takes a look at every replica.
+        if self._coordinator.last_missed_s < since_s or keyring.prompt_tokens < _WORTH_TOKENS:
             return
+        uncertain = self._uncertain(since_s)
         if keyring.prompt_tokens - self._best(keyring) < _WORTH_TOKENS:
             return
         tasks = [
@@ -81,13 +83,12 @@ class Asker:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
 
-    def _uncertain(self) -> list[tuple[Replica, Server]]:
-        """Return a replica of each server whose events were missed of late."""
-        since_s = self._clock() - ASK_FOR_S
+    def _uncertain(self, since_s: float) -> list[tuple[Replica, Server]]:
+        """Return a replica of each server whose events were missed since a time."""
         found: dict[str, tuple[Replica, Server]] = {}
         for replica in self._fleet.replicas.values():
             server = self._coordinator.ties.server_of(replica.id)
-            if server is not None and self._coordinator.missed_s(server.instance_id) > since_s:
+            if server is not None and self._coordinator.missed_s(server.instance_id) >= since_s:
                 found.setdefault(server.instance_id, (replica, server))
         return list(found.values())[:_MAX_SERVERS]
 

@@ -87,13 +87,10 @@ class Ties:
 
     def tell(self, changes: Sequence[Change]) -> None:
         """Tell the fleet what has changed at its replicas' servers."""
-        if not changes:
-            return
+        touched = {each.owner for each in changes}
         for name, server in self._server_of.items():
-            owners = self._owners(server)
-            mine = [each for each in changes if each.owner in owners]
-            if mine:
-                self._tell(name, mine)
+            if owners := touched & self._owners(server):
+                self._tell(name, (each for each in changes if each.owner in owners))
 
     def model_of(self, replica_id: str) -> tuple[str, int] | None:
         """Return the name by which a replica's server knows its model, and its world size."""

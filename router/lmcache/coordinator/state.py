@@ -169,6 +169,11 @@ class Coordinator:
                 self.ties.mounted_by_all(place.owner)
         self.ties.tell(self.directory.replace(key, places))
 
+    @property
+    def last_missed_s(self) -> float:
+        """When events of any server were missed last, minus infinity if never."""
+        return max(self._missed_s.values(), default=-inf)
+
     def missed_s(self, instance_id: str) -> float:
         """Return when events of a server were missed last, minus infinity if never."""
         return self._missed_s.get(instance_id, -inf)

@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 
+from cacheengine.keys import chunk_keys
+from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.lmcache.coordinator.state import Coordinator
 from router.lmcache.ties import Server
+from router.residency.kv_events import BlocksStored, FirstBlocks, KvBatch
 from router.residency.tiers import Tier
+from tests.router.fleet.test_fleet import SCHEME, blocks, info, snapshot
 from tests.router.lmcache.told import (
     CHUNK,
     batch,
@@ -55,9 +59,6 @@ def test_tiers_are_told_apart_and_slow_chunks_are_to_be_prefetched() -> None:
 
 
 def test_what_vllm_tells_of_its_gpu_goes_before_lmcaches_chunks() -> None:
-    from router.residency.kv_events import BlocksStored, FirstBlocks, KvBatch
-    from tests.router.fleet.test_fleet import SCHEME, blocks
-
     fleet, coordinator = two_tied()
     prompt = tokens(4 * CHUNK)
     first = FirstBlocks(blocks(prompt)[:24], list(range(384)), 16)
@@ -235,3 +236,36 @@ def test_a_server_that_is_killed_and_comes_back_has_its_l2() -> None:
     register(coordinator)
     coordinator.apply([batch(1, "config", incarnation=101)])
     assert matched(fleet)["r0"] == {"disk": 256}
+
+
+def test_one_decision_over_our_engine_lmcache_and_neither() -> None:
+    """Chunks of 512 tokens in ours, of 256 in LMCache's; the third tells nothing."""
+    urls = {"r0": {"agent_url": "http://host0:9"}, "r1": {"lmcache": "http://host1:9"}, "r2": {}}
+    config = RouterConfig(
+        replicas=tuple(
+            ReplicaConfig(url=f"http://{name}:8000", instance_id=name, **more)
+            for name, more in urls.items()
+        ),
+        rates=RatesConfig(prefill_tokens_per_s=1000.0, kv_bytes_per_token=1000.0),
+    )
+    fleet, prompt = Fleet(config), tokens(8 * CHUNK)
+    for name in urls:
+        fleet.up(name)
+    fleet.apply_info("r0", info("r0", chunk_tokens=512, chunk_bytes=512_000))
+    coordinator = tied(fleet, r1="mp0")
+
+    def best() -> tuple[str, dict[Tier, int]]:
+        decision = fleet.place(prompt, model=None, session=None, now_s=0.0)
+        return decision.replica_id, dict(decision.matched_tokens)
+
+    snapshot(fleet, "r0", cpu=chunk_keys(prompt.chain(SCHEME, 16), 32)[:1])
+    coordinator.apply([batch(1, keys=[key(0), key(1), key(2)])])
+    assert best() == ("r1", {Tier.CPU: 768})
+    snapshot(fleet, "r0", cpu=chunk_keys(prompt.chain(SCHEME, 16), 32)[:2])
+    assert best() == ("r0", {Tier.CPU: 1024})
+    coordinator.apply([batch(2, tier="l2", keys=[key(n) for n in range(8)])])
+    assert best() == ("r1", {Tier.CPU: 768, Tier.DISK: 1280})
+    fleet.down("r1")
+    assert best()[0] == "r0"
+    fleet.down("r0")
+    assert best()[0] == "r2"
