@@ -23,12 +23,14 @@ from router.lmcache.members import server_urls
 from router.lmcache.server import LmcacheServer
 from router.lmcache.ties import Server
 from router.residency import LMCACHE_HASH
-from router.staging import AgentError
+from router.staging import AgentError, AgentTimeout
 
 log = logging.getLogger("warmroute.lmcache")
 
 _EVERY_S: Final = 1.0
 _ANSWER_S: Final = 2.0
+_MAX_MISSES: Final = 5
+"""So many answers in a row may come too late before a server counts as ended."""
 UNNOTICED_S: Final = 22.0
 """So long may vLLM take a server for alive that has ended."""
 
@@ -53,7 +55,12 @@ class ServerWatch:
         self._resting: dict[str, float] = {}
         """Replicas that get nothing new, with until when."""
         self._urls: dict[str, str] = {}
-        self._told: set[str] = set()
+        self._misses: dict[str, int] = {}
+        """By URL how often in a row a server was too slow to answer."""
+        self._lost_s: dict[str, float] = {}
+        """By URL when a server ended."""
+        self._said: set[str] = set()
+        """What is wrong now, and was logged."""
         self._changed = asyncio.Event()
         self._hanging: dict[str, asyncio.Future[None]] = {}
         """By replica what its requests that wait for an answer wait for too."""
@@ -112,47 +119,64 @@ class ServerWatch:
         members = self._coordinator.members.all()
         urls, problems = server_urls(configs, members)
         self._urls = urls
-        for problem in set(problems) - self._told:
-            log.warning("%s", problem)
-        self._told = set(problems)
         distinct = list(dict.fromkeys(urls.values()))
-        found = await asyncio.gather(*map(self._ask, distinct))
-        answering = {url: server for url, server in zip(distinct, found, strict=True) if server}
+        found = dict(zip(distinct, await asyncio.gather(*map(self._ask, distinct)), strict=True))
+        answering = {url: each for url, each in found.items() if isinstance(each, Server)}
+        self._say({*problems, *(each for each in found.values() if isinstance(each, str))})
         gone = self._answering.keys() - answering.keys()
         for url in gone:
             self._coordinator.lost(self._answering[url].instance_id)
+            self._lost_s[url] = self._clock()
         self._answering = answering
         self._hold_lines()
         for name in configs:
             self._tie(name, answering.get(urls.get(name, "")), ended=urls.get(name) in gone)
         self._end_rests()
 
-    async def _ask(self, url: str) -> Server | None:
-        """Return the server at a URL, None if it does not answer or is of no use."""
+    def _say(self, problems: set[str]) -> None:
+        """Log what is wrong, once for as long as it is."""
+        for problem in problems - self._said:
+            log.warning("%s", problem)
+        self._said = problems
+
+    async def _ask(self, url: str) -> Server | str:
+        """Return the server at a URL, or why there is none that is of use."""
         server, known = LmcacheServer(self._session, url), self._answering.get(url)
         try:
             async with asyncio.timeout(_ANSWER_S):
-                if known is not None:
+                if known is None:
+                    found = await self._learn(server)
+                else:
                     await server.health()
-                    return known
-                return await self._learn(server)
-        except (AgentError, TimeoutError) as error:
-            if known is not None:
-                log.warning("LMCache server %s does not answer any more: %s", url, error)
-            return None
+                    found = known
+        except (AgentTimeout, TimeoutError):
+            # Under load it may be slow: a process that has ended refuses at once.
+            misses = self._misses[url] = self._misses.get(url, 0) + 1
+            if known is not None and misses < _MAX_MISSES:
+                return known
+            return f"LMCache server {url} does not answer within {_ANSWER_S:g} s"
+        except AgentError:
+            return f"LMCache server {url} does not answer"
+        self._misses.pop(url, None)
+        return found
 
-    async def _learn(self, server: LmcacheServer) -> Server | None:
+    async def _learn(self, server: LmcacheServer) -> Server | str:
         instance_id, status = await asyncio.gather(server.instance_id(), server.status())
+        url = server.base_url
         if status.hash_algorithm != LMCACHE_HASH:
-            problem = (
-                f"LMCache server {server.base_url} hashes chunks by {status.hash_algorithm}: what "
-                f"it holds is not known here; start it with --hash-algorithm {LMCACHE_HASH}"
+            return (
+                f"LMCache server {url} hashes chunks by {status.hash_algorithm}: what it holds is "
+                f"not known here; start it with --hash-algorithm {LMCACHE_HASH}"
             )
-            if problem not in self._told:
-                log.error("%s", problem)
-            self._told.add(problem)
-            return None
-        log.info("LMCache server %s answers at %s", instance_id, server.base_url)
+        log.info("LMCache server %s answers at %s", instance_id, url)
+        if self._clock() - self._lost_s.pop(url, -UNNOTICED_S) < UNNOTICED_S:
+            log.warning(
+                "LMCache server %s is back before its vLLM may have noticed that it had ended: it "
+                "would store and find nothing there (LMCache 0.5); leave the server off for %g s, "
+                "or restart that vLLM",
+                instance_id,
+                UNNOTICED_S,
+            )
         self._coordinator.expect(instance_id, self._clock())
         self._coordinator.chunk_tokens = status.chunk_size
         contexts = filter(None, status.cache_context_meta.values())
@@ -205,3 +229,6 @@ class ServerWatch:
         for name in [name for name, until_s in self._resting.items() if until_s <= now_s]:
             del self._resting[name]
             self._fleet.rest(name, False)
+        lost = self._lost_s.items()
+        self._lost_s = {url: at_s for url, at_s in lost if now_s - at_s < UNNOTICED_S}
+        self._misses = {url: n for url, n in self._misses.items() if url in self._urls.values()}

@@ -24,6 +24,8 @@ class StandIn:
     """What a prefetch is answered with instead."""
     gate: asyncio.Event | None = None
     """Until when a prefetch is pending."""
+    busy: asyncio.Event | None = None
+    """Until when it does not answer whether it is well."""
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
     polled: int = 0
@@ -51,6 +53,8 @@ class StandIn:
         )
 
     async def health(self, request: web.Request) -> web.Response:
+        if self.busy is not None:
+            await self.busy.wait()
         return web.json_response({"status": "healthy"})
 
     async def prefetch(self, request: web.Request) -> web.Response:

@@ -20,6 +20,7 @@ from tests.router.lmcache.told import CHUNK, MODEL, batch, key, make_fleet, regi
 from tests.router.scripted import stream
 from tests.router.staging.agent_server import serving
 
+Patch = pytest.MonkeyPatch
 PROMPT = list(range(4 * CHUNK))
 
 
@@ -303,3 +304,34 @@ async def test_a_stock_coordinator_that_is_away_holds_up_nobody(
         assert (await rig.ask()).headers["x-warmroute-replica"] == "one"
         assert running.parts.lmcache is not None
         assert running.parts.lmcache.counts["coordinator_failed"] >= 1
+
+
+async def test_a_server_that_is_slow_has_not_ended(rig: Rig, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("router.lmcache.watch._ANSWER_S", 0.01)
+    lmcache = rig.running.parts.lmcache
+    assert lmcache is not None
+    rig.server.busy = asyncio.Event()
+    await rig.tell(batch(1, keys=[key(n) for n in range(4)]))
+    for _ in range(3):
+        await lmcache._watch._ask_all()
+    assert not rig.running.parts.fleet.replicas["one"].rests
+    assert (await rig.ask()).headers["x-warmroute-matched-cpu"] == "1024"
+    for _ in range(3):
+        await lmcache._watch._ask_all()
+    assert rig.running.parts.fleet.replicas["one"].rests
+    rig.server.busy.set()
+
+
+async def test_a_server_that_does_not_answer_yet_is_said_once(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = await fleet.router(
+        replicas=(
+            ReplicaConfig(url=fleet.one.url, instance_id="one", lmcache="http://127.0.0.1:1"),
+        ),
+        controller=ControllerConfig(port=0, monitor_port=0),
+    )
+    assert running.parts.lmcache is not None
+    await running.parts.lmcache._watch._ask_all()
+    said = [each for each in caplog.messages if "http://127.0.0.1:1 does not answer" in each]
+    assert len(said) == 1
