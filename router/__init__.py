@@ -8,9 +8,12 @@ copied, `proxy.upstream` forwards, `proxy.relay` passes the answer on, `record` 
 One KV event: `feeds` follows the stream of a replica's agent or of vLLM itself;
 `residency.kv_events` reads it, and `fleet` puts the keys into the `residency.PrefixIndex`.
 
+Stock LMCache servers report to `lmcache` as to their coordinator, on the `controller`'s port; it
+tells the fleet what they hold, and has them prefetch for `staging`.
+
 One restart: `cli` reads the `config`, `serve` opens the ports, `app` puts the rooms together;
 `feeds` fetches a snapshot of each replica, and its health says when it takes requests.
 
 Directions: launch and the files here -> feeds -> proxy -> admission, staging, prompt ->
-fleet -> latency, residency -> config; controller -> staging, http.
+fleet -> latency, residency -> config; controller, lmcache -> staging, http.
 """

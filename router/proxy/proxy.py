@@ -114,9 +114,10 @@ class Proxy:
             self._observe(record)
 
     async def decide(self, asked: Asked) -> tuple[Prompt | None, Decision]:
-        """Return where a request would go, without sending it or changing any state."""
+        """Return where a request would go, without sending it."""
         prompt = await self._read(asked)
-        return prompt, self._place(asked, PromptKeyring(prompt), (), Promised(), self._clock())
+        keyring = await self._located(PromptKeyring(prompt))
+        return prompt, self._place(asked, keyring, (), Promised(), self._clock())
 
     async def _answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
         begun = await self._begin(request, record)
@@ -138,8 +139,7 @@ class Proxy:
         began_s = self._clock()
         keyring = PromptKeyring(await self._read(asked))
         record.read_s = self._clock() - began_s
-        if self._learn is not None:
-            await self._learn(keyring)
+        await self._located(keyring)
         refusal: WholeAnswer | None = None
         for _ in range(self._config.retries + 1):
             try:
@@ -164,6 +164,12 @@ class Proxy:
         if not asked.has_prompt:
             return None
         return await self._prompts.reader_for(asked.model).read(asked.endpoint, dict(asked.fields))
+
+    async def _located(self, keyring: PromptKeyring) -> PromptKeyring:
+        """Return a prompt's keys once it has been found out where its KV is, as far as that is."""
+        if self._learn is not None:
+            await self._learn(keyring)
+        return keyring
 
     async def _try(
         self, request: web.Request, asked: Asked, keyring: PromptKeyring, record: RequestRecord

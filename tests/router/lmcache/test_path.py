@@ -290,6 +290,13 @@ async def test_a_stock_coordinator_is_asked_where_a_fleet_has_one(
         answer = await rig.ask()
         assert answer.headers["x-warmroute-matched-disk"] == "0"
         assert running.parts.controller is None
+        lmcache = running.parts.lmcache
+        assert lmcache is not None
+        before = lmcache.counts["looked_up"]
+        body = {"model": "m", "prompt": PROMPT}
+        async with client.post(f"{running.url}/explain", json=body) as response:
+            assert response.status == 200
+        assert lmcache.counts["looked_up"] == before + 1
 
 
 async def test_a_stock_coordinator_that_is_away_holds_up_nobody(
