@@ -17,6 +17,8 @@ from router.residency import Tier, lmcache_key64
 
 log = logging.getLogger("warmroute.lmcache")
 
+_MAX_SHARED: Final = 64
+"""Backends that several servers reach; of more nothing is known."""
 _MAX_MODELS: Final = 64
 """Models of one server that are kept apart."""
 
@@ -63,6 +65,8 @@ class Ties:
 
     def mounted(self, owner: str, instance_id: str) -> None:
         """Note that a server reaches a shared backend; ``owner`` is `owner_of` it."""
+        if owner not in self._mounts and len(self._mounts) >= _MAX_SHARED:
+            return
         mounting = self._mounts.setdefault(owner, set())
         if instance_id not in mounting:
             mounting.add(instance_id)

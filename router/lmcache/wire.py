@@ -131,7 +131,7 @@ class RegisterCall(msgspec.Struct, frozen=True, kw_only=True):
     ip: Annotated[str, Meta(min_length=1, max_length=255)]
     http_port: Annotated[int, Meta(ge=1, le=65535)]
     instance_id: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
-    metadata: dict[str, str] = {}
+    metadata: Annotated[dict[_Name, _Name], Meta(max_length=64)] = {}
     p2p_advertised_url: _Name = ""
     mq_port: Annotated[int, Meta(ge=0, le=65535)] = 0
 

@@ -5,7 +5,7 @@ prefetch. Refusals have its shape: ``{"detail": ...}``, 422 for a body that is m
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import aiohttp
@@ -31,6 +31,7 @@ from router.lmcache.wire import (
 from router.residency import lmcache_chain
 from router.staging import AgentError
 
+_MAX_KEYS: Final = 100_000
 _LONGEST_PAGE: Final = 10_000
 _PAGE: Final = 1_000
 _LONGEST_TEXT: Final = 500
@@ -46,6 +47,12 @@ class Malformed(ApiError):  # noqa: N818  (named as `router.config` names them)
     def openai_body(self) -> dict[str, Any]:
         """Return the body that LMCache's clients parse."""
         return {"detail": self.message}
+
+
+class TooMany(Malformed):
+    """A prompt with more keys than are looked at in one call (400)."""
+
+    status = 400
 
 
 class CoordinatorApi:
@@ -138,9 +145,7 @@ class CoordinatorApi:
         keys = [each.key() for each in call.keys]
         chunks = len(keys)
         if not keys:
-            chain = self._chain(call.token_ids)
-            chunks = len(chain)
-            keys = list(_keys(chain, call.model_name, call.world_size, call.cache_salt))
+            chunks, keys = self._keys(call)
         directory = self._coordinator.directory
         results = [
             _found(key, directory.get(key), directory.token_ids(key.chunk_hash)) for key in keys
@@ -213,8 +218,16 @@ class CoordinatorApi:
             self._coordinator.counts["malformed"] += 1
             raise Malformed(f"{request.path}: {error}") from None
 
-    def _chain(self, token_ids: Sequence[int]) -> list[bytes]:
-        return lmcache_chain(token_ids, self._coordinator.chunk_tokens)
+    def _keys(self, call: LookupCall | TokensCall) -> tuple[int, list[ObjectKey]]:
+        """Return how many chunks a prompt has, and their keys; raise `TooMany`."""
+        chunk_tokens, world_size = self._coordinator.chunk_tokens, call.world_size
+        if len(call.token_ids) // chunk_tokens * world_size > _MAX_KEYS:
+            raise TooMany(f"the prompt has more than {_MAX_KEYS} keys")
+        chain = lmcache_chain(call.token_ids, chunk_tokens)
+        ranks = [rank_of_world(world_size, rank) for rank in range(world_size)]
+        name, salt = call.model_name, call.cache_salt
+        keys = [ObjectKey(each, name, rank, 0, salt) for each in chain for rank in ranks]
+        return len(chain), keys
 
     async def _pass_on(
         self, method: str, name: str, path: str, body: object
@@ -231,16 +244,9 @@ class CoordinatorApi:
         self, request: web.Request, act: Callable[[list[ObjectKey]], None], status: str
     ) -> web.Response:
         call = await self._read(request, TokensCall)
-        chain = self._chain(call.token_ids)
-        keys = list(_keys(chain, call.model_name, call.world_size, call.cache_salt))
+        chunks, keys = self._keys(call)
         act(keys)
-        return _json({"requested": len(chain), "affected": len(keys), "status": status})
-
-
-def _keys(chain: Sequence[bytes], model: str, world_size: int, salt: str) -> Iterator[ObjectKey]:
-    for digest in chain:
-        for rank in range(world_size):
-            yield ObjectKey(digest, model, rank_of_world(world_size, rank), 0, salt)
+        return _json({"requested": chunks, "affected": len(keys), "status": status})
 
 
 def _found(key: ObjectKey, record: Record, token_ids: list[int]) -> dict[str, Any]:

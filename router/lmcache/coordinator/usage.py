@@ -1,10 +1,13 @@
 """What LMCache's servers hold, beside what they have declared that they can hold. Pure."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from router.lmcache.coordinator.records import Place, owner_of
 from router.lmcache.wire import Batch
+
+MAX_BACKENDS: Final = 64
+"""Of one server; more are not taken note of."""
 
 
 class Declared:
@@ -23,7 +26,8 @@ class Declared:
         if stamp > before:
             self._stamps[name], self._capacities[name] = stamp, {}
         place = Place(owner_of(batch), batch.tier, batch.backend)
-        self._capacities[name][place] = batch.capacity_bytes
+        if len(self._capacities[name]) < MAX_BACKENDS:
+            self._capacities[name][place] = batch.capacity_bytes
 
     def forget(self, instance_id: str) -> None:
         """Forget a server's declaration."""

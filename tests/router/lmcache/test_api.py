@@ -195,3 +195,10 @@ async def test_a_secret_is_asked_of_every_caller(client: aiohttp.ClientSession) 
         ):
             headers = {} if value is None else {"Authorization": value}
             assert (await caller.call("GET", "/healthz", headers=headers))[0] == status, value
+
+
+async def test_a_prompt_of_too_many_keys_is_refused(caller: Caller) -> None:
+    asked = ASKED | {"world_size": 255, "token_ids": [1] * (400 * CHUNK)}
+    for path in ("/directory/lookup", "/cache/pins"):
+        status, answer = await caller.call("POST", path, asked)
+        assert (status, answer) == (400, {"detail": "the prompt has more than 100000 keys"})

@@ -269,3 +269,14 @@ def test_one_decision_over_our_engine_lmcache_and_neither() -> None:
     assert best()[0] == "r0"
     fleet.down("r0")
     assert best()[0] == "r2"
+
+
+def test_names_that_servers_make_up_take_no_more_than_their_room() -> None:
+    fleet, coordinator = two_tied()
+    for seq in range(1, 200):
+        shared: dict[str, Any] = {"backend": f"b{seq}", "shared": True}
+        coordinator.apply([batch(seq, "config", "l2", capacity_revision=1, **shared)])
+        coordinator.apply([batch(seq, "store", "l2", [key(0)], instance_id="mp1", **shared)])
+    assert matched(fleet) == {"r0": {"remote": 256}, "r1": {"remote": 256}}
+    assert len(coordinator.ties._mounts) == 64
+    assert len(coordinator._declared.of("mp0")) == 64
