@@ -180,10 +180,7 @@ class PrefixIndex:
         blocks_per_chunk: int = 1,
         chunks: Sequence[int] | None = None,
     ) -> Match:
-        """Return how far a replica holds a prompt; ``keys`` are those of its blocks.
-
-        ``chunks`` are those of its chunks, where they are not their last blocks'.
-        """
+        """Return how far a replica holds a prompt of blocks ``keys`` (and LMCache's ``chunks``)."""
         on_gpu = self._held.get(replica, {}).get(Tier.GPU, {})
         gpu_blocks = joint_run(on_gpu, self._claims.of(replica), keys)
         if chunks is None:
