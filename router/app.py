@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -15,12 +15,12 @@ from router.admission import Admission, Gate
 from router.config import RouterConfig
 from router.controller import Configured, Controller
 from router.feeds import Feeds, HealthMonitor, Listener, authorization
-from router.fleet import Fleet, State
+from router.fleet import Fleet
 from router.http import Handler, errors_answered
 from router.own_endpoints import Api
 from router.prompt import PromptSource, ServedModel
 from router.proxy import PROMPTED, PROMPTLESS, Bindings, Proxy, Upstream, client_session
-from router.record import Cause, Metrics, ReplicaGauges, RequestRecord, log_record
+from router.record import Cause, Metrics, RequestRecord, log_record
 from router.staging import AgentClient, Preparer
 
 log = logging.getLogger("warmroute")
@@ -94,7 +94,7 @@ def _make_parts(
     fleet = Fleet(config)
     admission = Admission(Gate(fleet))
     preparer = Preparer(config, fleet, partial(AgentClient, session))
-    metrics = Metrics(lambda: _gauges(fleet), lambda: _sizes(fleet, admission))
+    metrics = Metrics(fleet, lambda: _sizes(fleet, admission))
     health = _make_health(config, fleet, prompts, session)
     readers = [metrics.observe, log_record, *([observe] if observe else [])]
 
@@ -171,18 +171,6 @@ def _make_health(
         kv_capacity=fleet.set_kv_capacity,
     )
     return HealthMonitor(replicas, session=session, timeouts=config.timeouts, listener=listener)
-
-
-def _gauges(fleet: Fleet) -> Iterable[ReplicaGauges]:
-    for each in fleet.replicas.values():
-        yield ReplicaGauges(
-            replica_id=each.id,
-            state=str(each.state),
-            is_up=each.state is State.UP,
-            in_flight=each.in_flight,
-            errors=each.errors.figures(),
-            rates={part.name.lower(): rate for part, rate in each.rates.learned().items()},
-        )
 
 
 def _sizes(fleet: Fleet, admission: Admission) -> dict[str, int]:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from cacheengine.wire import InstanceInfo, MoveStatus
-from router.config import Conflict, host_port, is_loopback
+from router import staging
+from router.config import Conflict, is_loopback
 from router.controller.registry import Instance
 from router.staging import AgentClient, AgentRefused
 
@@ -51,8 +51,7 @@ def transfer_address(source: Instance, source_info: InstanceInfo, target: Instan
             f"'{source.id}' gives no chunks away: set distributed_url in its configuration",
             param="old_position",
         )
-    host = urlsplit(source.agent_url).hostname or "127.0.0.1"
-    return host_port(host, source_info.transfer_port)
+    return staging.transfer_address(source.agent_url, source_info.transfer_port)
 
 
 async def status_or_none(agent: AgentClient, move: AcceptedMove) -> MoveStatus | None:

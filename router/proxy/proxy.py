@@ -128,7 +128,7 @@ class Proxy:
 
         Returns the last one's refusal where none does.
         """
-        asked = await self._accept(request, record)
+        asked = await self._accept(request)
         began_s = self._clock()
         keyring = PromptKeyring(await self._read(asked))
         record.read_s = self._clock() - began_s
@@ -145,12 +145,10 @@ class Proxy:
                 break
         return self._give_up(refusal, record)
 
-    async def _accept(self, request: web.Request, record: RequestRecord) -> Asked:
+    async def _accept(self, request: web.Request) -> Asked:
         body = await read_body(request, self._config.max_body_bytes)
         await self._turnstile.enter()
-        asked = parse(request.path, body, request.headers, self._config.sessions.header)
-        record.model, record.has_session = asked.model, asked.session is not None
-        return asked
+        return parse(request.path, body, request.headers, self._config.sessions.header)
 
     async def _read(self, asked: Asked) -> Prompt | None:
         if not asked.has_prompt:

@@ -1,14 +1,13 @@
 """Prometheus metrics: a reader of `RequestRecord`, and gauges read when scraped."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.latency import ErrorFigures, Quantiles
+from router.fleet import Fleet, State
 from router.record.records import RequestRecord
 from router.staging import Preparation
 
@@ -97,31 +96,15 @@ _GAUGES: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaGauges:
-    """A replica's state now, as `Metrics` shows it."""
-
-    replica_id: str
-    state: str
-    is_up: bool
-    in_flight: int
-    errors: ErrorFigures | None = None
-    """Of its predicted TTFTs; None before the first streamed answer."""
-    rates: Mapping[str, float] = field(default_factory=dict)
-    """Learned rates: units per second by the name of their part."""
-
-
-class Metrics:
+class Metrics(Collector):
     """All of the router's metrics, in a registry of their own."""
 
-    def __init__(
-        self,
-        replicas: Callable[[], Iterable[ReplicaGauges]],
-        sizes: Callable[[], dict[str, int]] = dict,
-    ) -> None:
+    def __init__(self, fleet: Fleet, sizes: Callable[[], dict[str, int]] = dict) -> None:
         """``sizes`` tells how many entries each bounded table holds, by its name."""
+        self._fleet = fleet
+        self._sizes = sizes
         registry = self._registry = CollectorRegistry()
-        registry.register(_FleetCollector(replicas, sizes))
+        registry.register(self)
         self._counters = {
             name: Counter(f"warmroute_{name}", text, labels, registry=registry)
             for name, (text, labels) in _COUNTERS.items()
@@ -158,6 +141,34 @@ class Metrics:
         """Return the text that Prometheus scrapes."""
         return generate_latest(self._registry)
 
+    def collect(self) -> Iterable[Metric]:
+        """Return the gauges, read from the fleet at each scrape and not kept beside it."""
+        gauges = {
+            name: GaugeMetricFamily(f"warmroute_{name}", text, labels=labels)
+            for name, (text, labels) in _GAUGES.items()
+        }
+
+        def show(name: str, value: float, *labels: str) -> None:
+            gauges[name].add_metric(labels, value)
+
+        for each in self._fleet.replicas.values():
+            show("replica_up", each.state is State.UP, each.id, each.state)
+            show("in_flight", each.in_flight, each.id)
+            for part, per_second in each.rates.learned().items():
+                show("learned_rate", per_second, each.id, part.name.lower())
+            if (errors := each.errors.figures()) is not None:
+                show("ttft_prediction_bias", errors.bias, each.id)
+                for unit, values in (("ratio", errors.ratio), ("seconds", errors.seconds)):
+                    for at, value in (
+                        ("0.5", values.p50),
+                        ("0.9", values.p90),
+                        ("0.99", values.p99),
+                    ):
+                        show(f"ttft_prediction_error_{unit}", value, each.id, at)
+        for table, count in self._sizes().items():
+            show("table_entries", count, table)
+        return gauges.values()
+
     def _observe_preparation(self, prepared: Preparation, replica: str) -> None:
         prefetch, copy = prepared.prefetch, prepared.copy
         if prefetch is not None or copy is not None:
@@ -179,39 +190,3 @@ class Metrics:
         if seconds is not None:
             histogram = self._histograms[name]
             (histogram.labels(*labels) if labels else histogram).observe(seconds)
-
-
-class _FleetCollector(Collector):
-    """Gauges that are read from the fleet at each scrape, not kept beside it."""
-
-    def __init__(
-        self,
-        replicas: Callable[[], Iterable[ReplicaGauges]],
-        sizes: Callable[[], dict[str, int]],
-    ) -> None:
-        self._replicas = replicas
-        self._sizes = sizes
-
-    def collect(self) -> Iterable[Metric]:
-        gauges = {
-            name: GaugeMetricFamily(f"warmroute_{name}", text, labels=labels)
-            for name, (text, labels) in _GAUGES.items()
-        }
-        for each in self._replicas():
-            gauges["replica_up"].add_metric([each.replica_id, each.state], float(each.is_up))
-            gauges["in_flight"].add_metric([each.replica_id], each.in_flight)
-            for part, per_second in each.rates.items():
-                gauges["learned_rate"].add_metric([each.replica_id, part], per_second)
-            if (errors := each.errors) is not None:
-                gauges["ttft_prediction_bias"].add_metric([each.replica_id], errors.bias)
-                for unit, values in (("ratio", errors.ratio), ("seconds", errors.seconds)):
-                    family = gauges[f"ttft_prediction_error_{unit}"]
-                    _add_quantiles(family, each.replica_id, values)
-        for table, count in self._sizes().items():
-            gauges["table_entries"].add_metric([table], count)
-        return gauges.values()
-
-
-def _add_quantiles(family: GaugeMetricFamily, replica_id: str, values: Quantiles) -> None:
-    for quantile, value in (("0.5", values.p50), ("0.9", values.p90), ("0.99", values.p99)):
-        family.add_metric([replica_id, quantile], value)

@@ -5,7 +5,7 @@ and those of other replicas copied (`peer_copy`); a request is held back at most
 that gains.
 `AgentClient` speaks to the agents.
 
-Called by proxy, feeds and controller. Imports config, residency and fleet.
+Called by proxy, feeds and controller. Imports config and fleet.
 """
 
 from router.staging.agent_client import (
@@ -15,6 +15,7 @@ from router.staging.agent_client import (
     AgentTimeout,
     HistoryGone,
 )
+from router.staging.peer_copy import transfer_address
 from router.staging.stager import Preparation, Preparer
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "HistoryGone",
     "Preparation",
     "Preparer",
+    "transfer_address",
 ]

@@ -9,8 +9,9 @@ from router.config import RouterConfig
 from router.fleet import Decision, Fleet
 from router.staging.agent_client import Agents
 from router.staging.backoff import Backoff
+from router.staging.errand import Timing
 from router.staging.peer_copy import Copier, CopyOutcome
-from router.staging.prefetch import Prefetcher, PrefetchOutcome, Timing
+from router.staging.prefetch import Prefetcher, PrefetchOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +46,11 @@ class Preparer:
         agents: Agents,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._enabled = config.prefetch.enabled
         self._clock = clock
         backoff = Backoff(clock)
-        self._prefetcher = Prefetcher(config.prefetch, fleet.replicas, agents, backoff, clock=clock)
-        self._copier = Copier(config.prefetch, fleet.replicas, agents, fleet, backoff, clock=clock)
+        self._prefetcher = Prefetcher(config.prefetch, fleet, agents, backoff, clock=clock)
+        self._copier = Copier(config.prefetch, fleet, agents, backoff, clock=clock)
 
     async def prepare(self, decision: Decision) -> Preparation:
         """Bring up and copy what the decision asks for, and wait a little for it.
@@ -57,17 +59,13 @@ class Preparer:
         on at the replicas after that.
         """
         copies = decision.copy is not None or self._copier.is_coming(decision)
-        if not decision.prefetch_keys and not copies:
+        if not self._enabled or not (decision.prefetch_keys or copies):
             return Preparation()
         began_s = self._clock()
         prefetch, copy = await asyncio.gather(
             self._prefetcher.run(decision), self._copier.run(decision)
         )
-        return Preparation(
-            prefetch=prefetch if prefetch.asked else None,
-            copy=copy,
-            waited_s=self._clock() - began_s,
-        )
+        return Preparation(prefetch=prefetch, copy=copy, waited_s=self._clock() - began_s)
 
     async def stop(self) -> None:
         """End what is done in the background."""
