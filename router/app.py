@@ -10,13 +10,14 @@ from typing import Final
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from router.admission import Admission, Gate
 from router.config import RouterConfig
 from router.controller import Configured, Controller
 from router.feeds import Feeds, HealthMonitor, Listener, authorization
 from router.fleet import Fleet
-from router.http import Handler, errors_answered
+from router.http import errors_answered
 from router.own_endpoints import Api
 from router.prompt import PromptSource, ServedModel
 from router.proxy import PROMPTED, PROMPTLESS, Bindings, Proxy, Upstream, client_session

@@ -74,7 +74,7 @@ class Api:
         The body is that of the request; ``?endpoint=`` says which, by default
         the chat endpoint for ``messages``, else the one for ``prompt`` or ``input``.
         """
-        body = await read_body(request, self._config.max_body_bytes)
+        body = await read_body(request)
         endpoint = _endpoint(request.query.get("endpoint"), json_object(body))
         asked = parse(endpoint, body, request.headers, self._config.sessions.header)
         prompt, decision = await self._proxy.decide(asked)

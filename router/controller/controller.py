@@ -13,13 +13,14 @@ from typing import Final
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from router.config import Overloaded
 from router.controller.agents import AgentCalls
 from router.controller.api import ControllerApi
 from router.controller.monitor import MAX_BODY_BYTES, Monitor
 from router.controller.registry import Configured, Registry
-from router.http import Handler, errors_answered
+from router.http import errors_answered
 
 log = logging.getLogger("warmroute.controller")
 
@@ -43,14 +44,8 @@ class Controller:
         self.registry = Registry(configured)
         self._limit_bytes = limit_bytes
         self._clock = clock
-        self._api = ControllerApi(
-            self.registry,
-            AgentCalls(session),
-            limit_bytes=limit_bytes,
-            clock=clock,
-            wall_clock=wall_clock,
-        )
-        self._monitor = Monitor(self.registry, clock=clock)
+        self._api = ControllerApi(self.registry, AgentCalls(session), clock, wall_clock)
+        self._monitor = Monitor(self.registry, clock)
 
     def api(self) -> web.Application:
         """Make the API's application."""

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheengine.wire import InstanceInfo, MoveStatus
-from router import staging
 from router.config import Conflict, is_loopback
 from router.controller.registry import Instance
-from router.staging import AgentClient, AgentRefused
+from router.staging import AgentClient, AgentRefused, transfer_address
 
 
 @dataclass(kw_only=True)
@@ -33,7 +32,7 @@ def check_in_reach(source: Instance, target: Instance) -> None:
         )
 
 
-def transfer_address(source: Instance, source_info: InstanceInfo, target: InstanceInfo) -> str:
+def source_address(source: Instance, source_info: InstanceInfo, target: InstanceInfo) -> str:
     """Return where the target fetches the source's chunks; raise `Conflict` if it cannot."""
     if source_info.incarnation == target.incarnation:
         return ""  # Between tiers of one replica: nothing is sent.
@@ -51,7 +50,7 @@ def transfer_address(source: Instance, source_info: InstanceInfo, target: Instan
             f"'{source.id}' gives no chunks away: set distributed_url in its configuration",
             param="old_position",
         )
-    return staging.transfer_address(source.agent_url, source_info.transfer_port)
+    return transfer_address(source.agent_url, source_info.transfer_port)
 
 
 async def status_or_none(agent: AgentClient, move: AcceptedMove) -> MoveStatus | None:

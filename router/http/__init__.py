@@ -6,16 +6,9 @@ every error the shape that the path's clients parse (OpenAI's or Anthropic's).
 Called by proxy, controller and the application. Imports config.
 """
 
-from router.http.boundary import (
-    Handler,
-    error_body,
-    errors_answered,
-    is_anthropic,
-    read_body,
-)
+from router.http.boundary import error_body, errors_answered, is_anthropic, read_body
 
 __all__ = [
-    "Handler",
     "error_body",
     "errors_answered",
     "is_anthropic",

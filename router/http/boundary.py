@@ -1,16 +1,14 @@
 """A request's body, read within its limit, and every error as an answer."""
 
 import logging
-from collections.abc import Awaitable, Callable
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from router.config import ApiError, BadRequest, MethodNotAllowed, NotFound, TooLarge
 
 log = logging.getLogger("warmroute")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware
@@ -61,9 +59,9 @@ def error_response(path: str, error: ApiError) -> web.Response:
     )
 
 
-async def read_body(request: web.Request, limit_bytes: int) -> bytes:
-    """Return the body; raise `TooLarge` as soon as it is known to be over the limit."""
-    announced = request.content_length
+async def read_body(request: web.Request) -> bytes:
+    """Return the body; raise `TooLarge` as soon as it is known to be over its app's limit."""
+    announced, limit_bytes = request.content_length, request.client_max_size
     if announced is not None and announced > limit_bytes:
         raise _too_large(limit_bytes, f"{announced} bytes were announced")
     chunks, size = [], 0

@@ -146,7 +146,7 @@ class Proxy:
         return self._give_up(refusal, record)
 
     async def _accept(self, request: web.Request) -> Asked:
-        body = await read_body(request, self._config.max_body_bytes)
+        body = await read_body(request)
         await self._turnstile.enter()
         return parse(request.path, body, request.headers, self._config.sessions.header)
 
