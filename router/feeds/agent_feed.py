@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
@@ -30,17 +31,20 @@ def poll_gap_s(agents: int) -> float:
     return max(_POLL_GAP_S, agents / _POLLS_PER_S)
 
 
-class _Told(Protocol):
-    def __call__(self, info: InstanceInfo, *, restarted: bool) -> None: ...
-
-
 class AgentFeed:
     """What one replica's agent tells: the replica's identity, and its lower tiers."""
 
     def __init__(
-        self, fleet: Fleet, replica: Replica, client: AgentClient, *, told: _Told, gap_s: float
+        self,
+        fleet: Fleet,
+        replica: Replica,
+        client: AgentClient,
+        told: Callable[[InstanceInfo, bool], None],
+        gap_s: float,
     ) -> None:
-        """``told`` hears each ``/info`` that the fleet has taken over; see `poll_gap_s`."""
+        """``told`` hears each ``/info`` that the fleet has taken over, and whether the replica
+        has started anew; ``gap_s`` is that of `poll_gap_s`.
+        """
         self._fleet = fleet
         self._replica = replica
         self._client = client
@@ -92,7 +96,7 @@ class AgentFeed:
 
     async def _take_info(self) -> None:
         info = await self._client.info()
-        self._told(info, restarted=self._fleet.apply_info(self._replica.id, info))
+        self._told(info, self._fleet.apply_info(self._replica.id, info))
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

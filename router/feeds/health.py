@@ -14,9 +14,9 @@ from typing import Final
 
 import aiohttp
 import orjson
+from prometheus_client.parser import text_string_to_metric_families
 
 from router.config import ReplicaConfig, TimeoutsConfig, describe
-from router.feeds.kv_capacity import kv_capacity
 from router.prompt import ServedModel
 from router.record import Cause
 
@@ -27,6 +27,8 @@ _FIRST_PROBES_S: Final = 1.0
 _SILENT_PROBES: Final = 3
 _MODELS_EVERY_PROBES: Final = 15
 """Between two questions for what a replica serves and holds."""
+_CACHE_CONFIG: Final = "vllm:cache_config_info"
+"""vLLM's gauge whose labels are its cache's settings; one for each engine of a replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,20 +107,16 @@ class HealthMonitor:
         watched = self._watched[name]
         while True:
             watched.wake.clear()
-            await self._probe_guarded(name)
+            try:
+                await self._probe(name, watched)
+            except Exception:  # without probes a replica would stay as it is for ever
+                log.exception("%s: probing it failed", name)
             watched.probed.set()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.health_interval_s):
                     await watched.wake.wait()
 
-    async def _probe_guarded(self, name: str) -> None:
-        try:
-            await self._probe(name)
-        except Exception:  # without probes a replica would stay as it is for ever
-            log.exception("%s: probing it failed", name)
-
-    async def _probe(self, name: str) -> None:
-        watched = self._watched[name]
+    async def _probe(self, name: str, watched: _Watched) -> None:
         try:
             problem = await self._problem(watched.config)
         except _Silent as silence:
@@ -167,23 +165,13 @@ class HealthMonitor:
             return describe(error)
 
     async def _ask_models(self, name: str, config: ReplicaConfig) -> None:
-        models = await fetch_models(
-            self._session,
-            config,
-            headers=authorization(config),
-            timeout_s=self._timeouts.health_timeout_s,
-        )
-        if models:
+        timeout_s = self._timeouts.health_timeout_s
+        if models := await fetch_models(self._session, config, timeout_s=timeout_s):
             await self._listener.models(name, served_models(models))
 
     async def _ask_kv_capacity(self, name: str, config: ReplicaConfig) -> None:
-        told = await _fetch(
-            self._session,
-            config,
-            "/metrics",
-            headers=authorization(config),
-            timeout_s=self._timeouts.health_timeout_s,
-        )
+        timeout_s = self._timeouts.health_timeout_s
+        told = await fetch(self._session, config, "/metrics", timeout_s=timeout_s)
         try:
             tokens = None if told is None else kv_capacity(told.decode(errors="replace"))
         except ValueError as error:
@@ -197,11 +185,11 @@ async def fetch_models(
     session: aiohttp.ClientSession,
     config: ReplicaConfig,
     *,
-    headers: Mapping[str, str],
+    headers: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> list[dict[str, object]] | None:
     """Return the entries of a replica's ``/v1/models``, or None if it does not tell."""
-    told = await _fetch(session, config, "/v1/models", headers=headers, timeout_s=timeout_s)
+    told = await fetch(session, config, "/v1/models", headers=headers, timeout_s=timeout_s)
     if told is None:
         return None
     try:
@@ -211,19 +199,22 @@ async def fetch_models(
         return None
 
 
-async def _fetch(
+async def fetch(
     session: aiohttp.ClientSession,
     config: ReplicaConfig,
     path: str,
     *,
-    headers: Mapping[str, str],
+    headers: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> bytes | None:
-    """Return what a replica answers at a path, or None if it does not answer that well."""
+    """Return what a replica answers at a path, or None if it does not answer that well.
+
+    Without ``headers`` the router asks with the replica's own key.
+    """
     try:
         async with session.get(
             f"{config.url}{path}",
-            headers=headers,
+            headers=authorization(config) if headers is None else headers,
             timeout=aiohttp.ClientTimeout(total=timeout_s),
         ) as response:
             return await response.read() if response.status == 200 else None
@@ -263,3 +254,19 @@ def served_models(entries: Sequence[Mapping[str, object]]) -> list[ServedModel]:
 def authorization(config: ReplicaConfig) -> dict[str, str]:
     """Return the header for the router's own requests to a replica."""
     return {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
+
+
+def kv_capacity(metrics: str) -> int | None:
+    """Return the tokens of KV from Prometheus' text format; None if vLLM's gauge is not in it.
+
+    Raises ValueError for what is not that format.
+    """
+    # All of it takes the parser many milliseconds of the event loop.
+    told = "".join(line for line in metrics.splitlines(True) if line.startswith(_CACHE_CONFIG))
+    tokens = 0
+    for family in text_string_to_metric_families(told):
+        for sample in family.samples:
+            blocks, per_block = (sample.labels.get(n, "") for n in ("num_gpu_blocks", "block_size"))
+            if blocks.isdecimal() and per_block.isdecimal():
+                tokens += int(blocks) * int(per_block)
+    return tokens or None

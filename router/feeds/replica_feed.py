@@ -42,9 +42,7 @@ class Feeds:
             self._tasks.append(asyncio.create_task(kv_feed.run()))
             if (url := replica.config.agent_url) is not None:
                 client = AgentClient(self._session, url)
-                agents.append(
-                    AgentFeed(self._fleet, replica, client, told=kv_feed.agent_told, gap_s=gap_s)
-                )
+                agents.append(AgentFeed(self._fleet, replica, client, kv_feed.agent_told, gap_s))
         self._tasks += [asyncio.create_task(each.run()) for each in agents]
         with suppress(TimeoutError):
             async with asyncio.timeout(_START_WAIT_S):
