@@ -171,7 +171,9 @@ def _make_health(
         models=models,
         kv_capacity=fleet.set_kv_capacity,
     )
-    return HealthMonitor(replicas, session=session, timeouts=config.timeouts, listener=listener)
+    return HealthMonitor(
+        config.replicas, session=session, timeouts=config.timeouts, listener=listener
+    )
 
 
 def _sizes(fleet: Fleet, admission: Admission) -> dict[str, int]:

@@ -21,8 +21,8 @@ ROUTER_ROOMS = {
     "launch": {"config"},
     "fleet": {"config", "residency", "latency"},
     "admission": {"config", "latency", "fleet"},
-    "staging": {"config", "residency", "fleet"},
-    "record": {"residency", "latency", "fleet", "staging"},
+    "staging": {"config", "fleet"},
+    "record": {"residency", "fleet", "staging"},
     "controller": {"config", "http", "staging"},
     "feeds": {"config", "prompt", "residency", "fleet", "staging", "record"},
     "proxy": {

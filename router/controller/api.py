@@ -10,15 +10,14 @@ from aiohttp import web
 from cacheengine.wire import ClearRequest, MoveRequest, MoveSource, PinReply, PinRequest
 from router.config import ApiError, NotFound, UpstreamFailed
 from router.controller import calls
-from router.controller.agents import AgentCalls
-from router.controller.calls import answering, as_json
-from router.controller.moves import (
+from router.controller.agents import (
     AcceptedMove,
+    AgentCalls,
     check_in_reach,
     progress,
     source_address,
-    status_or_none,
 )
+from router.controller.calls import answering, as_json
 from router.controller.registry import Instance, Registry
 from router.staging import AgentClient
 
@@ -143,14 +142,10 @@ class ControllerApi:
             return {"status": "not_found", "error": text}
         if isinstance(move, int):
             return {"status": "done", "num_tokens": move}
-        status = move.final or await self._agents.ask(
-            move.destination, lambda agent: status_or_none(agent, move)
-        )
+        status = await self._agents.status(move)
         if status is None:
             text = f"{move.destination.id} does not know the move: it has started anew since"
             return {"status": "not_found", "error": text}
-        if status.state != "running":
-            move.final = status
         return progress(move, status)
 
     # --- keeping and dropping

@@ -63,13 +63,13 @@ class HealthMonitor:
 
     def __init__(
         self,
-        replicas: Mapping[str, ReplicaConfig],
+        replicas: Iterable[ReplicaConfig],
         *,
         session: aiohttp.ClientSession,
         timeouts: TimeoutsConfig,
         listener: Listener,
     ) -> None:
-        self._watched = {name: _Watched(config) for name, config in replicas.items()}
+        self._watched = {config.name: _Watched(config) for config in replicas}
         self._session = session
         self._timeouts = timeouts
         self._listener = listener
@@ -82,8 +82,8 @@ class HealthMonitor:
         keeps no request from the others.
         """
         self._tasks = [
-            asyncio.create_task(self._watch(name), name=f"health of {name}")
-            for name in self._watched
+            asyncio.create_task(self._watch(watched), name=f"health of {name}")
+            for name, watched in self._watched.items()
         ]
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_PROBES_S):
@@ -100,49 +100,50 @@ class HealthMonitor:
         """A request failed there: down at once if its port is closed; probe now in any case."""
         watched = self._watched[name]
         if cause is Cause.CONNECT:
-            self._set_down(name, watched, "a request found nobody listening")
+            self._set_down(watched, "a request found nobody listening")
         watched.wake.set()
 
-    async def _watch(self, name: str) -> None:
-        watched = self._watched[name]
+    async def _watch(self, watched: _Watched) -> None:
         while True:
             watched.wake.clear()
             try:
-                await self._probe(name, watched)
+                await self._probe(watched)
             except Exception:  # without probes a replica would stay as it is for ever
-                log.exception("%s: probing it failed", name)
+                log.exception("%s: probing it failed", watched.config.name)
             watched.probed.set()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.health_interval_s):
                     await watched.wake.wait()
 
-    async def _probe(self, name: str, watched: _Watched) -> None:
+    async def _probe(self, watched: _Watched) -> None:
+        config = watched.config
         try:
-            problem = await self._problem(watched.config)
+            problem = await self._problem(config)
         except _Silent as silence:
             watched.silent_probes += 1
             if watched.up is None or watched.silent_probes >= _SILENT_PROBES:
-                self._set_down(name, watched, str(silence))
+                self._set_down(watched, str(silence))
             return
         watched.silent_probes = 0
         if problem is not None:
-            self._set_down(name, watched, problem)
+            self._set_down(watched, problem)
             return
         if not watched.up or watched.probes % _MODELS_EVERY_PROBES == 0:
             # Before it is called up: its first request finds its model known.
-            await self._ask_models(name, watched.config)
-            await self._ask_kv_capacity(name, watched.config)
+            await self._ask_models(config)
+            await self._ask_kv_capacity(config)
         watched.probes += 1
         was_up, watched.up = watched.up, True
         if not was_up:
-            log.info("%s (%s) is up", name, watched.config.url)
-            self._listener.up(name)
+            log.info("%s (%s) is up", config.name, config.url)
+            self._listener.up(config.name)
 
-    def _set_down(self, name: str, watched: _Watched, reason: str) -> None:
+    def _set_down(self, watched: _Watched, reason: str) -> None:
+        config = watched.config
         was_up, watched.up = watched.up, False
         if was_up is not False:
-            log.warning("%s (%s) is down: %s", name, watched.config.url, reason)
-            self._listener.down(name, reason)
+            log.warning("%s (%s) is down: %s", config.name, config.url, reason)
+            self._listener.down(config.name, reason)
 
     async def _problem(self, config: ReplicaConfig) -> str | None:
         """Return why a replica is not well, None if it is; raise `_Silent`.
@@ -164,21 +165,21 @@ class HealthMonitor:
         except (aiohttp.ClientError, OSError) as error:
             return describe(error)
 
-    async def _ask_models(self, name: str, config: ReplicaConfig) -> None:
+    async def _ask_models(self, config: ReplicaConfig) -> None:
         timeout_s = self._timeouts.health_timeout_s
         if models := await fetch_models(self._session, config, timeout_s=timeout_s):
-            await self._listener.models(name, served_models(models))
+            await self._listener.models(config.name, served_models(models))
 
-    async def _ask_kv_capacity(self, name: str, config: ReplicaConfig) -> None:
+    async def _ask_kv_capacity(self, config: ReplicaConfig) -> None:
         timeout_s = self._timeouts.health_timeout_s
         told = await fetch(self._session, config, "/metrics", timeout_s=timeout_s)
         try:
             tokens = None if told is None else kv_capacity(told.decode(errors="replace"))
         except ValueError as error:
-            log.debug("%s does not tell its KV memory: %s", name, describe(error))
+            log.debug("%s does not tell its KV memory: %s", config.name, describe(error))
             return
         if tokens is not None:
-            self._listener.kv_capacity(name, tokens)
+            self._listener.kv_capacity(config.name, tokens)
 
 
 async def fetch_models(

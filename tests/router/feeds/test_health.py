@@ -48,7 +48,7 @@ async def monitoring(
     session: aiohttp.ClientSession, url: str, heard: Heard, **timeouts: float
 ) -> AsyncIterator[HealthMonitor]:
     monitor = HealthMonitor(
-        {"r": ReplicaConfig(url=url)},
+        [ReplicaConfig(url=url, instance_id="r")],
         session=session,
         timeouts=TimeoutsConfig(**timeouts),
         listener=heard.listener(),
@@ -80,7 +80,7 @@ async def test_a_replica_whose_first_probe_takes_long_holds_up_nobody(
 
     async with scripted() as replica:
         monitor = HealthMonitor(
-            {"r": ReplicaConfig(url=replica.url)},
+            [ReplicaConfig(url=replica.url, instance_id="r")],
             session=session,
             timeouts=TimeoutsConfig(),
             listener=replace(heard.listener(), models=models),
@@ -205,7 +205,7 @@ async def test_a_probe_that_fails_unforeseen_is_not_the_last(
 
     async with scripted() as replica:
         monitor = HealthMonitor(
-            {"r": ReplicaConfig(url=replica.url)},
+            [ReplicaConfig(url=replica.url, instance_id="r")],
             session=session,
             timeouts=TimeoutsConfig(health_interval_s=0.01),
             listener=replace(heard.listener(), models=models),
