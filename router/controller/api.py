@@ -74,8 +74,7 @@ class ControllerApi:
         """
         instances = self._registry.instances() if call.tokens else []
         answers = await asyncio.gather(
-            *(self._agents.longest(each, call) for each in instances),
-            return_exceptions=True,
+            *(self._agents.longest(each, call) for each in instances), return_exceptions=True
         )
         layout: dict[str, tuple[str, int]] = {}
         errors: dict[str, str] = {}

@@ -63,14 +63,11 @@ class Controller:
             if under_way.locked():
                 raise Overloaded(f"{MAX_REQUESTS} requests are under way; ask again later")
             async with under_way:
-                self._forget_expired()
+                for gone in self.registry.expire(self._clock()):
+                    name, url = gone.registration.instance_id, gone.registration.agent_url
+                    log.warning("%s (%s) has missed its heartbeats and is forgotten", name, url)
                 return await handler(request)
 
         app = web.Application(middlewares=[errors_answered, admitted], client_max_size=limit_bytes)
         app.add_routes(routes)
         return app
-
-    def _forget_expired(self) -> None:
-        for gone in self.registry.expire(self._clock()):
-            name, url = gone.registration.instance_id, gone.registration.agent_url
-            log.warning("%s (%s) has missed its heartbeats and is forgotten", name, url)

@@ -173,10 +173,7 @@ class Registry:
             )
         return found + [
             Instance(
-                id=name,
-                agent_url=each.registration.agent_url,
-                is_configured=False,
-                registered=each,
+                id=name, agent_url=each.registration.agent_url, is_configured=False, registered=each
             )
             for name, each in left.items()
         ]

@@ -10,10 +10,4 @@ record.
 from router.feeds.health import HealthMonitor, Listener, authorization, fetch_models
 from router.feeds.replica_feed import Feeds
 
-__all__ = [
-    "Feeds",
-    "HealthMonitor",
-    "Listener",
-    "authorization",
-    "fetch_models",
-]
+__all__ = ["Feeds", "HealthMonitor", "Listener", "authorization", "fetch_models"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -81,25 +82,22 @@ class AgentFeed:
         self.tried.set()
         pause.reset()
         log.info("%s: following its agent at %s", self._replica.id, self._client.base_url)
-        info_due_s = self._now_s() + _INFO_EVERY_S
+        info_due_s = time.monotonic() + _INFO_EVERY_S
         while True:
             batch = await self._client.events(after, incarnation, _POLL_S)
             if batch.incarnation != incarnation:
                 raise HistoryGone("the replica started anew")
             await self._take_events(batch)
             after = batch.seq
-            if self._now_s() >= info_due_s:
+            if time.monotonic() >= info_due_s:
                 await self._take_info()
-                info_due_s = self._now_s() + _INFO_EVERY_S
+                info_due_s = time.monotonic() + _INFO_EVERY_S
             # After an empty answer too: an agent that answers at once would be asked without end.
             await asyncio.sleep(self._gap_s)
 
     async def _take_info(self) -> None:
         info = await self._client.info()
         self._told(info, self._fleet.apply_info(self._replica.id, info))
-
-    def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
 
     async def _take_snapshot(self, snapshot: Snapshot) -> None:
         """Replace what is known of the lower tiers: by nothing, then by the snapshot in pieces.

@@ -54,10 +54,6 @@ class _Watched:
     probes: int = 0
 
 
-class _Silent(Exception):  # noqa: N818  (no answer, which is not yet an error)
-    """A probe got no answer in time."""
-
-
 class HealthMonitor:
     """Probes every replica in a task of its own between `start` and `stop`."""
 
@@ -119,10 +115,11 @@ class HealthMonitor:
         config = watched.config
         try:
             problem = await self._problem(config)
-        except _Silent as silence:
+        except TimeoutError:
             watched.silent_probes += 1
             if watched.up is None or watched.silent_probes >= _SILENT_PROBES:
-                self._set_down(watched, str(silence))
+                timeout_s = self._timeouts.health_timeout_s
+                self._set_down(watched, f"/health does not answer within {timeout_s:g} s")
             return
         watched.silent_probes = 0
         if problem is not None:
@@ -146,10 +143,9 @@ class HealthMonitor:
             self._listener.down(config.name, reason)
 
     async def _problem(self, config: ReplicaConfig) -> str | None:
-        """Return why a replica is not well, None if it is; raise `_Silent`.
+        """Return why a replica is not well, None if it is; raise TimeoutError.
 
-        Any answer below 500 counts as well: not every OpenAI server has a
-        ``/health``.
+        Any answer below 500 counts as well: not every OpenAI server has a ``/health``.
         """
         try:
             async with self._session.get(
@@ -159,9 +155,7 @@ class HealthMonitor:
             ) as response:
                 return None if response.status < 500 else f"/health answers {response.status}"
         except TimeoutError:
-            raise _Silent(
-                f"/health does not answer within {self._timeouts.health_timeout_s:g} s"
-            ) from None
+            raise
         except (aiohttp.ClientError, OSError) as error:
             return describe(error)
 

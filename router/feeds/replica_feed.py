@@ -26,13 +26,12 @@ class Feeds:
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
         self._fleet = fleet
         self._session = session
-        self._context: zmq.asyncio.Context | None = None
+        self._context = zmq.asyncio.Context()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begin, and wait a little so that the first request finds the agents' snapshots."""
         replicas = self._fleet.replicas.values()
-        self._context = zmq.asyncio.Context()
         sockets = SOCKETS_PER_REPLICA * len(replicas) + self._context.get(zmq.MAX_SOCKETS)
         self._context.set(zmq.MAX_SOCKETS, min(sockets, self._context.get(zmq.SOCKET_LIMIT)))
         gap_s = poll_gap_s(sum(each.config.agent_url is not None for each in replicas))
@@ -54,7 +53,4 @@ class Feeds:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
+        self._context.destroy(linger=0)

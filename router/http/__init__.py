@@ -8,9 +8,4 @@ Called by proxy, controller and the application. Imports config.
 
 from router.http.boundary import error_body, errors_answered, is_anthropic, read_body
 
-__all__ = [
-    "error_body",
-    "errors_answered",
-    "is_anthropic",
-    "read_body",
-]
+__all__ = ["error_body", "errors_answered", "is_anthropic", "read_body"]

@@ -13,13 +13,7 @@ import xxhash
 from router.config import BadRequest
 
 PROMPTED: Final = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/responses",
-        "/v1/messages",
-    }
+    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"}
 )
 """Endpoints whose prompt's KV is worth looking for."""
 

@@ -67,20 +67,14 @@ class Answer:
     """A replica's answer that has begun: status, headers and first bytes are here."""
 
     def __init__(
-        self,
-        response: aiohttp.ClientResponse,
-        first: bytes,
-        *,
-        sent_s: float,
-        headers_s: float,
-        first_s: float,
+        self, response: aiohttp.ClientResponse, first: bytes, *, sent_s: float, headers_s: float
     ) -> None:
         self.status = response.status
         self.is_ok = response.status < 400
         """Whether the replica computes what was asked."""
         self.headers = kept_headers(response.headers)
         self.streamed = response.content_type == "text/event-stream"
-        self.began_s = first_s if self.streamed else headers_s
+        self.began_s = time.monotonic() if self.streamed else headers_s
         """When the answer began, for TTFT: streamed its first byte, else its headers."""
         self.sent_s = sent_s
         """When the request's headers had been written."""
@@ -158,8 +152,7 @@ class Upstream:
             if (failure := self._failure(error)) is None:
                 raise
             raise failure from error
-        first_s = time.monotonic()
-        return Answer(response, first, sent_s=sent_s, headers_s=headers_s, first_s=first_s)
+        return Answer(response, first, sent_s=sent_s, headers_s=headers_s)
 
     def _failure(self, error: BaseException) -> TryFailed | None:
         """Return what aiohttp's exceptions mean; None for what is no failure of a replica."""

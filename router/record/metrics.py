@@ -1,6 +1,7 @@
 """Prometheus metrics: a reader of `RequestRecord`, and gauges read when scraped."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import astuple
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -17,15 +18,13 @@ _TTFT_BUCKETS_S: Final = (
     0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
 _OVERHEAD_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_QUANTILES: Final = ("0.5", "0.9", "0.99")
 _NO_REPLICA: Final = "none"
 
 _COUNTERS: Final = {
     "requests": ("Requests by how they ended", ["endpoint", "replica", "status", "outcome"]),
     "decisions": ("Why a replica was chosen", ["reason"]),
-    "failed_tries": (
-        "Tries at a replica that another had to make good",
-        ["replica", "cause"],
-    ),
+    "failed_tries": ("Tries at a replica that another had to make good", ["replica", "cause"]),
     "prompt_tokens": ("Tokens in prompts", ["replica"]),
     "matched_tokens": (
         "Prompt tokens that the router believed to be cached, by tier",
@@ -40,10 +39,7 @@ _COUNTERS: Final = {
     ),
     "prefetch_bytes": ("Bytes promoted before forwarding", ["replica"]),
     # Results are those of `router.staging.prefetch.Timing`: in-time, late, failed.
-    "prefetches": (
-        "Prefetches that requests waited for, by how they ended",
-        ["replica", "result"],
-    ),
+    "prefetches": ("Prefetches that requests waited for, by how they ended", ["replica", "result"]),
     "copies": ("Copies of other replicas' KV, by how they ended", ["replica", "result"]),
     "copy_bytes": ("Bytes copied from other replicas before forwarding", ["replica"]),
 }
@@ -159,12 +155,8 @@ class Metrics(Collector):
             if (errors := each.errors.figures()) is not None:
                 show("ttft_prediction_bias", errors.bias, each.id)
                 for unit, values in (("ratio", errors.ratio), ("seconds", errors.seconds)):
-                    for at, value in (
-                        ("0.5", values.p50),
-                        ("0.9", values.p90),
-                        ("0.99", values.p99),
-                    ):
-                        show(f"ttft_prediction_error_{unit}", value, each.id, at)
+                    for quantile, value in zip(_QUANTILES, astuple(values), strict=True):
+                        show(f"ttft_prediction_error_{unit}", value, each.id, quantile)
         for table, count in self._sizes().items():
             show("table_entries", count, table)
         return gauges.values()
