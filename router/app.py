@@ -15,18 +15,17 @@ from aiohttp.typedefs import Handler
 from router.admission import Admission, Gate
 from router.config import RouterConfig
 from router.controller import Configured, Controller
-from router.feeds import Feeds, HealthMonitor, Listener, authorization
+from router.feeds import Feeds, HealthMonitor
 from router.fleet import Fleet
 from router.http import errors_answered
 from router.own_endpoints import Api
-from router.prompt import PromptSource, ServedModel
+from router.prompt import PromptSource
 from router.proxy import PROMPTED, PROMPTLESS, Bindings, Proxy, Upstream, client_session
-from router.record import Cause, Metrics, RequestRecord, log_record
+from router.record import Metrics, RequestRecord, log_record
 from router.staging import AgentClient, Preparer
 
 log = logging.getLogger("warmroute")
 
-_LEARN_S: Final = 30.0
 _TICK_S: Final = 1.0
 
 
@@ -96,16 +95,12 @@ def _make_parts(
     admission = Admission(Gate(fleet))
     preparer = Preparer(config, fleet, partial(AgentClient, session))
     metrics = Metrics(fleet, lambda: _sizes(fleet, admission))
-    health = _make_health(config, fleet, prompts, session)
+    health = HealthMonitor(config, fleet, prompts, session)
     readers = [metrics.observe, log_record, *([observe] if observe else [])]
 
     def record(done: RequestRecord) -> None:
         for read in readers:
             read(done)
-
-    def suspect(replica_id: str, cause: Cause) -> None:
-        # Health checks know a replica by its configured name, which an agent's replaces.
-        health.suspect(fleet.replicas[replica_id].config.name, cause)
 
     proxy = Proxy(
         config,
@@ -116,7 +111,7 @@ def _make_parts(
         upstream=Upstream(session, config.timeouts),
         bindings=Bindings(),
         observe=record,
-        suspect=suspect,
+        suspect=health.suspect,
     )
     return Parts(
         fleet=fleet,
@@ -141,39 +136,6 @@ def _controller(config: RouterConfig, fleet: Fleet, session: aiohttp.ClientSessi
         ]
 
     return Controller(configured, session, limit_bytes=config.max_body_bytes)
-
-
-def _make_health(
-    config: RouterConfig, fleet: Fleet, prompts: PromptSource, session: aiohttp.ClientSession
-) -> HealthMonitor:
-    replicas = {each.name: each for each in config.replicas}
-
-    async def models(name: str, served: list[ServedModel]) -> None:
-        fleet.set_models(name, {each.id: each.adapter_path for each in served})
-        replica = replicas[name]
-        try:
-            # Bounded, since a replica is called up only after this.
-            async with asyncio.timeout(_LEARN_S):
-                await prompts.learn(
-                    served, session=session, url=replica.url, headers=authorization(replica)
-                )
-        except TimeoutError:
-            log.warning("%s: its tokens were not compared within %g s", name, _LEARN_S)
-        fleet.match_by_text({each.name for each in config.replicas if prompts.differs(each.url)})
-
-    def down(name: str, reason: str) -> None:
-        fleet.down(name)
-        prompts.compare_again(replicas[name].url)  # what comes up may be another
-
-    listener = Listener(
-        up=fleet.up,
-        down=down,
-        models=models,
-        kv_capacity=fleet.set_kv_capacity,
-    )
-    return HealthMonitor(
-        config.replicas, session=session, timeouts=config.timeouts, listener=listener
-    )
 
 
 def _sizes(fleet: Fleet, admission: Admission) -> dict[str, int]:

@@ -7,7 +7,7 @@ the others and come back by the first good answer.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -16,8 +16,9 @@ import aiohttp
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.config import ReplicaConfig, TimeoutsConfig, describe
-from router.prompt import ServedModel
+from router.config import ReplicaConfig, RouterConfig, describe
+from router.fleet import Fleet
+from router.prompt import PromptSource, ServedModel
 from router.record import Cause
 
 log = logging.getLogger("warmroute.health")
@@ -25,23 +26,11 @@ log = logging.getLogger("warmroute.health")
 _FIRST_PROBES_S: Final = 1.0
 """How long the router's start waits for the first probes; its port is open after that."""
 _SILENT_PROBES: Final = 3
+_LEARN_S: Final = 30.0
 _MODELS_EVERY_PROBES: Final = 15
 """Between two questions for what a replica serves and holds."""
 _CACHE_CONFIG: Final = "vllm:cache_config_info"
 """vLLM's gauge whose labels are its cache's settings; one for each engine of a replica."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Listener:
-    """What is called with the monitor's findings; the replica's id comes first."""
-
-    up: Callable[[str], None]
-    down: Callable[[str, str], None]
-    """With the reason."""
-    models: Callable[[str, list[ServedModel]], Awaitable[None]]
-    """With the models it serves."""
-    kv_capacity: Callable[[str, int], None]
-    """With the tokens of KV that its GPU holds, where it tells."""
 
 
 @dataclass
@@ -59,16 +48,16 @@ class HealthMonitor:
 
     def __init__(
         self,
-        replicas: Iterable[ReplicaConfig],
-        *,
+        config: RouterConfig,
+        fleet: Fleet,
+        prompts: PromptSource,
         session: aiohttp.ClientSession,
-        timeouts: TimeoutsConfig,
-        listener: Listener,
     ) -> None:
-        self._watched = {config.name: _Watched(config) for config in replicas}
+        self._watched = {each.name: _Watched(each) for each in config.replicas}
+        self._timeouts = config.timeouts
+        self._fleet = fleet
+        self._prompts = prompts
         self._session = session
-        self._timeouts = timeouts
-        self._listener = listener
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -92,9 +81,10 @@ class HealthMonitor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def suspect(self, name: str, cause: Cause) -> None:
+    def suspect(self, replica_id: str, cause: Cause) -> None:
         """A request failed there: down at once if its port is closed; probe now in any case."""
-        watched = self._watched[name]
+        # By its configured name, which an agent's may have replaced.
+        watched = self._watched[self._fleet.replicas[replica_id].config.name]
         if cause is Cause.CONNECT:
             self._set_down(watched, "a request found nobody listening")
         watched.wake.set()
@@ -133,14 +123,15 @@ class HealthMonitor:
         was_up, watched.up = watched.up, True
         if not was_up:
             log.info("%s (%s) is up", config.name, config.url)
-            self._listener.up(config.name)
+            self._fleet.up(config.name)
 
     def _set_down(self, watched: _Watched, reason: str) -> None:
         config = watched.config
         was_up, watched.up = watched.up, False
         if was_up is not False:
             log.warning("%s (%s) is down: %s", config.name, config.url, reason)
-            self._listener.down(config.name, reason)
+            self._fleet.down(config.name)
+            self._prompts.compare_again(config.url)  # what comes up may be another
 
     async def _problem(self, config: ReplicaConfig) -> str | None:
         """Return why a replica is not well, None if it is; raise TimeoutError.
@@ -162,7 +153,23 @@ class HealthMonitor:
     async def _ask_models(self, config: ReplicaConfig) -> None:
         timeout_s = self._timeouts.health_timeout_s
         if models := await fetch_models(self._session, config, timeout_s=timeout_s):
-            await self._listener.models(config.name, served_models(models))
+            await self._learn(config, served_models(models))
+
+    async def _learn(self, config: ReplicaConfig, served: list[ServedModel]) -> None:
+        self._fleet.set_models(config.name, {each.id: each.adapter_path for each in served})
+        headers = authorization(config)
+        try:
+            # Bounded, since a replica is called up only after this.
+            async with asyncio.timeout(_LEARN_S):
+                await self._prompts.learn(
+                    served, session=self._session, url=config.url, headers=headers
+                )
+        except TimeoutError:
+            log.warning("%s: its tokens were not compared within %g s", config.name, _LEARN_S)
+        configs = (each.config for each in self._watched.values())
+        self._fleet.match_by_text(
+            {each.name for each in configs if self._prompts.differs(each.url)}
+        )
 
     async def _ask_kv_capacity(self, config: ReplicaConfig) -> None:
         timeout_s = self._timeouts.health_timeout_s
@@ -173,7 +180,7 @@ class HealthMonitor:
             log.debug("%s does not tell its KV memory: %s", config.name, describe(error))
             return
         if tokens is not None:
-            self._listener.kv_capacity(config.name, tokens)
+            self._fleet.set_kv_capacity(config.name, tokens)
 
 
 async def fetch_models(

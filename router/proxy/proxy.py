@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from math import ceil
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from aiohttp import web
 
@@ -35,7 +35,6 @@ from router.record import Cause, FailedTry, Outcome, RequestRecord
 from router.residency import PromptKeyring
 from router.staging import Preparation, Preparer
 
-_NOTHING: Final = Usage()
 _Begun = tuple[Answer, Ticket]
 """A replica's answer that has begun, and what is to be given back at its end."""
 
@@ -246,11 +245,13 @@ class Proxy:
 
     def _finish(self, answer: Answer, ticket: Ticket, usage: Usage, record: RequestRecord) -> None:
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
-        self._release(ticket, ok=answer.is_ok, usage=usage)
+        self._release(ticket, ok=answer.is_ok, cached_tokens=usage.cached_tokens)
         if answer.is_ok and usage.response_id is not None and record.replica_id is not None:
             self._bindings.bind(usage.response_id, record.replica_id)
 
-    def _release(self, ticket: Ticket, *, ok: bool = False, usage: Usage = _NOTHING) -> None:
+    def _release(
+        self, ticket: Ticket, *, ok: bool = False, cached_tokens: int | None = None
+    ) -> None:
         """Give back a ticket: the one place for it, whatever the request's end was."""
-        ticket.finish(time.monotonic(), ok=ok, cached_tokens=usage.cached_tokens)
+        ticket.finish(time.monotonic(), ok=ok, cached_tokens=cached_tokens)
         self._admission.wake()
