@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 from aiohttp import web
@@ -53,8 +54,8 @@ class ControllerApi:
             answering("/lookup", calls.LookupCall, self.lookup),
             answering("/move", calls.MoveCall, self.move),
             answering("/check_finish", calls.CheckFinishCall, self.check_finish),
-            answering("/pin", calls.PinCall, self.pin),
-            answering("/unpin", calls.PinCall, self.unpin),
+            answering("/pin", calls.PinCall, partial(self._pin, "Pin", AgentClient.pin)),
+            answering("/unpin", calls.PinCall, partial(self._pin, "Unpin", AgentClient.unpin)),
             answering("/clear", calls.ClearCall, self.clear),
             answering("/health", calls.HealthCall, self.health),
             web.get("/health", self.own_health),
@@ -103,10 +104,7 @@ class ControllerApi:
 
         Or from another tier of its own.
         """
-        (source_id, source_location), (target_id, target_location) = (
-            call.old_position,
-            call.new_position,
-        )
+        (source_id, old), (target_id, new) = call.old_position, call.new_position
         source = self._found(source_id, "old_position")
         target = self._found(target_id, "new_position")
         check_in_reach(source, target)
@@ -117,9 +115,9 @@ class ControllerApi:
             source=MoveSource(
                 agent_url=source.agent_url,
                 transfer_address=source_address(source, source_info, target_info),
-                tier=calls.TIER_OF[source_location],
+                tier=calls.TIER_OF[old],
             ),
-            tier=calls.TIER_OF[target_location],
+            tier=calls.TIER_OF[new],
             tokens=call.tokens,
             cache_salt=call.cache_salt,
             copy=bool(call.copy),
@@ -149,20 +147,13 @@ class ControllerApi:
 
     # --- keeping and dropping
 
-    async def pin(self, call: calls.PinCall) -> Answer:
-        """Keep a prompt's chunks in a location until they are unpinned or cleared."""
-        return await self._pin(call, "Pin", AgentClient.pin)
-
-    async def unpin(self, call: calls.PinCall) -> Answer:
-        """End `pin`."""
-        return await self._pin(call, "Unpin", AgentClient.unpin)
-
     async def _pin(
         self,
-        call: calls.PinCall,
         kind: str,
         act: Callable[[AgentClient, PinRequest], Awaitable[PinReply]],
+        call: calls.PinCall,
     ) -> Answer:
+        """Keep a prompt's chunks in a location until they are unpinned or cleared; or end that."""
         tier = calls.TIER_OF[call.location]
         wanted = PinRequest(tokens=call.tokens, cache_salt=call.cache_salt, tier=tier)
         instance = self._found(call.instance_id)
@@ -189,11 +180,10 @@ class ControllerApi:
 
     async def health(self, call: calls.HealthCall) -> Answer:
         """Answer an instance's error code, 0 if its agent is well."""
+        instance = self._found(call.instance_id)
         answer: Answer = {"event_id": _new_event_id("Health"), "error_codes": {"0": 0}}
         try:
-            await self._agents.ask(self._found(call.instance_id), AgentClient.health)
-        except NotFound:
-            raise
+            await self._agents.ask(instance, AgentClient.health)
         except ApiError as error:
             answer |= {"error_codes": {"0": _UNREACHABLE}, "errors": {"0": error.message}}
         return answer

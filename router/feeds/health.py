@@ -8,7 +8,6 @@ the others and come back by the first good answer.
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +16,7 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.config import ReplicaConfig, RouterConfig, describe
+from router.feeds.pause import all_set, end_all
 from router.fleet import Fleet
 from router.prompt import PromptSource, ServedModel
 from router.record import Cause
@@ -70,16 +70,11 @@ class HealthMonitor:
             asyncio.create_task(self._watch(watched), name=f"health of {name}")
             for name, watched in self._watched.items()
         ]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_FIRST_PROBES_S):
-                for watched in self._watched.values():
-                    await watched.probed.wait()
+        await all_set((each.probed for each in self._watched.values()), _FIRST_PROBES_S)
 
     async def stop(self) -> None:
         """End the probing."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
 
     def suspect(self, replica_id: str, cause: Cause) -> None:
         """A request failed there: down at once if its port is closed; probe now in any case."""
@@ -97,9 +92,7 @@ class HealthMonitor:
             except Exception:  # without probes a replica would stay as it is for ever
                 log.exception("%s: probing it failed", watched.config.name)
             watched.probed.set()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._timeouts.health_interval_s):
-                    await watched.wake.wait()
+            await all_set([watched.wake], self._timeouts.health_interval_s)
 
     async def _probe(self, watched: _Watched) -> None:
         config = watched.config

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -14,7 +13,7 @@ import zmq.asyncio
 from cacheengine.wire import InstanceInfo
 from router.feeds.health import fetch
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber, until_first
-from router.feeds.pause import Pause
+from router.feeds.pause import Pause, all_set
 from router.fleet import Fleet, Replica
 from router.residency import BadEvents, KvBatch, KvEventReader
 
@@ -71,9 +70,7 @@ class KvFeed:
             except Exception:  # else the following would end unnoticed
                 log.exception("%s: following its KV events failed", self._replica.id)
                 pause_s = self._pause.next_s()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._restarted.wait()
+            await all_set([self._restarted], pause_s)
 
     async def _follow(self, endpoints: KvEndpoints) -> None:
         """Follow until the connection is lost or the replica has started anew."""

@@ -5,7 +5,6 @@ neither ends by itself. Whatever fails is logged once, and tried again with grow
 """
 
 import asyncio
-from contextlib import suppress
 from typing import Final
 
 import aiohttp
@@ -14,6 +13,7 @@ import zmq.asyncio
 from router.feeds.agent_feed import AgentFeed, poll_gap_s
 from router.feeds.kv_feed import KvFeed
 from router.feeds.kv_subscriber import SOCKETS_PER_REPLICA
+from router.feeds.pause import all_set, end_all
 from router.fleet import Fleet
 from router.staging import AgentClient
 
@@ -43,14 +43,9 @@ class Feeds:
                 client = AgentClient(self._session, url)
                 agents.append(AgentFeed(self._fleet, replica, client, kv_feed.agent_told, gap_s))
         self._tasks += [asyncio.create_task(each.run()) for each in agents]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_START_WAIT_S):
-                for each in agents:
-                    await each.tried.wait()
+        await all_set((each.tried for each in agents), _START_WAIT_S)
 
     async def stop(self) -> None:
         """End all feeds; what they told stays in the fleet, but for the KV events."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
         self._context.destroy(linger=0)
