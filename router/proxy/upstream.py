@@ -212,10 +212,8 @@ def forwarded_headers(
 
 def kept_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """Return an answer's headers without connection headers and the router's own."""
-    kept = _without(headers, _HOP_BY_HOP)
-    for name in {name for name in kept if name.lower().startswith(_OWN_HEADERS)}:
-        kept.popall(name, None)
-    return kept
+    kept = _without(headers, _HOP_BY_HOP).items()
+    return CIMultiDict(each for each in kept if not each[0].lower().startswith(_OWN_HEADERS))
 
 
 def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:

@@ -38,7 +38,7 @@ _COUNTERS: Final = {
         ["replica", "result"],
     ),
     "prefetch_bytes": ("Bytes promoted before forwarding", ["replica"]),
-    # Results are those of `router.staging.prefetch.Timing`: in-time, late, failed.
+    # Results are those of `router.staging.errand.Timing`: in-time, late, failed.
     "prefetches": ("Prefetches that requests waited for, by how they ended", ["replica", "result"]),
     "copies": ("Copies of other replicas' KV, by how they ended", ["replica", "result"]),
     "copy_bytes": ("Bytes copied from other replicas before forwarding", ["replica"]),

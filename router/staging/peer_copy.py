@@ -69,12 +69,11 @@ class Copier(Errands[CopyOutcome]):
             lambda _: self._copy(decision.replica_id, wanted, not_yet),
         )
 
-    def is_coming(self, decision: Decision) -> bool:
-        """Whether a copy is under way that brings some of its prompt to the picked replica."""
-        return bool(self._coming(decision))
+    def coming(self, decision: Decision) -> dict[asyncio.Task[CopyOutcome], float]:
+        """Return the copies under way that bring some of its prompt to the picked replica.
 
-    def _coming(self, decision: Decision) -> dict[asyncio.Task[CopyOutcome], float]:
-        """Return the copies, with when the requests that asked for them go on without them."""
+        With each, when the request that asked for it goes on without it.
+        """
         return {
             task: copy.until_s
             for task, copy in self._under_way.items()
@@ -88,7 +87,7 @@ class Copier(Errands[CopyOutcome]):
         Sent before it, this one would have the replica compute what is on the way there: it
         was placed as if that KV were there already.
         """
-        coming = self._coming(decision)
+        coming = self.coming(decision)
         wait_s = max(coming.values(), default=0.0) - self._clock()
         if wait_s > 0:
             await asyncio.wait(coming, timeout=wait_s)

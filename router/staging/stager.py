@@ -58,8 +58,7 @@ class Preparer:
         For each at most its expected gain and ``prefetch.wait_cap_s``; it goes
         on at the replicas after that.
         """
-        copies = decision.copy is not None or self._copier.is_coming(decision)
-        if not self._enabled or not (decision.prefetch_keys or copies):
+        if not self._enabled or not (decision.is_staged or self._copier.coming(decision)):
             return Preparation()
         began_s = self._clock()
         prefetch, copy = await asyncio.gather(

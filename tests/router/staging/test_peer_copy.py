@@ -117,11 +117,11 @@ async def test_who_follows_with_the_same_beginning_waits_for_it_too(
     leader = asyncio.create_task(run(copier, decision()))
     await asyncio.sleep(0)
     follower = without_copy(CHUNKS)
-    assert copier.is_coming(follower)
+    assert copier.coming(follower)
     assert await copier.run(follower) is None
     assert ready(real, 1) == len(CHUNKS)
     assert (await leader).timing is Timing.IN_TIME
-    assert not copier.is_coming(follower)
+    assert not copier.coming(follower)
 
 
 async def test_others_do_not_wait_for_it(copier: Copier) -> None:
@@ -129,8 +129,8 @@ async def test_others_do_not_wait_for_it(copier: Copier) -> None:
     await asyncio.sleep(0)
     other_prompt = without_copy([b"another"])
     elsewhere = without_copy(CHUNKS, replica_id="one")
-    assert not copier.is_coming(other_prompt)
-    assert not copier.is_coming(elsewhere)
+    assert not copier.coming(other_prompt)
+    assert not copier.coming(elsewhere)
     assert await copier.run(other_prompt) is None
     assert not leader.done()
     await leader
