@@ -20,7 +20,7 @@ from router.fleet import Fleet
 from router.http import errors_answered
 from router.own_endpoints import Api
 from router.prompt import PromptSource
-from router.proxy import PROMPTED, PROMPTLESS, Bindings, Proxy, Upstream, client_session
+from router.proxy import PROMPTED, PROMPTLESS, Proxy, client_session
 from router.record import Metrics, RequestRecord, log_record
 from router.staging import AgentClient, Preparer
 
@@ -104,12 +104,11 @@ def _make_parts(
 
     proxy = Proxy(
         config,
+        session,
         fleet=fleet,
         admission=admission,
         prompts=prompts,
         preparer=preparer,
-        upstream=Upstream(session, config.timeouts),
-        bindings=Bindings(),
         observe=record,
         suspect=health.suspect,
     )

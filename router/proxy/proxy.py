@@ -11,6 +11,7 @@ from collections.abc import Callable
 from math import ceil
 from typing import NoReturn
 
+import aiohttp
 from aiohttp import web
 
 from router.admission import Admission, Admitted
@@ -45,13 +46,12 @@ class Proxy:
     def __init__(
         self,
         config: RouterConfig,
+        session: aiohttp.ClientSession,
         *,
         fleet: Fleet,
         admission: Admission,
         prompts: PromptSource,
         preparer: Preparer,
-        upstream: Upstream,
-        bindings: Bindings,
         observe: Callable[[RequestRecord], None],
         suspect: Callable[[str, Cause], None],
     ) -> None:
@@ -63,8 +63,8 @@ class Proxy:
         self._admission = admission
         self._prompts = prompts
         self._preparer = preparer
-        self._upstream = upstream
-        self._bindings = bindings
+        self._upstream = Upstream(session, config.timeouts)
+        self._bindings = Bindings()
         self._observe = observe
         self._suspect = suspect
         self._turnstile = Turnstile()
