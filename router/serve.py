@@ -32,7 +32,7 @@ class PortTaken(Exception):  # noqa: N818  (what happened, in words for a person
 def run(config: RouterConfig) -> None:
     """Serve until SIGINT or SIGTERM, then drain; raise `PortTaken`."""
     logging.basicConfig(
-        level=config.logging_level,
+        level=config.log_level.upper(),
         stream=sys.stderr,
         format="%(asctime)s %(levelname)-7s %(name)s %(message)s",
     )

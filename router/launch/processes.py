@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
@@ -24,16 +23,6 @@ _POLL_S: Final = 0.2
 _LINGER_S: Final = 3.0
 _TAIL_BYTES: Final = 16 << 10
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """A child that is not ready yet, for a line on the screen."""
-
-    name: str
-    elapsed_s: float
-    last_line: str
-    """The last line of its log, or ''."""
 
 
 class ChildFailed(Exception):
@@ -131,14 +120,14 @@ class ProcessGroup:
         name: str,
         url: str,
         timeout_s: float,
-        on_progress: Callable[[Progress], None] | None = None,
+        say: Callable[[str], None] | None = None,
         *,
         progress_every_s: float = 5.0,
     ) -> float:
         """Wait until ``url`` answers 200; return the seconds since the child's start.
 
         Raises `ChildDied` when any child of the group ends meanwhile, and
-        `NotReady` after ``timeout_s``. ``on_progress`` is called now and then.
+        `NotReady` after ``timeout_s``. ``say`` is told now and then how it gets on.
         """
         child = self._children[name]
         began_s = told_s = time.monotonic()
@@ -150,9 +139,10 @@ class ProcessGroup:
             if now_s - began_s >= timeout_s:
                 what = f"did not answer at {url} within {timeout_s:.0f} s"
                 raise NotReady(name, what, child.log_path, tail(child.log_path))
-            if on_progress is not None and now_s - told_s >= progress_every_s:
+            if say is not None and now_s - told_s >= progress_every_s:
                 told_s = now_s
-                on_progress(self._progress(child, now_s))
+                last_line = tail(child.log_path, lines=1)[:100]
+                say(f"{name}: starting for {now_s - child.started_s:.0f} s | {last_line}")
             time.sleep(_POLL_S)
 
     def check(self) -> None:
@@ -180,18 +170,6 @@ class ProcessGroup:
         with self._no_interrupt(raise_after=False):
             self._end(list(reversed(self._children.values())), grace_s=self._grace_s)
             self._children.clear()
-
-    def running(self) -> list[str]:
-        """Return the names of the children that have not ended."""
-        return [name for name, each in self._children.items() if each.returncode() is None]
-
-    def log_path(self, name: str) -> Path:
-        """Return where a child's output goes."""
-        return self._children[name].log_path
-
-    def _progress(self, child: Child, now_s: float) -> Progress:
-        lines = tail(child.log_path, lines=1)
-        return Progress(name=child.name, elapsed_s=now_s - child.started_s, last_line=lines)
 
     def _end(self, children: Collection[Child], *, grace_s: float) -> None:
         """SIGTERM the leaders, wait for them, then SIGKILL what is left of their groups.
