@@ -204,24 +204,17 @@ async def ticking(fleet: Fleet) -> None:
 
 
 def _add_routes(app: web.Application) -> None:
-    async def proxied(request: web.Request) -> web.StreamResponse:
-        return await request.app[PARTS].proxy.handle(request)
+    def of(handler: Callable[[Parts], Handler]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await handler(request.app[PARTS])(request)
 
+        return handle
+
+    add = app.router.add_route
     for path in sorted(PROMPTED | PROMPTLESS):
-        app.router.add_post(path, proxied)
-    for name, method, path in (
-        ("models", "GET", "/v1/models"),
-        ("model", "GET", "/v1/models/{model:.+}"),
-        ("health", "GET", "/health"),
-        ("metrics", "GET", "/metrics"),
-        ("explain", "POST", "/explain"),
-    ):
-        app.router.add_route(method, path, _own(name))
-
-
-def _own(name: str) -> Handler:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        answer: Handler = getattr(request.app[PARTS].api, name)
-        return await answer(request)
-
-    return handler
+        add("POST", path, of(lambda parts: parts.proxy.handle))
+    add("GET", "/v1/models", of(lambda parts: parts.api.models))
+    add("GET", "/v1/models/{model:.+}", of(lambda parts: parts.api.model))
+    add("GET", "/health", of(lambda parts: parts.api.health))
+    add("GET", "/metrics", of(lambda parts: parts.api.metrics))
+    add("POST", "/explain", of(lambda parts: parts.api.explain))

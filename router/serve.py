@@ -12,11 +12,10 @@ import uvloop
 from aiohttp import web
 
 from router.app import PARTS, create_app
-from router.config import RouterConfig
+from router.config import RouterConfig, host_port
 from router.controller import Controller
 
 log = logging.getLogger("warmroute")
-
 
 _CONTROLLER_DRAIN_S: Final = 1.0
 
@@ -99,7 +98,7 @@ async def _listen(runner: web.AppRunner, host: str, port: int, key: str) -> str:
         why = "is in use" if taken else f"cannot be listened on ({error.strerror})"
         raise PortTaken(key, f"{host}:{port} {why}") from None
     host, port = runner.addresses[0][:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{host_port(host, port)}"
 
 
 def _stop_event() -> asyncio.Event:
