@@ -45,7 +45,7 @@ class _Prefill:
     """A prompt that is computed, or waits for that."""
 
     work_s: float
-    kv: "KvNeed"
+    kv: KvNeed
     kv_tokens: float
     """KV memory that it takes beside what others hold already."""
     ready_s: float

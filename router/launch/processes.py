@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
 from router.launch.child import Child, alive_in, answers, meaning
@@ -77,12 +76,7 @@ class ProcessGroup:
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop_all()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -109,7 +103,7 @@ class ProcessGroup:
         # child that is never ended.
         with self._no_interrupt():
             try:
-                child = Child.spawn(name, argv, env, path, cwd=cwd)
+                child = Child(name, argv, env, path, cwd)
             except OSError as error:
                 raise ChildFailed(name, f"cannot be started ({error})", path, "") from error
             self._children[name] = child
@@ -198,7 +192,7 @@ class ProcessGroup:
                 os.killpg(child.process.pid, signal.SIGKILL)
             child.process.wait()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, *_: object) -> None:
         if self._uninterruptible:
             self._interrupted = True
             return
