@@ -38,7 +38,6 @@ class Parts:
     feeds: Feeds
     health: HealthMonitor
     prompts: PromptSource
-    metrics: Metrics
     preparer: Preparer
     proxy: Proxy
     api: Api
@@ -123,10 +122,9 @@ def _make_parts(
         feeds=Feeds(fleet, session),
         health=health,
         prompts=prompts,
-        metrics=metrics,
         preparer=preparer,
         proxy=proxy,
-        api=Api(config, fleet=fleet, proxy=proxy, metrics=metrics, session=session),
+        api=Api(config=config, fleet=fleet, proxy=proxy, counted=metrics, session=session),
         controller=None if config.controller is None else _controller(config, fleet, session),
     )
 

@@ -5,7 +5,7 @@ import os
 import shlex
 from collections.abc import Callable
 
-from router.config import ConfigError
+from router.config import Place
 from router.launch.fleet_file import FleetPlan
 from router.launch.processes import ProcessGroup
 
@@ -51,6 +51,5 @@ def _write_router_config(fleet: FleetPlan) -> None:
         path.touch(mode=0o600)
         path.write_text(json.dumps(fleet.router_settings, indent=2), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            str(fleet.log_dir), "", f"cannot be written ({error.strerror})", "set log_dir"
-        ) from None
+        problem = f"cannot be written ({error.strerror})"
+        raise Place(str(fleet.log_dir)).error(problem, "set log_dir") from None
