@@ -15,8 +15,6 @@ from router.explain import ask, table
 from router.launch import ChildFailed, commands_text, load_any, load_fleet_file, run_fleet
 
 _PLUGINS: Final = "warmroute.commands"
-EXIT_CONFIG: Final = 2
-"""The exit code for a configuration that cannot work, as for a wrong option."""
 
 
 class LazyGroup(click.Group):
@@ -36,12 +34,12 @@ class LazyGroup(click.Group):
         return super().get_command(ctx, cmd_name) or next(map(_load, named), None)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; a configuration that cannot work ends it with one line."""
+        """Run a command; a configuration that cannot work ends it as a wrong option does."""
         try:
             return super().invoke(ctx)
         except ConfigError as error:
             click.echo(str(error), err=True)
-            ctx.exit(EXIT_CONFIG)
+            ctx.exit(2)
 
 
 def _plugins() -> Iterable[EntryPoint]:

@@ -19,6 +19,7 @@ from typing import Any, Final, Self
 from router.launch.child import Child, alive_in, answers, meaning
 
 _POLL_S: Final = 0.2
+_TELL_S: Final = 5.0
 _LINGER_S: Final = 3.0
 _TAIL_BYTES: Final = 16 << 10
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -85,27 +86,26 @@ class ProcessGroup:
         self,
         name: str,
         argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        log_path: Path | str = "",
+        env: Mapping[str, str] | None,
+        log_path: Path,
         *,
         cwd: Path | None = None,
     ) -> int:
         """Start a child and return its process id.
 
-        ``env`` is the whole environment (None: this process's). ``log_path``
-        (default: ``NAME.log`` here) is truncated. Raises `ChildFailed` when
-        the program cannot be started, ValueError when the name is taken.
+        ``env`` is the whole environment (None: this process's). ``log_path`` is
+        truncated. Raises `ChildFailed` when the program cannot be started,
+        ValueError when the name is taken.
         """
         if name in self._children:
             raise ValueError(f"a child named {name!r} is already running")
-        path = Path(log_path or f"{name}.log")
         # A signal between the fork and the entry in the table would leave a
         # child that is never ended.
         with self._no_interrupt():
             try:
-                child = Child(name, argv, env, path, cwd)
+                child = Child(name, argv, env, log_path, cwd)
             except OSError as error:
-                raise ChildFailed(name, f"cannot be started ({error})", path, "") from error
+                raise ChildFailed(name, f"cannot be started ({error})", log_path, "") from error
             self._children[name] = child
         return child.process.pid
 
@@ -115,8 +115,6 @@ class ProcessGroup:
         url: str,
         timeout_s: float,
         say: Callable[[str], None] | None = None,
-        *,
-        progress_every_s: float = 5.0,
     ) -> float:
         """Wait until ``url`` answers 200; return the seconds since the child's start.
 
@@ -133,7 +131,7 @@ class ProcessGroup:
             if now_s - began_s >= timeout_s:
                 what = f"did not answer at {url} within {timeout_s:.0f} s"
                 raise NotReady(name, what, child.log_path, tail(child.log_path))
-            if say is not None and now_s - told_s >= progress_every_s:
+            if say is not None and now_s - told_s >= _TELL_S:
                 told_s = now_s
                 last_line = tail(child.log_path, lines=1)[:100]
                 say(f"{name}: starting for {now_s - child.started_s:.0f} s | {last_line}")
