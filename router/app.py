@@ -202,17 +202,20 @@ async def ticking(fleet: Fleet) -> None:
 
 
 def _add_routes(app: web.Application) -> None:
-    def of(handler: Callable[[Parts], Handler]) -> Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            return await handler(request.app[PARTS])(request)
+    async def proxied(request: web.Request) -> web.StreamResponse:
+        return await request.app[PARTS].proxy.handle(request)
 
-        return handle
+    def own(handler: Callable[[Api], Handler]) -> Handler:
+        async def answered(request: web.Request) -> web.StreamResponse:
+            return await handler(request.app[PARTS].api)(request)
+
+        return answered
 
     add = app.router.add_route
     for path in sorted(PROMPTED | PROMPTLESS):
-        add("POST", path, of(lambda parts: parts.proxy.handle))
-    add("GET", "/v1/models", of(lambda parts: parts.api.models))
-    add("GET", "/v1/models/{model:.+}", of(lambda parts: parts.api.model))
-    add("GET", "/health", of(lambda parts: parts.api.health))
-    add("GET", "/metrics", of(lambda parts: parts.api.metrics))
-    add("POST", "/explain", of(lambda parts: parts.api.explain))
+        add("POST", path, proxied)
+    add("GET", "/v1/models", own(lambda api: api.models))
+    add("GET", "/v1/models/{model:.+}", own(lambda api: api.model))
+    add("GET", "/health", own(lambda api: api.health))
+    add("GET", "/metrics", own(lambda api: api.metrics))
+    add("POST", "/explain", own(lambda api: api.explain))
