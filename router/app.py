@@ -38,7 +38,6 @@ class Parts:
     feeds: Feeds
     health: HealthMonitor
     prompts: PromptSource
-    metrics: Metrics
     preparer: Preparer
     proxy: Proxy
     api: Api
@@ -118,10 +117,9 @@ def _make_parts(
         feeds=Feeds(fleet, session),
         health=health,
         prompts=prompts,
-        metrics=metrics,
         preparer=preparer,
         proxy=proxy,
-        api=Api(config, fleet=fleet, proxy=proxy, metrics=metrics, session=session),
+        api=Api(config=config, fleet=fleet, proxy=proxy, counted=metrics, session=session),
         controller=None if config.controller is None else _controller(config, fleet, session),
     )
 
@@ -159,21 +157,17 @@ def _add_routes(app: web.Application) -> None:
     async def proxied(request: web.Request) -> web.StreamResponse:
         return await request.app[PARTS].proxy.handle(request)
 
+    def own(handler: Callable[[Api], Handler]) -> Handler:
+        async def answered(request: web.Request) -> web.StreamResponse:
+            return await handler(request.app[PARTS].api)(request)
+
+        return answered
+
+    add = app.router.add_route
     for path in sorted(PROMPTED | PROMPTLESS):
-        app.router.add_post(path, proxied)
-    for name, method, path in (
-        ("models", "GET", "/v1/models"),
-        ("model", "GET", "/v1/models/{model:.+}"),
-        ("health", "GET", "/health"),
-        ("metrics", "GET", "/metrics"),
-        ("explain", "POST", "/explain"),
-    ):
-        app.router.add_route(method, path, _own(name))
-
-
-def _own(name: str) -> Handler:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        answer: Handler = getattr(request.app[PARTS].api, name)
-        return await answer(request)
-
-    return handler
+        add("POST", path, proxied)
+    add("GET", "/v1/models", own(lambda api: api.models))
+    add("GET", "/v1/models/{model:.+}", own(lambda api: api.model))
+    add("GET", "/health", own(lambda api: api.health))
+    add("GET", "/metrics", own(lambda api: api.metrics))
+    add("POST", "/explain", own(lambda api: api.explain))

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any, Final
 
 from router.config import RouterConfig
-from router.fleet import Candidate, Decision, Fleet, Reason, Replica, State
+from router.fleet import Candidate, Decision, Fleet, Reason, State
 from router.latency import Part, Rates
 from router.prompt import Prompt
 from router.residency import Tier
@@ -17,32 +16,25 @@ SHOWN: Final = 16
 _NO_LATER_S: Final = 0.0005
 """Differences that are not worth a word."""
 
-_WHERE: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "gpu": "in its GPU",
-        "cpu": "in its CPU RAM",
-        "disk": "on its disk",
-        "remote": "in the remote store",
-    }
-)
+_WHERE: Final[Mapping[str, str]] = {
+    "gpu": "in its GPU",
+    "cpu": "in its CPU RAM",
+    "disk": "on its disk",
+    "remote": "in the remote store",
+}
 
-_FIXED: Final[Mapping[Reason, str]] = MappingProxyType(
-    {
-        Reason.ONLY_REPLICA: "is the only replica that can take it",
-        Reason.BOUND: "gave the response that this request goes on from",
-        Reason.RETRY: "is the best of the replicas that were not tried yet",
-        Reason.ROUND_ROBIN: "has its turn",
-    }
-)
+_FIXED: Final[Mapping[Reason, str]] = {
+    Reason.ONLY_REPLICA: "is the only replica that can take it",
+    Reason.BOUND: "gave the response that this request goes on from",
+    Reason.RETRY: "is the best of the replicas that were not tried yet",
+    Reason.ROUND_ROBIN: "has its turn",
+}
 
-_OTHER_POLICIES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "longest-prefix": "holds the longest match, or as much as others and has the least to do",
-        "session": "is where the session's name or the prompt's beginning belongs",
-        "least-loaded": "has the fewest requests under way",
-        "round-robin": "has its turn",
-    }
-)
+_OTHER_POLICIES: Final[Mapping[str, str]] = {
+    "longest-prefix": "holds the longest match, or as much as others and has the least to do",
+    "session": "is where the session's name or the prompt's beginning belongs",
+    "least-loaded": "has the fewest requests under way",
+}
 
 
 def explanation(
@@ -54,7 +46,9 @@ def explanation(
     """
     shown = _shown(decision)
     names = {each.replica_id for each in shown}
-    able = [each.id for each in fleet.replicas.values() if _is_able(each, model)]
+    able = {
+        each.id for each in fleet.replicas.values() if each.state is State.UP and each.serves(model)
+    }
     return {
         "replica": decision.replica_id,
         "url": decision.url,
@@ -69,13 +63,13 @@ def explanation(
         "expected_gain_s": decision.expected_gain_s,
         "copy": _copy(decision),
         "candidates": [_candidate(each, fleet) for each in shown],
-        "left_out": sum(1 for each in able if each not in names),
+        "left_out": len(able - names),
     }
 
 
 def why(decision: Decision, config: RouterConfig) -> str:
     """Return one sentence for a person that says why the pick was made."""
-    picked = _find(decision, decision.replica_id)
+    picked = decision.picked
     holds = _holds(picked, decision.prompt_tokens)
     if decision.reason in _FIXED:
         return f"{picked.replica_id} {_FIXED[decision.reason]}: {holds}."
@@ -90,7 +84,8 @@ def why(decision: Decision, config: RouterConfig) -> str:
             head, contrast = "is the session's home", _against_home(picked, soonest, margin)
         case Reason.SESSION_SPILL if decision.home is not None:
             head = _head(picked, soonest)
-            contrast = _against_spill(picked, _find(decision, decision.home), margin)
+            home = next(each for each in decision.candidates if each.replica_id == decision.home)
+            contrast = _against_spill(picked, home, margin)
         case _:
             head, contrast = _head(picked, soonest), _against_others(picked, soonest)
     return f"{picked.replica_id} {head}: {holds}; {contrast}."
@@ -104,16 +99,12 @@ def seconds_text(seconds: float) -> str:
 
 
 def _head(picked: Candidate, soonest: Candidate) -> str:
-    late_s = picked.ttft_s - soonest.ttft_s
-    if late_s < _NO_LATER_S:
-        return "answers soonest"
-    return "answers nearly as soon as any"
+    is_soonest = picked.ttft_s - soonest.ttft_s < _NO_LATER_S
+    return "answers soonest" if is_soonest else "answers nearly as soon as any"
 
 
 def _holds(picked: Candidate, prompt_tokens: int) -> str:
-    found = {
-        _WHERE.get(tier, tier): count for tier, count in picked.matched_tokens.items() if count
-    }
+    found = {_WHERE[tier]: count for tier, count in picked.matched_tokens.items() if count}
     if (source := picked.source) is not None:
         found[f"to be copied from {source.replica.id}"] = source.tokens
     if not found:
@@ -148,10 +139,11 @@ def _against_others(picked: Candidate, other: Candidate) -> str:
         return f"{name}, the next, would take {seconds_text(late_s)} longer"
     if because := _what_speaks_against(other, picked):
         return f"{name} would {_sooner(late_s)}, but {because}"
+    as_soon = f"{name} would be as soon, within what predictions are good for"
     if picked.matched > other.matched:
-        return f"{name} would be as soon, within what predictions are good for, but holds less"
+        return f"{as_soon}, but holds less"
     if picked.in_flight < other.in_flight:
-        return f"{name} would be as soon, within what predictions are good for, but has more to do"
+        return f"{as_soon}, but has more to do"
     return f"{name} would be as soon: among equals, equal beginnings meet at one replica"
 
 
@@ -171,18 +163,10 @@ def _sooner(late_s: float) -> str:
     return "be as soon" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} sooner"
 
 
-def _find(decision: Decision, replica_id: str) -> Candidate:
-    return next(each for each in decision.candidates if each.replica_id == replica_id)
-
-
 def _shown(decision: Decision) -> list[Candidate]:
     ranked = sorted(decision.candidates, key=lambda each: each.ttft_s)
     kept = (decision.replica_id, decision.home)
     return ranked[:SHOWN] + [each for each in ranked[SHOWN:] if each.replica_id in kept]
-
-
-def _is_able(replica: Replica, model: str | None) -> bool:
-    return replica.state is State.UP and replica.serves(model)
 
 
 def _copy(decision: Decision) -> dict[str, Any] | None:

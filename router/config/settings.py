@@ -5,7 +5,6 @@ bytes and times in seconds, as the names say; only the engine's own file, which
 keeps LMCache's keys, has sizes in GB.
 """
 
-import logging
 from dataclasses import dataclass, field
 from typing import Final, Literal
 from urllib.parse import urlsplit
@@ -32,7 +31,7 @@ class ReplicaConfig:
     """vLLM's event publisher, ``tcp://host:port``; by default the agent's ``/info`` says."""
     kv_replay: str | None = None
     """vLLM's replay endpoint, ``tcp://host:port``; by default the agent's ``/info`` says."""
-    api_key: str | None = setting(None, repr=False)
+    api_key: str | None = field(default=None, repr=False)
     """Sent to this replica instead of the client's own Authorization."""
     hash_seed: str | None = None
     """PYTHONHASHSEED of a replica without an agent; by default found out from its events."""
@@ -174,8 +173,3 @@ class RouterConfig:
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     controller: ControllerConfig | None = None
     """Off without the section; on with it, be it empty (``controller: {}``)."""
-
-    @property
-    def logging_level(self) -> int:
-        """``log_level`` as the logging module counts it."""
-        return logging.getLevelNamesMapping()[self.log_level.upper()]

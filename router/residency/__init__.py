@@ -8,7 +8,7 @@ prompt. The index keeps at most ``max_keys``: of more, the oldest of the largest
 Called by fleet, feeds and staging. Imports nothing of the router; no I/O, no clock.
 """
 
-from router.residency.block_hashes import PromptKeyring, PromptKeys, PromptView, keys64
+from router.residency.block_hashes import PromptKeyring, PromptKeys, PromptView
 from router.residency.claims import Claim
 from router.residency.kv_events import (
     BadEvents,
@@ -49,6 +49,5 @@ __all__ = [
     "Tier",
     "explains",
     "find_shape",
-    "keys64",
     "slots",
 ]
