@@ -130,14 +130,7 @@ class Drafter:
             conversation = converse(given.messages, template.content_format, given.dialect)
         variables = {**model.files.special_tokens, **given.variables}
         try:
-            text = template.render(
-                conversation,
-                tools=given.tools,
-                documents=variables.pop("documents", None),
-                add_generation_prompt=variables.pop("add_generation_prompt", False),
-                continue_final_message=variables.pop("continue_final_message", False),
-                variables=variables,
-            )
+            text = template.render(conversation, tools=given.tools, variables=variables)
         except TemplateRefused as error:
             raise Unsupported(str(error)) from error
         return text, conversation
@@ -170,7 +163,7 @@ class Drafter:
                 if given.add_special_tokens and model.encoder.adds_ends:
                     doubt = "special tokens at the ends may survive truncation"
             doubt = given.doubt or doubt
-            if not trust.exact:
+            if trust is not Trust.EXACT:
                 doubt = doubt or model.files.doubt or "no replica has confirmed the tokens"
             return Prompt(rendered=text, memo=self._memo, token_ids=ids, pieces=pieces, doubt=doubt)
 

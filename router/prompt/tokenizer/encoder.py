@@ -32,7 +32,7 @@ class CutText:
 
     def new_chars(self) -> int:
         """Return how many characters would have to be tokenized now."""
-        return sum(len(text) for _, text in self._memo.unknown(self._names))
+        return sum(len(name[1]) for name in set(self._names) if not self._memo.knows(name))
 
     def pieces(self) -> list[Piece]:
         """Return the pieces, tokenizing the parts that are not in the memo, each once.
@@ -93,10 +93,6 @@ class Encoder:
         if add_special_tokens:
             parts = [*self._before, *parts, *self._after]
         return CutText(parts, self._bare, self._memo, self._space)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[Piece]:
-        """Return the pieces whose ids, in a row, are the tokens of ``text``."""
-        return self.cut(text, add_special_tokens=add_special_tokens).pieces()
 
     def _ends(self, tokenizer: Tokenizer) -> tuple[list[Part], list[Part]]:
         """Return the tokens put before and after any text."""

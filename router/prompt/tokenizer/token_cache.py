@@ -13,11 +13,10 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from itertools import count
+from typing import Final
 
 from cacheengine.keys import ExtraKeys, HashScheme
-
-_Name = TypeVar("_Name", bound=Hashable)
 
 # What a dictionary entry with its small objects takes beside its payload.
 _ENTRY_BYTES: Final = 400
@@ -72,13 +71,9 @@ class Memo:
         self.stats = MemoStats()
         self._lock = threading.Lock()
         self._entries: OrderedDict[Hashable, Piece | _Step] = OrderedDict()
-        self._bytes = 0
-        self._last_serial = 0
-
-    @property
-    def used_bytes(self) -> int:
-        """Estimated bytes of all that is remembered."""
-        return self._bytes
+        self.used_bytes = 0
+        """Estimated, of all that is remembered."""
+        self._serials = count(1)
 
     def find(self, names: Sequence[Hashable]) -> list[Piece | None]:
         """Return the piece of each name, None where it is not known."""
@@ -86,10 +81,9 @@ class Memo:
             found = [self._get(name) for name in names]
         return [one if isinstance(one, Piece) else None for one in found]
 
-    def unknown(self, names: Sequence[_Name]) -> list[_Name]:
-        """Return the names that have no piece, each once; that is no use of the others."""
-        with self._lock:
-            return [name for name in dict.fromkeys(names) if name not in self._entries]
+    def knows(self, name: Hashable) -> bool:
+        """Whether a name has a piece; that is no use of it. One dictionary read needs no lock."""
+        return name in self._entries
 
     def add(self, name: Hashable, ids: Sequence[int], text_bytes: int) -> Piece:
         """Remember the tokens of a text that takes about ``text_bytes``; return its piece."""
@@ -99,7 +93,7 @@ class Memo:
             known = self._entries.get(name)
             if isinstance(known, Piece):
                 return known  # another thread was first: its keys hang on its serial
-            piece = Piece(self._serial(), packed, _ENTRY_BYTES + text_bytes + 4 * len(packed))
+            piece = Piece(next(self._serials), packed, _ENTRY_BYTES + text_bytes + 4 * len(packed))
             self._put(name, piece)
         return piece
 
@@ -112,7 +106,7 @@ class Memo:
                 piece = self._get(("ids", *run))
                 if not isinstance(piece, Piece):
                     nbytes = _ENTRY_BYTES + 12 * len(run)
-                    piece = Piece(self._serial(), array("I", run), nbytes)
+                    piece = Piece(next(self._serials), array("I", run), nbytes)
                     self._put(("ids", *run), piece)
                 pieces.append(piece)
         return pieces
@@ -150,8 +144,8 @@ class Memo:
     def check(self) -> None:
         """Raise AssertionError unless sizes add up and the bound is kept."""
         with self._lock:
-            assert self._bytes == sum(entry.nbytes for entry in self._entries.values())
-            assert self._bytes <= self.max_bytes or not self._entries
+            assert self.used_bytes == sum(entry.nbytes for entry in self._entries.values())
+            assert self.used_bytes <= self.max_bytes or not self._entries
 
     def _known_keys(self, pieces: Sequence[Piece], context: Hashable) -> list[bytes]:
         keys: list[bytes] = []
@@ -184,13 +178,9 @@ class Memo:
                 step = self._get(name)
                 if not isinstance(step, _Step):
                     own = tuple(keys[stored:end])
-                    step = _Step(self._serial(), own, _ENTRY_BYTES + _KEY_BYTES * len(own))
+                    step = _Step(next(self._serials), own, _ENTRY_BYTES + _KEY_BYTES * len(own))
                     self._put(name, step)
                 before, stored = step.serial, end
-
-    def _serial(self) -> int:
-        self._last_serial += 1
-        return self._last_serial
 
     def _get(self, name: Hashable) -> Piece | _Step | None:
         entry = self._entries.get(name)
@@ -200,11 +190,11 @@ class Memo:
 
     def _put(self, name: Hashable, entry: Piece | _Step) -> None:
         """Store an entry that is not there yet, and evict what was not used for longest."""
-        self._bytes += entry.nbytes
+        self.used_bytes += entry.nbytes
         self._entries[name] = entry
-        while self._bytes > self.max_bytes:
+        while self.used_bytes > self.max_bytes:
             # A step whose predecessor is gone cannot be reached any more: it is
             # never touched again, and leaves in its turn.
             _, oldest = self._entries.popitem(last=False)
-            self._bytes -= oldest.nbytes
+            self.used_bytes -= oldest.nbytes
             self.stats.evictions += 1

@@ -8,7 +8,8 @@ import pytest
 
 from cacheengine.keys import HashScheme
 from router.prompt import media
-from router.prompt.reader import Prompt, PromptReader
+from router.prompt.prompt import Prompt
+from router.prompt.reader import PromptReader
 from tests.router.prompt.chat_shapes import TEMPLATES
 from tests.router.prompt.test_encoder import LONG
 from tests.router.prompt.tokenizer_makers import llama3, write_model
