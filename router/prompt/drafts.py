@@ -69,8 +69,7 @@ class Drafter:
         self._model = None if loaded is None else _Model(loaded, Encoder(loaded.tokenizer, memo))
         sources = {} if loaded is None else loaded.templates
         if chat_template is not None:
-            # vLLM also takes the name of one of the model's templates here.
-            sources = {"default": sources.get(chat_template, chat_template)}
+            sources = {"default": chat_template}
         self._templates = {name: compiled(name, source) for name, source in sources.items()}
 
     def template(self, with_tools: bool) -> ChatTemplate | None:

@@ -39,8 +39,7 @@ class CutText:
 
         Raises `UnicodeEncodeError` or TypeError for text that is not Unicode.
         """
-        found = zip(self._names, self._memo.find(self._names), strict=True)
-        known = {name: piece for name, piece in found if piece is not None}
+        known = self._memo.find(self._names)
         missing = [name for name in dict.fromkeys(self._names) if name not in known]
         if missing:
             texts = [text for _, text in missing]

@@ -11,7 +11,7 @@ leave in their turn. All tokenizers share one store: the name of a piece says wh
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
@@ -75,11 +75,11 @@ class Memo:
         """Estimated, of all that is remembered."""
         self._serials = count(1)
 
-    def find(self, names: Sequence[Hashable]) -> list[Piece | None]:
-        """Return the piece of each name, None where it is not known."""
+    def find(self, names: Iterable[Hashable]) -> dict[Hashable, Piece]:
+        """Return the pieces of the names that have one."""
         with self._lock:
-            found = [self._get(name) for name in names]
-        return [one if isinstance(one, Piece) else None for one in found]
+            found = {name: self._get(name) for name in names}
+        return {name: one for name, one in found.items() if isinstance(one, Piece)}
 
     def knows(self, name: Hashable) -> bool:
         """Whether a name has a piece; that is no use of it. One dictionary read needs no lock."""
@@ -87,29 +87,16 @@ class Memo:
 
     def add(self, name: Hashable, ids: Sequence[int], text_bytes: int) -> Piece:
         """Remember the tokens of a text that takes about ``text_bytes``; return its piece."""
-        packed = array("I", ids)
         with self._lock:
-            self.stats.tokens_tokenized += len(packed)
-            known = self._entries.get(name)
-            if isinstance(known, Piece):
-                return known  # another thread was first: its keys hang on its serial
-            piece = Piece(next(self._serials), packed, _ENTRY_BYTES + text_bytes + 4 * len(packed))
-            self._put(name, piece)
-        return piece
+            self.stats.tokens_tokenized += len(ids)
+            return self._piece(name, ids, text_bytes)
 
     def runs(self, token_ids: Sequence[int]) -> list[Piece]:
         """Return pieces for a prompt that is given as token ids."""
-        pieces = []
+        starts = range(0, len(token_ids), _RUN_TOKENS)
+        runs = [token_ids[start : start + _RUN_TOKENS] for start in starts]
         with self._lock:
-            for start in range(0, len(token_ids), _RUN_TOKENS):
-                run = token_ids[start : start + _RUN_TOKENS]
-                piece = self._get(("ids", *run))
-                if not isinstance(piece, Piece):
-                    nbytes = _ENTRY_BYTES + 12 * len(run)
-                    piece = Piece(next(self._serials), array("I", run), nbytes)
-                    self._put(("ids", *run), piece)
-                pieces.append(piece)
-        return pieces
+            return [self._piece(("ids", *run), run, 8 * len(run)) for run in runs]
 
     def chain(
         self,
@@ -181,6 +168,14 @@ class Memo:
                     step = _Step(next(self._serials), own, _ENTRY_BYTES + _KEY_BYTES * len(own))
                     self._put(name, step)
                 before, stored = step.serial, end
+
+    def _piece(self, name: Hashable, ids: Sequence[int], name_bytes: int) -> Piece:
+        piece = self._get(name)
+        if not isinstance(piece, Piece):  # else another thread was first: keys hang on its serial
+            nbytes = _ENTRY_BYTES + name_bytes + 4 * len(ids)
+            piece = Piece(next(self._serials), array("I", ids), nbytes)
+            self._put(name, piece)
+        return piece
 
     def _get(self, name: Hashable) -> Piece | _Step | None:
         entry = self._entries.get(name)

@@ -16,8 +16,7 @@ def pieces_of(memo: Memo, *texts: str) -> list[Piece]:
     """Return pieces of as many tokens as each text has characters."""
     found = memo.find(texts)
     return [
-        memo.add(text, [ord(char) for char in text], len(text)) if piece is None else piece
-        for text, piece in zip(texts, found, strict=True)
+        found.get(text) or memo.add(text, [ord(char) for char in text], len(text)) for text in texts
     ]
 
 
