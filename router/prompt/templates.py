@@ -181,16 +181,17 @@ def _one_system_message(messages: list[Message]) -> list[Message]:
     places = [index for index, one in enumerate(messages) if one["role"] == "system"]
     if places in ([], [0]):
         return messages
-    texts = [_plain_text(messages[index].get("content", "")) for index in places]
+    texts = [_plain_text(messages[index]["content"]) for index in places]
     merged = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
     return [merged, *(one for one in messages if one["role"] != "system")]
 
 
 def _plain_text(content: Any) -> str:
-    if not isinstance(content, list):
-        return str(content or "")
-    parts = (part["text"] if isinstance(part, dict) else part for part in content)
-    return "\n".join(parts)
+    if isinstance(content, str):
+        return content
+    if not all("text" in part for part in content):
+        raise TemplateRefused("a system message that is merged with others has a medium")
+    return "\n".join(part["text"] for part in content)
 
 
 def read_source(path: Path) -> str:

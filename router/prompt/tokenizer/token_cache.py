@@ -26,16 +26,6 @@ _KEY_BYTES: Final = 80
 _RUN_TOKENS: Final = 128
 
 
-@dataclass(slots=True)
-class MemoStats:
-    """Totals since start; each is counted on one line of this module."""
-
-    tokens_tokenized: int = 0
-    blocks_reused: int = 0
-    blocks_hashed: int = 0
-    evictions: int = 0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """A run of text and its tokens; the same object as long as it is remembered."""
@@ -68,7 +58,8 @@ class Memo:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.stats = MemoStats()
+        self.tokens_tokenized = 0
+        self.blocks_hashed = 0
         self._lock = threading.Lock()
         self._entries: OrderedDict[Hashable, Piece | _Step] = OrderedDict()
         self.used_bytes = 0
@@ -88,7 +79,7 @@ class Memo:
     def add(self, name: Hashable, ids: Sequence[int], text_bytes: int) -> Piece:
         """Remember the tokens of a text that takes about ``text_bytes``; return its piece."""
         with self._lock:
-            self.stats.tokens_tokenized += len(ids)
+            self.tokens_tokenized += len(ids)
             return self._piece(name, ids, text_bytes)
 
     def runs(self, token_ids: Sequence[int]) -> list[Piece]:
@@ -144,7 +135,6 @@ class Memo:
                     break
                 keys += step.keys
                 before = step.serial
-            self.stats.blocks_reused += len(keys)
         return keys
 
     def _store_keys(
@@ -156,7 +146,7 @@ class Memo:
         hashed: int,
     ) -> None:
         with self._lock:
-            self.stats.blocks_hashed += hashed
+            self.blocks_hashed += hashed
             before, tokens, stored = context, 0, 0
             for piece in pieces:
                 name = (before, piece.serial)
@@ -192,4 +182,3 @@ class Memo:
             # never touched again, and leaves in its turn.
             _, oldest = self._entries.popitem(last=False)
             self.used_bytes -= oldest.nbytes
-            self.stats.evictions += 1

@@ -148,15 +148,13 @@ async def test_a_second_turn_costs_only_its_new_text(reader: PromptReader) -> No
     turns = [said("system", "You are brief."), said("user", LONG)]
     first = await reader.read(CHAT, chat(*turns))
     first.chain(SCHEME, 16)
-    before = (reader.memo.stats.tokens_tokenized, reader.memo.stats.blocks_hashed)
+    before = (reader.memo.tokens_tokenized, reader.memo.blocks_hashed)
     turns += [said("assistant", "So it is."), said("user", "And why?")]
     second = await reader.read(CHAT, chat(*turns))
     keys = second.chain(SCHEME, 16)
     new = second.token_count - first.token_count
-    assert reader.memo.stats.tokens_tokenized - before[0] <= new < 80
-    assert (
-        reader.memo.stats.blocks_hashed - before[1] <= len(keys) - len(first.chain(SCHEME, 16)) + 1
-    )
+    assert reader.memo.tokens_tokenized - before[0] <= new < 80
+    assert reader.memo.blocks_hashed - before[1] <= len(keys) - len(first.chain(SCHEME, 16)) + 1
     assert keys == SCHEME.chain(second.token_ids or [], 16)
     reader.memo.check()
 
