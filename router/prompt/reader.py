@@ -120,12 +120,11 @@ class PromptReader:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> bool:
-        """Compare our tokens of the probes with a replica's ``POST /tokenize``.
+        """Compare our tokens of the probes with a replica's ``POST /tokenize``; True when equal.
 
-        True when all are equal: tokens then count as exact. When some differ,
-        tokens of that kind (text, chat) are not used for this replica (`differs`),
-        and the log says why. False also when the replica could not be asked; that
-        changes nothing.
+        Tokens then count as exact. Where some differ, tokens of that kind (text, chat) are
+        not used for this replica (`differs`), and the log says why. A replica that could not
+        be asked changes nothing.
         """
         texts = [{"prompt": text} for text in TEXT_PROBES]
         try:

@@ -44,12 +44,7 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_body")
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    @staticmethod
-    def _body(caller: Callable[[], str]) -> str:
-        return caller()
+        return jinja2.nodes.Scope(body, lineno=line)  # what is set in it ends with it
 
 
 def _raise_exception(message: str) -> NoReturn:
