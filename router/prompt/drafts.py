@@ -9,8 +9,10 @@ video only the tokens before the first of them are known (`router.prompt.media`)
 
 import json
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from router.config import BadRequest
@@ -269,11 +271,5 @@ def _without_end(pieces: Sequence[Piece], tokens: int) -> tuple[list[Piece], lis
     """Return the tokens but the last ones, and the pieces that hold none of the last ones."""
     every = _ids_of(pieces)
     ids = every[: max(0, len(every) - tokens)]
-    whole: list[Piece] = []
-    count = 0
-    for piece in pieces:
-        count += len(piece.ids)
-        if count > len(ids):
-            break
-        whole.append(piece)
-    return whole, ids
+    ends = list(accumulate(len(piece.ids) for piece in pieces))
+    return list(pieces[: bisect_right(ends, len(ids))]), ids

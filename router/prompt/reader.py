@@ -15,7 +15,7 @@ import aiohttp
 from router.prompt import media
 from router.prompt.drafts import Draft, Drafter
 from router.prompt.inputs import Body, PromptInput, TextInput
-from router.prompt.prompt import Prompt
+from router.prompt.prompt import CHARS_PER_TOKEN, Prompt
 from router.prompt.templates import read_source
 from router.prompt.tokenizer import (
     CHAT_PROBES,
@@ -41,9 +41,6 @@ _LONG_CHARS: Final = 512 * 1024
 
 # Where a body has its prompt.
 _PROMPT_FIELDS: Final = ("messages", "input", "prompt", "system", "tools")
-
-# What a token id counts for in characters.
-_CHARS_PER_TOKEN: Final = 4
 
 
 class PromptReader:
@@ -180,7 +177,7 @@ def _rough_chars(body: Body) -> int:
             waiting.extend(one for key, one in value.items() if key not in media.FIELDS)
         elif isinstance(value, list):
             if value and isinstance(value[0], int):
-                size += _CHARS_PER_TOKEN * len(value)
+                size += CHARS_PER_TOKEN * len(value)
             else:
                 waiting.extend(value)
     return size
