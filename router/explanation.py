@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-from router.config import RouterConfig
+from router.config import Judgment, PolicyName
 from router.fleet import Candidate, Decision, Fleet, Reason, State
 from router.latency import Part, Rates
 from router.prompt import Prompt
@@ -53,7 +53,7 @@ def explanation(
         "replica": decision.replica_id,
         "url": decision.url,
         "reason": str(decision.reason),
-        "why": why(decision, fleet.config),
+        "why": why(decision, fleet.config.policy, fleet.judgment),
         "prompt_tokens": decision.prompt_tokens,
         "exact_tokens": prompt is not None and prompt.exact,
         "matched_tokens": _by_name(decision.matched_tokens),
@@ -67,27 +67,28 @@ def explanation(
     }
 
 
-def why(decision: Decision, config: RouterConfig) -> str:
+def why(decision: Decision, policy: PolicyName, judgment: Judgment) -> str:
     """Return one sentence for a person that says why the pick was made."""
     picked = decision.picked
     holds = _holds(picked, decision.prompt_tokens)
     if decision.reason in _FIXED:
         return f"{picked.replica_id} {_FIXED[decision.reason]}: {holds}."
-    if config.policy != "ttft":
-        about = f"(policy {config.policy}, which looks at no times)"
-        return f"{picked.replica_id} {_OTHER_POLICIES[config.policy]} {about}: {holds}."
+    if policy != "ttft":
+        about = f"(policy {policy}, which looks at no times)"
+        return f"{picked.replica_id} {_OTHER_POLICIES[policy]} {about}: {holds}."
     others = [each for each in decision.candidates if each is not picked]
-    soonest = min(others, key=lambda each: each.ttft_s)
-    margin = f"the margin of {seconds_text(config.sessions.spill_margin_s)}"
-    match decision.reason:
-        case Reason.SESSION_HOME:
-            head, contrast = "is the session's home", _against_home(picked, soonest, margin)
-        case Reason.SESSION_SPILL if decision.home is not None:
-            head = _head(picked, soonest)
-            home = next(each for each in decision.candidates if each.replica_id == decision.home)
-            contrast = _against_spill(picked, home, margin)
-        case _:
-            head, contrast = _head(picked, soonest), _against_others(picked, soonest)
+    other = min(others, key=lambda each: each.ttft_s)
+    name = f"{other.replica_id}, the next,"
+    if decision.reason is Reason.SESSION_SPILL and decision.home is not None:
+        other = next(each for each in others if each.replica_id == decision.home)
+        name = f"the session's home {other.replica_id}"
+    if decision.reason is Reason.SESSION_HOME:
+        head = "is the session's home"
+    elif picked.ttft_s - min(each.ttft_s for each in others) < _NO_LATER_S:
+        head = "answers soonest"
+    else:
+        head = "answers nearly as soon as any"
+    contrast = _against(picked, other, name, judgment)
     return f"{picked.replica_id} {head}: {holds}; {contrast}."
 
 
@@ -96,11 +97,6 @@ def seconds_text(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:,.1f} s"
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.0f} ms"
-
-
-def _head(picked: Candidate, soonest: Candidate) -> str:
-    is_soonest = picked.ttft_s - soonest.ttft_s < _NO_LATER_S
-    return "answers soonest" if is_soonest else "answers nearly as soon as any"
 
 
 def _holds(picked: Candidate, prompt_tokens: int) -> str:
@@ -114,53 +110,23 @@ def _holds(picked: Candidate, prompt_tokens: int) -> str:
     return ", ".join(told + [f"{count:,} {where}" for where, count in others])
 
 
-def _against_home(home: Candidate, soonest: Candidate, margin: str) -> str:
-    sooner_s = home.ttft_s - soonest.ttft_s
-    if sooner_s < _NO_LATER_S:
-        return "no other replica would answer sooner"
-    return (
-        f"{soonest.replica_id} would answer {seconds_text(sooner_s)} sooner, no more than {margin}"
-    )
-
-
-def _against_spill(picked: Candidate, home: Candidate, margin: str) -> str:
-    late_s = home.ttft_s - picked.ttft_s
-    return (
-        f"the session's home {home.replica_id} would take {seconds_text(late_s)} longer, "
-        f"more than {margin}"
-    )
-
-
-def _against_others(picked: Candidate, other: Candidate) -> str:
-    """Contrast a pick with the soonest of the others."""
+def _against(picked: Candidate, other: Candidate, name: str, judgment: Judgment) -> str:
+    """Contrast a pick with one that was not picked."""
     late_s = other.ttft_s - picked.ttft_s
-    name = other.replica_id
     if late_s >= _NO_LATER_S:
-        return f"{name}, the next, would take {seconds_text(late_s)} longer"
-    if because := _what_speaks_against(other, picked):
-        return f"{name} would {_sooner(late_s)}, but {because}"
-    as_soon = f"{name} would be as soon, within what predictions are good for"
-    if picked.matched > other.matched:
-        return f"{as_soon}, but holds less"
-    if picked.in_flight < other.in_flight:
-        return f"{as_soon}, but has more to do"
-    return f"{name} would be as soon: among equals, equal beginnings meet at one replica"
-
-
-def _what_speaks_against(other: Candidate, picked: Candidate) -> str | None:
-    """Return why one that answers as soon as the pick, or sooner, was not picked."""
-    if other.ttft_s <= picked.ttft_s - _NO_LATER_S and other.waiting > max(1, picked.waiting):
-        return f"{other.waiting} wait there already, and in a burst as many are to come"
-    if other.cost.busy_s - picked.cost.busy_s >= _NO_LATER_S:
+        return f"{name} would take {seconds_text(late_s)} longer"
+    sooner = "be as soon" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} sooner"
+    others_s, picked_others_s = other.others_s(judgment), picked.others_s(judgment)
+    if others_s - picked_others_s >= _NO_LATER_S:
         return (
-            f"be kept busy for {seconds_text(other.cost.busy_s)} "
-            f"rather than {seconds_text(picked.cost.busy_s)}"
+            f"{name} would {sooner}, but cost the requests behind it {seconds_text(others_s)} "
+            f"in all rather than {seconds_text(picked_others_s)}"
         )
-    return None
-
-
-def _sooner(late_s: float) -> str:
-    return "be as soon" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} sooner"
+    if picked.matched > other.matched:
+        return f"{name} would {sooner}, but holds less"
+    if picked.in_flight < other.in_flight:
+        return f"{name} would {sooner}, but has more to do"
+    return f"{name} would {sooner}: among equals, sessions stay and equal beginnings meet"
 
 
 def _shown(decision: Decision) -> list[Candidate]:

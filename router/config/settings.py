@@ -94,8 +94,6 @@ class SessionConfig:
     """Keeping a session on the replica that knows it."""
 
     header: str = "x-session-id"
-    spill_margin_s: float = setting(1.0, at_least=0)
-    """How much slower the home may be than the best before the session leaves it."""
     max_sessions: int = setting(100_000, at_least=1)
     ttl_s: float = setting(3600.0, above=0)
 
