@@ -19,10 +19,8 @@ from cacheengine import wire
 from cacheengine.address import join_host_port
 from cacheengine.agent.answers import errors_as_json
 from cacheengine.agent.async_waits import wake
-from cacheengine.agent.commands import CommandHandlers
+from cacheengine.agent.handlers import Handlers
 from cacheengine.agent.mover import Mover
-from cacheengine.agent.prompts import Prompts
-from cacheengine.agent.queries import QueryHandlers
 from cacheengine.agent.registration import Registrar
 from cacheengine.engine import CacheEngine
 from cacheengine.settings import EngineConfig
@@ -104,9 +102,10 @@ class Agent:
         async with AsyncExitStack() as undo:
             session = await undo.enter_async_context(aiohttp.ClientSession())
             mover = Mover(self._engine, self._identity, session, self._meter)
-            runner = web.AppRunner(
-                self._app(mover), access_log=None, handle_signals=False, shutdown_timeout=1.0
-            )
+            app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
+            handlers = Handlers(self._engine, self._identity, mover, self._meter)
+            app.add_routes(handlers.routes())
+            runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
             await runner.setup()
             undo.push_async_callback(runner.cleanup)
             undo.push_async_callback(mover.stop)
@@ -120,14 +119,6 @@ class Agent:
                 _run_within(undo, registrar.run())
             started.set_result(None)
             await self._stopping.wait()
-
-    def _app(self, mover: Mover) -> web.Application:
-        prompts = Prompts(self._identity)
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
-        queries = QueryHandlers(self._engine, self._identity, prompts, self._meter)
-        commands = CommandHandlers(self._engine, self._identity, prompts, mover)
-        app.add_routes([*queries.routes(), *commands.routes()])
-        return app
 
     def _registrar(
         self, session: aiohttp.ClientSession, controller_url: str, address: tuple[str, int]
