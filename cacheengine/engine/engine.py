@@ -19,13 +19,7 @@ from cacheengine.identity import ChunkLayout
 from cacheengine.keys import key64
 from cacheengine.memory import Pool
 from cacheengine.record import CPU, EngineStats, KeyEventRecord, to_wire
-from cacheengine.residency import (
-    Decider,
-    Presence,
-    Promotion,
-    StoreReservation,
-    count_held,
-)
+from cacheengine.residency import Decider, Presence, Promotion, StoreReservation, count_held
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import LocalTier, SharedTier
 
@@ -63,7 +57,16 @@ class CacheEngine:
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
         self._closed = False
-        self._tiers = LowerTiers(config, layout, tier, remote)
+        self._tiers = LowerTiers(
+            config,
+            layout,
+            pool,
+            tier,
+            remote,
+            deciding=self._deciding,
+            clock=clock,
+            make_threads=make_threads,
+        )
         self._decider = Decider(
             pool.num_slots,
             config.cache_policy,
@@ -72,7 +75,6 @@ class CacheEngine:
             local_cpu=config.local_cpu,
             put_queue_share=config.put_queue_share,
         )
-        self._tiers.open(pool, config, self._deciding, clock, make_threads)
 
     # --- the scheduler's face ---
 

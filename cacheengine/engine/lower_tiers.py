@@ -24,15 +24,20 @@ _END_S: Final = 5.0
 class LowerTiers:
     """The local tier and, if there is one, the remote; by default those of the configuration.
 
-    Making it scans the local tier: what an earlier run has stored is served again.
+    Making it scans the local tier, and starts the threads.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         layout: ChunkLayout,
+        pool: Pool,
         local: LocalTier | None,
         remote: SharedTier | None,
+        *,
+        deciding: Deciding,
+        clock: Clock,
+        make_threads: MakeThreads,
     ) -> None:
         with contextlib.ExitStack() as undo:
             self.local = make_tier(config, layout) if local is None else local
@@ -40,42 +45,12 @@ class LowerTiers:
             self.remote = make_remote(config, layout) if remote is None else remote
             if self.remote is not None:
                 undo.callback(self.remote.close)
-            self.local_index = TierIndex(self.local.capacity_bytes, self.local.item_bytes)
-            self._adopt_stored()
+            below: list[tuple[Tier, LowerIndex]] = [(self.local, _index_of_stored(self.local))]
             undo.pop_all()
-        self._below: list[tuple[Tier, LowerIndex]] = [(self.local, self.local_index)]
         if self.remote is not None:
-            self._below.append((self.remote, RemoteIndex()))
-        self.io: list[TierIo] = []
-
-    def _adopt_stored(self) -> None:
-        keys = self.local.scan()
-        excess = self.local_index.adopt(keys)
-        self.local.delete(excess)
-        for key in excess:
-            self.local_index.forget(key)
-        if keys:
-            logger.info(
-                "%s tier: %d chunks of an earlier run are served again, %d were too many",
-                self.local.name,
-                len(keys) - len(excess),
-                len(excess),
-            )
-
-    @property
-    def indexes(self) -> list[LowerIndex]:
-        """The tiers' indexes, the nearest tier first."""
-        return [index for _, index in self._below]
-
-    def open(
-        self,
-        pool: Pool,
-        config: EngineConfig,
-        deciding: Deciding,
-        clock: Clock,
-        make_threads: MakeThreads,
-    ) -> None:
-        """Start the threads."""
+            below.append((self.remote, RemoteIndex()))
+        self.indexes = [index for _, index in below]
+        """The nearest tier's first."""
         self.io = [
             TierIo(
                 tier,
@@ -86,7 +61,7 @@ class LowerTiers:
                 clock=clock,
                 make_threads=make_threads,
             )
-            for tier, index in self._below
+            for tier, index in below
         ]
 
     def start(self, todo: Todo) -> None:
@@ -122,3 +97,21 @@ class LowerTiers:
         deadline_s = time.monotonic() + timeout_s
         ended = [join(io, max(0.0, deadline_s - time.monotonic())) for io in self.io]
         return all(ended)
+
+
+def _index_of_stored(local: LocalTier) -> TierIndex:
+    """Return what an earlier run has stored, which is served again as far as it fits."""
+    index = TierIndex(local.capacity_bytes, local.item_bytes)
+    keys = local.scan()
+    excess = index.adopt(keys)
+    local.delete(excess)
+    for key in excess:
+        index.forget(key)
+    if keys:
+        logger.info(
+            "%s tier: %d chunks of an earlier run are served again, %d were too many",
+            local.name,
+            len(index),
+            len(excess),
+        )
+    return index

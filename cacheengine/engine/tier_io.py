@@ -92,17 +92,13 @@ class TierIo:
     def start(self, gets: int, puts: int, deletes: Sequence[bytes], *, asks: bool) -> None:
         """Do what was decided; the numbers are of those newly queued."""
         for _ in range(min(gets, self._read_threads)):
-            if not self._readers.submit(self._read_turn):
-                self._read_turn()
+            _run(self._readers, partial(_take_turns, self._readers, self._read_batch))
         for _ in range(min(puts, self._write_threads)):
-            if not self._writers.submit(self._write_turn):
-                self._write_turn()
+            _run(self._writers, partial(_take_turns, self._writers, self._write_batch))
         for start in range(0, len(deletes), _DELETE_BATCH):
-            batch = deletes[start : start + _DELETE_BATCH]
-            if not self._writers.submit(partial(self._delete, batch)):
-                self._delete(batch)
-        if asks and self._asker is not None and not self._asker.submit(self._ask_turn):
-            self._ask_turn()
+            _run(self._writers, partial(self._delete, deletes[start : start + _DELETE_BATCH]))
+        if asks and self._asker is not None:
+            _run(self._asker, self._ask_turn)
 
     # --- the end ---
 
@@ -134,11 +130,6 @@ class TierIo:
         return ended
 
     # --- reads ---
-
-    def _read_turn(self) -> None:
-        """Read a batch, and see to it that the rest of the queue has its turn."""
-        while self._read_batch() and not self._readers.submit(self._read_turn):
-            pass  # stopped: this thread is the last that comes here
 
     def _read_batch(self) -> bool:
         """Read what is next in the queue; return whether more was there."""
@@ -182,11 +173,6 @@ class TierIo:
         return min(self._tier.batch_chunks, math.ceil(chunks / threads))
 
     # --- writes ---
-
-    def _write_turn(self) -> None:
-        """Write a batch, and see to it that the rest of the queue has its turn."""
-        while self._write_batch() and not self._writers.submit(self._write_turn):
-            pass  # stopped: this thread is the last that comes here
 
     def _write_batch(self) -> bool:
         """Write what is next in the queue; return whether more was there."""
@@ -235,3 +221,15 @@ class TierIo:
                 decider.promoter.answered(keys, found or None, self._clock())
                 keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
                 is_wanted = self._is_reading
+
+
+def _run(threads: JobRunner, job: Callable[[], None]) -> None:
+    """Have a thread do a job, or after their end this one."""
+    if not threads.submit(job):
+        job()
+
+
+def _take_turns(threads: JobRunner, batch: Callable[[], bool]) -> None:
+    """Do a batch, and see to it that the rest of the queue has its turn."""
+    while batch() and not threads.submit(partial(_take_turns, threads, batch)):
+        pass  # stopped: this thread is the last that comes here

@@ -392,7 +392,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert (chunk in chunks) != event.stored
                 (chunks.add if event.stored else chunks.remove)(chunk)
         assert self.events["cpu"] == set(self.engine._decider.cpu.ready_keys())
-        assert self.events["disk"] == set(self.engine._tiers.local_index.keys())
+        assert self.events["disk"] == set(self.engine._tiers.indexes[0].keys())
         assert self.events["remote"] == set(self.index.keys())
 
     def teardown(self) -> None:
@@ -411,7 +411,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._run(self.jobs[0])
         self.engine.check()
         assert self.engine.stats().cpu_used_bytes == 0
-        assert self.engine._tiers.local_index.used_bytes == 0
+        assert self.engine._tiers.indexes[0].used_bytes == 0
         assert not any(self.index.is_known(chunk) for chunk in UNIVERSE)
         assert self.tier.chunks == {}
         self.engine.close()
