@@ -26,8 +26,8 @@ from typing import Final
 from bench.command import positive, write_report
 from bench.ttft import machine
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity.layout import ChunkLayout
-from cacheengine.memory.pool import Pool
+from cacheengine.identity import ChunkLayout
+from cacheengine.memory import Pool
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.server import TransferServer

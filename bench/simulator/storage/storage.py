@@ -11,9 +11,9 @@ from cacheengine.agent import Agent
 from cacheengine.engine.configured_tiers import make_tier
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.io_threads import IoThreads
-from cacheengine.identity.layout import ChunkLayout
+from cacheengine.identity import ChunkLayout
 from cacheengine.keys import DEFAULT_SEED
-from cacheengine.memory.pool import Pool
+from cacheengine.memory import Pool
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.tiers.base import LocalTier
 from cacheengine.tiers.null import NullTier

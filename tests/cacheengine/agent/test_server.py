@@ -13,7 +13,7 @@ import pytest
 from cacheengine import wire
 from cacheengine.agent import Agent
 from cacheengine.keys import HashScheme, chunk_keys, key64
-from cacheengine.record.stats import EngineStats, TierStats
+from cacheengine.record import EngineStats, TierStats
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.transfer.stats import TransferStats
 from cacheengine.wire import ReplicaIdentity

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.memory.pool import Pool
+from cacheengine.memory import Pool
 from cacheengine.residency import Presence, Promotion
 from cacheengine.residency.shared_index import RemoteIndex
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome

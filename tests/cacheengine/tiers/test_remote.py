@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cacheengine.identity.layout import ChunkLayout
+from cacheengine.identity import ChunkLayout
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.remote.envelope import HEADER_BYTES
 from cacheengine.tiers.remote.remote import RemoteTier

@@ -179,7 +179,7 @@ def test_something_else_listens(other: Bench, play: Play) -> None:
 
 def test_another_layout_is_refused(source: Bench, serve: Serve, play: Play) -> None:
     from cacheengine.engine.engine import CacheEngine
-    from cacheengine.memory.pool import Pool
+    from cacheengine.memory import Pool
     from cacheengine.settings.settings import EngineConfig
 
     peer = serve(source)

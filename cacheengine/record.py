@@ -1,7 +1,19 @@
-"""What the engine counts and measures. Every counter is defined on its line."""
+"""What the engine counts and measures, and which keys came and went.
 
+`EngineStats` has every counter, defined on its line; `EventLog` keeps the last changes of
+keys with their numbers, for agents' callers and vLLM's stream, and says when one has been
+missed. Pure bookkeeping; the caller serializes calls.
+
+Called by residency, engine and transfer. Imports keys and wire.
+"""
+
+from collections import deque
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Final
+
+from cacheengine import wire
+from cacheengine.keys import key64
 
 CPU: Final = "cpu"
 """The name of the first tier: the pool."""
@@ -127,3 +139,56 @@ class BandwidthMeter:
         if self._active:
             self._busy_s += now_s - self._since_s
         self._since_s = now_s
+
+
+DEFAULT_HISTORY: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class KeyEventRecord:
+    """Chunks that a tier gained (``stored``) or lost, in whole digests."""
+
+    tier: str
+    stored: bool
+    keys: tuple[bytes, ...]
+
+
+class EventLog:
+    """The last ``history`` events, numbered from 1, and a queue of those not taken yet."""
+
+    def __init__(self, history: int = DEFAULT_HISTORY) -> None:
+        self._history: deque[KeyEventRecord] = deque(maxlen=history)
+        self._untaken: deque[KeyEventRecord] = deque(maxlen=history)
+        self.last_seq = 0
+        self.untaken_dropped = 0
+        """Events that left the queue before `take`."""
+
+    def append(self, tier: str, *, stored: bool, keys: tuple[bytes, ...]) -> None:
+        """Note an event; none if there are no keys."""
+        if not keys:
+            return
+        record = KeyEventRecord(tier, stored, keys)
+        if len(self._untaken) == self._untaken.maxlen:
+            self.untaken_dropped += 1
+        self._untaken.append(record)
+        self._history.append(record)
+        self.last_seq += 1
+
+    def take(self) -> list[KeyEventRecord]:
+        """Return the events since the last call, the oldest lost if they were too many."""
+        taken = list(self._untaken)
+        self._untaken.clear()
+        return taken
+
+    def after(self, seq: int) -> list[KeyEventRecord] | None:
+        """Return the events after number ``seq``; None when some of them are gone."""
+        first = self.last_seq - len(self._history) + 1
+        if not first - 1 <= seq <= self.last_seq:
+            return None
+        return list(islice(self._history, seq - first + 1, None))
+
+
+def to_wire(record: KeyEventRecord) -> wire.KeyEvent:
+    """Return an event with its keys packed."""
+    packed = wire.pack_keys(key64(key) for key in record.keys)
+    return wire.KeyEvent(tier=record.tier, stored=record.stored, keys=packed)
