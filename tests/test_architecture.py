@@ -94,7 +94,6 @@ PURE = (
     "cacheengine.residency.state",
     "cacheengine.residency.cascade",
     "cacheengine.residency.promoter",
-    "cacheengine.residency.operator_pins",
 )
 IMPURE_IMPORTS = {
     "aiohttp",

@@ -26,11 +26,13 @@ from cacheengine.agent.async_waits import (
     wait_for_promotion,
 )
 from cacheengine.agent.mover import Mover
-from cacheengine.agent.prompts import Prompts, digests
 from cacheengine.engine import CacheEngine, render_metrics
+from cacheengine.keys import HashScheme, chunk_keys, prompt_extra_keys
 from cacheengine.transfer import TransferMeter
 
 _LEAST_STALL_S: Final = 0.1
+MAX_CHUNKS: Final = 65_536
+"""Most chunks of one call that moves or changes them."""
 
 
 class Handlers:
@@ -45,7 +47,7 @@ class Handlers:
     ) -> None:
         self._engine = engine
         self._identity = identity
-        self._prompts = Prompts(identity)
+        self._prompts = _Prompts(identity)
         self._mover = mover
         self._meter = meter
 
@@ -133,7 +135,7 @@ class Handlers:
         """Promote chunks, and pin them for a while."""
         call = await decode(request, wire.PrefetchRequest)
         pin_s = seconds("pin_s", call.pin_s)
-        promotion = self._engine.promote(digests(call.keys), pin_s=pin_s)
+        promotion = self._engine.promote(_digests(call.keys), pin_s=pin_s)
         await wait_for_promotion(promotion, min(call.wait_s, MAX_WAIT_S))
         # All counts of one moment: reads go on.
         counts = promotion.counts
@@ -189,3 +191,45 @@ class Handlers:
         wait_s = seconds("wait_s", number(request, "wait_s", float))
         await wait_for_event(move.over, min(wait_s, MAX_WAIT_S))
         return as_json(move.status())
+
+
+class _Prompts:
+    """Computes keys as the replica's vLLM does."""
+
+    def __init__(self, identity: wire.ReplicaIdentity) -> None:
+        self._scheme = HashScheme(identity.hash_algorithm, identity.hash_seed)
+        self._block_tokens = identity.block_tokens
+        self._blocks_per_chunk = identity.chunk_tokens // identity.block_tokens
+
+    def keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
+        """Return the keys of the chunks that a call names.
+
+        Raises `BadCallError` unless it names them in exactly one way.
+        """
+        if (call.tokens is None) == (call.keys is None):
+            raise BadCallError("give either 'tokens' or 'keys', one of them")
+        if call.keys is not None:
+            return _digests(call.keys)
+        extra, first = prompt_extra_keys(cache_salt=call.cache_salt)
+        chain = self._scheme.chain(
+            call.tokens or [], self._block_tokens, extra_keys=extra, first_extra_keys=first
+        )
+        return chunk_keys(chain, self._blocks_per_chunk)
+
+    def some_keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
+        """Return `keys_of`, each key once; raise `BadCallError` for too many, or none of ours."""
+        keys = list(dict.fromkeys(self.keys_of(call)))
+        if len(keys) > MAX_CHUNKS:
+            raise BadCallError(f"{len(keys)} chunks; one call may name {MAX_CHUNKS}")
+        size = len(self._scheme.root)
+        if any(len(key) != size for key in keys):
+            raise BadCallError(f"'keys' of this replica are digests of {size} bytes")
+        return keys
+
+
+def _digests(keys: list[str]) -> list[bytes]:
+    """Return keys given in hex; raise `BadCallError` for anything else."""
+    try:
+        return [bytes.fromhex(key) for key in keys]
+    except ValueError:
+        raise BadCallError("'keys' are whole digests in hex, two digits a byte") from None

@@ -162,7 +162,7 @@ class CacheEngine:
     def held_in(self, keys: Sequence[bytes], tier: str) -> int:
         """Return how many leading chunks a tier is known to hold."""
         with self._lock:
-            return self._decider.operator_pins.held_in(keys, tier)
+            return self._decider.state.held_in(keys, tier)
 
     def is_putting(self, keys: Iterable[bytes], tier: str) -> bool:
         """Whether one of these chunks is on its way into a lower tier."""
@@ -176,12 +176,12 @@ class CacheEngine:
         Half of a tier can be pinned so, nothing of the remote tier, which is not ours.
         """
         with self._lock:
-            return self._decider.operator_pins.pin(keys, tier)
+            return self._decider.state.operator_pin(keys, tier)
 
     def unpin(self, keys: Sequence[bytes], tier: str) -> int:
         """End the pins of leading chunks that a tier holds; return how many had one."""
         with self._deciding() as decider:
-            return decider.operator_pins.unpin(keys, tier, self._clock())
+            return decider.state.operator_unpin(keys, tier, self._clock())
 
     def clear(
         self, tiers: Collection[str] | None = None, keys: Collection[bytes] | None = None

@@ -11,7 +11,6 @@ from cacheengine.residency.cascade import Cascade
 from cacheengine.residency.decisions import Outcome, Presence, Promotion, StoreReservation, Todo
 from cacheengine.residency.entry import Entry, State
 from cacheengine.residency.lower_index import LowerIndex
-from cacheengine.residency.operator_pins import OperatorPins
 from cacheengine.residency.pool_index import CpuIndex
 from cacheengine.residency.promoter import Promoter
 from cacheengine.residency.shared_index import RemoteIndex
@@ -49,7 +48,6 @@ class Decider:
         }
         remotes = [index for index in lower if isinstance(index, RemoteIndex)]
         self.promoter = Promoter(state, remotes[0] if remotes else None)
-        self.operator_pins = OperatorPins(state)
 
     def take_todo(self) -> Todo | None:
         """Return what has come up since the last call, None if nothing has."""
@@ -213,7 +211,7 @@ class Decider:
         # where room is looked for.
         self.touch(keys)
         if not self.cpu.may_pin(None):
-            # OperatorPins that are over still count against what may be pinned.
+            # Pins that are over still count against what may be pinned.
             self.expire_pins(now_s)
         return self.promoter.begin(keys, pin_s, now_s)
 
@@ -230,7 +228,7 @@ class Decider:
     ) -> dict[str, int]:
         """Hide everything in these tiers, or these chunks; return how many could be found.
 
-        OperatorPins end. Bytes in use, being written or read stay where they are until
+        Pins end. Bytes in use, being written or read stay where they are until
         that is over, and cannot be found any more.
         """
         dropped = {}
