@@ -400,9 +400,12 @@ async def test_a_source_that_hangs_is_given_up(
     assert fleet.second.bench.engine.lookup(PREFIX[0]) is Presence.MISS
 
 
-async def test_the_latest_moves_are_remembered(fleet: Fleet) -> None:
+async def test_the_latest_moves_are_remembered(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "MAX_REMEMBERED", 3)
     engine, meter = fleet.second.bench.engine, TransferMeter()
-    moves = moving.Mover(engine, identity("three"), fleet.session, meter, max_remembered=3)
+    moves = moving.Mover(engine, identity("three"), fleet.session, meter)
     source = wire.MoveSource(agent_url=fleet.first.url, transfer_address=fleet.first.address)
     begun = []
     for _ in range(5):

@@ -83,7 +83,7 @@ def test_promotion_returns_before_the_read(make_bench: MakeBench, tier: Scripted
     assert bench.engine.try_hold(key(1)) is None
     tier.gets.set()
     assert done.wait(20)
-    assert (promotion.counts.promoted, promotion.promoted_bytes) == (1, bench.pool.slot_bytes)
+    assert promotion.counts.promoted == 1
 
 
 def test_the_same_chunk_asked_twice_is_read_once(make_bench: MakeBench, tier: ScriptedTier) -> None:
