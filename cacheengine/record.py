@@ -1,12 +1,13 @@
 """What the engine counts and measures, and which keys came and went.
 
-`EngineStats` has every counter, defined on its line; `EventLog` keeps the last changes of
-keys with their numbers, for agents' callers and vLLM's stream, and says when one has been
-missed. Pure bookkeeping; the caller serializes calls.
+`EngineStats` and `TransferStats` have every counter, defined on its line; `EventLog` keeps
+the last changes of keys with their numbers, for agents' callers and vLLM's stream, and says
+when one has been missed. The caller serializes calls, but for `TransferMeter`'s.
 
-Called by residency, engine and transfer. Imports keys and wire.
+Called by residency, engine, transfer, agent and connector. Imports keys and wire.
 """
 
+import threading
 from collections import deque
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
@@ -98,6 +99,43 @@ class EngineStats:
     def copy(self) -> "EngineStats":
         """Return the counts of this moment, which do not change any more."""
         return replace(self, disk=replace(self.disk), remote=replace(self.remote))
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """Counts since the replica's start; bytes are payload bytes."""
+
+    sent_chunks: int = counter("Chunks sent to other replicas.")
+    sent_bytes: int = counter("Bytes sent to other replicas.")
+    send_missing: int = counter("Chunks asked for by another replica that could not be read here.")
+    send_refused: int = counter("Connections refused: another layout or version, too many.")
+    send_failures: int = counter("Connections of other replicas that broke or made no sense.")
+    received_chunks: int = counter("Chunks fetched whole from other replicas.")
+    received_bytes: int = counter("Bytes fetched from other replicas.")
+    receive_corrupt: int = counter("Chunks that came damaged, and were not kept.")
+    receive_failures: int = counter("Connections to other replicas that were refused or broke.")
+    moves: int = counter("Moves into this replica that were begun.")
+    moves_failed: int = counter(
+        "Moves of which not all arrived, or the source did not drop what it was to lose."
+    )
+
+
+class TransferMeter:
+    """One replica's `TransferStats`, added to by many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = TransferStats()
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Add to the counter of that name."""
+        with self._lock:
+            setattr(self._stats, name, getattr(self._stats, name) + count)
+
+    def stats(self) -> TransferStats:
+        """Return a copy of the counters."""
+        with self._lock:
+            return replace(self._stats)
 
 
 _WINDOW_S: Final = 2.0

@@ -39,10 +39,10 @@ ENGINE_ROOMS = {
     "settings": {"memory", "residency", "tiers"},
     "engine": {"identity", "memory", "record", "residency", "settings", "tiers"},
     "transfer": {"engine", "residency", "record"},
-    "agent": {"engine", "residency", "settings", "transfer"},
+    "agent": {"engine", "record", "residency", "settings", "transfer"},
     "launch": {"identity", "settings"},
     "connector": {
-        *("identity", "memory", "settings", "tiers", "residency", "engine"),
+        *("identity", "memory", "record", "settings", "tiers", "residency", "engine"),
         *("transfer", "agent", "launch"),
     },
 }

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Final
 
@@ -28,28 +29,25 @@ from cacheengine.agent.async_waits import (
 from cacheengine.agent.mover import Mover
 from cacheengine.engine import CacheEngine, render_metrics
 from cacheengine.keys import HashScheme, chunk_keys, prompt_extra_keys
-from cacheengine.transfer import TransferMeter
+from cacheengine.record import TransferMeter
 
 _LEAST_STALL_S: Final = 0.1
 MAX_CHUNKS: Final = 65_536
 """Most chunks of one call that moves or changes them."""
 
 
+@dataclass(slots=True, eq=False)
 class Handlers:
     """Answers from one engine; moves are ``mover``'s."""
 
-    def __init__(
-        self,
-        engine: CacheEngine,
-        identity: wire.ReplicaIdentity,
-        mover: Mover,
-        meter: TransferMeter,
-    ) -> None:
-        self._engine = engine
-        self._identity = identity
-        self._prompts = _Prompts(identity)
-        self._mover = mover
-        self._meter = meter
+    engine: CacheEngine
+    identity: wire.ReplicaIdentity
+    mover: Mover
+    meter: TransferMeter
+    _scheme: HashScheme = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._scheme = HashScheme(self.identity.hash_algorithm, self.identity.hash_seed)
 
     def routes(self) -> list[web.RouteDef]:
         """Return the paths that are served."""
@@ -78,10 +76,10 @@ class Handlers:
         """Say which replica this is, how its keys are made and what its tiers can do."""
         return as_json(
             wire.InstanceInfo(
-                **msgspec.structs.asdict(self._identity),
-                incarnation=self._engine.incarnation,
-                tiers=self._engine.tier_info(),
-                layout=self._engine.layout.fingerprint(),
+                **msgspec.structs.asdict(self.identity),
+                incarnation=self.engine.incarnation,
+                tiers=self.engine.tier_info(),
+                layout=self.engine.layout.fingerprint(),
                 version=version("warmroute"),
             )
         )
@@ -89,12 +87,12 @@ class Handlers:
     async def lookup(self, request: web.Request) -> web.Response:
         """Say how much of a prompt the tiers, or one of them, hold."""
         call = await decode(request, wire.LookupRequest)
-        keys = self._prompts.keys_of(call)
+        keys = self._keys_of(call)
         if call.tier is None:
-            tiers = self._engine.match(keys)
+            tiers = self.engine.match(keys)
         else:
-            tiers = [call.tier] * self._engine.held_in(keys, call.tier)
-        chunk_tokens = self._identity.chunk_tokens
+            tiers = [call.tier] * self.engine.held_in(keys, call.tier)
+        chunk_tokens = self.identity.chunk_tokens
         return as_json(
             wire.LookupReply(
                 matched_tokens=len(tiers) * chunk_tokens,
@@ -106,17 +104,17 @@ class Handlers:
     async def snapshot(self, request: web.Request) -> web.Response:
         """Tell all keys by tier."""
         # A million keys take a second to pack: not on the loop.
-        snapshot = await asyncio.to_thread(self._engine.snapshot)
+        snapshot = await asyncio.to_thread(self.engine.snapshot)
         return as_msgpack(snapshot)
 
     async def events(self, request: web.Request) -> web.Response:
         """Tell what has changed since an event, waiting for news if wanted."""
         after = number(request, "after", int)
         wait_s = min(number(request, "wait_s", float), MAX_WAIT_S)
-        incarnation = request.query.get("incarnation", self._engine.incarnation)
-        if incarnation == self._engine.incarnation:
-            await wait_for_news(self._engine, after, wait_s)
-            batch = self._engine.events_after(after)
+        incarnation = request.query.get("incarnation", self.engine.incarnation)
+        if incarnation == self.engine.incarnation:
+            await wait_for_news(self.engine, after, wait_s)
+            batch = self.engine.events_after(after)
             if batch is not None:
                 return as_msgpack(batch)
         return web.json_response(
@@ -126,7 +124,7 @@ class Handlers:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Give every count in Prometheus' text format."""
-        text = render_metrics(self._engine, transfer=self._meter.stats())
+        text = render_metrics(self.engine, transfer=self.meter.stats())
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     # --- what has effects ---
@@ -135,7 +133,7 @@ class Handlers:
         """Promote chunks, and pin them for a while."""
         call = await decode(request, wire.PrefetchRequest)
         pin_s = seconds("pin_s", call.pin_s)
-        promotion = self._engine.promote(_digests(call.keys), pin_s=pin_s)
+        promotion = self.engine.promote(_digests(call.keys), pin_s=pin_s)
         await wait_for_promotion(promotion, min(call.wait_s, MAX_WAIT_S))
         # All counts of one moment: reads go on.
         counts = promotion.counts
@@ -145,24 +143,24 @@ class Handlers:
                 promoted=counts.promoted,
                 pending=counts.pending,
                 missing=counts.missing,
-                promoted_bytes=counts.promoted * self._identity.chunk_bytes,
+                promoted_bytes=counts.promoted * self.identity.chunk_bytes,
             )
         )
 
     async def pin(self, request: web.Request) -> web.Response:
         """Keep a prefix's chunks in a tier."""
-        return await self._change_pins(request, self._engine.pin)
+        return await self._change_pins(request, self.engine.pin)
 
     async def unpin(self, request: web.Request) -> web.Response:
         """End `pin`."""
-        return await self._change_pins(request, self._engine.unpin)
+        return await self._change_pins(request, self.engine.unpin)
 
     async def _change_pins(
         self, request: web.Request, change: Callable[[Sequence[bytes], str], int]
     ) -> web.Response:
         call = await decode(request, wire.PinRequest)
-        chunks = change(self._prompts.some_keys_of(call), call.tier)
-        return as_json(wire.PinReply(num_tokens=chunks * self._identity.chunk_tokens))
+        chunks = change(self._some_keys_of(call), call.tier)
+        return as_json(wire.PinReply(num_tokens=chunks * self.identity.chunk_tokens))
 
     async def clear(self, request: web.Request) -> web.Response:
         """Drop all chunks of some tiers, or only those named."""
@@ -170,8 +168,8 @@ class Handlers:
         names_none = call.tokens is None and call.keys is None
         if names_none and call.cache_salt is not None:
             raise BadCallError("'cache_salt' is a prompt's: give its 'tokens' too")
-        keys = None if names_none else self._prompts.some_keys_of(call)
-        dropped = await asyncio.to_thread(self._engine.clear, call.tiers, keys)
+        keys = None if names_none else self._some_keys_of(call)
+        dropped = await asyncio.to_thread(self.engine.clear, call.tiers, keys)
         return as_json(wire.ClearReply(dropped=dropped))
 
     async def move(self, request: web.Request) -> web.Response:
@@ -179,29 +177,22 @@ class Handlers:
         call = await decode(request, wire.MoveRequest)
         seconds("pin_s", call.pin_s)
         seconds("stall_s", call.stall_s, least=_LEAST_STALL_S)
-        move = await self._mover.begin(call, self._prompts.some_keys_of(call))
-        num_tokens = len(move.keys) * self._identity.chunk_tokens
+        move = await self.mover.begin(call, self._some_keys_of(call))
+        num_tokens = len(move.keys) * self.identity.chunk_tokens
         return as_json(wire.MoveReply(event_id=move.event_id, num_tokens=num_tokens))
 
     async def move_status(self, request: web.Request) -> web.Response:
         """Say how a move goes, when it is over or after ``wait_s``."""
-        move = self._mover.get(request.match_info["event_id"])
+        move = self.mover.get(request.match_info["event_id"])
         if move is None:
             raise NotKnownError("no such move, or it is long over")
         wait_s = seconds("wait_s", number(request, "wait_s", float))
         await wait_for_event(move.over, min(wait_s, MAX_WAIT_S))
         return as_json(move.status())
 
+    # --- the chunks that a call names ---
 
-class _Prompts:
-    """Computes keys as the replica's vLLM does."""
-
-    def __init__(self, identity: wire.ReplicaIdentity) -> None:
-        self._scheme = HashScheme(identity.hash_algorithm, identity.hash_seed)
-        self._block_tokens = identity.block_tokens
-        self._blocks_per_chunk = identity.chunk_tokens // identity.block_tokens
-
-    def keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
+    def _keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
         """Return the keys of the chunks that a call names.
 
         Raises `BadCallError` unless it names them in exactly one way.
@@ -212,13 +203,13 @@ class _Prompts:
             return _digests(call.keys)
         extra, first = prompt_extra_keys(cache_salt=call.cache_salt)
         chain = self._scheme.chain(
-            call.tokens or [], self._block_tokens, extra_keys=extra, first_extra_keys=first
+            call.tokens or [], self.identity.block_tokens, extra_keys=extra, first_extra_keys=first
         )
-        return chunk_keys(chain, self._blocks_per_chunk)
+        return chunk_keys(chain, self.identity.chunk_tokens // self.identity.block_tokens)
 
-    def some_keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
-        """Return `keys_of`, each key once; raise `BadCallError` for too many, or none of ours."""
-        keys = list(dict.fromkeys(self.keys_of(call)))
+    def _some_keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
+        """Return `_keys_of`, each key once; raise `BadCallError` for too many, or none of ours."""
+        keys = list(dict.fromkeys(self._keys_of(call)))
         if len(keys) > MAX_CHUNKS:
             raise BadCallError(f"{len(keys)} chunks; one call may name {MAX_CHUNKS}")
         size = len(self._scheme.root)

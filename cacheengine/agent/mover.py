@@ -16,7 +16,8 @@ from cacheengine.agent.answers import BadCallError, PeerError, TooMuchError
 from cacheengine.agent.async_waits import wait_for_promotion
 from cacheengine.agent.peer import PeerAgent
 from cacheengine.engine import CacheEngine
-from cacheengine.transfer import Fetch, TransferMeter
+from cacheengine.record import TransferMeter
+from cacheengine.transfer import Fetch
 
 logger = logging.getLogger("vllm.warmroute")
 

@@ -7,10 +7,10 @@ from typing import Final
 
 from cacheengine.address import join_host_port, listening_family
 from cacheengine.engine import CacheEngine
+from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel, PeerGone
 from cacheengine.transfer.sender import Sender
-from cacheengine.transfer.stats import TransferMeter
 
 logger = logging.getLogger("vllm.warmroute")
 

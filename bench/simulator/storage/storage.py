@@ -14,10 +14,10 @@ from cacheengine.engine.lower_tiers import make_tier
 from cacheengine.identity import ChunkLayout
 from cacheengine.keys import DEFAULT_SEED
 from cacheengine.memory import Pool
+from cacheengine.record import TransferMeter
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.tiers.base import LocalTier, NullTier
 from cacheengine.transfer.server import TransferServer
-from cacheengine.transfer.stats import TransferMeter
 from cacheengine.wire import ReplicaIdentity
 
 HASH_ALGORITHM: Final = "sha256"

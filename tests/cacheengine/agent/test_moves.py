@@ -15,12 +15,12 @@ from aiohttp.test_utils import TestServer
 from cacheengine import wire
 from cacheengine.agent import mover as moving
 from cacheengine.keys import HashScheme, chunk_keys
+from cacheengine.record import TransferMeter
 from cacheengine.residency import Presence
 from cacheengine.tiers.base import PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
-from cacheengine.transfer.stats import TransferMeter
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier

@@ -10,8 +10,7 @@ from cacheengine.identity import ChunkLayout
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.remote.envelope import HEADER_BYTES
 from cacheengine.tiers.remote.remote import RemoteTier
-from cacheengine.tiers.serde.base import Part, Serde, SerdeError
-from cacheengine.tiers.serde.naive import NaiveSerde
+from cacheengine.tiers.serde.base import NaiveSerde, Part, Serde, SerdeError
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError
 from tests.cacheengine.building import key, keys, layout, payload
 from tests.cacheengine.tiers.memory_store import MemoryStore

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
 from cacheengine.transfer.fetch import Fetch
-from cacheengine.transfer.stats import TransferMeter
 from tests.cacheengine.building import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.transfer.conftest import Play, Script, Serve, assert_idle, fetch

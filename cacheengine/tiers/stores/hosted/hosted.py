@@ -106,36 +106,30 @@ class HostedStore(BlobStore):
         deadline = self._deadline(sum(blob.size_bytes for blob in blobs))
         outcomes: list[int] = []
         for spans in self._rounds(blobs):
-            outcomes += self._put(deadline, spans)
+            with self._lane(deadline) as lane:
+                for span in spans:
+                    start = lane.offset + span.offset + self._prefix_bytes
+                    lane.process.memory.write(start, span.blob.parts)
+                outcomes += lane.ask(deadline, "put", [span.blob.name for span in spans], spans)
         if outcomes and STORED not in outcomes and FULL in outcomes:
             raise StoreFullError("it has no room, and can evict nothing now")
         return [outcome == STORED for outcome in outcomes]
-
-    def _put(self, deadline: Deadline, spans: list[_Span[Blob]]) -> list[int]:
-        with self._lane(deadline) as lane:
-            for span in spans:
-                start = lane.offset + span.offset + self._prefix_bytes
-                lane.process.memory.write(start, span.blob.parts)
-            return lane.ask(deadline, "put", [span.blob.name for span in spans], spans)
 
     def get_many(self, targets: Sequence[Target]) -> list[int | None]:
         """Have as many read as fit into a lane, copy them out, and so on."""
         deadline = self._deadline(sum(target.size_bytes for target in targets))
         sizes: list[int] = []
         for spans in self._rounds(targets):
-            sizes += self._get(deadline, spans)
+            with self._lane(deadline) as lane:
+                found = lane.ask(deadline, "get", [span.blob.name for span in spans], spans)
+                for span, size in zip(spans, found, strict=True):
+                    if 0 < size <= span.blob.size_bytes:
+                        start = lane.offset + span.offset + self._prefix_bytes
+                        lane.process.memory.read(start, span.blob.parts, size)
+                sizes += found
         if sizes and all(size == UNREAD for size in sizes):
             raise StoreError("none of the blobs could be read from where they lie")
         return [None if size in (ABSENT, UNREAD) else size for size in sizes]
-
-    def _get(self, deadline: Deadline, spans: list[_Span[Target]]) -> list[int]:
-        with self._lane(deadline) as lane:
-            sizes = lane.ask(deadline, "get", [span.blob.name for span in spans], spans)
-            for span, size in zip(spans, sizes, strict=True):
-                if 0 < size <= span.blob.size_bytes:
-                    start = lane.offset + span.offset + self._prefix_bytes
-                    lane.process.memory.read(start, span.blob.parts, size)
-            return sizes
 
     def _rounds(self, batch: Sequence[T]) -> Iterator[list[_Span[T]]]:
         """Lay blobs out in one lane, as many as fit at a time."""
