@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Final, get_args
+from typing import Final
 
 from cacheengine import wire
 from cacheengine.engine.io_threads import IoThreads
@@ -26,7 +26,6 @@ from cacheengine.tiers import LocalTier, SharedTier
 logger = logging.getLogger("vllm.warmroute")
 
 _DRAIN_S: Final = 5.0
-_TIER_NAMES: Final = get_args(wire.TierName)
 
 
 class CacheEngine:
@@ -192,17 +191,14 @@ class CacheEngine:
         use and files are freed soon after. Others' chunks in the remote tier stay.
         """
         with self._deciding() as decider:
-            return decider.clear(
-                _TIER_NAMES if tiers is None else tiers, None if keys is None else set(keys)
-            )
+            return decider.clear(tiers, None if keys is None else set(keys))
 
     def snapshot(self) -> wire.Snapshot:
         """Return all keys by tier as of one moment."""
         with self._lock:
             keys = {CPU: self._decider.cpu.ready_keys()}
-            for index in self._tiers.indexes:
-                if index.is_there:
-                    keys[index.name] = index.keys()
+            there = [index for index in self._tiers.indexes if index.is_there]
+            keys.update((index.name, index.keys()) for index in there)
             seq = self._decider.events.last_seq
         # Packing a million keys takes a second: not under the lock.
         tiers = {tier: wire.pack_keys(map(key64, held)) for tier, held in keys.items()}

@@ -168,14 +168,14 @@ class LowerTiers:
         """Write what is queued, ``drain_s`` at most; False if a thread still hangs then."""
         with lock:
             for io in self.io:
-                io.stop_reading()
+                io.is_reading = False
         for io in self.io:
             io.stop()
         self._join(TierIo.join_writers, drain_s)
         with lock:
             # Puts still queued now are dropped as soon as a thread sees them.
             for io in self.io:
-                io.stop_writing()
+                io.is_writing = False
         if self.remote is not None:
             # Before its threads end: calls that wait for its server fail now.
             self.remote.close()

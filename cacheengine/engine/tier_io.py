@@ -67,8 +67,10 @@ class TierIo:
         self._write_threads = _REMOTE_WRITE_THREADS if is_shared else config.disk_write_threads
         # These change under the engine's lock only: a batch is taken, counted,
         # and the decision whether to do it still is made, in one step.
-        self._is_reading = True
-        self._is_writing = True
+        self.is_reading = True
+        """False: reads not begun yet are given up, questions not asked."""
+        self.is_writing = True
+        """False: puts not begun yet are dropped."""
         self._being_read = 0
         self._being_written = 0
         self._read_meter = BandwidthMeter()
@@ -102,14 +104,6 @@ class TierIo:
 
     # --- the end ---
 
-    def stop_reading(self) -> None:
-        """Under the engine's lock: reads not begun yet are given up, questions not asked."""
-        self._is_reading = False
-
-    def stop_writing(self) -> None:
-        """Under the engine's lock: puts not begun yet are dropped."""
-        self._is_writing = False
-
     def stop(self) -> None:
         """Take no more jobs."""
         for threads in (self._readers, self._writers, self._asker):
@@ -140,7 +134,7 @@ class TierIo:
             if not entries:
                 return False
             is_more = queued > len(entries)
-            if not self._is_reading:
+            if not self.is_reading:
                 decider.promoter.give_up(self.index, entries, self._clock())
                 return is_more
             self._being_read += len(entries)
@@ -178,7 +172,7 @@ class TierIo:
         """Write what is next in the queue; return whether more was there."""
         with self._deciding() as decider:
             puts = decider.cascades[self.name]
-            if not self._is_writing:
+            if not self.is_writing:
                 puts.cancel()
             share = self._share(puts.waiting + self._being_written, self._write_threads)
             entries, victims = puts.begin(share, self._clock())
@@ -214,13 +208,13 @@ class TierIo:
         assert isinstance(self._tier, SharedTier)
         with self._deciding() as decider:
             keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
-            is_wanted = self._is_reading
+            is_wanted = self.is_reading
         while keys:
             found = self._answers(self._tier.find, keys) if is_wanted else []
             with self._deciding() as decider:
                 decider.promoter.answered(keys, found or None, self._clock())
                 keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
-                is_wanted = self._is_reading
+                is_wanted = self.is_reading
 
 
 def _run(threads: JobRunner, job: Callable[[], None]) -> None:

@@ -214,14 +214,14 @@ class Decider:
         return len(expired)
 
     def clear(
-        self, tiers: Collection[str], keys: Collection[bytes] | None = None
+        self, tiers: Collection[str] | None, keys: Collection[bytes] | None = None
     ) -> dict[str, int]:
-        """Hide everything in these tiers, or these chunks; return how many could be found."""
+        """Hide everything in these tiers or all, or these chunks; return how many were found."""
         dropped = {}
-        if CPU in tiers:
+        if tiers is None or CPU in tiers:
             dropped[CPU] = self._clear_cpu(keys)
         for index in self.state.lower:
-            if index.name in tiers:
+            if tiers is None or index.name in tiers:
                 self.cascades[index.name].cancel(keys)
                 readable, idle = index.clear(keys)
                 self.state.delete(index, idle)
