@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,7 +170,11 @@ class HostedStore(BlobStore):
         try:
             yield lane
         finally:
-            lane.when_idle(lambda: self._give_back(lane))
+            # As soon as nothing in the process uses the lane any more.
+            if lane.call is None:
+                self._give_back(lane)
+            else:
+                lane.call.add_done_callback(lambda _: self._give_back(lane))
 
     def _take_lane(self, deadline: Deadline) -> "_Lane":
         process = self._living_process()
@@ -249,7 +253,7 @@ class _Lane:
         self.process = process
         self.number = number
         self.offset = offset
-        self._call: Future[list[int]] | None = None
+        self.call: Future[list[int]] | None = None
 
     def ask(
         self, deadline: Deadline, verb: Verb, names: list[str], spans: Sequence[_Span[Any]] = ()
@@ -257,15 +261,8 @@ class _Lane:
         """Make the one call; raise `StoreError` when it fails or the deadline passes."""
         offsets = [self.offset + span.offset for span in spans]
         sizes = [span.blob.size_bytes for span in spans]
-        self._call = self.process.ask(verb, names, offsets, sizes)
-        return result_in_time(self._call, deadline)
-
-    def when_idle(self, then: Callable[[], None]) -> None:
-        """Do this as soon as nothing in the process uses the lane any more."""
-        if self._call is None:
-            then()
-        else:
-            self._call.add_done_callback(lambda _: then())
+        self.call = self.process.ask(verb, names, offsets, sizes)
+        return result_in_time(self.call, deadline)
 
 
 def _aligned(size_bytes: int) -> int:
