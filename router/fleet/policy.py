@@ -63,9 +63,7 @@ def cheapest(candidates: Sequence[Candidate], question: Question) -> Pick:
     judgment = question.judgment
     scores_s = [each.score_s(judgment) for each in candidates]
     most_s = min(scores_s) + judgment.near_s
-    equals = [
-        each for each, score_s in zip(candidates, scores_s, strict=True) if score_s <= most_s
-    ]
+    equals = [each for each, score_s in zip(candidates, scores_s, strict=True) if score_s <= most_s]
     home = _home(candidates, question)
     picked = home if home in equals else _preferred(equals, question)
     picked = _idle_instead(picked, candidates, judgment)
