@@ -112,9 +112,9 @@ class Replica:
     decoding: int = 0
     """Requests between first token and end."""
     answers: int = 0
-    """Streamed answers that have ended."""
+    """Answers that have ended, of which the prefill's end was told."""
     _answer_s: float = 0.0
-    """How long they took, on average of the last `_RECENT_ANSWERS`."""
+    """How long they took after that, on average of the last `_RECENT_ANSWERS`."""
 
     @classmethod
     def new(

@@ -31,7 +31,7 @@ from router.proxy.relay import relay
 from router.proxy.request import Asked, Turnstile, parse
 from router.proxy.response_owners import Bindings
 from router.proxy.upstream import Answer, TryFailed, Upstream, forwarded_headers
-from router.proxy.usage import Usage, UsageReader
+from router.proxy.usage import NO_USAGE, Usage, UsageReader
 from router.record import Cause, FailedTry, Outcome, RequestRecord
 from router.residency import PromptKeyring
 from router.staging import Preparation, Preparer
@@ -245,13 +245,16 @@ class Proxy:
 
     def _finish(self, answer: Answer, ticket: Ticket, usage: Usage, record: RequestRecord) -> None:
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
-        self._release(ticket, ok=answer.is_ok, cached_tokens=usage.cached_tokens)
+        self._release(ticket, ok=answer.is_ok, usage=usage)
         if answer.is_ok and usage.response_id is not None and record.replica_id is not None:
             self._bindings.bind(usage.response_id, record.replica_id)
 
-    def _release(
-        self, ticket: Ticket, *, ok: bool = False, cached_tokens: int | None = None
-    ) -> None:
+    def _release(self, ticket: Ticket, *, ok: bool = False, usage: Usage = NO_USAGE) -> None:
         """Give back a ticket: the one place for it, whatever the request's end was."""
-        ticket.finish(time.monotonic(), ok=ok, cached_tokens=cached_tokens)
+        ticket.finish(
+            time.monotonic(),
+            ok=ok,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+        )
         self._admission.wake()

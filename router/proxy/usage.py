@@ -34,6 +34,9 @@ class Usage:
     """Of the Responses API, for a later ``previous_response_id``."""
 
 
+NO_USAGE: Final = Usage()
+
+
 class UsageReader:
     """Keeps an answer's beginning and end while it is passed on."""
 
