@@ -82,8 +82,12 @@ class Candidate:
         return min(judgment.most_behind, max(judgment.least_behind, usual, self.waiting))
 
     def others_s(self, judgment: Judgment) -> float:
-        """Return what the request costs others: the time it takes, for each behind it."""
-        return self.behind(judgment) * self.cost.busy_s
+        """Return what the request costs others: the time it takes, for each behind it.
+
+        Fetching counts like computing: transfers are shared, and what they bring to CPU RAM
+        evicts what others would find.
+        """
+        return self.behind(judgment) * (self.cost.busy_s + self.cost.fetch_s)
 
     def score_s(self, judgment: Judgment) -> float:
         """Return what the pick minimizes: ``ttft + others``."""
