@@ -28,27 +28,11 @@ ExtraKeys = tuple[tuple[Any, ...], ...] | None
 """What else identifies a block: LoRA adapter, cache salt, ... or None."""
 
 
-def _sha256(value: object) -> bytes:
-    return hashlib.sha256(pickle.dumps(value, protocol=5)).digest()
-
-
-def _sha256_cbor(value: object) -> bytes:
-    return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
-
-
-def _xxhash(value: object) -> bytes:
-    return xxhash.xxh3_128_digest(pickle.dumps(value, protocol=5))
-
-
-def _xxhash_cbor(value: object) -> bytes:
-    return xxhash.xxh3_128_digest(cbor2.dumps(value, canonical=True))
-
-
 _ALGORITHMS: Final[dict[str, Callable[[object], bytes]]] = {
-    "sha256": _sha256,
-    "sha256_cbor": _sha256_cbor,
-    "xxhash": _xxhash,
-    "xxhash_cbor": _xxhash_cbor,
+    "sha256": lambda value: hashlib.sha256(pickle.dumps(value, protocol=5)).digest(),
+    "sha256_cbor": lambda value: hashlib.sha256(cbor2.dumps(value, canonical=True)).digest(),
+    "xxhash": lambda value: xxhash.xxh3_128_digest(pickle.dumps(value, protocol=5)),
+    "xxhash_cbor": lambda value: xxhash.xxh3_128_digest(cbor2.dumps(value, canonical=True)),
 }
 
 ALGORITHMS: Final = tuple(_ALGORITHMS)

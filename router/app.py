@@ -3,30 +3,30 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from router.admission import Admission, Gate
 from router.config import RouterConfig
 from router.controller import Configured, Controller
-from router.feeds import Feeds, HealthMonitor, Listener, authorization
-from router.fleet import Fleet, State
-from router.http import Handler, errors_answered
+from router.feeds import Feeds, HealthMonitor
+from router.fleet import Fleet
+from router.http import errors_answered
 from router.lmcache import Lmcache
 from router.own_endpoints import Api
-from router.prompt import PromptSource, ServedModel
-from router.proxy import PROMPTED, PROMPTLESS, Bindings, Proxy, Upstream, client_session
-from router.record import Cause, Metrics, ReplicaGauges, RequestRecord, log_record
-from router.staging import AgentClient, Preparer, no_call
+from router.prompt import PromptSource
+from router.proxy import PROMPTED, PROMPTLESS, Proxy, client_session
+from router.record import Metrics, RequestRecord, log_record
+from router.staging import AgentClient, Preparer
 
 log = logging.getLogger("warmroute")
 
-_LEARN_S: Final = 30.0
 _TICK_S: Final = 1.0
 
 
@@ -39,14 +39,12 @@ class Parts:
     feeds: Feeds
     health: HealthMonitor
     prompts: PromptSource
-    metrics: Metrics
     preparer: Preparer
     proxy: Proxy
     api: Api
     controller: Controller | None
     """None where the configuration has none; its two applications want sites of their own."""
-    lmcache: Lmcache | None
-    """None where there is no controller, nor another's coordinator to ask."""
+    lmcache: Lmcache
 
 
 PARTS: Final = web.AppKey("parts", Parts)
@@ -70,13 +68,11 @@ def create_app(
             app[PARTS] = parts
             await parts.health.start()
             await parts.feeds.start()
-            if parts.lmcache is not None:
-                await parts.lmcache.start()
+            await parts.lmcache.start()
             tick = asyncio.create_task(ticking(parts.fleet), name="tick")
             yield
             tick.cancel()
-            if parts.lmcache is not None:
-                await parts.lmcache.stop()
+            await parts.lmcache.stop()
             await parts.preparer.stop()
             await parts.feeds.stop()
             await parts.health.stop()
@@ -100,40 +96,27 @@ def _make_parts(
 ) -> Parts:
     fleet = Fleet(config)
     admission = Admission(Gate(fleet))
-    lmcache = None
-    if config.controller is not None or config.lmcache_coordinator is not None:
-        limit_bytes, stock_url = config.max_body_bytes, config.lmcache_coordinator
-        lmcache = Lmcache(fleet, session, limit_bytes=limit_bytes, stock_url=stock_url)
-    others = no_call if lmcache is None else lmcache.prefetch_call
-    preparer = Preparer(config, fleet, partial(AgentClient, session), others=others)
-    metrics = Metrics(
-        lambda: _gauges(fleet),
-        lambda: _sizes(fleet, admission, lmcache),
-        dict if lmcache is None else lambda: lmcache.counts,
-    )
-    health = _make_health(config, fleet, prompts, session, lmcache)
+    lmcache = Lmcache(fleet, session, stock_url=config.lmcache_coordinator)
+    preparer = Preparer(config, fleet, partial(AgentClient, session), lmcache=lmcache.prefetch)
+    metrics = Metrics(fleet, lambda: _sizes(fleet, admission, lmcache), lmcache.counts)
+    health = HealthMonitor(config, fleet, prompts, session)
     readers = [metrics.observe, log_record, *([observe] if observe else [])]
 
     def record(done: RequestRecord) -> None:
         for read in readers:
             read(done)
 
-    def suspect(replica_id: str, cause: Cause) -> None:
-        # Health checks know a replica by its configured name, which an agent's replaces.
-        health.suspect(fleet.replicas[replica_id].config.name, cause)
-
     proxy = Proxy(
         config,
+        session,
         fleet=fleet,
         admission=admission,
         prompts=prompts,
         preparer=preparer,
-        upstream=Upstream(session, config.timeouts),
-        bindings=Bindings(),
         observe=record,
-        suspect=suspect,
-        hung=(lambda replica_id: None) if lmcache is None else lmcache.hung,
-        learn=None if lmcache is None else lmcache.ask,
+        suspect=health.suspect,
+        locate=lmcache.ask,
+        hung=lmcache.hung,
     )
     return Parts(
         fleet=fleet,
@@ -141,18 +124,20 @@ def _make_parts(
         feeds=Feeds(fleet, session),
         health=health,
         prompts=prompts,
-        metrics=metrics,
         preparer=preparer,
         proxy=proxy,
-        api=Api(config, fleet=fleet, proxy=proxy, metrics=metrics, session=session),
+        api=Api(config=config, fleet=fleet, proxy=proxy, counted=metrics, session=session),
         controller=_controller(config, fleet, session, lmcache),
         lmcache=lmcache,
     )
 
 
 def _controller(
-    config: RouterConfig, fleet: Fleet, session: aiohttp.ClientSession, lmcache: Lmcache | None
+    config: RouterConfig, fleet: Fleet, session: aiohttp.ClientSession, lmcache: Lmcache
 ) -> Controller | None:
+    if config.controller is None:
+        return None
+
     def configured() -> list[Configured]:
         return [
             Configured(id=each.id, agent_url=each.config.agent_url, incarnation=each.incarnation)
@@ -160,8 +145,6 @@ def _controller(
             if each.config.agent_url is not None
         ]
 
-    if config.controller is None or lmcache is None:
-        return None
     return Controller(
         configured,
         session,
@@ -172,61 +155,12 @@ def _controller(
     )
 
 
-def _make_health(
-    config: RouterConfig,
-    fleet: Fleet,
-    prompts: PromptSource,
-    session: aiohttp.ClientSession,
-    lmcache: Lmcache | None,
-) -> HealthMonitor:
-    replicas = {each.name: each for each in config.replicas}
-
-    async def models(name: str, served: list[ServedModel]) -> None:
-        fleet.set_models(name, {each.id: each.adapter_path for each in served})
-        if lmcache is not None:
-            lmcache.set_roots(name, [each.root for each in served if each.adapter_path is None])
-        replica = replicas[name]
-        try:
-            # Bounded, since a replica is called up only after this.
-            async with asyncio.timeout(_LEARN_S):
-                await prompts.learn(
-                    served, session=session, url=replica.url, headers=authorization(replica)
-                )
-        except TimeoutError:
-            log.warning("%s: its tokens were not compared within %g s", name, _LEARN_S)
-        fleet.match_by_text({each.name for each in config.replicas if prompts.differs(each.url)})
-
-    def down(name: str, reason: str) -> None:
-        fleet.down(name)
-        prompts.compare_again(replicas[name].url)  # what comes up may be another
-
-    listener = Listener(
-        up=fleet.up,
-        down=down,
-        models=models,
-        kv_capacity=fleet.set_kv_capacity,
-    )
-    return HealthMonitor(replicas, session=session, timeouts=config.timeouts, listener=listener)
-
-
-def _gauges(fleet: Fleet) -> Iterable[ReplicaGauges]:
-    for each in fleet.replicas.values():
-        yield ReplicaGauges(
-            replica_id=each.id,
-            state=str(each.state),
-            is_up=each.state is State.UP,
-            in_flight=each.in_flight,
-            errors=each.errors.figures(),
-            rates={part.name.lower(): rate for part, rate in each.rates.learned().items()},
-        )
-
-
-def _sizes(fleet: Fleet, admission: Admission, lmcache: Lmcache | None) -> dict[str, int]:
+def _sizes(fleet: Fleet, admission: Admission, lmcache: Lmcache) -> dict[str, int]:
     return {
-        **({} if lmcache is None else {"lmcache": len(lmcache)}),
         "index": len(fleet.index),
         "sessions": len(fleet.sessions),
         "waiting": len(admission),
+        "lmcache": len(lmcache),
     }
 
 
@@ -244,21 +178,17 @@ def _add_routes(app: web.Application) -> None:
     async def proxied(request: web.Request) -> web.StreamResponse:
         return await request.app[PARTS].proxy.handle(request)
 
+    def own(handler: Callable[[Api], Handler]) -> Handler:
+        async def answered(request: web.Request) -> web.StreamResponse:
+            return await handler(request.app[PARTS].api)(request)
+
+        return answered
+
+    add = app.router.add_route
     for path in sorted(PROMPTED | PROMPTLESS):
-        app.router.add_post(path, proxied)
-    for name, method, path in (
-        ("models", "GET", "/v1/models"),
-        ("model", "GET", "/v1/models/{model:.+}"),
-        ("health", "GET", "/health"),
-        ("metrics", "GET", "/metrics"),
-        ("explain", "POST", "/explain"),
-    ):
-        app.router.add_route(method, path, _own(name))
-
-
-def _own(name: str) -> Handler:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        answer: Handler = getattr(request.app[PARTS].api, name)
-        return await answer(request)
-
-    return handler
+        add("POST", path, proxied)
+    add("GET", "/v1/models", own(lambda api: api.models))
+    add("GET", "/v1/models/{model:.+}", own(lambda api: api.model))
+    add("GET", "/health", own(lambda api: api.health))
+    add("GET", "/metrics", own(lambda api: api.metrics))
+    add("POST", "/explain", own(lambda api: api.explain))

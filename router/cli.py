@@ -3,20 +3,18 @@
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import Field, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import click
 
 from router.config import ConfigError, RouterConfig, load_router_config, router_config
-from router.explain import ExplainFailed, ask, table
+from router.explain import ask, table
 from router.launch import ChildFailed, commands_text, load_any, load_fleet_file, run_fleet
 
 _PLUGINS: Final = "warmroute.commands"
-EXIT_CONFIG: Final = 2
-"""The exit code for a configuration that cannot work, as for a wrong option."""
 
 
 class LazyGroup(click.Group):
@@ -32,13 +30,16 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command, importing it if it is a plugin's."""
-        own = super().get_command(ctx, cmd_name)
-        if own is not None:
-            return own
-        for plugin in _plugins():
-            if plugin.name == cmd_name:
-                return _load(plugin)
-        return None
+        named = (each for each in _plugins() if each.name == cmd_name)
+        return super().get_command(ctx, cmd_name) or next(map(_load, named), None)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; a configuration that cannot work ends it as a wrong option does."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            click.echo(str(error), err=True)
+            ctx.exit(2)
 
 
 def _plugins() -> Iterable[EntryPoint]:
@@ -48,19 +49,17 @@ def _plugins() -> Iterable[EntryPoint]:
 def _load(plugin: EntryPoint) -> click.Command:
     try:
         command = plugin.load()
+        why = f"{plugin.value} is no command"
     except (ImportError, AttributeError) as error:
-        return _broken(plugin.name, str(error))
-    if not isinstance(command, click.Command):
-        return _broken(plugin.name, f"{plugin.value} is no command")
-    return command
+        command, why = None, str(error)
+    if isinstance(command, click.Command):
+        return command
 
-
-def _broken(name: str, why: str) -> click.Command:
     def fail(args: tuple[str, ...]) -> None:
-        raise click.ClickException(f"'{name}' cannot be used here: {why}")
+        raise click.ClickException(f"'{plugin.name}' cannot be used here: {why}")
 
     return click.Command(
-        name,
+        plugin.name,
         callback=fail,
         params=[click.Argument(["args"], nargs=-1, type=click.UNPROCESSED)],
         context_settings={"ignore_unknown_options": True},
@@ -82,14 +81,15 @@ def main() -> None:
     """
 
 
-_CONFIG_OPTION = click.option(
+@main.command(short_help="Run the router.")
+@click.option(
     "-c",
     "--config",
     "config_path",
     type=click.Path(path_type=Path),
     help="The router's YAML file (see configs/router.yaml).",
 )
-_REPLICA_OPTION = click.option(
+@click.option(
     "-r",
     "--replica",
     "urls",
@@ -97,11 +97,6 @@ _REPLICA_OPTION = click.option(
     metavar="URL",
     help="A replica's base URL; repeat it for each. Instead of, or on top of, the file's.",
 )
-
-
-@main.command(short_help="Run the router.")
-@_CONFIG_OPTION
-@_REPLICA_OPTION
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1, or the file's]")
 @click.option(
     "--port",
@@ -120,15 +115,15 @@ def serve(
     Ctrl-C or SIGTERM stops it once running requests have ended
     (timeouts.drain_s at most); a second one stops it at once.
     """
-    config = _config_or_exit(config_path, urls, host, port)
+    config = _config(config_path, urls, host, port)
     # aiohttp and uvloop take a while to import; no other command needs them.
     from router.serve import PortTaken, run  # noqa: PLC0415
 
     try:
         run(config)
     except PortTaken as error:
-        where = str(config_path) if config_path else "--port"
-        _exit(ConfigError(where, error.key if config_path else "", str(error), "choose another"))
+        where = (str(config_path), error.key) if config_path else ("--port", "")
+        raise ConfigError(*where, str(error), "choose another") from None
 
 
 @main.command("check-config", short_help="Check a YAML file; print what would be used.")
@@ -139,11 +134,7 @@ def check_config(config_path: Path) -> None:
     Exit code 0 when it can work; 2, and one line that says what to change, when
     it cannot.
     """
-    try:
-        config = load_any(config_path)
-    except ConfigError as error:
-        _exit(error)
-    click.echo(json.dumps(_plain(config), indent=2))
+    click.echo(json.dumps(load_any(config_path), indent=2, default=_without_secrets))
 
 
 @main.command(short_help="Run replicas and the router on this machine.")
@@ -163,14 +154,12 @@ def up(config_path: Path, print_commands: bool) -> None:
     GPUs, and the router's settings. Everything is ended together: on Ctrl-C,
     on SIGTERM, or when one of the processes dies.
     """
+    fleet = load_fleet_file(config_path)
+    if print_commands:
+        click.echo(commands_text(fleet))
+        return
     try:
-        fleet = load_fleet_file(config_path)
-        if print_commands:
-            click.echo(commands_text(fleet))
-            return
         run_fleet(fleet, say=click.echo)
-    except ConfigError as error:
-        _exit(error)
     except ChildFailed as error:
         raise click.ClickException(str(error)) from None
 
@@ -197,38 +186,20 @@ def explain(
     a replica.
     """
     text = sys.stdin.read() if prompt is None else prompt
-    try:
-        answer = ask(url, text, model=model, session=session)
-    except ExplainFailed as error:
-        raise click.ClickException(str(error)) from None
+    answer = ask(url, text, model=model, session=session)
     click.echo(json.dumps(answer, indent=2) if as_json else table(answer))
-
-
-def _config_or_exit(
-    path: Path | None, urls: tuple[str, ...], host: str | None, port: int | None
-) -> RouterConfig:
-    try:
-        return _config(path, urls, host, port)
-    except ConfigError as error:
-        _exit(error)
 
 
 def _config(
     path: Path | None, urls: tuple[str, ...], host: str | None, port: int | None
 ) -> RouterConfig:
-    given: tuple[Any, ...] = ()
     if path is None and not urls:
-        raise ConfigError(
-            "warmroute serve",
-            "",
-            "knows no replica",
-            "give --config FILE or --replica URL",
-        )
+        fix = "give --config FILE or --replica URL"
+        raise ConfigError("warmroute serve", "", "knows no replica", fix)
+    config = RouterConfig(replicas=()) if path is None else load_router_config(path)
     if urls:
-        named = [{"url": url} for url in urls]
-        given = router_config({"replicas": named}, path="--replica").replicas
-    config = RouterConfig(replicas=given) if path is None else load_router_config(path)
-    if path is not None and given:
+        named = {"replicas": [{"url": url} for url in urls]}
+        given = router_config(named, path="--replica").replicas
         config = replace(config, replicas=config.replicas + given)
     return replace(
         config,
@@ -237,23 +208,9 @@ def _config(
     )
 
 
-def _plain(value: Any) -> Any:
-    """Return settings as JSON values, without secrets."""
-    if is_dataclass(value):
-        return {each.name: _shown(value, each) for each in fields(value)}
-    if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return str(value) if isinstance(value, Path) else value
-
-
-def _shown(value: Any, each: Field[Any]) -> Any:
-    inner = getattr(value, each.name)
-    is_secret = not each.repr
-    return "***" if is_secret and inner else _plain(inner)
-
-
-def _exit(error: ConfigError) -> NoReturn:
-    click.echo(str(error), err=True)
-    sys.exit(EXIT_CONFIG)
+def _without_secrets(settings: Any) -> dict[str, Any]:
+    """Return a dataclass of settings for JSON; fields that no ``repr`` shows are secrets."""
+    assert is_dataclass(settings)
+    shown = {each.name: getattr(settings, each.name) for each in fields(settings)}
+    secrets = [each.name for each in fields(settings) if not each.repr and shown[each.name]]
+    return shown | dict.fromkeys(secrets, "***")

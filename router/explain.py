@@ -4,29 +4,29 @@ import json
 import textwrap
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
+
+import click
 
 _COLUMNS: Final = 100
 _INDENT: Final = 11
 _LEFT: Final = ("", "replica")
 
 
-class ExplainFailed(Exception):  # noqa: N818  (what happened, in words for a person)
-    """The router could not be asked, or refused to answer."""
-
-
 def ask(url: str, text: str, *, model: str | None, session: str | None) -> dict[str, Any]:
-    """POST to the router's ``/explain`` and return its answer; raise `ExplainFailed`."""
+    """POST to the router's ``/explain`` and return its answer.
+
+    Raises `click.ClickException` where it cannot be asked, or refuses to answer.
+    """
     body = _body(text, model)
-    headers = {"Content-Type": "application/json"}
     if session is not None:
         # The first that is looked for in a body, so before one that stands there.
         body["prompt_cache_key"] = session
     request = urllib.request.Request(
         url.rstrip("/").removesuffix("/v1") + "/explain",
         data=json.dumps(body).encode(),
-        headers=headers,
+        headers={"Content-Type": "application/json"},
     )
     try:
         # Never through a proxy from the environment: routers are near.
@@ -34,10 +34,10 @@ def ask(url: str, text: str, *, model: str | None, session: str | None) -> dict[
         with opener.open(request, timeout=30) as response:
             answer: dict[str, Any] = json.load(response)
     except urllib.error.HTTPError as error:
-        raise ExplainFailed(_refusal(error)) from None
-    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise click.ClickException(_refusal(error)) from None
+    except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise ExplainFailed(
+        raise click.ClickException(
             f"no router answers at {url} ({reason}); start one with 'warmroute serve', "
             "or name another with --router"
         ) from None
@@ -45,16 +45,14 @@ def ask(url: str, text: str, *, model: str | None, session: str | None) -> dict[
 
 
 def _body(text: str, model: str | None) -> dict[str, Any]:
-    if not text.lstrip().startswith("{"):
-        body: Any = {"messages": [{"role": "user", "content": text}]}
-    else:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
+    if text.lstrip().startswith("{"):
         try:
             body = json.loads(text)
         except ValueError as error:
-            raise ExplainFailed(f"PROMPT begins with '{{' but is not JSON: {error}") from None
-    if model is not None:
-        body["model"] = model
-    return dict(body)
+            what = f"PROMPT begins with '{{' but is not JSON: {error}"
+            raise click.ClickException(what) from None
+    return body if model is None else {**body, "model": model}
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:
@@ -134,22 +132,13 @@ def _cost_lines(candidates: list[dict[str, Any]], picked: str) -> list[str]:
 
 def _rate_lines(candidates: list[dict[str, Any]]) -> list[str]:
     """Return a table with each replica's rates, and how good predictions from them were."""
-    columns = {
-        "replica": [each["replica_id"] for each in candidates],
-        "prefill/s": [
-            _rate(each, "prefill", "prefill_tokens_per_s", "{:,.0f}".format) for each in candidates
-        ],
-        "decode": [_slowdown(each) for each in candidates],
-    }
-    for name, part, key in (
-        ("load B/s", "load", "cpu_load_bytes_per_s"),
-        ("disk B/s", "disk", "disk_bytes_per_s"),
-        ("remote B/s", "remote", "remote_bytes_per_s"),
-        ("copy B/s", "peer", "peer_bytes_per_s"),
-    ):
-        columns[name] = [_rate(each, part, key, _sized) for each in candidates]
-    columns["p50 off"] = [_off(each["predictions"], "p50") for each in candidates]
-    columns["p90 off"] = [_off(each["predictions"], "p90") for each in candidates]
+    columns = {"replica": [each["replica_id"] for each in candidates]}
+    for name, part, key, text in _RATES:
+        columns[name] = [
+            _rate(each["rates"], part, text(each["rates"][key])) for each in candidates
+        ]
+    for quantile in ("p50", "p90"):
+        columns[f"{quantile} off"] = [_off(each["predictions"], quantile) for each in candidates]
     return [
         "What was learned of each, from its answers: tokens/s, what one running decode adds to a",
         "prefill, bytes/s, how far predictions were off. In brackets: not learned yet",
@@ -158,27 +147,9 @@ def _rate_lines(candidates: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _rate(candidate: dict[str, Any], part: str, key: str, text: Callable[[float], str]) -> str:
-    rates = candidate["rates"]
-    return _learned(text(rates[key]), part, rates["learned"])
-
-
-def _sized(value: float) -> str:
-    value = float(f"{value:.4g}")  # 999,999,999.9 is 1.0 G
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:.1f} {name}"
-    return f"{value:.1f}"
-
-
-def _slowdown(candidate: dict[str, Any]) -> str:
-    rates = candidate["rates"]
-    return _learned(f"+{rates['decode_slowdown']:.1%}", "decode", rates["learned"])
-
-
-def _learned(text: str, part: str, learned: list[str]) -> str:
+def _rate(rates: dict[str, Any], part: str, text: str) -> str:
     # A space, so that digits stand under digits.
-    return f"{text} " if part in learned else f"({text})"
+    return f"{text} " if part in rates["learned"] else f"({text})"
 
 
 def _off(predictions: dict[str, Any] | None, quantile: str) -> str:
@@ -198,3 +169,22 @@ def _aligned(columns: dict[str, list[str]]) -> list[str]:
 def _ms(seconds: float) -> str:
     ms = seconds * 1000
     return f"{ms:,.0f}" if ms >= 10 or ms < 0.05 else f"{ms:.1f}"
+
+
+def _sized(value: float) -> str:
+    value = float(f"{value:.4g}")  # 999,999,999.9 is 1.0 G
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.1f} {name}"
+    return f"{value:.1f}"
+
+
+_RATES: Final[Sequence[tuple[str, str, str, Callable[[float], str]]]] = (
+    ("prefill/s", "prefill", "prefill_tokens_per_s", "{:,.0f}".format),
+    ("decode", "decode", "decode_slowdown", "+{:.1%}".format),
+    ("load B/s", "load", "cpu_load_bytes_per_s", _sized),
+    ("disk B/s", "disk", "disk_bytes_per_s", _sized),
+    ("remote B/s", "remote", "remote_bytes_per_s", _sized),
+    ("copy B/s", "peer", "peer_bytes_per_s", _sized),
+)
+"""Column, the part that is learned, its rate in the answer, how that is written."""

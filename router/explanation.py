@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any, Final
 
-from router.config import RouterConfig
-from router.fleet import Candidate, Decision, Fleet, Reason, Replica, State
+from router.config import Judgment, PolicyName
+from router.fleet import Candidate, Decision, Fleet, Reason, State
 from router.latency import Part, Rates
 from router.prompt import Prompt
 from router.residency import Tier
@@ -17,32 +16,25 @@ SHOWN: Final = 16
 _NO_LATER_S: Final = 0.0005
 """Differences that are not worth a word."""
 
-_WHERE: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "gpu": "in its GPU",
-        "cpu": "in its CPU RAM",
-        "disk": "on its disk",
-        "remote": "in the remote store",
-    }
-)
+_WHERE: Final[Mapping[str, str]] = {
+    "gpu": "in its GPU",
+    "cpu": "in its CPU RAM",
+    "disk": "on its disk",
+    "remote": "in the remote store",
+}
 
-_FIXED: Final[Mapping[Reason, str]] = MappingProxyType(
-    {
-        Reason.ONLY_REPLICA: "is the only replica that can take it",
-        Reason.BOUND: "gave the response that this request goes on from",
-        Reason.RETRY: "is the best of the replicas that were not tried yet",
-        Reason.ROUND_ROBIN: "has its turn",
-    }
-)
+_FIXED: Final[Mapping[Reason, str]] = {
+    Reason.ONLY_REPLICA: "is the only replica that can take it",
+    Reason.BOUND: "gave the response that this request goes on from",
+    Reason.RETRY: "is the best of the replicas that were not tried yet",
+    Reason.ROUND_ROBIN: "has its turn",
+}
 
-_OTHER_POLICIES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "longest-prefix": "holds the longest match, or as much as others and has the least to do",
-        "session": "is where the session's name or the prompt's beginning belongs",
-        "least-loaded": "has the fewest requests under way",
-        "round-robin": "has its turn",
-    }
-)
+_OTHER_POLICIES: Final[Mapping[str, str]] = {
+    "longest-prefix": "holds the longest match, or as much as others and has the least to do",
+    "session": "is where the session's name or the prompt's beginning belongs",
+    "least-loaded": "has the fewest requests under way",
+}
 
 
 def explanation(
@@ -54,12 +46,14 @@ def explanation(
     """
     shown = _shown(decision)
     names = {each.replica_id for each in shown}
-    able = [each.id for each in fleet.replicas.values() if _is_able(each, model)]
+    able = {
+        each.id for each in fleet.replicas.values() if each.state is State.UP and each.serves(model)
+    }
     return {
         "replica": decision.replica_id,
         "url": decision.url,
         "reason": str(decision.reason),
-        "why": why(decision, fleet.config),
+        "why": why(decision, fleet.config.policy, fleet.judgment),
         "prompt_tokens": decision.prompt_tokens,
         "exact_tokens": prompt is not None and prompt.exact,
         "matched_tokens": _by_name(decision.matched_tokens),
@@ -69,30 +63,32 @@ def explanation(
         "expected_gain_s": decision.expected_gain_s,
         "copy": _copy(decision),
         "candidates": [_candidate(each, fleet) for each in shown],
-        "left_out": sum(1 for each in able if each not in names),
+        "left_out": len(able - names),
     }
 
 
-def why(decision: Decision, config: RouterConfig) -> str:
+def why(decision: Decision, policy: PolicyName, judgment: Judgment) -> str:
     """Return one sentence for a person that says why the pick was made."""
-    picked = _find(decision, decision.replica_id)
+    picked = decision.picked
     holds = _holds(picked, decision.prompt_tokens)
     if decision.reason in _FIXED:
         return f"{picked.replica_id} {_FIXED[decision.reason]}: {holds}."
-    if config.policy != "ttft":
-        about = f"(policy {config.policy}, which looks at no times)"
-        return f"{picked.replica_id} {_OTHER_POLICIES[config.policy]} {about}: {holds}."
+    if policy != "ttft":
+        about = f"(policy {policy}, which looks at no times)"
+        return f"{picked.replica_id} {_OTHER_POLICIES[policy]} {about}: {holds}."
     others = [each for each in decision.candidates if each is not picked]
-    soonest = min(others, key=lambda each: each.ttft_s)
-    margin = f"the margin of {seconds_text(config.sessions.spill_margin_s)}"
-    match decision.reason:
-        case Reason.SESSION_HOME:
-            head, contrast = "is the session's home", _against_home(picked, soonest, margin)
-        case Reason.SESSION_SPILL if decision.home is not None:
-            head = _head(picked, soonest)
-            contrast = _against_spill(picked, _find(decision, decision.home), margin)
-        case _:
-            head, contrast = _head(picked, soonest), _against_others(picked, soonest)
+    other = min(others, key=lambda each: each.ttft_s)
+    name = f"{other.replica_id}, the next,"
+    if decision.reason is Reason.SESSION_SPILL and decision.home is not None:
+        other = next(each for each in others if each.replica_id == decision.home)
+        name = f"the session's home {other.replica_id}"
+    if decision.reason is Reason.SESSION_HOME:
+        head = "is the session's home"
+    elif picked.ttft_s - min(each.ttft_s for each in others) < _NO_LATER_S:
+        head = "answers soonest"
+    else:
+        head = "answers nearly as soon as any"
+    contrast = _against(picked, other, name, judgment)
     return f"{picked.replica_id} {head}: {holds}; {contrast}."
 
 
@@ -103,17 +99,8 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.0f} ms"
 
 
-def _head(picked: Candidate, soonest: Candidate) -> str:
-    late_s = picked.ttft_s - soonest.ttft_s
-    if late_s < _NO_LATER_S:
-        return "answers soonest"
-    return "answers nearly as soon as any"
-
-
 def _holds(picked: Candidate, prompt_tokens: int) -> str:
-    found = {
-        _WHERE.get(tier, tier): count for tier, count in picked.matched_tokens.items() if count
-    }
+    found = {_WHERE[tier]: count for tier, count in picked.matched_tokens.items() if count}
     if (source := picked.source) is not None:
         found[f"to be copied from {source.replica.id}"] = source.tokens
     if not found:
@@ -123,66 +110,29 @@ def _holds(picked: Candidate, prompt_tokens: int) -> str:
     return ", ".join(told + [f"{count:,} {where}" for where, count in others])
 
 
-def _against_home(home: Candidate, soonest: Candidate, margin: str) -> str:
-    sooner_s = home.ttft_s - soonest.ttft_s
-    if sooner_s < _NO_LATER_S:
-        return "no other replica would answer sooner"
-    return (
-        f"{soonest.replica_id} would answer {seconds_text(sooner_s)} sooner, no more than {margin}"
-    )
-
-
-def _against_spill(picked: Candidate, home: Candidate, margin: str) -> str:
-    late_s = home.ttft_s - picked.ttft_s
-    return (
-        f"the session's home {home.replica_id} would take {seconds_text(late_s)} longer, "
-        f"more than {margin}"
-    )
-
-
-def _against_others(picked: Candidate, other: Candidate) -> str:
-    """Contrast a pick with the soonest of the others."""
+def _against(picked: Candidate, other: Candidate, name: str, judgment: Judgment) -> str:
+    """Contrast a pick with one that was not picked."""
     late_s = other.ttft_s - picked.ttft_s
-    name = other.replica_id
     if late_s >= _NO_LATER_S:
-        return f"{name}, the next, would take {seconds_text(late_s)} longer"
-    if because := _what_speaks_against(other, picked):
-        return f"{name} would {_sooner(late_s)}, but {because}"
-    if picked.matched > other.matched:
-        return f"{name} would be as soon, within what predictions are good for, but holds less"
-    if picked.in_flight < other.in_flight:
-        return f"{name} would be as soon, within what predictions are good for, but has more to do"
-    return f"{name} would be as soon: among equals, equal beginnings meet at one replica"
-
-
-def _what_speaks_against(other: Candidate, picked: Candidate) -> str | None:
-    """Return why one that answers as soon as the pick, or sooner, was not picked."""
-    if other.ttft_s <= picked.ttft_s - _NO_LATER_S and other.waiting > max(1, picked.waiting):
-        return f"{other.waiting} wait there already, and in a burst as many are to come"
-    if other.cost.busy_s - picked.cost.busy_s >= _NO_LATER_S:
+        return f"{name} would take {seconds_text(late_s)} longer"
+    sooner = "be as soon" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} sooner"
+    others_s, picked_others_s = other.others_s(judgment), picked.others_s(judgment)
+    if others_s - picked_others_s >= _NO_LATER_S:
         return (
-            f"be kept busy for {seconds_text(other.cost.busy_s)} "
-            f"rather than {seconds_text(picked.cost.busy_s)}"
+            f"{name} would {sooner}, but cost the requests behind it {seconds_text(others_s)} "
+            f"in all rather than {seconds_text(picked_others_s)}"
         )
-    return None
-
-
-def _sooner(late_s: float) -> str:
-    return "be as soon" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} sooner"
-
-
-def _find(decision: Decision, replica_id: str) -> Candidate:
-    return next(each for each in decision.candidates if each.replica_id == replica_id)
+    if picked.matched > other.matched:
+        return f"{name} would {sooner}, but holds less"
+    if picked.in_flight < other.in_flight:
+        return f"{name} would {sooner}, but has more to do"
+    return f"{name} would {sooner}: among equals, sessions stay and equal beginnings meet"
 
 
 def _shown(decision: Decision) -> list[Candidate]:
     ranked = sorted(decision.candidates, key=lambda each: each.ttft_s)
     kept = (decision.replica_id, decision.home)
     return ranked[:SHOWN] + [each for each in ranked[SHOWN:] if each.replica_id in kept]
-
-
-def _is_able(replica: Replica, model: str | None) -> bool:
-    return replica.state is State.UP and replica.serves(model)
 
 
 def _copy(decision: Decision) -> dict[str, Any] | None:

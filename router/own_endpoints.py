@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -10,30 +11,22 @@ from aiohttp import web
 
 from router.config import BadRequest, NoReplica, RouterConfig, UnknownModel
 from router.explanation import explanation
-from router.feeds import fetch_models
-from router.fleet import Fleet, Replica, State
+from router.feeds import authorization, fetch_models
+from router.fleet import Fleet, State
 from router.http import read_body
 from router.proxy import PROMPTED, Proxy, json_object, parse
 from router.record import CONTENT_TYPE, Metrics
 
 
+@dataclass(frozen=True, kw_only=True)
 class Api:
     """Handlers that need no replica's answer to a prompt."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        *,
-        fleet: Fleet,
-        proxy: Proxy,
-        metrics: Metrics,
-        session: aiohttp.ClientSession,
-    ) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._proxy = proxy
-        self._metrics = metrics
-        self._session = session
+    config: RouterConfig
+    fleet: Fleet
+    proxy: Proxy
+    counted: Metrics
+    session: aiohttp.ClientSession
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the replicas that are up serve, each model once."""
@@ -52,7 +45,7 @@ class Api:
 
         ``first_probes`` are under way until every replica has been found up or down.
         """
-        replicas = self._fleet.replicas.values()
+        replicas = self.fleet.replicas.values()
         is_ok = any(each.state is State.UP for each in replicas)
         is_probed = all(each.state is not State.UNKNOWN for each in replicas)
         body = {
@@ -66,7 +59,7 @@ class Api:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """``GET /metrics``, for Prometheus."""
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=self.counted.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def explain(self, request: web.Request) -> web.Response:
         """``POST /explain``: where a request would go, and why, without sending it.
@@ -74,34 +67,33 @@ class Api:
         The body is that of the request; ``?endpoint=`` says which, by default
         the chat endpoint for ``messages``, else the one for ``prompt`` or ``input``.
         """
-        body = await read_body(request, self._config.max_body_bytes)
+        body = await read_body(request)
         endpoint = _endpoint(request.query.get("endpoint"), json_object(body))
-        asked = parse(endpoint, body, request.headers, self._config.sessions.header)
-        prompt, decision = await self._proxy.decide(asked)
-        return _json(explanation(prompt, decision, self._fleet, model=asked.model))
+        asked = parse(endpoint, body, request.headers, self.config.sessions.header)
+        prompt, decision = await self.proxy.decide(asked)
+        return _json(explanation(prompt, decision, self.fleet, model=asked.model))
 
     async def _merged_models(self, request: web.Request) -> list[dict[str, object]]:
-        up = [each for each in self._fleet.replicas.values() if each.state is State.UP]
-        answers = await asyncio.gather(*(self._models_of(each, request.headers) for each in up))
-        if not any(answer is not None for answer in answers):
+        client = request.headers.get("Authorization")
+        forwarded = {} if client is None else {"Authorization": client}
+        asked = (
+            fetch_models(
+                self.session,
+                each.config,
+                headers=authorization(each.config) or forwarded,
+                timeout_s=self.config.timeouts.health_timeout_s,
+            )
+            for each in self.fleet.replicas.values()
+            if each.state is State.UP
+        )
+        answers = await asyncio.gather(*asked)
+        if all(answer is None for answer in answers):
             raise NoReplica("no replica tells which models it serves")
         merged: dict[object, dict[str, object]] = {}
         for answer in answers:
             for each in answer or []:
                 merged.setdefault(each["id"], each)
         return list(merged.values())
-
-    async def _models_of(
-        self, replica: Replica, headers: Mapping[str, str]
-    ) -> list[dict[str, object]] | None:
-        own = replica.config.api_key
-        authorization = headers.get("Authorization") if own is None else f"Bearer {own}"
-        return await fetch_models(
-            self._session,
-            replica.config,
-            headers={} if authorization is None else {"Authorization": authorization},
-            timeout_s=self._config.timeouts.health_timeout_s,
-        )
 
 
 def _endpoint(named: str | None, fields: Mapping[str, Any]) -> str:

@@ -12,11 +12,10 @@ import uvloop
 from aiohttp import web
 
 from router.app import PARTS, create_app
-from router.config import RouterConfig
+from router.config import RouterConfig, host_port
 from router.controller import Controller
 
 log = logging.getLogger("warmroute")
-
 
 _CONTROLLER_DRAIN_S: Final = 1.0
 
@@ -32,7 +31,7 @@ class PortTaken(Exception):  # noqa: N818  (what happened, in words for a person
 def run(config: RouterConfig) -> None:
     """Serve until SIGINT or SIGTERM, then drain; raise `PortTaken`."""
     logging.basicConfig(
-        level=config.logging_level,
+        level=config.log_level.upper(),
         stream=sys.stderr,
         format="%(asctime)s %(levelname)-7s %(name)s %(message)s",
     )
@@ -99,7 +98,7 @@ async def _listen(runner: web.AppRunner, host: str, port: int, key: str) -> str:
         why = "is in use" if taken else f"cannot be listened on ({error.strerror})"
         raise PortTaken(key, f"{host}:{port} {why}") from None
     host, port = runner.addresses[0][:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{host_port(host, port)}"
 
 
 def _stop_event() -> asyncio.Event:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.memory.hugepages import HugePages
+from cacheengine.memory import HugePages
 
 _NUMBER = Path("/proc/sys/vm/nr_hugepages")
 

@@ -21,8 +21,8 @@ ROUTER_ROOMS = {
     "launch": {"config"},
     "fleet": {"config", "residency", "latency"},
     "admission": {"config", "latency", "fleet"},
-    "staging": {"config", "residency", "fleet"},
-    "record": {"residency", "latency", "fleet", "staging"},
+    "staging": {"config", "fleet"},
+    "record": {"residency", "fleet", "staging"},
     "controller": {"config", "http", "staging"},
     "lmcache": {"config", "http", "residency", "fleet", "staging"},
     "feeds": {"config", "prompt", "residency", "fleet", "staging", "record"},
@@ -40,10 +40,10 @@ ENGINE_ROOMS = {
     "settings": {"memory", "residency", "tiers"},
     "engine": {"identity", "memory", "record", "residency", "settings", "tiers"},
     "transfer": {"engine", "residency", "record"},
-    "agent": {"engine", "residency", "settings", "transfer"},
+    "agent": {"engine", "record", "residency", "settings", "transfer"},
     "launch": {"identity", "settings"},
     "connector": {
-        *("identity", "memory", "settings", "tiers", "residency", "engine"),
+        *("identity", "memory", "record", "settings", "tiers", "residency", "engine"),
         *("transfer", "agent", "launch"),
     },
 }
@@ -104,7 +104,6 @@ PURE = (
     "cacheengine.residency.state",
     "cacheengine.residency.cascade",
     "cacheengine.residency.promoter",
-    "cacheengine.residency.operator_pins",
 )
 IMPURE_IMPORTS = {
     "aiohttp",
@@ -174,7 +173,7 @@ def test_rooms_import_what_they_may_and_by_its_face(package: str) -> None:
                 continue
             if mine is not None and theirs not in ROOMS[package][mine]:
                 wrong.append(f"{name} imports {imported}")
-            if known[imported].stem != "__init__":
+            if known[imported].stem not in ("__init__", theirs):
                 wrong.append(f"{name} passes by the face of {imported}")
     assert not wrong
 
@@ -198,10 +197,11 @@ def test_what_stands_beside_the_rooms_goes_one_way(package: str) -> None:
 
 @pytest.mark.parametrize("package", ROOMS)
 def test_every_room_is_listed_and_has_a_face(package: str) -> None:
+    """A room is a folder, or a single module that is its own face."""
     folders = {each.parent.name for each in (ROOT / package).glob("*/__init__.py")}
-    assert folders == set(ROOMS[package])
+    assert folders <= set(ROOMS[package])
     for room, may_import in ROOMS[package].items():
-        told = ast.get_docstring(ast.parse((ROOT / package / room / "__init__.py").read_text()))
+        told = ast.get_docstring(ast.parse(modules(package)[f"{package}.{room}"].read_text()))
         assert told is not None
         _, _, last = " ".join(told.split()).rpartition("Imports ")
         assert {each for each in may_import if each not in last} == set(), room

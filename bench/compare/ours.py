@@ -12,8 +12,8 @@ from bench.compare.kv import KvSide, OffloadingContender
 from bench.compare.rounds import Workload, serve
 from cacheengine.connector.manager import WarmrouteManager
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity.layout import ChunkLayout
-from cacheengine.memory.pool import Pool
+from cacheengine.identity import ChunkLayout
+from cacheengine.memory import Pool
 from cacheengine.settings.settings import EngineConfig
 
 _GB: Final = 1024**3

@@ -15,7 +15,7 @@ from bench.discrete.rules.catalogue import rules
 from bench.replay.bound import REPLICA, no_queue
 from bench.workloads.session import Session
 from router.config.judgment import DEFAULT
-from router.config.settings import AdmissionConfig, PrefetchConfig, SessionConfig
+from router.config.settings import AdmissionConfig, PrefetchConfig
 
 OURS: Final = "ours"
 SHARED_CACHE: Final = "shared-infinite-cache"
@@ -58,16 +58,13 @@ ABLATIONS: Final[Mapping[str, Settings]] = MappingProxyType(
     {
         "ours-without-prefetch": _section(prefetch=PrefetchConfig(enabled=False)),
         "ours-without-copies": Settings(copies=False),
-        "ours-without-fetch-weight": _judging(fetch_weight=0.0),
-        "ours-without-burst-factor": _judging(more_of_a_burst=0.0),
-        "ours-without-busy-weight": _judging(weighs_busy=False),
+        "ours-without-busy-weight": _judging(most_behind=0.0),
         "ours-without-load-in-busy-weight": _judging(most_behind=1.0),
-        "ours-without-nearness": _judging(near=0.0, near_least_s=0.0, near_most_s=0.0),
+        "ours-without-nearness": _judging(near_s=0.0),
         "ours-without-holding": _section(admission=AdmissionConfig(enabled=False)),
         "ours-without-shortest-first": _section(admission=AdmissionConfig(ageing=1e6)),
         "ours-without-learning": _judging(learns=False),
         "ours-with-true-rates": Settings(true_rates=True),
-        "ours-without-session-margin": _section(sessions=SessionConfig(spill_margin_s=0.0)),
     }
 )
 """Our router with one mechanism switched off, or with one that is off by default.

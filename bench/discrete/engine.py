@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from bench.simulator.model.machine import Machine
-from cacheengine.record.events import KeyEventRecord
-from cacheengine.record.stats import BandwidthMeter, EngineStats
+from cacheengine.record import BandwidthMeter, EngineStats, KeyEventRecord
 from cacheengine.residency.decider import Decider
 from cacheengine.residency.decisions import Presence, Promotion, StoreReservation, Todo
 from cacheengine.residency.local_index import TierIndex

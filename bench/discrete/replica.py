@@ -16,7 +16,7 @@ from bench.simulator.model.news import Cleared, Removed, Stored
 from bench.simulator.model.request import SimRequest
 from bench.simulator.model.scheduler import ReplicaModel
 from bench.simulator.storage.engine_tiers import EngineTiers
-from cacheengine.record.events import KeyEventRecord
+from cacheengine.record import KeyEventRecord
 from router.residency.block_hashes import keys64
 from router.residency.tiers import Tier
 

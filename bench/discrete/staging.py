@@ -69,8 +69,7 @@ class ModelAgent:
             promoted=counts.promoted,
             pending=counts.pending,
             missing=counts.missing,
-            # An engine's bytes are tokens here.
-            promoted_bytes=promotion.promoted_bytes * KV_BYTES_PER_TOKEN,
+            promoted_bytes=counts.promoted * self._replica.engine.chunk_tokens * KV_BYTES_PER_TOKEN,
         )
 
     async def move(self, request: MoveRequest) -> MoveReply:

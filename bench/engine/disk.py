@@ -14,7 +14,7 @@ from bench.engine.index import key_of, layout
 from bench.replica.tiers import forget_pages, wait_until
 from bench.ttft import BenchError
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.memory.pool import Pool
+from cacheengine.memory import Pool
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.tiers.base import Chunk, PutOutcome
 from cacheengine.tiers.disk.chunk_file import SEAL_BYTES

@@ -12,8 +12,8 @@ from typing import Final, TypeVar
 from bench.engine.cases import Case
 from bench.ttft import BenchError
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity.layout import ChunkLayout
-from cacheengine.memory.pool import Pool
+from cacheengine.identity import ChunkLayout
+from cacheengine.memory import Pool
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
 

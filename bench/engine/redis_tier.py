@@ -33,7 +33,7 @@ from bench.ttft import BenchError, machine
 from cacheengine.launch.launch import free_ports
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
 from cacheengine.tiers.remote.remote import RemoteTier
-from cacheengine.tiers.serde.naive import NaiveSerde
+from cacheengine.tiers.serde.base import NaiveSerde
 from cacheengine.tiers.stores.redis.redis import RedisStore
 from cacheengine.tiers.stores.redis.redis_server import RedisServer
 

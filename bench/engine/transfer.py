@@ -26,12 +26,12 @@ from typing import Final
 from bench.command import positive, write_report
 from bench.ttft import machine
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity.layout import ChunkLayout
-from cacheengine.memory.pool import Pool
+from cacheengine.identity import ChunkLayout
+from cacheengine.memory import Pool
+from cacheengine.record import TransferMeter
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.server import TransferServer
-from cacheengine.transfer.stats import TransferMeter
 
 _MIB: Final = 1024**2
 _CONNECTIONS: Final = (1, 2, 4)

@@ -25,13 +25,13 @@ SIZES: Final = {
     "ablations": Size(requests=1_000, seeds=3),
     "goodput": Size(requests=1_500, seeds=2),
     "workloads": Size(requests=1_000, seeds=4),
-    "regimes": Size(requests=1_000, seeds=4),
-    "streaming": Size(requests=1_500, seeds=4),
-    "faults": Size(requests=1_500, seeds=4),
+    "regimes": Size(requests=1_000, seeds=2),
+    "streaming": Size(requests=1_500, seeds=2),
+    "faults": Size(requests=1_500, seeds=2),
     "peers": Size(requests=1_000, seeds=2),
 }
 """By set, the most important first: two cores take hours for all of them."""
-FIRST_SEED: Final = 201
+FIRST_SEED: Final = 301
 """Constants are tuned on seeds below it; no published run has one of those."""
 
 TRACED: Final = ("agents", "conversation")
@@ -58,6 +58,7 @@ ABLATED: Final = (
     ("agents", 0.8, 1.0),
     ("agents", 0.95, 1.0),
     ("conversation", 0.8, 1.0),
+    ("conversation", 0.95, 1.0),
     ("mixture", 0.8, 1.0),
 )
 """Workload, load and RAM of the ablations: each where its fleet is busy."""

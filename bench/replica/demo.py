@@ -31,7 +31,7 @@ from bench.ttft import (
     BenchError,
     ask,
 )
-from router.launch.processes import ChildFailed, ProcessGroup, Progress
+from router.launch.processes import ChildFailed, ProcessGroup
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CONFIGS: Final = ROOT / "configs"
@@ -148,7 +148,7 @@ def _start_replicas(
         say(f"{replica.name}: starting vLLM with the cache engine inside")
     for replica in stage.replicas.values():
         url = f"{replica.url}/health"
-        took_s = group.wait_ready(replica.name, url, local.REPLICA_READY_TIMEOUT_S, _show_progress)
+        took_s = group.wait_ready(replica.name, url, local.REPLICA_READY_TIMEOUT_S, say)
         say(f"{replica.name}: ready after {took_s:.0f} s at {replica.url}")
 
 
@@ -173,7 +173,7 @@ def _start_routers(group: ProcessGroup, stage: Stage) -> None:
 def start_router(group: ProcessGroup, stage: Stage, name: str, config: Path, url: str) -> None:
     """Start a router; return when it answers at ``url`` and knows its replicas."""
     group.start(name, local.router_command(config), None, WORK / "demo" / f"{name}.log")
-    group.wait_ready(name, f"{url}/health", local.ROUTER_READY_TIMEOUT_S, _show_progress)
+    group.wait_ready(name, f"{url}/health", local.ROUTER_READY_TIMEOUT_S, say)
     wait_until(f"{name}: knows its replicas", partial(_knows_replicas, stage, url))
     say(f"{name}: ready at {url}")
 
@@ -188,10 +188,6 @@ def _explain(stage: Stage, router_url: str, content: str) -> dict[str, Any]:
     body = {"model": stage.model, "messages": [{"role": "user", "content": content}]}
     answer: dict[str, Any] = call(f"{router_url}/explain", body)
     return answer
-
-
-def _show_progress(progress: Progress) -> None:
-    say(f"{progress.name}: starting, {progress.elapsed_s:.0f} s | {progress.last_line[-90:]}")
 
 
 class Round:

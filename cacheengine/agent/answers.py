@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -11,6 +11,9 @@ from cacheengine import wire
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _T = TypeVar("_T")
+_N = TypeVar("_N", int, float)
+
+_MOST_S: Final = 3600.0
 
 
 class BadCallError(Exception):
@@ -57,24 +60,22 @@ async def decode(request: web.Request, kind: type[_T]) -> _T:
         raise BadCallError(f"the body is not a {kind.__name__}: {error}") from None
 
 
-def number(request: web.Request, name: str, kind: type[_T], *, default: _T) -> _T:
-    """Return a number of the query; raise `BadCallError` if it is none."""
-    text = request.query.get(name)
-    if text is None:
-        return default
+def number(request: web.Request, name: str, kind: Callable[[str], _N]) -> _N:
+    """Return a number of the query, 0 if it is not there; raise `BadCallError` if it is none."""
+    text = request.query.get(name, "0")
     try:
-        value = kind(text)  # type: ignore[call-arg]
-        if not math.isfinite(value):  # type: ignore[arg-type]
+        value = kind(text)
+        if not math.isfinite(value):
             raise ValueError
     except ValueError:
         raise BadCallError(f"'{name}' is {text!r}, not a number") from None
     return value
 
 
-def seconds(name: str, value: float, *, least: float = 0.0, most: float = 3600.0) -> float:
+def seconds(name: str, value: float, *, least: float = 0.0) -> float:
     """Return a number of seconds; raise `BadCallError` if it is out of range."""
-    if not least <= value <= most:
-        raise BadCallError(f"'{name}' is {value}; give seconds from {least:g} to {most:g}")
+    if not least <= value <= _MOST_S:
+        raise BadCallError(f"'{name}' is {value}; give seconds from {least:g} to {_MOST_S:g}")
     return value
 
 

@@ -16,7 +16,8 @@ from cacheengine.agent.answers import BadCallError, PeerError, TooMuchError
 from cacheengine.agent.async_waits import wait_for_promotion
 from cacheengine.agent.peer import PeerAgent
 from cacheengine.engine import CacheEngine
-from cacheengine.transfer import Fetch, TransferMeter
+from cacheengine.record import TransferMeter
+from cacheengine.transfer import Fetch
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -35,17 +36,12 @@ class Move:
     """What is moved from where, and how far that is."""
 
     event_id: str
+    request: wire.MoveRequest
     keys: list[bytes]
     """What the source's tier held of the prefix when it was asked."""
     source: PeerAgent
     address: tuple[str, int] | None
     """Where the source's chunks are fetched; None if the source is this replica."""
-    old_tier: wire.TierName | None
-    """None in a copy that takes what any tier holds."""
-    new_tier: wire.TierName
-    copy: bool
-    pin_s: float
-    stall_s: float
     fetch: Fetch | None = None
     """While it runs and after: its counts are live."""
     held_chunks: int = 0
@@ -80,16 +76,11 @@ class Mover:
         identity: wire.ReplicaIdentity,
         session: aiohttp.ClientSession,
         meter: TransferMeter,
-        *,
-        max_running: int = MAX_RUNNING,
-        max_remembered: int = MAX_REMEMBERED,
     ) -> None:
         self._engine = engine
         self._identity = identity
         self._session = session
         self._meter = meter
-        self._max_running = max_running
-        self._max_remembered = max_remembered
         self._known: OrderedDict[str, Move] = OrderedDict()
         self._running: dict[asyncio.Task[None], Move] = {}
         self._free_threads = asyncio.Semaphore(MAX_FETCHES)
@@ -113,14 +104,10 @@ class Mover:
         self._check_room()
         move = Move(
             event_id=uuid.uuid4().hex,
+            request=request,
             keys=keys[: held // self._identity.chunk_tokens],
             source=source,
             address=address,
-            old_tier=request.source.tier,
-            new_tier=request.tier,
-            copy=request.copy,
-            pin_s=request.pin_s,
-            stall_s=request.stall_s,
         )
         self._remember(move)
         task = asyncio.create_task(self._run(move))
@@ -147,7 +134,7 @@ class Mover:
     # --- what may be moved ---
 
     def _check_room(self) -> None:
-        if len(self._running) >= self._max_running:
+        if len(self._running) >= MAX_RUNNING:
             raise TooMuchError(f"{len(self._running)} moves are running; try again later")
 
     def _check_tier(self, tier: str, replica: str, tiers: dict[str, wire.TierInfo]) -> None:
@@ -183,7 +170,7 @@ class Mover:
     def _remember(self, move: Move) -> None:
         self._known[move.event_id] = move
         for event_id, each in list(self._known.items()):
-            if len(self._known) <= self._max_remembered:
+            if len(self._known) <= MAX_REMEMBERED:
                 break
             if each.over.is_set():
                 del self._known[event_id]
@@ -197,7 +184,7 @@ class Mover:
                 await self._move_within(move)
             else:
                 await self._fetch(move, move.address)
-            if not move.copy:
+            if not move.request.copy:
                 await self._drop_at_source(move)
         except asyncio.CancelledError:
             move.error = move.error or "given up: this replica stops"
@@ -218,9 +205,9 @@ class Mover:
                 move.keys,
                 address,
                 self._meter,
-                tier=move.new_tier,
-                pin_s=move.pin_s,
-                timeout_s=move.stall_s,
+                tier=move.request.tier,
+                pin_s=move.request.pin_s,
+                timeout_s=move.request.stall_s,
             )
             loop = asyncio.get_running_loop()
             fetched = await loop.run_in_executor(self._threads, move.fetch.run)
@@ -230,37 +217,37 @@ class Mover:
 
     async def _move_within(self, move: Move) -> None:
         """Between tiers of this replica: up by promotion; down only what was put there."""
-        if move.new_tier == "cpu":
-            promotion = self._engine.promote(move.keys, pin_s=move.pin_s)
+        tier = move.request.tier
+        if tier == "cpu":
+            promotion = self._engine.promote(move.keys, pin_s=move.request.pin_s)
             await wait_for_promotion(promotion, _PROMOTE_S)
-            move.moved_bytes = promotion.promoted_bytes
+            move.moved_bytes = promotion.counts.promoted * self._identity.chunk_bytes
         else:
-            await self._wait_for_puts(move)
-        move.held_chunks = self._engine.held_in(move.keys, move.new_tier)
+            await self._wait_for_puts(move.keys, tier)
+        move.held_chunks = self._engine.held_in(move.keys, tier)
         if move.held_chunks < len(move.keys):
             how = "chunks are put into lower tiers when they are stored, and not again later"
-            move.error = (
-                f"the {move.new_tier} tier has {move.held_chunks} of {len(move.keys)} chunks"
-                + (f"; {how}" if move.new_tier != "cpu" else "")
+            move.error = f"the {tier} tier has {move.held_chunks} of {len(move.keys)} chunks" + (
+                f"; {how}" if tier != "cpu" else ""
             )
 
-    async def _wait_for_puts(self, move: Move) -> None:
+    async def _wait_for_puts(self, keys: list[bytes], tier: wire.TierName) -> None:
         """Return when none of the chunks is on its way to the lower tier any more."""
         pause_s = _SHORTEST_PAUSE_S
-        while self._engine.is_putting(move.keys, move.new_tier):
+        while self._engine.is_putting(keys, tier):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _drop_at_source(self, move: Move) -> None:
         """Have the source drop exactly what is here now."""
-        keys = move.keys[: move.held_chunks]
-        if not keys or move.old_tier is None:
+        keys, tier = move.keys[: move.held_chunks], move.request.source.tier
+        if not keys or tier is None:
             return
         try:
             if move.address is None:
-                await asyncio.to_thread(self._engine.clear, [move.old_tier], keys)
+                await asyncio.to_thread(self._engine.clear, [tier], keys)
             else:
-                await move.source.clear(keys, move.old_tier)
+                await move.source.clear(keys, tier)
         except PeerError as error:
             kept = f"the source did not drop the {len(keys)} chunks that arrived: {error}"
             move.error = "; ".join(filter(None, [move.error, kept]))

@@ -19,14 +19,12 @@ from cacheengine import wire
 from cacheengine.address import join_host_port
 from cacheengine.agent.answers import errors_as_json
 from cacheengine.agent.async_waits import wake
-from cacheengine.agent.commands import CommandHandlers
+from cacheengine.agent.handlers import Handlers
 from cacheengine.agent.mover import Mover
-from cacheengine.agent.prompts import Prompts
-from cacheengine.agent.queries import QueryHandlers
 from cacheengine.agent.registration import Registrar
 from cacheengine.engine import CacheEngine
+from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig
-from cacheengine.transfer import TransferMeter
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -58,10 +56,7 @@ class Agent:
     ) -> None:
         self._engine = engine
         self._identity = identity
-        self._host = config.agent_host
-        self._port = config.lmcache_worker_port
-        self._controller_url = config.controller_base_url
-        self._heartbeat_s = config.lmcache_worker_heartbeat_time
+        self._config = config
         self._meter = meter or TransferMeter()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -87,7 +82,7 @@ class Agent:
         except TimeoutError:
             raise TimeoutError(f"no start of the agent within {_START_TIMEOUT_S} s") from None
         except OSError as error:
-            where = join_host_port(self._host, self._port)
+            where = join_host_port(self._config.agent_host, self._config.lmcache_worker_port)
             raise OSError(f"lmcache_worker_port: cannot listen on {where}: {error}") from error
 
     def stop(self) -> None:
@@ -104,37 +99,31 @@ class Agent:
         async with AsyncExitStack() as undo:
             session = await undo.enter_async_context(aiohttp.ClientSession())
             mover = Mover(self._engine, self._identity, session, self._meter)
-            runner = web.AppRunner(
-                self._app(mover), access_log=None, handle_signals=False, shutdown_timeout=1.0
-            )
+            app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
+            handlers = Handlers(self._engine, self._identity, mover, self._meter)
+            app.add_routes(handlers.routes())
+            runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
             await runner.setup()
             undo.push_async_callback(runner.cleanup)
             undo.push_async_callback(mover.stop)
-            await web.TCPSite(runner, self._host, self._port).start()
+            config = self._config
+            await web.TCPSite(runner, config.agent_host, config.lmcache_worker_port).start()
             self.address = runner.addresses[0][:2]
             logger.info("Warmroute agent of %s on %s", self._identity.instance_id, self.address)
             _run_within(undo, self._expire_pins())
-            if self._controller_url is not None:
-                registrar = self._registrar(session, self._controller_url, self.address)
+            if config.controller_base_url is not None:
+                registrar = self._registrar(session, config.controller_base_url, self.address)
                 undo.push_async_callback(registrar.leave)
                 _run_within(undo, registrar.run())
             started.set_result(None)
             await self._stopping.wait()
-
-    def _app(self, mover: Mover) -> web.Application:
-        prompts = Prompts(self._identity)
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
-        queries = QueryHandlers(self._engine, self._identity, prompts, self._meter)
-        commands = CommandHandlers(self._engine, self._identity, prompts, mover)
-        app.add_routes([*queries.routes(), *commands.routes()])
-        return app
 
     def _registrar(
         self, session: aiohttp.ClientSession, controller_url: str, address: tuple[str, int]
     ) -> Registrar:
         # A wildcard is no address: the controller takes the one that the
         # registration comes from.
-        host = "" if self._host in _WILDCARDS else self._host
+        host = "" if self._config.agent_host in _WILDCARDS else self._config.agent_host
         if host in _LOOPBACK and urlsplit(controller_url).hostname not in _LOOPBACK:
             logger.warning(
                 "the controller at %s cannot reach this agent at %s: set agent_host to an "
@@ -147,7 +136,7 @@ class Agent:
             incarnation=self._engine.incarnation,
             agent_url=f"http://{join_host_port(host, address[1])}",
             transfer_port=self._identity.transfer_port,
-            heartbeat_s=self._heartbeat_s,
+            heartbeat_s=self._config.lmcache_worker_heartbeat_time,
         )
         return Registrar(session, controller_url, registration)
 

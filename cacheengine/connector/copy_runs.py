@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cacheengine.connector.planning import PageRuns
+from cacheengine.connector.planning import PageRuns, single_pages
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -103,15 +103,14 @@ class RunCopier:
 
     def copy(self, runs: PageRuns, *, store: bool) -> int:
         """Copy and return the bytes. Raises IndexError, having copied nothing, for a bad run."""
-        plain = _columns(runs)
-        split: tuple[Integers, ...] | None = None
+        split: PageRuns | None = None
         in_kv, in_pool, lengths = [], [], []
         for layer in self._layers:
             if layer.blocks.rows == 1:
-                blocks, slots, pages, counts = plain
+                blocks, slots, pages, counts = runs
                 kv = layer.blocks.addresses(np.zeros_like(blocks), blocks, counts)
             else:
-                split = split or _columns(runs.single_pages())
+                split = single_pages(runs) if split is None else split
                 blocks, slots, pages, counts = split
                 kv = layer.blocks.addresses(blocks, np.zeros_like(blocks), counts)
             in_kv.append(kv)
@@ -124,11 +123,6 @@ class RunCopier:
         else:
             self._copy(kv_side, pool_side, sizes)
         return int(sizes.sum())
-
-
-def _columns(runs: PageRuns) -> tuple[Integers, ...]:
-    columns = (runs.blocks, runs.slots, runs.pages, runs.lengths)
-    return tuple(np.array(column, dtype=_WORD) for column in columns)
 
 
 def make_copy_call() -> CopyCall:

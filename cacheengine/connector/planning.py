@@ -6,40 +6,25 @@ without tensors. Source of the rules: ``GPULoadStoreSpec`` of vLLM 0.32
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+PageRuns = npt.NDArray[np.int64]
+"""``[4, runs]``: runs of pages that lie side by side on both sides of a copy.
 
-@dataclass(frozen=True)
-class PageRuns:
-    """Runs of pages that lie side by side on both sides of a copy.
+The rows are blocks, slots, pages, lengths: run i covers ``lengths[i]`` GPU
+blocks from ``blocks[i]`` on, and the same number of pages of chunk row
+``slots[i]`` from page ``pages[i]`` on. It never leaves its chunk row.
+"""
 
-    Run i covers ``lengths[i]`` GPU blocks from ``blocks[i]`` on, and the same
-    number of pages of chunk row ``slots[i]`` from page ``pages[i]`` on. It
-    never leaves its chunk row.
-    """
 
-    blocks: list[int]
-    slots: list[int]
-    pages: list[int]
-    lengths: list[int]
-
-    @property
-    def num_pages(self) -> int:
-        """GPU blocks covered by all runs together."""
-        return sum(self.lengths)
-
-    def single_pages(self) -> "PageRuns":
-        """Return the same pages, each a run of its own."""
-        runs = list(zip(self.blocks, self.slots, self.pages, self.lengths, strict=True))
-        return PageRuns(
-            blocks=[block + i for block, _, _, length in runs for i in range(length)],
-            slots=[slot for _, slot, _, length in runs for _ in range(length)],
-            pages=[page + i for _, _, page, length in runs for i in range(length)],
-            lengths=[1] * self.num_pages,
-        )
+def single_pages(runs: PageRuns) -> PageRuns:
+    """Return the same pages, each a run of its own."""
+    blocks, slots, pages, lengths = np.repeat(runs, runs[3], axis=1)
+    first_of_run = np.repeat(np.cumsum(runs[3]) - runs[3], runs[3])
+    offsets = np.arange(len(lengths)) - first_of_run
+    return np.stack([blocks + offsets, slots, pages + offsets, np.ones_like(lengths)])
 
 
 def plan_runs(
@@ -68,13 +53,9 @@ def plan_runs(
             f"of {blocks_per_chunk}, but {len(rows)} chunk rows were given"
         )
     if not len(blocks):
-        return PageRuns([], [], [], [])
+        return np.empty((4, 0), np.int64)
     breaks = (np.diff(blocks) != 1) | (np.diff(chunks) != 0)
     starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     lengths = np.diff(np.concatenate((starts, [len(blocks)])))
-    return PageRuns(
-        blocks=blocks[starts].tolist(),
-        slots=rows[chunks[starts]].tolist(),
-        pages=(positions[starts] % blocks_per_chunk).tolist(),
-        lengths=lengths.tolist(),
-    )
+    pages = positions[starts] % blocks_per_chunk
+    return np.stack([blocks[starts], rows[chunks[starts]], pages, lengths])

@@ -36,9 +36,10 @@ from cacheengine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout, weights_fingerprint
 from cacheengine.launch import ReplicaSettings
 from cacheengine.memory import Pool
+from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig, load_engine_config
 from cacheengine.tiers.serde import lossy_name
-from cacheengine.transfer import TransferMeter, TransferServer
+from cacheengine.transfer import TransferServer
 from cacheengine.wire import ReplicaIdentity
 
 logger = logging.getLogger("vllm.warmroute")

@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Final, get_args
+from typing import Final
 
 from cacheengine import wire
 from cacheengine.engine.io_threads import IoThreads
@@ -19,20 +19,13 @@ from cacheengine.identity import ChunkLayout
 from cacheengine.keys import key64
 from cacheengine.memory import Pool
 from cacheengine.record import CPU, EngineStats, KeyEventRecord, to_wire
-from cacheengine.residency import (
-    Decider,
-    Presence,
-    Promotion,
-    StoreReservation,
-    count_held,
-)
+from cacheengine.residency import Decider, Presence, Promotion, StoreReservation, count_held
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import LocalTier, SharedTier
 
 logger = logging.getLogger("vllm.warmroute")
 
 _DRAIN_S: Final = 5.0
-_TIER_NAMES: Final = get_args(wire.TierName)
 
 
 class CacheEngine:
@@ -63,7 +56,16 @@ class CacheEngine:
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
         self._closed = False
-        self._tiers = LowerTiers(config, layout, tier, remote)
+        self._tiers = LowerTiers(
+            config,
+            layout,
+            pool,
+            tier,
+            remote,
+            deciding=self._deciding,
+            clock=clock,
+            make_threads=make_threads,
+        )
         self._decider = Decider(
             pool.num_slots,
             config.cache_policy,
@@ -72,7 +74,6 @@ class CacheEngine:
             local_cpu=config.local_cpu,
             put_queue_share=config.put_queue_share,
         )
-        self._tiers.open(pool, config, self._deciding, clock, make_threads)
 
     # --- the scheduler's face ---
 
@@ -160,7 +161,7 @@ class CacheEngine:
     def held_in(self, keys: Sequence[bytes], tier: str) -> int:
         """Return how many leading chunks a tier is known to hold."""
         with self._lock:
-            return self._decider.operator_pins.held_in(keys, tier)
+            return self._decider.state.held_in(keys, tier)
 
     def is_putting(self, keys: Iterable[bytes], tier: str) -> bool:
         """Whether one of these chunks is on its way into a lower tier."""
@@ -174,12 +175,12 @@ class CacheEngine:
         Half of a tier can be pinned so, nothing of the remote tier, which is not ours.
         """
         with self._lock:
-            return self._decider.operator_pins.pin(keys, tier)
+            return self._decider.state.operator_pin(keys, tier)
 
     def unpin(self, keys: Sequence[bytes], tier: str) -> int:
         """End the pins of leading chunks that a tier holds; return how many had one."""
         with self._deciding() as decider:
-            return decider.operator_pins.unpin(keys, tier, self._clock())
+            return decider.state.operator_unpin(keys, tier, self._clock())
 
     def clear(
         self, tiers: Collection[str] | None = None, keys: Collection[bytes] | None = None
@@ -190,17 +191,14 @@ class CacheEngine:
         use and files are freed soon after. Others' chunks in the remote tier stay.
         """
         with self._deciding() as decider:
-            return decider.clear(
-                _TIER_NAMES if tiers is None else tiers, None if keys is None else set(keys)
-            )
+            return decider.clear(tiers, None if keys is None else set(keys))
 
     def snapshot(self) -> wire.Snapshot:
         """Return all keys by tier as of one moment."""
         with self._lock:
             keys = {CPU: self._decider.cpu.ready_keys()}
-            for index in self._tiers.indexes:
-                if index.is_there:
-                    keys[index.name] = index.keys()
+            there = [index for index in self._tiers.indexes if index.is_there]
+            keys.update((index.name, index.keys()) for index in there)
             seq = self._decider.events.last_seq
         # Packing a million keys takes a second: not under the lock.
         tiers = {tier: wire.pack_keys(map(key64, held)) for tier, held in keys.items()}

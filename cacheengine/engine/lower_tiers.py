@@ -1,22 +1,112 @@
-"""The tiers below the pool, with their indexes and their I/O: made, started and ended together."""
+"""The tiers below the pool that the settings name, with their indexes and their I/O."""
 
 import contextlib
+import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from cacheengine import wire
-from cacheengine.engine.configured_tiers import make_remote, make_tier
 from cacheengine.engine.tier_io import Clock, Deciding, MakeThreads, TierIo
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.residency import LowerIndex, RemoteIndex, TierIndex, Todo
-from cacheengine.settings import EngineConfig
-from cacheengine.tiers import LocalTier, SharedTier, Tier
+from cacheengine.settings import ConfigError, EngineConfig
+from cacheengine.tiers import LocalTier, NullTier, SharedTier, Tier
+from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.remote import RemoteTier
+from cacheengine.tiers.serde import SERDE_NAMES, Serde, make_serde
+from cacheengine.tiers.stores import BlobStore, RemoteUrl, StoreError, parse_remote_url
+from cacheengine.tiers.stores.infinistore import InfiniStore
+from cacheengine.tiers.stores.mooncake import MooncakeStore
+from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer, RedisStore
+from cacheengine.values import BadValue
 
 logger = logging.getLogger("vllm.warmroute")
+
+
+def make_tier(config: EngineConfig, layout: ChunkLayout) -> LocalTier:
+    """Return the tier that the configuration asks for.
+
+    Raises `ConfigError` for a limit below one chunk, OSError for a directory
+    that cannot be used or is another process's.
+    """
+    if not config.local_disk:
+        return NullTier()
+    tier = DiskTier(
+        config.local_disk,
+        layout.fingerprint(),
+        payload_bytes=layout.chunk_bytes,
+        capacity_bytes=config.max_local_disk_bytes,
+        direct=config.disk_direct_reads,
+    )
+    if tier.capacity_bytes < tier.item_bytes:
+        tier.close()
+        raise ConfigError(
+            config.source,
+            "max_local_disk_size",
+            f"{config.max_local_disk_size} GB holds not one chunk of {tier.item_bytes} bytes",
+            f"set at least {2 * tier.item_bytes / 1024**3:.3f}",
+        )
+    return tier
+
+
+def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
+    """Return the remote tier that the configuration asks for, if any.
+
+    A server that cannot be reached now is a warning: its chunks are missed
+    until it can. Raises `ConfigError` for what only a person can mend.
+    """
+    if not config.remote_url:
+        return None
+    config.check_remote_ready()
+    url = parse_remote_url(config.remote_url)
+    try:
+        store = _connect(url, config.remote_url, config.extra_config)
+    except BadValue as error:
+        raise ConfigError(config.source, "remote_url", error.problem, error.fix) from None
+    except StoreError as error:
+        fix = "correct it, or remove remote_url"
+        raise ConfigError(config.source, "remote_url", f"{url} {error}", fix) from None
+    try:
+        serde = make_serde(config.remote_serde, layout.dtype)
+    except ValueError as error:
+        fix = "choose another remote_serde"
+        raise ConfigError(config.source, "remote_serde", str(error), fix) from None
+    tier = RemoteTier(
+        store,
+        layout.fingerprint(),
+        layout.chunk_bytes,
+        serde,
+        readers=_exact_serdes(layout.dtype),
+        server=str(url),
+    )
+    # Asked for nothing in particular, so that a server that is down, or a
+    # wrong password, is said now and not at the first request.
+    if tier.find([hashlib.sha256(b"").digest()]) is not None:
+        logger.info("remote tier: %s answers, %s", url, serde.name)
+    return tier
+
+
+def _connect(url: RemoteUrl, text: str, extra: Mapping[str, Any]) -> BlobStore:
+    if url.scheme in REDIS_SCHEMES:
+        return RedisStore(RedisServer.from_url(url))
+    store = MooncakeStore if url.scheme == "mooncakestore" else InfiniStore
+    return store.connect(text, extra)
+
+
+def _exact_serdes(dtype: str) -> list[Serde]:
+    """Return what can read the chunks that other settings of the fleet have stored."""
+    made = []
+    for name in SERDE_NAMES:
+        try:
+            made.append(make_serde(name, dtype))
+        except ValueError:
+            continue  # it cannot encode this type, so nothing was encoded by it
+    return [serde for serde in made if serde.is_exact]
+
 
 _END_S: Final = 5.0
 
@@ -24,15 +114,20 @@ _END_S: Final = 5.0
 class LowerTiers:
     """The local tier and, if there is one, the remote; by default those of the configuration.
 
-    Making it scans the local tier: what an earlier run has stored is served again.
+    Making it scans the local tier, and starts the threads.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         layout: ChunkLayout,
+        pool: Pool,
         local: LocalTier | None,
         remote: SharedTier | None,
+        *,
+        deciding: Deciding,
+        clock: Clock,
+        make_threads: MakeThreads,
     ) -> None:
         with contextlib.ExitStack() as undo:
             self.local = make_tier(config, layout) if local is None else local
@@ -40,42 +135,12 @@ class LowerTiers:
             self.remote = make_remote(config, layout) if remote is None else remote
             if self.remote is not None:
                 undo.callback(self.remote.close)
-            self.local_index = TierIndex(self.local.capacity_bytes, self.local.item_bytes)
-            self._adopt_stored()
+            below: list[tuple[Tier, LowerIndex]] = [(self.local, _index_of_stored(self.local))]
             undo.pop_all()
-        self._below: list[tuple[Tier, LowerIndex]] = [(self.local, self.local_index)]
         if self.remote is not None:
-            self._below.append((self.remote, RemoteIndex()))
-        self.io: list[TierIo] = []
-
-    def _adopt_stored(self) -> None:
-        keys = self.local.scan()
-        excess = self.local_index.adopt(keys)
-        self.local.delete(excess)
-        for key in excess:
-            self.local_index.forget(key)
-        if keys:
-            logger.info(
-                "%s tier: %d chunks of an earlier run are served again, %d were too many",
-                self.local.name,
-                len(keys) - len(excess),
-                len(excess),
-            )
-
-    @property
-    def indexes(self) -> list[LowerIndex]:
-        """The tiers' indexes, the nearest tier first."""
-        return [index for _, index in self._below]
-
-    def open(
-        self,
-        pool: Pool,
-        config: EngineConfig,
-        deciding: Deciding,
-        clock: Clock,
-        make_threads: MakeThreads,
-    ) -> None:
-        """Start the threads."""
+            below.append((self.remote, RemoteIndex()))
+        self.indexes = [index for _, index in below]
+        """The nearest tier's first."""
         self.io = [
             TierIo(
                 tier,
@@ -86,7 +151,7 @@ class LowerTiers:
                 clock=clock,
                 make_threads=make_threads,
             )
-            for tier, index in self._below
+            for tier, index in below
         ]
 
     def start(self, todo: Todo) -> None:
@@ -103,14 +168,14 @@ class LowerTiers:
         """Write what is queued, ``drain_s`` at most; False if a thread still hangs then."""
         with lock:
             for io in self.io:
-                io.stop_reading()
+                io.is_reading = False
         for io in self.io:
             io.stop()
         self._join(TierIo.join_writers, drain_s)
         with lock:
             # Puts still queued now are dropped as soon as a thread sees them.
             for io in self.io:
-                io.stop_writing()
+                io.is_writing = False
         if self.remote is not None:
             # Before its threads end: calls that wait for its server fail now.
             self.remote.close()
@@ -122,3 +187,21 @@ class LowerTiers:
         deadline_s = time.monotonic() + timeout_s
         ended = [join(io, max(0.0, deadline_s - time.monotonic())) for io in self.io]
         return all(ended)
+
+
+def _index_of_stored(local: LocalTier) -> TierIndex:
+    """Return what an earlier run has stored, which is served again as far as it fits."""
+    index = TierIndex(local.capacity_bytes, local.item_bytes)
+    keys = local.scan()
+    excess = index.adopt(keys)
+    local.delete(excess)
+    for key in excess:
+        index.forget(key)
+    if keys:
+        logger.info(
+            "%s tier: %d chunks of an earlier run are served again, %d were too many",
+            local.name,
+            len(index),
+            len(excess),
+        )
+    return index

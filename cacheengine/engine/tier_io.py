@@ -67,8 +67,10 @@ class TierIo:
         self._write_threads = _REMOTE_WRITE_THREADS if is_shared else config.disk_write_threads
         # These change under the engine's lock only: a batch is taken, counted,
         # and the decision whether to do it still is made, in one step.
-        self._is_reading = True
-        self._is_writing = True
+        self.is_reading = True
+        """False: reads not begun yet are given up, questions not asked."""
+        self.is_writing = True
+        """False: puts not begun yet are dropped."""
         self._being_read = 0
         self._being_written = 0
         self._read_meter = BandwidthMeter()
@@ -92,27 +94,15 @@ class TierIo:
     def start(self, gets: int, puts: int, deletes: Sequence[bytes], *, asks: bool) -> None:
         """Do what was decided; the numbers are of those newly queued."""
         for _ in range(min(gets, self._read_threads)):
-            if not self._readers.submit(self._read_turn):
-                self._read_turn()
+            _run(self._readers, partial(_take_turns, self._readers, self._read_batch))
         for _ in range(min(puts, self._write_threads)):
-            if not self._writers.submit(self._write_turn):
-                self._write_turn()
+            _run(self._writers, partial(_take_turns, self._writers, self._write_batch))
         for start in range(0, len(deletes), _DELETE_BATCH):
-            batch = deletes[start : start + _DELETE_BATCH]
-            if not self._writers.submit(partial(self._delete, batch)):
-                self._delete(batch)
-        if asks and self._asker is not None and not self._asker.submit(self._ask_turn):
-            self._ask_turn()
+            _run(self._writers, partial(self._delete, deletes[start : start + _DELETE_BATCH]))
+        if asks and self._asker is not None:
+            _run(self._asker, self._ask_turn)
 
     # --- the end ---
-
-    def stop_reading(self) -> None:
-        """Under the engine's lock: reads not begun yet are given up, questions not asked."""
-        self._is_reading = False
-
-    def stop_writing(self) -> None:
-        """Under the engine's lock: puts not begun yet are dropped."""
-        self._is_writing = False
 
     def stop(self) -> None:
         """Take no more jobs."""
@@ -135,11 +125,6 @@ class TierIo:
 
     # --- reads ---
 
-    def _read_turn(self) -> None:
-        """Read a batch, and see to it that the rest of the queue has its turn."""
-        while self._read_batch() and not self._readers.submit(self._read_turn):
-            pass  # stopped: this thread is the last that comes here
-
     def _read_batch(self) -> bool:
         """Read what is next in the queue; return whether more was there."""
         with self._deciding() as decider:
@@ -149,7 +134,7 @@ class TierIo:
             if not entries:
                 return False
             is_more = queued > len(entries)
-            if not self._is_reading:
+            if not self.is_reading:
                 decider.promoter.give_up(self.index, entries, self._clock())
                 return is_more
             self._being_read += len(entries)
@@ -183,16 +168,11 @@ class TierIo:
 
     # --- writes ---
 
-    def _write_turn(self) -> None:
-        """Write a batch, and see to it that the rest of the queue has its turn."""
-        while self._write_batch() and not self._writers.submit(self._write_turn):
-            pass  # stopped: this thread is the last that comes here
-
     def _write_batch(self) -> bool:
         """Write what is next in the queue; return whether more was there."""
         with self._deciding() as decider:
             puts = decider.cascades[self.name]
-            if not self._is_writing:
+            if not self.is_writing:
                 puts.cancel()
             share = self._share(puts.waiting + self._being_written, self._write_threads)
             entries, victims = puts.begin(share, self._clock())
@@ -228,10 +208,22 @@ class TierIo:
         assert isinstance(self._tier, SharedTier)
         with self._deciding() as decider:
             keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
-            is_wanted = self._is_reading
+            is_wanted = self.is_reading
         while keys:
             found = self._answers(self._tier.find, keys) if is_wanted else []
             with self._deciding() as decider:
                 decider.promoter.answered(keys, found or None, self._clock())
                 keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
-                is_wanted = self._is_reading
+                is_wanted = self.is_reading
+
+
+def _run(threads: JobRunner, job: Callable[[], None]) -> None:
+    """Have a thread do a job, or after their end this one."""
+    if not threads.submit(job):
+        job()
+
+
+def _take_turns(threads: JobRunner, batch: Callable[[], bool]) -> None:
+    """Do a batch, and see to it that the rest of the queue has its turn."""
+    while batch() and not threads.submit(partial(_take_turns, threads, batch)):
+        pass  # stopped: this thread is the last that comes here

@@ -1,7 +1,7 @@
 """Lookups, holds, stores and clearing, over the state that all decisions share.
 
-Pure: no I/O, no clock, no threads. The engine serializes calls, passes the
-time in, and afterwards does what `Decider.take_todo` says.
+`CacheEngine` says what the calls promise. Pure: no I/O, no clock, no threads. The engine
+serializes calls, passes the time in, and afterwards does what `Decider.take_todo` says.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -11,7 +11,6 @@ from cacheengine.residency.cascade import Cascade
 from cacheengine.residency.decisions import Outcome, Presence, Promotion, StoreReservation, Todo
 from cacheengine.residency.entry import Entry, State
 from cacheengine.residency.lower_index import LowerIndex
-from cacheengine.residency.operator_pins import OperatorPins
 from cacheengine.residency.pool_index import CpuIndex
 from cacheengine.residency.promoter import Promoter
 from cacheengine.residency.shared_index import RemoteIndex
@@ -49,7 +48,6 @@ class Decider:
         }
         remotes = [index for index in lower if isinstance(index, RemoteIndex)]
         self.promoter = Promoter(state, remotes[0] if remotes else None)
-        self.operator_pins = OperatorPins(state)
 
     def take_todo(self) -> Todo | None:
         """Return what has come up since the last call, None if nothing has."""
@@ -114,11 +112,7 @@ class Decider:
     # --- holds ---
 
     def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
-        """Keep ready chunks until `release`; ends their pins. KeyError: none was held.
-
-        With ``held_before`` the caller holds them already: then one that was
-        cleared since is as good as a ready one.
-        """
+        """Keep ready chunks until `release`; ends their pins. KeyError: none was held."""
         entries = []
         for key in keys:
             entry = self.cpu.get(key)
@@ -154,10 +148,7 @@ class Decider:
     # --- stores ---
 
     def prepare_store(self, keys: Sequence[bytes], now_s: float) -> StoreReservation | None:
-        """Reserve slots for those chunks that are not there, the leading ones that find room.
-
-        None: no room for any.
-        """
+        """Reserve slots for chunks that are not there; None: no room for any."""
         wanted = [key for key in dict.fromkeys(keys) if self._is_storable(key)]
         count, evicted = self.state.make_room(len(wanted), set(keys), now_s)
         self.stats.store_drops += len(wanted) - count
@@ -175,10 +166,7 @@ class Decider:
     def complete_store(
         self, keys: Iterable[bytes], now_s: float, *, success: bool, prefetched: bool = False
     ) -> None:
-        """Make reserved chunks visible and queue their puts, or give the slots back.
-
-        Raises KeyError, changing nothing, for a chunk without a reservation.
-        """
+        """Make reserved chunks visible and queue their puts, or give the slots back."""
         entries = [self._storing(key) for key in dict.fromkeys(keys)]
         whole = [entry for entry in entries if success and not entry.condemned]
         # Backwards, so that the first of a prefix is the most recent.
@@ -213,7 +201,7 @@ class Decider:
         # where room is looked for.
         self.touch(keys)
         if not self.cpu.may_pin(None):
-            # OperatorPins that are over still count against what may be pinned.
+            # Pins that are over still count against what may be pinned.
             self.expire_pins(now_s)
         return self.promoter.begin(keys, pin_s, now_s)
 
@@ -226,18 +214,14 @@ class Decider:
         return len(expired)
 
     def clear(
-        self, tiers: Collection[str], keys: Collection[bytes] | None = None
+        self, tiers: Collection[str] | None, keys: Collection[bytes] | None = None
     ) -> dict[str, int]:
-        """Hide everything in these tiers, or these chunks; return how many could be found.
-
-        OperatorPins end. Bytes in use, being written or read stay where they are until
-        that is over, and cannot be found any more.
-        """
+        """Hide everything in these tiers or all, or these chunks; return how many were found."""
         dropped = {}
-        if CPU in tiers:
+        if tiers is None or CPU in tiers:
             dropped[CPU] = self._clear_cpu(keys)
         for index in self.state.lower:
-            if index.name in tiers:
+            if tiers is None or index.name in tiers:
                 self.cascades[index.name].cancel(keys)
                 readable, idle = index.clear(keys)
                 self.state.delete(index, idle)

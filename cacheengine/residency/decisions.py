@@ -64,8 +64,7 @@ class Promotion:
     callbacks are called.
     """
 
-    def __init__(self, asked: int, chunk_bytes: int) -> None:
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, asked: int) -> None:
         # Guards the counts and the callbacks: an I/O thread settles while
         # another thread reads or adds a callback.
         self._changed = threading.Condition(threading.Lock())
@@ -83,11 +82,6 @@ class Promotion:
                 pending=self._pending,
                 missing=self._ended[Outcome.MISSING],
             )
-
-    @property
-    def promoted_bytes(self) -> int:
-        """Bytes of the promoted chunks."""
-        return self.counts.promoted * self._chunk_bytes
 
     @property
     def done(self) -> bool:

@@ -7,7 +7,6 @@ from typing import Final
 
 from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.tiers import GetOutcome
-from cacheengine.wire import TierName
 
 _OPERATOR_SHARE: Final = 0.5
 
@@ -31,8 +30,9 @@ class TierIndex(LowerIndex):
     At most half of the capacity can be pinned.
     """
 
-    def __init__(self, capacity_bytes: int, item_bytes: int, name: TierName = "disk") -> None:
-        self.name = name
+    name = "disk"
+
+    def __init__(self, capacity_bytes: int, item_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.item_bytes = item_bytes
         # True of few chunks at a time, hence not in _items: there are millions.

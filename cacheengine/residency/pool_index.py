@@ -17,7 +17,7 @@ _OPERATOR_SHARE: Final = 0.5
 class CpuIndex:
     """Entries by key, free slots, and the eviction of unused ones.
 
-    OperatorPins are bounded, so that stores find room: operators' to half of the
+    Pins are bounded, so that stores find room: operators' to half of the
     slots, all together (`may_pin`) to three quarters.
     """
 

@@ -39,12 +39,11 @@ class Promoter:
     def begin(self, keys: Sequence[bytes], pin_s: float, now_s: float) -> Promotion:
         """Pin what is ready, join what is under way, begin to read the rest, in order.
 
-        Stops at the first chunk that is nowhere or finds no room. Where it is
-        not known whether the remote tier holds a chunk, that tier is asked for
-        it and for all that follow, and the walk goes on with the answer.
+        Where it is not known whether the remote tier holds a chunk, that tier is asked
+        for it and for all that follow, and the walk goes on with the answer.
         """
         self._state.stats.prefetches += 1
-        promotion = Promotion(len(keys), self._state.chunk_bytes)
+        promotion = Promotion(len(keys))
         self._go_on(_Walk(promotion, keys, pin_s), now_s)
         return promotion
 

@@ -12,12 +12,12 @@ from typing import Final
 
 from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.tiers import GetOutcome, TierBackoff
-from cacheengine.wire import TierName
 
 _MAX_HELD: Final = 1_000_000
 _MAX_ABSENT: Final = 131_072
 _MAX_ASKED: Final = 65_536
 _ABSENT_S: Final = 1.5
+"""How long a chunk that was not there is not asked for again."""
 _PATIENCE_S: Final = 1.0
 
 
@@ -32,24 +32,16 @@ class Activity(Enum):
 class RemoteIndex(LowerIndex):
     """Keys known to be held, least recent first; keys known to be absent for a while.
 
-    ``max_held`` and ``max_absent`` bound what is known, ``absent_s`` is how
-    long a chunk that was not there is not asked for again. A question that
-    the tier does not answer, and a read that fails, begin a pause in which
-    nothing can be read or asked.
+    ``max_held`` and ``max_absent`` bound what is known. A question that the
+    tier does not answer, and a read that fails, begin a pause in which nothing
+    can be read or asked.
     """
 
-    def __init__(
-        self,
-        name: TierName = "remote",
-        *,
-        max_held: int = _MAX_HELD,
-        max_absent: int = _MAX_ABSENT,
-        absent_s: float = _ABSENT_S,
-    ) -> None:
-        self.name = name
+    name = "remote"
+
+    def __init__(self, *, max_held: int = _MAX_HELD, max_absent: int = _MAX_ABSENT) -> None:
         self._max_held = max_held
         self._max_absent = max_absent
-        self._absent_s = absent_s
         self._held: OrderedDict[bytes, None] = OrderedDict()
         # Until when; in that order, as each stays equally long.
         self._absent: OrderedDict[bytes, float] = OrderedDict()
@@ -261,6 +253,6 @@ class RemoteIndex(LowerIndex):
 
     def _miss(self, key: bytes, now_s: float) -> None:
         self._absent.pop(key, None)
-        self._absent[key] = now_s + self._absent_s
+        self._absent[key] = now_s + _ABSENT_S
         if len(self._absent) > self._max_absent:
             self._absent.popitem(last=False)

@@ -46,10 +46,6 @@ class CacheState:
         todo, self._todo = self._todo, None
         return todo
 
-    def lower_named(self, tier: str) -> LowerIndex | None:
-        """Return the index of a lower tier by its name."""
-        return next((index for index in self.lower if index.name == tier), None)
-
     # --- what others are told ---
 
     def emit(self, tier: str, *, stored: bool, keys: Sequence[bytes]) -> None:
@@ -72,6 +68,41 @@ class CacheState:
         """Have chunks deleted from a lower tier, then `Cascade.deleted`."""
         if keys:
             self.todo.deletes.setdefault(index.name, []).extend(keys)
+
+    # --- operators' pins: they last until they are taken off or the chunks cleared ---
+
+    def held_in(self, keys: Sequence[bytes], tier: str) -> int:
+        """Return how many leading chunks a tier is known to hold."""
+        index = self._index(tier)
+        for count, key in enumerate(keys):
+            if index is None or key not in index:
+                return count
+        return len(keys)
+
+    def operator_pin(self, keys: Sequence[bytes], tier: str) -> int:
+        """Pin leading chunks that a tier holds; return how many, fewer where too much is pinned."""
+        index = self._index(tier)
+        for count, key in enumerate(keys):
+            if index is None or key not in index or not index.operator_pin(key):
+                return count
+        return len(keys)
+
+    def operator_unpin(self, keys: Sequence[bytes], tier: str, now_s: float) -> int:
+        """End the pins of leading chunks that a tier holds; return how many had one."""
+        index = self._index(tier)
+        if index is None:
+            return 0
+        held = keys[: self.held_in(keys, tier)]
+        unpinned = sum(map(index.operator_unpin, held))
+        if tier == CPU:
+            for entry in filter(None, map(self.cpu.ready, held)):
+                self.drop_if_unwanted(entry, now_s)
+        return unpinned
+
+    def _index(self, tier: str) -> CpuIndex | LowerIndex | None:
+        if tier == CPU:
+            return self.cpu
+        return next((index for index in self.lower if index.name == tier), None)
 
     # --- room ---
 

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ logger = logging.getLogger("vllm.warmroute")
 
 CONFIG_FILE_VARIABLE: Final = "LMCACHE_CONFIG_FILE"
 _PREFIX: Final = "LMCACHE_"
+_WITH_EXTRA_CONFIG: Final = ("mooncakestore://", "infinistore://")
 
 # Kubernetes gives every pod variables like these for each service in its
 # namespace; a service called lmcache-server must not stop a replica.
@@ -32,38 +33,8 @@ _SERVICE_VARIABLE: Final = re.compile(
 )
 
 
-def _parse_policy(value: object) -> str:
-    from cacheengine.residency import POLICY_NAMES  # noqa: PLC0415  (it loads slowly)
-
-    name = str(value).strip().upper()
-    if name not in POLICY_NAMES:
-        raise values.BadValue(f"{value!r} is unknown", f"use {', '.join(POLICY_NAMES)}")
-    return name
-
-
 _PARSERS: Final[Mapping[str, Callable[[object], object]]] = {
-    "chunk_size": values.parse_int(minimum=1),
-    "local_cpu": values.parse_bool,
-    "max_local_cpu_size": values.parse_gb,
-    "local_cpu_use_hugepages": values.parse_bool,
-    "local_disk": values.parse_directories,
-    "max_local_disk_size": values.parse_gb,
-    "remote_url": values.parse_text,
-    "remote_serde": values.parse_text,
-    "save_decode_cache": values.parse_bool,
-    "cache_policy": _parse_policy,
-    "lmcache_instance_id": values.parse_text,
-    "enable_controller": values.parse_bool,
-    "controller_url": values.parse_http_address,
-    "lmcache_worker_port": values.parse_port,
-    "distributed_url": values.parse_host_port,
-    "lmcache_worker_heartbeat_time": values.parse_seconds,
-    "extra_config": values.parse_mapping,
-    "agent_host": values.parse_text,
-    "disk_direct_reads": values.parse_bool,
-    "disk_read_threads": values.parse_int(minimum=1, maximum=256),
-    "disk_write_threads": values.parse_int(minimum=1, maximum=256),
-    "put_queue_share": values.parse_share,
+    each.name: each.metadata["parse"] for each in fields(EngineConfig) if each.metadata
 }
 
 
@@ -108,8 +79,9 @@ def load_engine_config(
         _warn(given["controller_url"], "has no effect without enable_controller: true")
     if config.remote_serde != EngineConfig.remote_serde and not config.remote_url:
         _warn(given["remote_serde"], "has no effect without remote_url")
-    if config.extra_config and not config.reads_extra_config:
-        _warn(given["extra_config"], "has no effect but on mooncakestore:// and infinistore://")
+    reads_extra = (config.remote_url or "").lower().startswith(_WITH_EXTRA_CONFIG)
+    if config.extra_config and not reads_extra:
+        _warn(given["extra_config"], "has no effect but on " + " and ".join(_WITH_EXTRA_CONFIG))
     return config
 
 
@@ -178,7 +150,7 @@ def _is_setting(key: str, given: _Given) -> bool:
         return False
     harmless, reason = keys.REFUSED[key]
     if not any(_means(given.value, value) for value in harmless):
-        allowed = f"remove it or set it to {_as_yaml(harmless[0])}" if harmless else "remove it"
+        allowed = f"remove it or set it to {str(harmless[0]).lower()}" if harmless else "remove it"
         raise given.error(f"{given.value!r} is not supported: {reason}", allowed)
     return False
 
@@ -194,10 +166,6 @@ def _means(value: object, harmless: object) -> bool:
         except values.BadValue:
             return False
     return value == harmless or str(value).strip().lower() == str(harmless)
-
-
-def _as_yaml(value: object) -> str:
-    return str(value).lower()
 
 
 def _parse(key: str, given: _Given) -> object:

@@ -7,13 +7,15 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from cacheengine import values
 from cacheengine.address import split_host_port
 from cacheengine.memory import HugePagesMissing, check_huge_pages
-from cacheengine.values import BadValue
 
 logger = logging.getLogger("vllm.warmroute")
+
+_T = TypeVar("_T")
 
 _GB: Final = 1024**3
 
@@ -36,6 +38,20 @@ class ConfigError(ValueError):
         return f"{place}: {self.problem}; {self.fix}"
 
 
+def _parse_policy(value: object) -> str:
+    from cacheengine.residency import POLICY_NAMES  # noqa: PLC0415  (it loads slowly)
+
+    name = str(value).strip().upper()
+    if name not in POLICY_NAMES:
+        raise values.BadValue(f"{value!r} is unknown", f"use {', '.join(POLICY_NAMES)}")
+    return name
+
+
+def _key(default: _T, parse: Callable[[object], _T]) -> _T:
+    """Return the field of a key that people write, and what reads it."""
+    return field(default=default, metadata={"parse": parse})
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What a replica's engine is told. Names and defaults are LMCache's unless said otherwise.
@@ -43,49 +59,51 @@ class EngineConfig:
     Raises `ConfigError` when the values contradict each other.
     """
 
-    chunk_size: int = 256
+    chunk_size: int = _key(256, values.parse_int(minimum=1))
     """Tokens in a chunk; a multiple of vLLM's block size."""
-    local_cpu: bool = True
+    local_cpu: bool = _key(True, values.parse_bool)
     """Keep chunks in CPU RAM after their use; else it only stages for the disk tier."""
-    max_local_cpu_size: float = 5.0
+    max_local_cpu_size: float = _key(5.0, values.parse_gb)
     """GB of the CPU pool, reserved at start; more than 0 in every case."""
-    local_cpu_use_hugepages: bool = False
+    local_cpu_use_hugepages: bool = _key(False, values.parse_bool)
     """Make the pool of 2 MiB pages; of ordinary ones, with a warning, where too few are free."""
-    local_disk: tuple[Path, ...] = ()
+    local_disk: tuple[Path, ...] = _key((), values.parse_directories)
     """Directories of the disk tier, chunks spread over them; off without any."""
-    max_local_disk_size: float = 0.0
+    max_local_disk_size: float = _key(0.0, values.parse_gb)
     """GB of files under them together."""
-    remote_url: str | None = field(default=None, repr=False)
+    remote_url: str | None = field(default=None, repr=False, metadata={"parse": values.parse_text})
     """Server of the remote tier, ``scheme://host:port``; off without one. May hold a password."""
-    remote_serde: str = "naive"
+    remote_serde: str = _key("naive", values.parse_text)
     """How chunks are written for the remote tier (`tiers.serde` has the names)."""
-    save_decode_cache: bool = True
+    save_decode_cache: bool = _key(True, values.parse_bool)
     """Store generated tokens too (LMCache's default is false)."""
-    cache_policy: str = "LRU"
+    cache_policy: str = _key("LRU", _parse_policy)
     """Which chunks leave the CPU pool first: LRU, LFU, FIFO, MRU."""
-    lmcache_instance_id: str = ""
+    lmcache_instance_id: str = _key("", values.parse_text)
     """The replica's name; by default its host and agent port."""
-    enable_controller: bool = False
+    enable_controller: bool = _key(False, values.parse_bool)
     """Register with the controller (the router's monitor port) and send it heartbeats."""
-    controller_url: str | None = None
+    controller_url: str | None = _key(None, values.parse_http_address)
     """Where that is: ``host:port``, or ``http://host:port``."""
-    lmcache_worker_port: int = 8090
+    lmcache_worker_port: int = _key(8090, values.parse_port)
     """Port of the agent; 0 takes any free one."""
-    distributed_url: str | None = None
+    distributed_url: str | None = _key(None, values.parse_host_port)
     """``host:port`` on which other replicas fetch chunks from this one (port 0: any
     free one); without it they cannot. Unauthenticated: for a private network."""
-    lmcache_worker_heartbeat_time: float = 10.0
+    lmcache_worker_heartbeat_time: float = _key(10.0, values.parse_seconds)
     """Seconds between heartbeats."""
-    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    extra_config: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"parse": values.parse_mapping}
+    )
 
     # Ours, not LMCache's.
-    agent_host: str = "127.0.0.1"
+    agent_host: str = _key("127.0.0.1", values.parse_text)
     """Address the agent listens on."""
-    disk_direct_reads: bool = True
+    disk_direct_reads: bool = _key(True, values.parse_bool)
     """Read files that are not in the page cache past it (O_DIRECT), where that works."""
-    disk_read_threads: int = 4
-    disk_write_threads: int = 2
-    put_queue_share: float = 0.5
+    disk_read_threads: int = _key(4, values.parse_int(minimum=1, maximum=256))
+    disk_write_threads: int = _key(2, values.parse_int(minimum=1, maximum=256))
+    put_queue_share: float = _key(0.5, values.parse_share)
     """Share of the CPU pool that may wait for the disk at once; beyond it puts are dropped."""
 
     source: str = field(default="", compare=False)
@@ -167,7 +185,7 @@ class EngineConfig:
     def _check(self, key: str, check: Callable[..., None], *given: object) -> None:
         try:
             check(*given)
-        except BadValue as error:
+        except values.BadValue as error:
             raise self._error(key, error.problem, error.fix) from None
 
     def _check_directory(self, directory: Path) -> None:
@@ -194,12 +212,6 @@ class EngineConfig:
         return (
             self.controller_url if "://" in self.controller_url else f"http://{self.controller_url}"
         )
-
-    @property
-    def reads_extra_config(self) -> bool:
-        """Whether the store that ``remote_url`` names has settings in ``extra_config``."""
-        url = (self.remote_url or "").lower()
-        return url.startswith(("mooncakestore://", "infinistore://"))
 
     @property
     def transfer_address(self) -> tuple[str, int] | None:

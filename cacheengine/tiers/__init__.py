@@ -8,9 +8,17 @@ fails is left alone for a while (`TierBackoff`), and the engine goes on without 
 Called by engine, connector, residency and settings. Imports keys and values.
 """
 
-from cacheengine.tiers.backoff import LONGEST_BACKOFF_S, TierBackoff
-from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome, SharedTier, Tier
-from cacheengine.tiers.null import NullTier
+from cacheengine.tiers.base import (
+    LONGEST_BACKOFF_S,
+    Chunk,
+    GetOutcome,
+    LocalTier,
+    NullTier,
+    PutOutcome,
+    SharedTier,
+    Tier,
+    TierBackoff,
+)
 
 __all__ = [
     "LONGEST_BACKOFF_S",

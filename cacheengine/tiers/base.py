@@ -11,6 +11,7 @@ miss. It is called from several threads at once.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
+from typing import Final
 
 from cacheengine.wire import TierName
 
@@ -101,3 +102,55 @@ class SharedTier(Tier):
     @abstractmethod
     def find(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Say for each key whether the tier holds it now; None: it cannot be asked."""
+
+
+class NullTier(LocalTier):
+    """Refuses every put and misses every get."""
+
+    name = "disk"
+    capacity_bytes = 0
+    item_bytes = 1
+
+    def scan(self) -> list[bytes]:
+        """Return no keys."""
+        return []
+
+    def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
+        """Refuse."""
+        return [PutOutcome.NO_SPACE] * len(chunks)
+
+    def get_many(self, chunks: Sequence[Chunk]) -> list[GetOutcome]:
+        """Miss."""
+        return [GetOutcome.MISSING] * len(chunks)
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+FIRST_BACKOFF_S: Final = 1.0
+LONGEST_BACKOFF_S: Final = 60.0
+
+
+class TierBackoff:
+    """A pause after each failure, twice as long after each further one in a row."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_BACKOFF_S
+        self._until_s = float("-inf")
+
+    def is_on(self, now_s: float) -> bool:
+        """Whether the tier is to be left alone."""
+        return now_s < self._until_s
+
+    def failed(self, now_s: float) -> None:
+        """Begin a pause, unless one is on: then another operation of the same moment failed."""
+        if not self.is_on(now_s):
+            self._until_s = now_s + self._next_s
+            self._next_s = min(2 * self._next_s, LONGEST_BACKOFF_S)
+
+    def succeeded(self) -> None:
+        """Make the next pause a short one. Does not end one that is on."""
+        self._next_s = FIRST_BACKOFF_S

@@ -8,6 +8,5 @@ Called by agent and connector. Imports engine, residency and record.
 
 from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.server import TransferServer
-from cacheengine.transfer.stats import TransferMeter
 
-__all__ = ["Fetch", "TransferMeter", "TransferServer"]
+__all__ = ["Fetch", "TransferServer"]

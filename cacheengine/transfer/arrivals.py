@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from cacheengine.engine import CacheEngine
@@ -16,14 +17,14 @@ _SHORTEST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.256
 
 
+@dataclass(slots=True, eq=False)
 class Window:
     """Some of the chunks, in prefix order, with room reserved for each."""
 
-    def __init__(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        self.keys = keys
-        self.slots = slots
-        self.arrived: list[bytes] = []
-        """Chunks whose bytes are whole; the receiver adds them."""
+    keys: Sequence[bytes]
+    slots: Sequence[int]
+    arrived: list[bytes] = field(default_factory=list)
+    """Chunks whose bytes are whole; the receiver adds them."""
 
 
 class Arrivals:

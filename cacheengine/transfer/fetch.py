@@ -10,10 +10,10 @@ from typing import Final
 
 from cacheengine.address import join_host_port
 from cacheengine.engine import CacheEngine
+from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.arrivals import Arrivals, Window
 from cacheengine.transfer.channel import Channel, PeerGone
-from cacheengine.transfer.stats import TransferMeter
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -160,7 +160,9 @@ class Fetch:
             for window in asked:
                 self._arrivals.complete(window)
             if channel is not None:
-                self._disconnect(channel)
+                with self._lock:
+                    self._open.remove(channel)
+                    channel.close()
 
     def _connect(self) -> Channel:
         channel = Channel.connect(
@@ -171,11 +173,6 @@ class Fetch:
             if self._cancelled.is_set():
                 channel.shut()
         return channel
-
-    def _disconnect(self, channel: Channel) -> None:
-        with self._lock:
-            self._open.remove(channel)
-            channel.close()
 
     def _converse(self, channel: Channel, asked: deque[Window]) -> None:
         """Ask ahead, receive in order; leaves in ``asked`` what is not completed."""

@@ -17,7 +17,6 @@ and closes the connection when it has enough. The replica that has them answers
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
@@ -55,15 +54,6 @@ class Status(IntEnum):
     OK = 0
     MISSING = 1
     REFUSED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """What the replica that wants chunks says of itself."""
-
-    version: int
-    key_bytes: int
-    layout: str
 
 
 def checksum(payload: memoryview) -> bytes:
@@ -125,26 +115,26 @@ def receive_chunk(channel: Channel, key: bytes, into: memoryview) -> bool:
 # --- the side that has them ---
 
 
-def receive_hello(channel: Channel) -> Hello:
-    """Return the other side's greeting; `ProtocolError` if it is no replica."""
-    magic, version, key_bytes, layout = _HELLO.unpack(channel.receive(_HELLO.size))
+def receive_hello(channel: Channel, layout: str) -> tuple[int, str | None]:
+    """Return the bytes of the other side's keys, and why it cannot be served or None if it can.
+
+    Raises `ProtocolError` if it is no replica.
+    """
+    magic, version, key_bytes, greeted = _HELLO.unpack(channel.receive(_HELLO.size))
+    theirs = greeted.decode("ascii", errors="replace")
+    refusal = None
     if magic != _MAGIC:
         raise ProtocolError("not the greeting of a replica")
-    return Hello(version, key_bytes, layout.decode("ascii", errors="replace"))
-
-
-def refusal(hello: Hello, layout: str) -> str | None:
-    """Return why the other side cannot be served, or None if it can."""
-    if hello.version != VERSION:
-        return f"version {hello.version} of the transfer protocol; this replica speaks {VERSION}"
-    if hello.layout != layout:
-        return (
-            f"its chunks have layout {hello.layout}, those here {layout}: model, weights, dtype, "
+    if version != VERSION:
+        refusal = f"version {version} of the transfer protocol; this replica speaks {VERSION}"
+    elif theirs != layout:
+        refusal = (
+            f"its chunks have layout {theirs}, those here {layout}: model, weights, dtype, "
             "chunk_size, parallel sizes and hash seed must be equal"
         )
-    if not 0 < hello.key_bytes <= _MAX_KEY_BYTES:
-        return f"keys of {hello.key_bytes} bytes; at most {_MAX_KEY_BYTES} are possible"
-    return None
+    elif not 0 < key_bytes <= _MAX_KEY_BYTES:
+        refusal = f"keys of {key_bytes} bytes; at most {_MAX_KEY_BYTES} are possible"
+    return key_bytes, refusal
 
 
 def send_welcome(channel: Channel, reason: str | None = None) -> None:

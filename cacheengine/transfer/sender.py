@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cacheengine.engine import CacheEngine
+from cacheengine.record import TransferMeter
 from cacheengine.residency import Promotion
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
-from cacheengine.transfer.stats import TransferMeter
 
 _LOANS: Final = 2
 """Gets whose chunks are read from the lower tiers ahead of being sent, the present one included."""

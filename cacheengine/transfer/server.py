@@ -7,10 +7,10 @@ from typing import Final
 
 from cacheengine.address import join_host_port, listening_family
 from cacheengine.engine import CacheEngine
+from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel, PeerGone
 from cacheengine.transfer.sender import Sender
-from cacheengine.transfer.stats import TransferMeter
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -159,8 +159,7 @@ class TransferServer:
                 channel.close()
 
     def _serve(self, channel: Channel, peer: str, is_too_many: bool) -> None:
-        hello = protocol.receive_hello(channel)
-        reason = protocol.refusal(hello, self._layout)
+        key_bytes, reason = protocol.receive_hello(channel, self._layout)
         if is_too_many and reason is None:
             reason = f"{self._max_connections} connections are served already; try again later"
         protocol.send_welcome(channel, reason)
@@ -169,5 +168,5 @@ class TransferServer:
             logger.warning("chunks were refused to %s: %s", peer, reason)
             return
         Sender(
-            self._engine, channel, self._meter, key_bytes=hello.key_bytes, timeout_s=self._timeout_s
+            self._engine, channel, self._meter, key_bytes=key_bytes, timeout_s=self._timeout_s
         ).run()

@@ -24,6 +24,8 @@ Place = Callable[[float, Promised], Decision]
 
 _LOOKS_PER_PUMP: Final = 8
 """Placings of either kind in one pump: nothing else runs meanwhile."""
+_ALIKE: Final = 0.1
+"""Requests whose predicted work differs by no more than this share may be equal prompts."""
 _CLOSE_S: Final = 1e-6
 """A queue that is longer than it may be by less than this is not: sums of times are not exact."""
 _RECHECK_S: Final = 0.25
@@ -98,8 +100,7 @@ class Gate:
         if not at_once and self._holds:
             # Rates differ a little from replica to replica: requests of about the same length
             # count too, or a burst of equal prompts would all wait where it was placed last.
-            judgment, busy_s = self._fleet.judgment, decision.picked.cost.busy_s
-            about_s = busy_s * (1 + judgment.near) + judgment.near_most_s
+            about_s = decision.picked.cost.busy_s * (1.0 + _ALIKE)
             before = self._queue.ahead_of(about_s, now_s)
             if any(each.item.slot == decision.picked.replica.slot for each in before):
                 decision = place(now_s, _promised(before))

@@ -17,8 +17,8 @@ from router.config.errors import (
     MethodNotAllowed,
     NoReplica,
     NotFound,
-    NotSupported,
     Overloaded,
+    Place,
     RateLimited,
     TooLarge,
     Unauthorized,
@@ -28,7 +28,7 @@ from router.config.errors import (
     describe,
 )
 from router.config.judgment import DEFAULT, Judgment, Learning
-from router.config.loading import load_router_config, router_config
+from router.config.loading import check_unique, load_router_config, router_config
 from router.config.schema import build, read_yaml, setting
 from router.config.settings import (
     PolicyName,
@@ -51,8 +51,8 @@ __all__ = [
     "MethodNotAllowed",
     "NoReplica",
     "NotFound",
-    "NotSupported",
     "Overloaded",
+    "Place",
     "PolicyName",
     "PrefetchConfig",
     "RateLimited",
@@ -67,6 +67,7 @@ __all__ = [
     "UpstreamFailed",
     "UpstreamTimeout",
     "build",
+    "check_unique",
     "describe",
     "host_port",
     "is_loopback",

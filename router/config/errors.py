@@ -8,7 +8,7 @@ OpenAI's and, for ``/v1/messages``, Anthropic's.
 # ruff: noqa: N818  (names as HTTP has them: BadRequest, NotFound, TooLarge)
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 
 class ConfigError(Exception):
@@ -30,6 +30,32 @@ class ConfigError(Exception):
         return f"{where}: {self.problem}; {self.fix}"
 
 
+class Place(NamedTuple):
+    """Where a setting stands: in which file, under which key ('' is its top level)."""
+
+    path: str
+    key: str = ""
+
+    def at(self, name: object) -> "Place":
+        """Return the place of a key in the mapping here."""
+        return Place(self.path, f"{self.key}.{name}" if self.key else str(name))
+
+    def item(self, index: int) -> "Place":
+        """Return the place of an item of the list here."""
+        return Place(self.path, f"{self.key}[{index}]")
+
+    def error(self, problem: str, fix: str) -> ConfigError:
+        """Return what is wrong here, to be raised."""
+        return ConfigError(self.path, self.key, problem, fix)
+
+
+_OPENAI_TYPES: Final[dict[int, str]] = {
+    429: "rate_limit_error",
+    500: "internal_error",
+    502: "upstream_error",
+    503: "overloaded_error",
+    504: "upstream_error",
+}
 _ANTHROPIC_TYPES: Final[dict[int, str]] = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -47,7 +73,6 @@ class ApiError(Exception):
     """
 
     status: ClassVar[int] = 500
-    type: ClassVar[str] = "internal_error"
     default_code: ClassVar[str | None] = None
     default_retry_after_s: ClassVar[int | None] = None
 
@@ -64,6 +89,11 @@ class ApiError(Exception):
         self.param = param
         self.code = self.default_code if code is None else code
         self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
+
+    @property
+    def type(self) -> str:
+        """What OpenAI's clients tell errors apart by."""
+        return _OPENAI_TYPES.get(self.status, "invalid_request_error")
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -91,14 +121,12 @@ class BadRequest(ApiError):
     """The body cannot be used as it is (400)."""
 
     status = 400
-    type = "invalid_request_error"
 
 
 class UnknownModel(ApiError):
     """No replica serves the model asked for (404)."""
 
     status = 404
-    type = "invalid_request_error"
     default_code = "model_not_found"
 
 
@@ -114,7 +142,6 @@ class NotFound(ApiError):
     """No such endpoint, or the thing referred to is not here (404)."""
 
     status = 404
-    type = "invalid_request_error"
     default_code = "not_found"
 
 
@@ -122,7 +149,6 @@ class MethodNotAllowed(ApiError):
     """The endpoint exists, with another method (405)."""
 
     status = 405
-    type = "invalid_request_error"
     default_code = "method_not_allowed"
 
 
@@ -130,7 +156,6 @@ class Conflict(ApiError):
     """What is there does not allow what was asked (409)."""
 
     status = 409
-    type = "invalid_request_error"
     default_code = "conflict"
 
 
@@ -138,7 +163,6 @@ class TooLarge(ApiError):
     """The body is over the configured limit (413)."""
 
     status = 413
-    type = "invalid_request_error"
     default_code = "request_too_large"
 
 
@@ -149,7 +173,6 @@ class RateLimited(ApiError):
     """
 
     status = 429
-    type = "rate_limit_error"
     default_code = "rate_limit_exceeded"
 
     def __init__(self, message: str, *, cause: str, retry_after_s: int) -> None:
@@ -157,19 +180,10 @@ class RateLimited(ApiError):
         self.cause = cause
 
 
-class NotSupported(ApiError):
-    """Known to exist elsewhere, and not done here (501)."""
-
-    status = 501
-    type = "invalid_request_error"
-    default_code = "not_supported"
-
-
 class NoReplica(ApiError):
     """No replica can take the request now (503); the client may retry."""
 
     status = 503
-    type = "overloaded_error"
     default_code = "no_replica"
     default_retry_after_s = 1
 
@@ -178,7 +192,6 @@ class Overloaded(ApiError):
     """More is being asked at once than is taken on (503); the client may retry."""
 
     status = 503
-    type = "overloaded_error"
     default_code = "overloaded"
     default_retry_after_s = 1
 
@@ -187,7 +200,6 @@ class UpstreamFailed(ApiError):
     """The replicas tried could not be reached or gave no usable answer (502)."""
 
     status = 502
-    type = "upstream_error"
     default_code = "upstream_failed"
 
 
@@ -195,7 +207,6 @@ class UpstreamTimeout(ApiError):
     """A replica accepted the request and did not begin to answer in time (504)."""
 
     status = 504
-    type = "upstream_error"
     default_code = "upstream_timeout"
 
 

@@ -45,25 +45,10 @@ class Judgment:
     """Requests that wait behind one at the least: of equal times to first token the one that
     computes less is better."""
     most_behind: float = 16.0
-    """Requests. How many are taken at most to wait behind one in a busy fleet: a second of the
-    replica's time counts so many times beside a second of waiting. The
-    ablation `without-load-in-busy-weight` is a bound of 1."""
-    fetch_weight: float = 0.5
-    """Seconds per second: what a second of fetching or copying takes from requests that come
-    behind, beside a second of computing. Transfers are shared, and what they bring evicts
-    what others would find. Chosen on two seeds; its ablation is not beyond the interval."""
-    weighs_busy: bool = True
-    """Whether the replica's time counts at all."""
-    more_of_a_burst: float = 2.0
-    """Requests to come for each that waits behind the first, in an idle fleet: of 100 equal
-    prompts read 2 ms apart the mean TTFT in model time is 1.106, 1.091 and 1.083 s with 0, 1
-    and 2."""
-    near: float = 0.1
-    """Share of the best cost within which others are equal: learned rates differ by noise."""
-    near_least_s: float = 0.005
-    near_most_s: float = 0.02
-    """Seconds: bounds of the same. All things differ by a few milliseconds, and costs that
-    differ by more than the latter are never equal."""
+    """Requests. How many are taken at most to wait behind one: a second of the replica's time
+    counts at most so many times beside a second of waiting."""
+    near_s: float = 0.02
+    """Seconds. Scores within so much of the best are equal: predictions differ by noise."""
     least_copy_gain_s: float = 0.15
     """Seconds. A copy that saves less is not worth asking two agents for: that takes them
     time, too, which is not in the rates."""

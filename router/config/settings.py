@@ -5,7 +5,6 @@ bytes and times in seconds, as the names say; only the engine's own file, which
 keeps LMCache's keys, has sizes in GB.
 """
 
-import logging
 from dataclasses import dataclass, field
 from typing import Final, Literal
 from urllib.parse import urlsplit
@@ -34,7 +33,7 @@ class ReplicaConfig:
     """vLLM's event publisher, ``tcp://host:port``; by default the agent's ``/info`` says."""
     kv_replay: str | None = None
     """vLLM's replay endpoint, ``tcp://host:port``; by default the agent's ``/info`` says."""
-    api_key: str | None = setting(None, repr=False)
+    api_key: str | None = field(default=None, repr=False)
     """Sent to this replica instead of the client's own Authorization."""
     hash_seed: str | None = None
     """PYTHONHASHSEED of a replica without an agent; by default found out from its events."""
@@ -97,8 +96,6 @@ class SessionConfig:
     """Keeping a session on the replica that knows it."""
 
     header: str = "x-session-id"
-    spill_margin_s: float = setting(1.0, at_least=0)
-    """How much slower the home may be than the best before the session leaves it."""
     max_sessions: int = setting(100_000, at_least=1)
     ttl_s: float = setting(3600.0, above=0)
 
@@ -152,7 +149,7 @@ class ControllerConfig:
     """Of the API; 0 picks a free port (it is printed)."""
     monitor_port: int = setting(9001, at_least=0, at_most=65535)
     """Where replicas register: their ``controller_url``."""
-    secret: str | None = setting(None, repr=False)
+    secret: str | None = field(default=None, repr=False)
     """Asked of every caller of the API, as the password of its URL or as a bearer token."""
 
 
@@ -180,8 +177,3 @@ class RouterConfig:
     """Off without the section; on with it, be it empty (``controller: {}``)."""
     lmcache_coordinator: str | None = None
     """Base URL of a stock LMCache coordinator, where the servers report to that one."""
-
-    @property
-    def logging_level(self) -> int:
-        """``log_level`` as the logging module counts it."""
-        return logging.getLevelNamesMapping()[self.log_level.upper()]

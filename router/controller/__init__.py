@@ -9,7 +9,4 @@ Started by the application on a port of its own. Imports config, http and stagin
 from router.controller.controller import Controller
 from router.controller.registry import Configured
 
-__all__ = [
-    "Configured",
-    "Controller",
-]
+__all__ = ["Configured", "Controller"]

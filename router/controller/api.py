@@ -1,27 +1,26 @@
 """The controller's API: LMCache's requests, done by the agents of the instances."""
 
 import asyncio
-import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar
+from functools import partial
+from typing import Any, Final
 
-import msgspec
-import orjson
 from aiohttp import web
 
 from cacheengine.wire import ClearRequest, MoveRequest, MoveSource, PinReply, PinRequest
 from router.config import ApiError, NotFound, UpstreamFailed
 from router.controller import calls
-from router.controller.agents import AgentCalls
-from router.controller.moves import (
+from router.controller.agents import (
     AcceptedMove,
+    AgentCalls,
     check_in_reach,
     progress,
-    status_or_none,
-    transfer_address,
+    source_address,
 )
+from router.controller.calls import answering
 from router.controller.registry import Instance, Registry
+from router.http import as_json
 from router.staging import AgentClient
 
 MAX_EVENTS: Final = 1000
@@ -30,7 +29,7 @@ _UNREACHABLE: Final = 1
 """The error code of an agent that does not answer; 0 is that of a healthy one."""
 _LONGEST_NAMES: Final = 1000
 
-_T = TypeVar("_T", bound=msgspec.Struct)
+Answer = dict[str, Any]
 
 
 class ControllerApi:
@@ -40,51 +39,47 @@ class ControllerApi:
         self,
         registry: Registry,
         agents: AgentCalls,
-        *,
-        limit_bytes: int,
-        beside_instances: Callable[[], list[dict[str, Any]]] = list,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        beside: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
+        """``beside`` tells the instances that are not the registry's."""
         self._registry = registry
         self._agents = agents
-        self._limit_bytes = limit_bytes
-        self._beside_instances = beside_instances
         self._clock = clock
         self._wall_clock = wall_clock
+        self._beside = beside
         self._events: dict[str, AcceptedMove | int] = {}
         """What was asked, by event id: of what was done at once, how many tokens it was."""
 
     def routes(self) -> list[web.RouteDef]:
         """Return the API's routes."""
         return [
-            web.post("/lookup", self.lookup),
-            web.post("/move", self.move),
-            web.post("/check_finish", self.check_finish),
-            web.post("/pin", self.pin),
-            web.post("/unpin", self.unpin),
-            web.post("/clear", self.clear),
-            web.post("/health", self.health),
+            answering("/lookup", calls.LookupCall, self.lookup),
+            answering("/move", calls.MoveCall, self.move),
+            answering("/check_finish", calls.CheckFinishCall, self.check_finish),
+            answering("/pin", calls.PinCall, partial(self._pin, "Pin", AgentClient.pin)),
+            answering("/unpin", calls.PinCall, partial(self._pin, "Unpin", AgentClient.unpin)),
+            answering("/clear", calls.ClearCall, self.clear),
+            answering("/health", calls.HealthCall, self.health),
             web.get("/health", self.own_health),
-            web.post("/query_worker_info", self.query_worker_info),
+            answering("/query_worker_info", calls.WorkerInfoCall, self.query_worker_info),
             web.get("/instances", self.instances),
             web.post("/register", self.register),
         ]
 
     # --- what is where
 
-    async def lookup(self, request: web.Request) -> web.Response:
+    async def lookup(self, call: calls.LookupCall) -> Answer:
         """Answer, by instance, the location that holds most of a prompt, and how many tokens.
 
         LMCache's page shows the instances at the top level, its code under
         ``layout_info``: both are there. Instances that hold nothing are left
         out; instances that did not answer are under ``errors``.
         """
-        call = await self._read(request, calls.LookupCall)
         instances = self._registry.instances() if call.tokens else []
         answers = await asyncio.gather(
-            *(self._agents.longest(each, call) for each in instances),
-            return_exceptions=True,
+            *(self._agents.longest(each, call) for each in instances), return_exceptions=True
         )
         layout: dict[str, tuple[str, int]] = {}
         errors: dict[str, str] = {}
@@ -97,29 +92,23 @@ class ControllerApi:
                 layout[each.id] = answer
         if errors and len(errors) == len(instances):
             raise UpstreamFailed("no instance answers: " + "; ".join(errors.values()))
-        own: dict[str, Any] = {"event_id": _new_event_id("Lookup"), "layout_info": layout}
-        if errors:
-            own["errors"] = errors
-        return _json({**layout, **own})
+        own = {"event_id": _new_event_id("Lookup"), "layout_info": layout}
+        return {**layout, **own, **({"errors": errors} if errors else {})}
 
     async def instances(self, request: web.Request) -> web.Response:
         """Answer which instances there are, and when their heartbeats came; LMCache's too."""
         now_s = self._clock()
         found = [each.listing(now_s) for each in self._registry.instances()]
-        return _json({"instances": found + self._beside_instances()})
+        return as_json({"instances": found + self._beside()})
 
     # --- moving
 
-    async def move(self, request: web.Request) -> web.Response:
+    async def move(self, call: calls.MoveCall) -> Answer:
         """Have one instance fetch a prompt's chunks from another; the bytes follow the answer.
 
         Or from another tier of its own.
         """
-        call = await self._read(request, calls.MoveCall)
-        (source_id, source_location), (target_id, target_location) = (
-            call.old_position,
-            call.new_position,
-        )
+        (source_id, old), (target_id, new) = call.old_position, call.new_position
         source = self._found(source_id, "old_position")
         target = self._found(target_id, "new_position")
         check_in_reach(source, target)
@@ -129,10 +118,10 @@ class ControllerApi:
         wanted = MoveRequest(
             source=MoveSource(
                 agent_url=source.agent_url,
-                transfer_address=transfer_address(source, source_info, target_info),
-                tier=calls.TIER_OF[source_location],
+                transfer_address=source_address(source, source_info, target_info),
+                tier=calls.TIER_OF[old],
             ),
-            tier=calls.TIER_OF[target_location],
+            tier=calls.TIER_OF[new],
             tokens=call.tokens,
             cache_salt=call.cache_salt,
             copy=bool(call.copy),
@@ -146,55 +135,41 @@ class ControllerApi:
         )
         return self._accepted("Move", reply.num_tokens, move)
 
-    async def check_finish(self, request: web.Request) -> web.Response:
+    async def check_finish(self, call: calls.CheckFinishCall) -> Answer:
         """Answer ``running``, ``done``, ``failed`` or ``not_found``, and what has arrived."""
-        call = await self._read(request, calls.CheckFinishCall)
         move = self._events.get(call.event_id)
         if move is None:
             text = f"no such event, or older than the latest {MAX_EVENTS}"
-            return _json({"status": "not_found", "error": text})
+            return {"status": "not_found", "error": text}
         if isinstance(move, int):
-            return _json({"status": "done", "num_tokens": move})
-        status = move.final or await self._agents.ask(
-            move.destination, lambda agent: status_or_none(agent, move)
-        )
+            return {"status": "done", "num_tokens": move}
+        status = await self._agents.status(move)
         if status is None:
             text = f"{move.destination.id} does not know the move: it has started anew since"
-            return _json({"status": "not_found", "error": text})
-        if status.state != "running":
-            move.final = status
-        return _json(progress(move, status))
+            return {"status": "not_found", "error": text}
+        return progress(move, status)
 
     # --- keeping and dropping
 
-    async def pin(self, request: web.Request) -> web.Response:
-        """Keep a prompt's chunks in a location until they are unpinned or cleared."""
-        return await self._pin(request, "Pin", AgentClient.pin)
-
-    async def unpin(self, request: web.Request) -> web.Response:
-        """End `pin`."""
-        return await self._pin(request, "Unpin", AgentClient.unpin)
-
     async def _pin(
         self,
-        request: web.Request,
         kind: str,
         act: Callable[[AgentClient, PinRequest], Awaitable[PinReply]],
-    ) -> web.Response:
-        call = await self._read(request, calls.PinCall)
+        call: calls.PinCall,
+    ) -> Answer:
+        """Keep a prompt's chunks in a location until they are unpinned or cleared; or end that."""
         tier = calls.TIER_OF[call.location]
         wanted = PinRequest(tokens=call.tokens, cache_salt=call.cache_salt, tier=tier)
         instance = self._found(call.instance_id)
         reply = await self._agents.ask(instance, lambda agent: act(agent, wanted))
         return self._accepted(kind, reply.num_tokens)
 
-    async def clear(self, request: web.Request) -> web.Response:
+    async def clear(self, call: calls.ClearCall) -> Answer:
         """Drop a prompt's chunks, or all, from one location, several, or all.
 
         ``num_tokens`` counts a chunk once for each location it was dropped
         from; ``dropped_tokens`` has them apart.
         """
-        call = await self._read(request, calls.ClearCall)
         instance = self._found(call.instance_id)
         wanted = ClearRequest(tiers=call.tiers(), tokens=call.tokens, cache_salt=call.cache_salt)
         info = await self._agents.ask(instance, AgentClient.info)
@@ -207,25 +182,22 @@ class ControllerApi:
 
     # --- health
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def health(self, call: calls.HealthCall) -> Answer:
         """Answer an instance's error code, 0 if its agent is well."""
-        call = await self._read(request, calls.HealthCall)
-        answer: dict[str, Any] = {"event_id": _new_event_id("Health"), "error_codes": {"0": 0}}
+        instance = self._found(call.instance_id)
+        answer: Answer = {"event_id": _new_event_id("Health"), "error_codes": {"0": 0}}
         try:
-            await self._agents.ask(self._found(call.instance_id), AgentClient.health)
-        except NotFound:
-            raise
+            await self._agents.ask(instance, AgentClient.health)
         except ApiError as error:
             answer |= {"error_codes": {"0": _UNREACHABLE}, "errors": {"0": error.message}}
-        return _json(answer)
+        return answer
 
     async def own_health(self, request: web.Request) -> web.Response:
         """Answer a probe: the controller itself is well."""
-        return _json({"status": "ok", "instances": len(self._registry.instances())})
+        return as_json({"status": "ok", "instances": len(self._registry.instances())})
 
-    async def query_worker_info(self, request: web.Request) -> web.Response:
+    async def query_worker_info(self, call: calls.WorkerInfoCall) -> Answer:
         """Answer where an instance's agent is, and when it registered (seconds since 1970)."""
-        call = await self._read(request, calls.WorkerInfoCall)
         instance = self._found(call.instance_id)
         if strange := [each for each in call.worker_ids if each != 0]:
             raise NotFound(
@@ -233,7 +205,7 @@ class ControllerApi:
                 param="worker_ids",
             )
         info = instance.worker_info(self._wall_clock() - self._clock())
-        return _json({"event_id": _new_event_id("QueryWorkerInfo"), "worker_infos": [info]})
+        return {"event_id": _new_event_id("QueryWorkerInfo"), "worker_infos": [info]}
 
     async def register(self, request: web.Request) -> web.Response:
         """Say where that is done."""
@@ -243,9 +215,6 @@ class ControllerApi:
         )
 
     # --- parts of the above
-
-    async def _read(self, request: web.Request, kind: type[_T]) -> _T:
-        return await calls.read_call(request, kind, self._limit_bytes)
 
     def _found(self, name: str, param: str = "instance_id") -> Instance:
         instance = self._registry.find(name)
@@ -260,18 +229,14 @@ class ControllerApi:
 
     def _accepted(
         self, kind: str, num_tokens: int, move: AcceptedMove | None = None, **more: object
-    ) -> web.Response:
+    ) -> Answer:
         event_id = _new_event_id(kind)
         self._events[event_id] = num_tokens if move is None else move
         if len(self._events) > MAX_EVENTS:
             del self._events[next(iter(self._events))]
-        return _json({"event_id": event_id, "num_tokens": num_tokens, **more})
+        return {"event_id": event_id, "num_tokens": num_tokens, **more}
 
 
 def _new_event_id(kind: str) -> str:
     """Return an id that begins with what was asked, as LMCache's do."""
     return f"{kind}{uuid.uuid4()}"
-
-
-def _json(value: object) -> web.Response:
-    return web.Response(body=orjson.dumps(value), content_type="application/json")

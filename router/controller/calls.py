@@ -5,8 +5,8 @@ salted. Unknown fields are refused, since a misspelled ``tokens`` would make a
 ``/clear`` of some chunks one of all; so are empty lists, for the same reason.
 """
 
-import asyncio
-from typing import Annotated, Final, Literal, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from cacheengine.wire import Registration, TierName
 from router.config import BadRequest
-from router.http import read_body
+from router.http import as_json, read_body_soon
 
 Location = Literal["LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"]
 """LMCache's names of the tiers, fastest first."""
@@ -25,9 +25,6 @@ TIER_OF: Final[dict[Location, TierName]] = {
     "RemoteBackend": "remote",
 }
 LOCATION_OF: Final[dict[str, Location]] = {tier: name for name, tier in TIER_OF.items()}
-
-BODY_S: Final = 60.0
-"""So long may a request's body take: one that never ends must not keep others out for ever."""
 
 Token = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Tokens = Annotated[list[Token], Meta(min_length=1)]
@@ -42,14 +39,14 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Any request."""
 
 
-class LookupCall(_Call, frozen=True, kw_only=True):
+class LookupCall(_Call, frozen=True):
     """``POST /lookup``."""
 
     tokens: list[Token]
     cache_salt: str | None = None
 
 
-class PinCall(_Call, frozen=True, kw_only=True):
+class PinCall(_Call, frozen=True):
     """``POST /pin`` and ``/unpin``."""
 
     instance_id: str
@@ -58,7 +55,7 @@ class PinCall(_Call, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
 
-class ClearCall(_Call, frozen=True, kw_only=True):
+class ClearCall(_Call, frozen=True):
     """``POST /clear``: one location (as LMCache's code has it), several (as its page), or all."""
 
     instance_id: str
@@ -68,7 +65,6 @@ class ClearCall(_Call, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what names locations in both ways."""
         if self.location is not None and self.locations is not None:
             raise ValueError("give either 'location' or 'locations', one of them")
 
@@ -78,7 +74,7 @@ class ClearCall(_Call, frozen=True, kw_only=True):
         return None if locations is None else [TIER_OF[each] for each in dict.fromkeys(locations)]
 
 
-class MoveCall(_Call, frozen=True, kw_only=True):
+class MoveCall(_Call, frozen=True):
     """``POST /move``."""
 
     old_position: Position
@@ -88,27 +84,25 @@ class MoveCall(_Call, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a move to where the chunks are."""
         if self.old_position == self.new_position:
             raise ValueError("both positions are the same")
 
 
-class CheckFinishCall(_Call, frozen=True, kw_only=True):
+class CheckFinishCall(_Call, frozen=True):
     """``POST /check_finish``."""
 
     event_id: str
 
 
-class HealthCall(_Call, frozen=True, kw_only=True):
+class HealthCall(_Call, frozen=True):
     """``POST /health``."""
 
     instance_id: str
 
 
-class WorkerInfoCall(_Call, frozen=True, kw_only=True):
+class WorkerInfoCall(HealthCall, frozen=True):
     """``POST /query_worker_info``."""
 
-    instance_id: str
     worker_ids: list[int] = []
 
 
@@ -121,13 +115,20 @@ class RegisterCall(Registration, frozen=True, kw_only=True, forbid_unknown_field
     heartbeat_s: Annotated[float, Meta(gt=0, le=3600)]
 
 
-async def read_call(request: web.Request, kind: type[_T], limit_bytes: int) -> _T:
+def answering(
+    path: str, kind: type[_T], answer: Callable[[_T], Awaitable[dict[str, Any]]]
+) -> web.RouteDef:
+    """Return a route for POST: its body is a ``kind``, its answer a JSON object."""
+
+    async def handler(request: web.Request) -> web.Response:
+        return as_json(await answer(await read_call(request, kind)))
+
+    return web.post(path, handler)
+
+
+async def read_call(request: web.Request, kind: type[_T]) -> _T:
     """Return a request's body; raise `BadRequest` or `TooLarge`."""
-    try:
-        async with asyncio.timeout(BODY_S):
-            body = await read_body(request, limit_bytes)
-    except TimeoutError:
-        raise BadRequest(f"the body did not come whole within {BODY_S:g} s") from None
+    body = await read_body_soon(request)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

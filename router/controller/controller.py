@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from router.config import Overloaded
 from router.controller.agents import AgentCalls
@@ -20,7 +21,7 @@ from router.controller.api import ControllerApi
 from router.controller.monitor import MAX_BODY_BYTES, Monitor
 from router.controller.registry import Configured, Registry
 from router.controller.secret import check_secret
-from router.http import Handler, errors_answered
+from router.http import errors_answered
 
 log = logging.getLogger("warmroute.controller")
 
@@ -54,14 +55,9 @@ class Controller:
         self._beside = beside
         self._clock = clock
         self._api = ControllerApi(
-            self.registry,
-            AgentCalls(session),
-            limit_bytes=limit_bytes,
-            beside_instances=beside_instances,
-            clock=clock,
-            wall_clock=wall_clock,
+            self.registry, AgentCalls(session), clock, wall_clock, beside_instances
         )
-        self._monitor = Monitor(self.registry, clock=clock)
+        self._monitor = Monitor(self.registry, clock)
 
     def api(self) -> web.Application:
         """Make the API's application."""
@@ -84,14 +80,11 @@ class Controller:
             if under_way.locked():
                 raise Overloaded(f"{MAX_REQUESTS} requests are under way; ask again later")
             async with under_way:
-                self._forget_expired()
+                for gone in self.registry.expire(self._clock()):
+                    name, url = gone.registration.instance_id, gone.registration.agent_url
+                    log.warning("%s (%s) has missed its heartbeats and is forgotten", name, url)
                 return await handler(request)
 
         app = web.Application(middlewares=[errors_answered, admitted], client_max_size=limit_bytes)
         app.add_routes(routes)
         return app
-
-    def _forget_expired(self) -> None:
-        for gone in self.registry.expire(self._clock()):
-            name, url = gone.registration.instance_id, gone.registration.agent_url
-            log.warning("%s (%s) has missed its heartbeats and is forgotten", name, url)

@@ -1,9 +1,8 @@
 """The controller's monitor port: where agents register and show that they live."""
 
 import logging
-import time
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -11,21 +10,20 @@ from aiohttp import web
 
 from cacheengine.wire import Heartbeat, Registration
 from router.config import ApiError, BadRequest, NotFound, host_port, is_same_url
-from router.controller.calls import RegisterCall, read_call
+from router.controller.calls import RegisterCall, answering, read_call
 from router.controller.registry import Registered, Registry
+from router.http import as_json
 
 log = logging.getLogger("warmroute.controller")
 
 MAX_BODY_BYTES: Final = 64 << 10
 _ANYWHERE: Final = frozenset({"", "0.0.0.0", "::"})
 
-_T = TypeVar("_T", bound=msgspec.Struct)
-
 
 class Monitor:
     """Handlers of the monitor's port."""
 
-    def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
         self._registry = registry
         self._clock = clock
 
@@ -33,13 +31,13 @@ class Monitor:
         """Return the monitor's routes."""
         return [
             web.post("/register", self.register),
-            web.post("/heartbeat", self.heartbeat),
-            web.post("/deregister", self.deregister),
+            answering("/heartbeat", Heartbeat, self.heartbeat),
+            answering("/deregister", Heartbeat, self.deregister),
         ]
 
     async def register(self, request: web.Request) -> web.Response:
         """Take in an agent's `Registration`; 409 when its name is another's by configuration."""
-        call = await self._read(request, RegisterCall)
+        call = await read_call(request, RegisterCall)
         agent_url = _reachable(call.agent_url, request.remote)
         registration = msgspec.structs.replace(call, agent_url=agent_url)
         try:
@@ -48,25 +46,20 @@ class Monitor:
             log.error("refused to register %s: %s", registration.instance_id, error)
             raise
         _log_registered(registration, before)
-        return web.json_response({"registered": registration.instance_id})
+        return as_json({"registered": registration.instance_id})
 
-    async def heartbeat(self, request: web.Request) -> web.Response:
+    async def heartbeat(self, beat: Heartbeat) -> dict[str, str]:
         """Note a `Heartbeat`; 404 tells its agent to register (anew)."""
-        beat = await self._read(request, Heartbeat)
         if not self._registry.heartbeat(beat, self._clock()):
             raise _unknown(beat)
-        return web.json_response({"known": beat.instance_id})
+        return {"known": beat.instance_id}
 
-    async def deregister(self, request: web.Request) -> web.Response:
+    async def deregister(self, gone: Heartbeat) -> dict[str, str]:
         """Forget an agent that ends."""
-        gone = await self._read(request, Heartbeat)
         if not self._registry.deregister(gone):
             raise _unknown(gone)
         log.info("%s has left", gone.instance_id)
-        return web.json_response({"forgotten": gone.instance_id})
-
-    async def _read(self, request: web.Request, kind: type[_T]) -> _T:
-        return await read_call(request, kind, MAX_BODY_BYTES)
+        return {"forgotten": gone.instance_id}
 
 
 def _reachable(agent_url: str, remote: str | None) -> str:

@@ -14,6 +14,7 @@ from router.config import Conflict, Overloaded, host_port, is_same_url
 
 MISSED_HEARTBEATS: Final = 3
 """After so many a registered instance is forgotten."""
+MAX_REGISTERED: Final = 1024
 _RETRY_REGISTRATION_S: Final = 60
 
 
@@ -104,11 +105,8 @@ class Instance:
 class Registry:
     """The instances; ``configured`` tells those of the configuration, as they are now."""
 
-    def __init__(
-        self, configured: Callable[[], Sequence[Configured]], *, max_registered: int = 1024
-    ) -> None:
+    def __init__(self, configured: Callable[[], Sequence[Configured]]) -> None:
         self._configured = configured
-        self._max_registered = max_registered
         self._registered: dict[str, Registered] = {}
 
     def register(self, registration: Registration, now_s: float) -> Registered | None:
@@ -128,9 +126,9 @@ class Registry:
                     code="name_taken",
                 )
         before = self._registered.get(name)
-        if before is None and len(self._registered) >= self._max_registered:
+        if before is None and len(self._registered) >= MAX_REGISTERED:
             raise Overloaded(
-                f"{self._max_registered} instances have registered, no more may",
+                f"{MAX_REGISTERED} instances have registered, no more may",
                 retry_after_s=_RETRY_REGISTRATION_S,
             )
         self._registered[name] = Registered(registration=registration, since_s=now_s, seen_s=now_s)
@@ -173,10 +171,7 @@ class Registry:
             )
         return found + [
             Instance(
-                id=name,
-                agent_url=each.registration.agent_url,
-                is_configured=False,
-                registered=each,
+                id=name, agent_url=each.registration.agent_url, is_configured=False, registered=each
             )
             for name, each in left.items()
         ]

@@ -7,13 +7,7 @@ Started by the application. Imports config, prompt, residency, fleet, staging an
 record.
 """
 
-from router.feeds.health import HealthMonitor, Listener, authorization, fetch_models
+from router.feeds.health import HealthMonitor, authorization, fetch_models
 from router.feeds.replica_feed import Feeds
 
-__all__ = [
-    "Feeds",
-    "HealthMonitor",
-    "Listener",
-    "authorization",
-    "fetch_models",
-]
+__all__ = ["Feeds", "HealthMonitor", "authorization", "fetch_models"]

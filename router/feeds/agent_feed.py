@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
-from typing import Final, Protocol
+import time
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
@@ -30,17 +32,20 @@ def poll_gap_s(agents: int) -> float:
     return max(_POLL_GAP_S, agents / _POLLS_PER_S)
 
 
-class _Told(Protocol):
-    def __call__(self, info: InstanceInfo, *, restarted: bool) -> None: ...
-
-
 class AgentFeed:
     """What one replica's agent tells: the replica's identity, and its lower tiers."""
 
     def __init__(
-        self, fleet: Fleet, replica: Replica, client: AgentClient, *, told: _Told, gap_s: float
+        self,
+        fleet: Fleet,
+        replica: Replica,
+        client: AgentClient,
+        told: Callable[[InstanceInfo, bool], None],
+        gap_s: float,
     ) -> None:
-        """``told`` hears each ``/info`` that the fleet has taken over; see `poll_gap_s`."""
+        """``told`` hears each ``/info`` that the fleet has taken over, and whether the replica
+        has started anew; ``gap_s`` is that of `poll_gap_s`.
+        """
         self._fleet = fleet
         self._replica = replica
         self._client = client
@@ -77,25 +82,22 @@ class AgentFeed:
         self.tried.set()
         pause.reset()
         log.info("%s: following its agent at %s", self._replica.id, self._client.base_url)
-        info_due_s = self._now_s() + _INFO_EVERY_S
+        info_due_s = time.monotonic() + _INFO_EVERY_S
         while True:
             batch = await self._client.events(after, incarnation, _POLL_S)
             if batch.incarnation != incarnation:
                 raise HistoryGone("the replica started anew")
             await self._take_events(batch)
             after = batch.seq
-            if self._now_s() >= info_due_s:
+            if time.monotonic() >= info_due_s:
                 await self._take_info()
-                info_due_s = self._now_s() + _INFO_EVERY_S
+                info_due_s = time.monotonic() + _INFO_EVERY_S
             # After an empty answer too: an agent that answers at once would be asked without end.
             await asyncio.sleep(self._gap_s)
 
     async def _take_info(self) -> None:
         info = await self._client.info()
-        self._told(info, restarted=self._fleet.apply_info(self._replica.id, info))
-
-    def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+        self._told(info, self._fleet.apply_info(self._replica.id, info))
 
     async def _take_snapshot(self, snapshot: Snapshot) -> None:
         """Replace what is known of the lower tiers: by nothing, then by the snapshot in pieces.

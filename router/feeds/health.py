@@ -7,17 +7,18 @@ the others and come back by the first good answer.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import aiohttp
 import orjson
+from prometheus_client.parser import text_string_to_metric_families
 
-from router.config import ReplicaConfig, TimeoutsConfig, describe
-from router.feeds.kv_capacity import kv_capacity
-from router.prompt import ServedModel
+from router.config import ReplicaConfig, RouterConfig, describe
+from router.feeds.pause import all_set, end_all
+from router.fleet import Fleet
+from router.prompt import PromptSource, ServedModel
 from router.record import Cause
 
 log = logging.getLogger("warmroute.health")
@@ -25,21 +26,11 @@ log = logging.getLogger("warmroute.health")
 _FIRST_PROBES_S: Final = 1.0
 """How long the router's start waits for the first probes; its port is open after that."""
 _SILENT_PROBES: Final = 3
+_LEARN_S: Final = 30.0
 _MODELS_EVERY_PROBES: Final = 15
 """Between two questions for what a replica serves and holds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Listener:
-    """What is called with the monitor's findings; the replica's id comes first."""
-
-    up: Callable[[str], None]
-    down: Callable[[str, str], None]
-    """With the reason."""
-    models: Callable[[str, list[ServedModel]], Awaitable[None]]
-    """With the models it serves."""
-    kv_capacity: Callable[[str, int], None]
-    """With the tokens of KV that its GPU holds, where it tells."""
+_CACHE_CONFIG: Final = "vllm:cache_config_info"
+"""vLLM's gauge whose labels are its cache's settings; one for each engine of a replica."""
 
 
 @dataclass
@@ -52,25 +43,21 @@ class _Watched:
     probes: int = 0
 
 
-class _Silent(Exception):  # noqa: N818  (no answer, which is not yet an error)
-    """A probe got no answer in time."""
-
-
 class HealthMonitor:
     """Probes every replica in a task of its own between `start` and `stop`."""
 
     def __init__(
         self,
-        replicas: Mapping[str, ReplicaConfig],
-        *,
+        config: RouterConfig,
+        fleet: Fleet,
+        prompts: PromptSource,
         session: aiohttp.ClientSession,
-        timeouts: TimeoutsConfig,
-        listener: Listener,
     ) -> None:
-        self._watched = {name: _Watched(config) for name, config in replicas.items()}
+        self._watched = {each.name: _Watched(each) for each in config.replicas}
+        self._timeouts = config.timeouts
+        self._fleet = fleet
+        self._prompts = prompts
         self._session = session
-        self._timeouts = timeouts
-        self._listener = listener
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -80,77 +67,69 @@ class HealthMonitor:
         keeps no request from the others.
         """
         self._tasks = [
-            asyncio.create_task(self._watch(name), name=f"health of {name}")
-            for name in self._watched
+            asyncio.create_task(self._watch(watched), name=f"health of {name}")
+            for name, watched in self._watched.items()
         ]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_FIRST_PROBES_S):
-                for watched in self._watched.values():
-                    await watched.probed.wait()
+        await all_set((each.probed for each in self._watched.values()), _FIRST_PROBES_S)
 
     async def stop(self) -> None:
         """End the probing."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
 
-    def suspect(self, name: str, cause: Cause) -> None:
+    def suspect(self, replica_id: str, cause: Cause) -> None:
         """A request failed there: down at once if its port is closed; probe now in any case."""
-        watched = self._watched[name]
+        # By its configured name, which an agent's may have replaced.
+        watched = self._watched[self._fleet.replicas[replica_id].config.name]
         if cause is Cause.CONNECT:
-            self._set_down(name, watched, "a request found nobody listening")
+            self._set_down(watched, "a request found nobody listening")
         watched.wake.set()
 
-    async def _watch(self, name: str) -> None:
-        watched = self._watched[name]
+    async def _watch(self, watched: _Watched) -> None:
         while True:
             watched.wake.clear()
-            await self._probe_guarded(name)
+            try:
+                await self._probe(watched)
+            except Exception:  # without probes a replica would stay as it is for ever
+                log.exception("%s: probing it failed", watched.config.name)
             watched.probed.set()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._timeouts.health_interval_s):
-                    await watched.wake.wait()
+            await all_set([watched.wake], self._timeouts.health_interval_s)
 
-    async def _probe_guarded(self, name: str) -> None:
+    async def _probe(self, watched: _Watched) -> None:
+        config = watched.config
         try:
-            await self._probe(name)
-        except Exception:  # without probes a replica would stay as it is for ever
-            log.exception("%s: probing it failed", name)
-
-    async def _probe(self, name: str) -> None:
-        watched = self._watched[name]
-        try:
-            problem = await self._problem(watched.config)
-        except _Silent as silence:
+            problem = await self._problem(config)
+        except TimeoutError:
             watched.silent_probes += 1
             if watched.up is None or watched.silent_probes >= _SILENT_PROBES:
-                self._set_down(name, watched, str(silence))
+                timeout_s = self._timeouts.health_timeout_s
+                self._set_down(watched, f"/health does not answer within {timeout_s:g} s")
             return
         watched.silent_probes = 0
         if problem is not None:
-            self._set_down(name, watched, problem)
+            self._set_down(watched, problem)
             return
         if not watched.up or watched.probes % _MODELS_EVERY_PROBES == 0:
             # Before it is called up: its first request finds its model known.
-            await self._ask_models(name, watched.config)
-            await self._ask_kv_capacity(name, watched.config)
+            await self._ask_models(config)
+            await self._ask_kv_capacity(config)
         watched.probes += 1
         was_up, watched.up = watched.up, True
         if not was_up:
-            log.info("%s (%s) is up", name, watched.config.url)
-            self._listener.up(name)
+            log.info("%s (%s) is up", config.name, config.url)
+            self._fleet.up(config.name)
 
-    def _set_down(self, name: str, watched: _Watched, reason: str) -> None:
+    def _set_down(self, watched: _Watched, reason: str) -> None:
+        config = watched.config
         was_up, watched.up = watched.up, False
         if was_up is not False:
-            log.warning("%s (%s) is down: %s", name, watched.config.url, reason)
-            self._listener.down(name, reason)
+            log.warning("%s (%s) is down: %s", config.name, config.url, reason)
+            self._fleet.down(config.name)
+            self._prompts.compare_again(config.url)  # what comes up may be another
 
     async def _problem(self, config: ReplicaConfig) -> str | None:
-        """Return why a replica is not well, None if it is; raise `_Silent`.
+        """Return why a replica is not well, None if it is; raise TimeoutError.
 
-        Any answer below 500 counts as well: not every OpenAI server has a
-        ``/health``.
+        Any answer below 500 counts as well: not every OpenAI server has a ``/health``.
         """
         try:
             async with self._session.get(
@@ -160,48 +139,54 @@ class HealthMonitor:
             ) as response:
                 return None if response.status < 500 else f"/health answers {response.status}"
         except TimeoutError:
-            raise _Silent(
-                f"/health does not answer within {self._timeouts.health_timeout_s:g} s"
-            ) from None
+            raise
         except (aiohttp.ClientError, OSError) as error:
             return describe(error)
 
-    async def _ask_models(self, name: str, config: ReplicaConfig) -> None:
-        models = await fetch_models(
-            self._session,
-            config,
-            headers=authorization(config),
-            timeout_s=self._timeouts.health_timeout_s,
-        )
-        if models:
-            await self._listener.models(name, served_models(models))
+    async def _ask_models(self, config: ReplicaConfig) -> None:
+        timeout_s = self._timeouts.health_timeout_s
+        if models := await fetch_models(self._session, config, timeout_s=timeout_s):
+            await self._learn(config, served_models(models))
 
-    async def _ask_kv_capacity(self, name: str, config: ReplicaConfig) -> None:
-        told = await _fetch(
-            self._session,
-            config,
-            "/metrics",
-            headers=authorization(config),
-            timeout_s=self._timeouts.health_timeout_s,
+    async def _learn(self, config: ReplicaConfig, served: list[ServedModel]) -> None:
+        models = {each.id: each.adapter_path for each in served}
+        roots = {each.root for each in served if each.adapter_path is None}
+        self._fleet.set_models(config.name, models, roots)
+        headers = authorization(config)
+        try:
+            # Bounded, since a replica is called up only after this.
+            async with asyncio.timeout(_LEARN_S):
+                await self._prompts.learn(
+                    served, session=self._session, url=config.url, headers=headers
+                )
+        except TimeoutError:
+            log.warning("%s: its tokens were not compared within %g s", config.name, _LEARN_S)
+        configs = (each.config for each in self._watched.values())
+        self._fleet.match_by_text(
+            {each.name for each in configs if self._prompts.differs(each.url)}
         )
+
+    async def _ask_kv_capacity(self, config: ReplicaConfig) -> None:
+        timeout_s = self._timeouts.health_timeout_s
+        told = await fetch(self._session, config, "/metrics", timeout_s=timeout_s)
         try:
             tokens = None if told is None else kv_capacity(told.decode(errors="replace"))
         except ValueError as error:
-            log.debug("%s does not tell its KV memory: %s", name, describe(error))
+            log.debug("%s does not tell its KV memory: %s", config.name, describe(error))
             return
         if tokens is not None:
-            self._listener.kv_capacity(name, tokens)
+            self._fleet.set_kv_capacity(config.name, tokens)
 
 
 async def fetch_models(
     session: aiohttp.ClientSession,
     config: ReplicaConfig,
     *,
-    headers: Mapping[str, str],
+    headers: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> list[dict[str, object]] | None:
     """Return the entries of a replica's ``/v1/models``, or None if it does not tell."""
-    told = await _fetch(session, config, "/v1/models", headers=headers, timeout_s=timeout_s)
+    told = await fetch(session, config, "/v1/models", headers=headers, timeout_s=timeout_s)
     if told is None:
         return None
     try:
@@ -211,19 +196,22 @@ async def fetch_models(
         return None
 
 
-async def _fetch(
+async def fetch(
     session: aiohttp.ClientSession,
     config: ReplicaConfig,
     path: str,
     *,
-    headers: Mapping[str, str],
+    headers: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> bytes | None:
-    """Return what a replica answers at a path, or None if it does not answer that well."""
+    """Return what a replica answers at a path, or None if it does not answer that well.
+
+    Without ``headers`` the router asks with the replica's own key.
+    """
     try:
         async with session.get(
             f"{config.url}{path}",
-            headers=headers,
+            headers=authorization(config) if headers is None else headers,
             timeout=aiohttp.ClientTimeout(total=timeout_s),
         ) as response:
             return await response.read() if response.status == 200 else None
@@ -263,3 +251,19 @@ def served_models(entries: Sequence[Mapping[str, object]]) -> list[ServedModel]:
 def authorization(config: ReplicaConfig) -> dict[str, str]:
     """Return the header for the router's own requests to a replica."""
     return {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
+
+
+def kv_capacity(metrics: str) -> int | None:
+    """Return the tokens of KV from Prometheus' text format; None if vLLM's gauge is not in it.
+
+    Raises ValueError for what is not that format.
+    """
+    # All of it takes the parser many milliseconds of the event loop.
+    told = "".join(line for line in metrics.splitlines(True) if line.startswith(_CACHE_CONFIG))
+    tokens = 0
+    for family in text_string_to_metric_families(told):
+        for sample in family.samples:
+            blocks, per_block = (sample.labels.get(n, "") for n in ("num_gpu_blocks", "block_size"))
+            if blocks.isdecimal() and per_block.isdecimal():
+                tokens += int(blocks) * int(per_block)
+    return tokens or None

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -12,9 +11,9 @@ import msgspec
 import zmq.asyncio
 
 from cacheengine.wire import InstanceInfo
-from router.feeds.health import authorization
+from router.feeds.health import fetch
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber, until_first
-from router.feeds.pause import Pause
+from router.feeds.pause import Pause, all_set
 from router.fleet import Fleet, Replica
 from router.residency import BadEvents, KvBatch, KvEventReader
 
@@ -52,7 +51,7 @@ class KvFeed:
         self._agent_replay: str | None = None
         self._restarted = asyncio.Event()
 
-    def agent_told(self, info: InstanceInfo, *, restarted: bool) -> None:
+    def agent_told(self, info: InstanceInfo, restarted: bool) -> None:
         """Take over from an agent where its vLLM publishes: most likely elsewhere if restarted."""
         self._agent_events = self._endpoint(info.kv_events_port)
         self._agent_replay = self._endpoint(info.kv_replay_port)
@@ -71,9 +70,7 @@ class KvFeed:
             except Exception:  # else the following would end unnoticed
                 log.exception("%s: following its KV events failed", self._replica.id)
                 pause_s = self._pause.next_s()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._restarted.wait()
+            await all_set([self._restarted], pause_s)
 
     async def _follow(self, endpoints: KvEndpoints) -> None:
         """Follow until the connection is lost or the replica has started anew."""
@@ -133,16 +130,12 @@ class KvFeed:
 
     async def _published_endpoints(self) -> KvEndpoints | None:
         """Ask a vLLM itself, which tells since 0.32."""
-        config = self._replica.config
+        told = await fetch(
+            self._session, self._replica.config, "/kv_event_sources", timeout_s=_SOURCES_S
+        )
         try:
-            async with self._session.get(
-                f"{config.url}/kv_event_sources",
-                headers=authorization(config),
-                timeout=aiohttp.ClientTimeout(total=_SOURCES_S),
-            ) as response:
-                body = await response.read() if response.status == 200 else b"{}"
-            sources = msgspec.json.decode(body, type=dict[str, _Source])
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError):
+            sources = msgspec.json.decode(told or b"{}", type=dict[str, _Source])
+        except msgspec.MsgspecError:
             return None
         if len(sources) > 1:
             log.warning(

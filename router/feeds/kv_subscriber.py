@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from router.feeds.pause import end_all
 from router.residency import KvBatch, KvEventReader
 
 _REPLAY_TIMEOUT_S: Final = 5.0
@@ -215,6 +216,4 @@ async def until_first(work: Awaitable[object], end: Awaitable[object]) -> None:
         for each in done:
             each.result()
     finally:
-        for each in tasks:
-            each.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(tasks)

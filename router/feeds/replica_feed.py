@@ -5,7 +5,6 @@ neither ends by itself. Whatever fails is logged once, and tried again with grow
 """
 
 import asyncio
-from contextlib import suppress
 from typing import Final
 
 import aiohttp
@@ -14,6 +13,7 @@ import zmq.asyncio
 from router.feeds.agent_feed import AgentFeed, poll_gap_s
 from router.feeds.kv_feed import KvFeed
 from router.feeds.kv_subscriber import SOCKETS_PER_REPLICA
+from router.feeds.pause import all_set, end_all
 from router.fleet import Fleet
 from router.staging import AgentClient
 
@@ -26,13 +26,12 @@ class Feeds:
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
         self._fleet = fleet
         self._session = session
-        self._context: zmq.asyncio.Context | None = None
+        self._context = zmq.asyncio.Context()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begin, and wait a little so that the first request finds the agents' snapshots."""
         replicas = self._fleet.replicas.values()
-        self._context = zmq.asyncio.Context()
         sockets = SOCKETS_PER_REPLICA * len(replicas) + self._context.get(zmq.MAX_SOCKETS)
         self._context.set(zmq.MAX_SOCKETS, min(sockets, self._context.get(zmq.SOCKET_LIMIT)))
         gap_s = poll_gap_s(sum(each.config.agent_url is not None for each in replicas))
@@ -42,21 +41,11 @@ class Feeds:
             self._tasks.append(asyncio.create_task(kv_feed.run()))
             if (url := replica.config.agent_url) is not None:
                 client = AgentClient(self._session, url)
-                agents.append(
-                    AgentFeed(self._fleet, replica, client, told=kv_feed.agent_told, gap_s=gap_s)
-                )
+                agents.append(AgentFeed(self._fleet, replica, client, kv_feed.agent_told, gap_s))
         self._tasks += [asyncio.create_task(each.run()) for each in agents]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_START_WAIT_S):
-                for each in agents:
-                    await each.tried.wait()
+        await all_set((each.tried for each in agents), _START_WAIT_S)
 
     async def stop(self) -> None:
         """End all feeds; what they told stays in the fleet, but for the KV events."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
+        await end_all(self._tasks)
+        self._context.destroy(linger=0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from router.config import Judgment
@@ -73,23 +74,20 @@ class Candidate:
     def behind(self, judgment: Judgment) -> float:
         """Return how many requests are expected to wait behind this one.
 
-        The larger of two numbers. A queue whose server is busy for a share r of its time holds
-        ``r / (1 - r)`` requests on average (M/M/1), within `Judgment.least_behind` and
-        `Judgment.most_behind`. And requests that wait now come with others: at a replica that
-        was idle, the requests that wait behind the first are a burst, and
-        `Judgment.more_of_a_burst` more are expected for each.
+        As many as wait there now, or as a queue usually holds whose server is busy for a share
+        r of its time: ``r / (1 - r)`` on average (M/M/1). Within `Judgment.least_behind` and
+        `Judgment.most_behind`.
         """
-        share = min(self.busy_share, judgment.most_behind / (1.0 + judgment.most_behind))
-        usual = share / (1.0 - share)
-        burst = max(0.0, 1.0 - self.busy_share) * max(0, self.waiting - 1)
-        return max(judgment.least_behind, usual, self.waiting + judgment.more_of_a_burst * burst)
+        usual = self.busy_share / (1.0 - self.busy_share) if self.busy_share < 1.0 else inf
+        return min(judgment.most_behind, max(judgment.least_behind, usual, self.waiting))
 
     def others_s(self, judgment: Judgment) -> float:
-        """Return what the request costs others: its share of the replica, for each behind it."""
-        if not judgment.weighs_busy:
-            return 0.0
-        taken_s = self.cost.busy_s + judgment.fetch_weight * self.cost.fetch_s
-        return self.behind(judgment) * taken_s
+        """Return what the request costs others: the time it takes, for each behind it.
+
+        Fetching counts like computing: transfers are shared, and what they bring to CPU RAM
+        evicts what others would find.
+        """
+        return self.behind(judgment) * (self.cost.busy_s + self.cost.fetch_s)
 
     def score_s(self, judgment: Judgment) -> float:
         """Return what the pick minimizes: ``ttft + others``."""

@@ -10,6 +10,8 @@ from router.fleet.replica import Replica, State
 from router.latency import ReplicaQueue
 from router.residency import KeyShape, slots
 
+_OFTEN: Final = 64
+"""So many answers teach the others each; all are passed over for it."""
 _MAX_VIEWS: Final = 64
 """Names of models are the clients': where no replica has told its own, any may come."""
 
@@ -21,6 +23,7 @@ class Replicas(dict[str, Replica]):
         super().__init__()
         # The replicas themselves: another may have taken the name that followed.
         self._former: dict[str, Replica] = {}
+        self._teacher_observations = 0
 
     def __missing__(self, replica_id: str) -> Replica:
         return self._former[replica_id]
@@ -32,6 +35,21 @@ class Replicas(dict[str, Replica]):
         self.update(renamed)
         self._former[old] = self[new]
         self[new].id = new
+
+    def teach(self, teacher: Replica) -> None:
+        """Let replicas that have not answered yet start from what this one has learned.
+
+        Else an unknown replica looks faster than a known one, and gets what the other holds. Of
+        several teachers the one with the most answers counts.
+        """
+        count = teacher.rates.observations
+        rarely = count > _OFTEN and count & (count - 1)  # at 128, 256, ...
+        if rarely or count < self._teacher_observations:
+            return
+        self._teacher_observations = count
+        for each in self.values():
+            if each is not teacher and not each.rates.observations:
+                each.rates.take_over(teacher.rates)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ no caller sees it half changed. It does no I/O and reads no clock; the feeds, th
 health checks and the proxy tell it what happened and when.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -40,9 +40,6 @@ one that a request makes, so that they cannot pile up, and few, so that no reque
 _TELLING_COPY_TOKENS: Final = 1024
 _REST_FROM_COPIES_S: Final = 5.0
 
-_OFTEN: Final = 64
-"""So many answers teach the others each; all are passed over for it."""
-
 
 class Fleet:
     """The replicas of one router; see the module."""
@@ -59,7 +56,6 @@ class Fleet:
         self.unseen = Unseen()
         self._turn = 0
         self._recent = RecentWork(judgment)
-        self._teacher_observations = 0
 
     # --- requests
 
@@ -125,25 +121,10 @@ class Fleet:
             self.index,
             claim,
             now_s,
-            learned=self._teach,
+            learned=self.replicas.teach,
             unseen=self.unseen,
             judgment=self.judgment,
         )
-
-    def _teach(self, replica: Replica) -> None:
-        """Let replicas that have not answered yet start from what this one has learned.
-
-        Else an unknown replica looks faster than a known one, and gets what the other holds. Of
-        several teachers the one with the most answers counts.
-        """
-        count = replica.rates.observations
-        rarely = count > _OFTEN and count & (count - 1)  # at 128, 256, ...
-        if rarely or count < self._teacher_observations:
-            return
-        self._teacher_observations = count
-        for each in self.replicas.values():
-            if each is not replica and not each.rates.observations:
-                each.rates.take_over(replica.rates)
 
     def tick(self, now_s: float) -> None:
         """End what time has ended; to be called about once a second."""
@@ -172,7 +153,7 @@ class Fleet:
         self._receive(replica, Signal.FAILED)
         if not (replica.has_events or replica.has_agent):
             # An LMCache server is a process of its own, and may well go on.
-            self.index.forget(replica.slot, (Tier.GPU,) if replica.has_lower_feed else None)
+            self.index.forget(replica.slot, replica.event_tiers)
 
     def drain(self, replica_id: str) -> None:
         """Give a replica nothing new."""
@@ -182,9 +163,15 @@ class Fleet:
         """End `drain`."""
         self._receive(self.replicas[replica_id], Signal.RESUME)
 
-    def set_models(self, replica_id: str, models: Mapping[str, str | None]) -> None:
-        """Note which models a replica serves, and of LoRA adapters the path; None for others."""
+    def set_models(
+        self, replica_id: str, models: Mapping[str, str | None], roots: Collection[str] = ()
+    ) -> None:
+        """Note which models a replica serves, and of LoRA adapters the path; None for others.
+
+        ``roots`` is where it has these others from.
+        """
         replica = self.replicas[replica_id]
+        replica.roots = frozenset(roots)
         names = frozenset(models)
         adapters = {name: path for name, path in models.items() if path is not None}
         if (names, adapters) != (replica.models, replica.adapters):
@@ -233,10 +220,16 @@ class Fleet:
 
     def apply_events(self, replica_id: str, batch: EventBatch) -> None:
         """Take over what has changed in a replica's lower tiers."""
-        slot = self.replicas[replica_id].slot
         for event in batch.events:
-            change = self.index.add if event.stored else self.index.remove
-            change(slot, _lower_tier(event.tier), unpack_keys(event.keys))
+            keys = unpack_keys(event.keys)
+            self.change_lower(replica_id, _lower_tier(event.tier), keys, stored=event.stored)
+
+    def change_lower(
+        self, replica_id: str, tier: Tier, keys: Sequence[int], *, stored: bool
+    ) -> None:
+        """Note that keys were stored in, or have left, one of a replica's lower tiers."""
+        change = self.index.add if stored else self.index.remove
+        change(self.replicas[replica_id].slot, tier, keys)
 
     def tie_lmcache(self, replica_id: str, chunk_tokens: int | None) -> None:
         """Match a replica's lower tiers anew, by LMCache's chunks; None: it has no LMCache."""
@@ -272,11 +265,7 @@ class Fleet:
         self.replicas[replica_id].has_events = True
 
     def apply_kv(self, replica_id: str, batch: KvBatch, now_s: float) -> None:
-        """Take over a message of vLLM's KV events.
-
-        Of a replica with an agent or LMCache only those of the GPU: of the lower
-        tiers these know better.
-        """
+        """Take over a message of vLLM's KV events, of the tiers that they are believed of."""
         replica = self.replicas[replica_id]
         for event in batch.events:
             if isinstance(event, FirstBlocks):
@@ -289,20 +278,20 @@ class Fleet:
         """Forget what KV events told: their publisher is gone, began anew, or left a gap."""
         replica = self.replicas[replica_id]
         replica.has_events = False
-        self.index.forget(replica.slot, (Tier.GPU,) if replica.has_lower_feed else None)
+        self.index.forget(replica.slot, replica.event_tiers)
         # A stock vLLM may come back with another random seed.
         replica.shape_checked = False
 
     def _apply_kv_event(self, replica: Replica, event: KvEvent, now_s: float) -> None:
-        lower_too = not replica.has_lower_feed
+        told = replica.event_tiers
         match event:
             case GpuCleared():
                 self.index.forget(replica.slot, (Tier.GPU,))
-            case BlocksStored(tier, keys) if lower_too or tier is Tier.GPU:
+            case BlocksStored(tier, keys) if tier in told:
                 self.index.add(replica.slot, tier, keys, counted=True)
                 if tier is Tier.GPU:
                     self.unseen.stored(replica.slot, keys, now_s)
-            case BlocksRemoved(tier, keys) if lower_too or tier is Tier.GPU:
+            case BlocksRemoved(tier, keys) if tier in told:
                 self.index.remove(replica.slot, tier, keys)
 
 

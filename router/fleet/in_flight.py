@@ -49,8 +49,9 @@ class Ticket:
         self.started_s = now_s
         self._lag_s = 0.0
         self._ttft_s: float | None = None
-        """Of an answer that is streamed. KV events tell of a prompt's end up to a step early: they
-        would teach that short prompts take no time."""
+        """Of an answer that is streamed."""
+        self._stored_s: float | None = None
+        """When the replica told of the prompt's last block; up to a step before the first token."""
         self._has_begun = False
         self._was_alone = not replica.waiting
         replica.waiting += 1
@@ -98,10 +99,17 @@ class Ticket:
         self._move(Event.FIRST_TOKEN, now_s)
         self._leave_prefill(now_s, just_now=streamed)
 
-    def finish(self, now_s: float, *, ok: bool, cached_tokens: int | None = None) -> None:
+    def finish(
+        self,
+        now_s: float,
+        *,
+        ok: bool,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
         """Release the request and learn from it; later calls change nothing.
 
-        ``cached_tokens`` is what the replica's ``usage`` said, if it did.
+        The numbers of tokens are what the replica's ``usage`` said, if it did.
         """
         if not self._move(Event.END, now_s):
             return
@@ -110,13 +118,20 @@ class Ticket:
             # elsewhere now must not be drawn back by its own claim.
             if self._claim is not None:
                 self._index.withdraw(self._claim)
-        elif ok and self._ttft_s is not None:
-            # Whatever made the prediction wrong is counted, a match that was not
-            # there and rates not learned yet too; the rates learn from what is
-            # known by now.
-            self._replica.errors.note(self._predicted_ttft_s, self._ttft_s)
-            self._replica.note_answer(now_s - self.started_s - self._ttft_s)
-            self._learn(cached_tokens, self._ttft_s)
+        elif ok:
+            ttft_s = self._ttft_s
+            if ttft_s is None and output_tokens == 1:
+                # Lengths of longer answers tell too little: what a token took is off by the
+                # prefills that ran beside, and slow fleets were learned as four times slower.
+                # KV events, up to a step early, teach that short prompts take no time.
+                ttft_s = now_s - self.started_s
+            self._note_answer(now_s)
+            if ttft_s is not None:
+                # Whatever made the prediction wrong is counted, a match that was not
+                # there and rates not learned yet too; the rates learn from what is
+                # known by now.
+                self._replica.errors.note(self._predicted_ttft_s, ttft_s)
+                self._learn(cached_tokens, ttft_s)
 
     # --- phases
 
@@ -159,6 +174,8 @@ class Ticket:
         return -inf if end_s is None else end_s + self._cost.base_s
 
     def _ended_unseen(self, event: Event, now_s: float) -> None:
+        if event is Event.PROMPT_STORED:
+            self._stored_s = now_s
         self._move(event, now_s)
         self._leave_prefill(now_s, just_now=event is Event.PROMPT_STORED)
 
@@ -167,6 +184,13 @@ class Ticket:
             self._replica.queue.leave(self._queue_token, now_s, just_now=just_now)
 
     # --- learning
+
+    def _note_answer(self, now_s: float) -> None:
+        """Tell the replica how long the answer took after its prefill, where its end was told."""
+        if self._ttft_s is not None:
+            self._replica.note_answer(now_s - self.started_s - self._ttft_s)
+        elif self._stored_s is not None:
+            self._replica.note_answer(now_s - self._stored_s)
 
     def _learn(self, cached_tokens: int | None, ttft_s: float) -> None:
         if not self._judgment.learns:

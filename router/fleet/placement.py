@@ -52,7 +52,6 @@ def decide(
     question = Question(
         affinity=xxhash.xxh3_64_intdigest(keyring.affinity(ask.session)),
         home=None if home is None else home.id,
-        spill_margin_s=config.sessions.spill_margin_s,
         turn=ask.turn,
         judgment=judgment,
     )

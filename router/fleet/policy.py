@@ -27,7 +27,6 @@ class Question:
     """64-bit hash of what requests that should meet have in common."""
     home: str | None = None
     """Id of the session's home."""
-    spill_margin_s: float = 0.0
     turn: int = 0
     """How many requests were sent before."""
     judgment: Judgment = DEFAULT
@@ -60,22 +59,14 @@ def pick(policy: PolicyName, candidates: Sequence[Candidate], question: Question
 
 
 def cheapest(candidates: Sequence[Candidate], question: Question) -> Pick:
-    """Pick the soonest first token; keep a session at home while that costs little."""
+    """Pick the least score; of equals a session's home, then the longest match."""
     judgment = question.judgment
     scores_s = [each.score_s(judgment) for each in candidates]
-    best_s = min(scores_s)
+    most_s = min(scores_s) + judgment.near_s
+    equals = [each for each, score_s in zip(candidates, scores_s, strict=True) if score_s <= most_s]
     home = _home(candidates, question)
-    if home:
-        soonest_s = min(each.ttft_s for each in candidates)
-        if home.ttft_s <= soonest_s + question.spill_margin_s:
-            return home, Reason.SESSION_HOME
-    near_s = min(judgment.near_most_s, max(judgment.near_least_s, judgment.near * best_s))
-    near = [
-        each
-        for each, score_s in zip(candidates, scores_s, strict=True)
-        if score_s <= best_s + near_s
-    ]
-    picked = _idle_instead(_preferred(near, question), candidates, judgment)
+    picked = home if home in equals else _preferred(equals, question)
+    picked = _idle_instead(picked, candidates, judgment)
     if home is None:
         return picked, _why(picked, candidates)
     return picked, Reason.SESSION_HOME if picked is home else Reason.SESSION_SPILL
@@ -88,12 +79,12 @@ def _idle_instead(
 
     Where the pick was only better for having been less busy of late, nothing is worth waiting for.
     """
-    most_s = picked.cost.busy_s * (1.0 + judgment.near)
     idle = [
         each
         for each in candidates
         if each.cost.queue_s == 0.0 and not each.waiting
-        if each.ttft_s < picked.ttft_s - judgment.near_most_s and each.cost.busy_s <= most_s
+        if each.ttft_s < picked.ttft_s - judgment.near_s
+        if each.cost.busy_s <= picked.cost.busy_s + judgment.near_s
     ]
     return min(idle, key=lambda each: each.ttft_s, default=picked)
 

@@ -15,11 +15,12 @@ from cacheengine.keys import HashScheme
 from cacheengine.wire import MAX_PINNED_SHARE, InstanceInfo
 from router.config import DEFAULT, Judgment, RatesConfig, ReplicaConfig
 from router.latency import Part, PredictionErrors, Rates, RecentWork, ReplicaQueue
-from router.residency import FirstBlocks, KeyShape, Tier, explains, find_shape
+from router.residency import LOWER_TIERS, FirstBlocks, KeyShape, Tier, explains, find_shape
 
 _RECENT_ANSWERS: Final = 50
 
 
+_TIERS: Final = (Tier.GPU, *LOWER_TIERS)
 _MEASURED_TIERS: Final = {Tier.CPU: Part.LOAD, Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
 _UNKNOWN_KEYS: Final = (
     "its KV events have keys that no known hash gives: most likely PYTHONHASHSEED is "
@@ -79,6 +80,8 @@ class Replica:
     """Names that requests may use; None until it told."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Where it has its LoRA adapters from, by the names that requests use."""
+    roots: frozenset[str] = frozenset()
+    """Where it has its other models from (``--model``); empty until it told."""
     shape: KeyShape | None = None
     """None: its keys are not known, what it was sent is remembered by text."""
     lmcache_chunk_tokens: int | None = None
@@ -116,9 +119,9 @@ class Replica:
     decoding: int = 0
     """Requests between first token and end."""
     answers: int = 0
-    """Streamed answers that have ended."""
+    """Answers that have ended, of which the prefill's end was told."""
     _answer_s: float = 0.0
-    """How long they took, on average of the last `_RECENT_ANSWERS`."""
+    """How long they took after that, on average of the last `_RECENT_ANSWERS`."""
 
     @classmethod
     def new(
@@ -146,19 +149,22 @@ class Replica:
     @property
     def key_shape(self) -> KeyShape | None:
         """How the keys of prompts are made; None where they are matched by text."""
+        if self.tokens_differ:
+            return None
         chunk_tokens = self.lmcache_chunk_tokens
-        if self.tokens_differ or chunk_tokens is None:
-            return None if self.tokens_differ else self.shape
+        if chunk_tokens is None:
+            return self.shape
         if self.shape is None:
             return KeyShape(scheme=None, block_tokens=chunk_tokens, lmcache=True)
         step = max(1, chunk_tokens // self.shape.block_tokens)  # whole blocks, LMCache sees to it
         return replace(self.shape, blocks_per_chunk=step, lmcache=True)
 
     @property
-    def has_lower_feed(self) -> bool:
-        """Whether something better than KV events tells of its tiers below the GPU."""
-        of_lmcache = self.config.lmcache is not None or self.lmcache_chunk_tokens is not None
-        return self.config.agent_url is not None or of_lmcache
+    def event_tiers(self) -> tuple[Tier, ...]:
+        """What KV events are believed of: of the lower tiers an agent or LMCache knows better."""
+        config = self.config
+        has_lmcache = config.lmcache is not None or self.lmcache_chunk_tokens is not None
+        return (Tier.GPU,) if has_lmcache or config.agent_url is not None else _TIERS
 
     @property
     def can_prefetch(self) -> bool:

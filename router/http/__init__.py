@@ -1,23 +1,26 @@
 """HTTP of any of the router's applications: reading a body, and errors as answers.
 
-`read_body` keeps to the limit of a body; `errors_answered` is the middleware that gives
-every error the shape that the path's clients parse (OpenAI's or Anthropic's).
+`read_body` keeps to the limit of a body, `read_body_soon` to one of time too; `errors_answered` is
+the middleware that gives every error the shape that the path's clients parse (OpenAI's or
+Anthropic's); `as_json` makes an answer.
 
-Called by proxy, controller and the application. Imports config.
+Called by proxy, controller, lmcache and the application. Imports config.
 """
 
 from router.http.boundary import (
-    Handler,
+    as_json,
     error_body,
     errors_answered,
     is_anthropic,
     read_body,
+    read_body_soon,
 )
 
 __all__ = [
-    "Handler",
+    "as_json",
     "error_body",
     "errors_answered",
     "is_anthropic",
     "read_body",
+    "read_body_soon",
 ]

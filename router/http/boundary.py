@@ -1,16 +1,20 @@
 """A request's body, read within its limit, and every error as an answer."""
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from typing import Final
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from router.config import ApiError, BadRequest, MethodNotAllowed, NotFound, TooLarge
 
 log = logging.getLogger("warmroute")
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BODY_S: Final = 60.0
+"""So long may a call's body take, where few calls are answered at once: one that never ends must
+not keep others out for ever."""
 
 
 @web.middleware
@@ -61,9 +65,23 @@ def error_response(path: str, error: ApiError) -> web.Response:
     )
 
 
-async def read_body(request: web.Request, limit_bytes: int) -> bytes:
-    """Return the body; raise `TooLarge` as soon as it is known to be over the limit."""
-    announced = request.content_length
+def as_json(value: object, status: int = 200) -> web.Response:
+    """Return a value as a response."""
+    return web.Response(status=status, body=orjson.dumps(value), content_type="application/json")
+
+
+async def read_body_soon(request: web.Request) -> bytes:
+    """Return what `read_body` does; raise `BadRequest` where that takes more than `BODY_S`."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await read_body(request)
+    except TimeoutError:
+        raise BadRequest(f"the body did not come whole within {BODY_S:g} s") from None
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Return the body; raise `TooLarge` as soon as it is known to be over its app's limit."""
+    announced, limit_bytes = request.content_length, request.client_max_size
     if announced is not None and announced > limit_bytes:
         raise _too_large(limit_bytes, f"{announced} bytes were announced")
     chunks, size = [], 0

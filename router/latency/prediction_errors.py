@@ -3,7 +3,7 @@
 Pure: no clock, no I/O.
 """
 
-from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -46,42 +46,29 @@ class ErrorFigures:
 class PredictionErrors:
     """The last `KEPT` pairs of predicted and observed TTFT of one replica."""
 
-    __slots__ = ("_next", "_observed_s", "_predicted_s")
-
     def __init__(self) -> None:
-        self._predicted_s = array("d")
-        self._observed_s = array("d")
-        self._next = 0
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=KEPT)
 
     def note(self, predicted_s: float, observed_s: float) -> None:
         """Add a pair, in place of the oldest if need be (ignored unless both are positive)."""
-        if predicted_s <= 0 or observed_s <= 0:
-            return
-        if len(self) < KEPT:
-            self._predicted_s.append(predicted_s)
-            self._observed_s.append(observed_s)
-        else:
-            self._predicted_s[self._next] = predicted_s
-            self._observed_s[self._next] = observed_s
-        self._next = (self._next + 1) % KEPT
+        if predicted_s > 0 and observed_s > 0:
+            self._pairs.append((predicted_s, observed_s))
 
     def figures(self) -> ErrorFigures | None:
         """Return what the pairs say; None while there are none."""
-        if not self._predicted_s:
+        if not self._pairs:
             return None
-        pairs = list(zip(self._predicted_s, self._observed_s, strict=True))
-        ratios = [observed_s / predicted_s for predicted_s, observed_s in pairs]
+        ratios = [observed_s / predicted_s for predicted_s, observed_s in self._pairs]
+        off_s = [abs(observed_s - predicted_s) for predicted_s, observed_s in self._pairs]
         return ErrorFigures(
-            answers=len(pairs),
+            answers=len(ratios),
             ratio=Quantiles.of([abs(ratio - 1) for ratio in ratios]),
-            seconds=Quantiles.of(
-                [abs(observed_s - predicted_s) for predicted_s, observed_s in pairs]
-            ),
+            seconds=Quantiles.of(off_s),
             bias=Quantiles.of(ratios).p50,
         )
 
     def __len__(self) -> int:
-        return len(self._predicted_s)
+        return len(self._pairs)
 
     def __repr__(self) -> str:
         return f"<PredictionErrors {self.figures()}>"

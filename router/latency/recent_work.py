@@ -8,8 +8,6 @@ from router.config import DEFAULT, Judgment
 class RecentWork:
     """How busy a replica has been of late."""
 
-    __slots__ = ("_as_of_s", "_busy_s", "_judgment")
-
     def __init__(self, judgment: Judgment = DEFAULT) -> None:
         self._judgment = judgment
         self._busy_s = 0.0

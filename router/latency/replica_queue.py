@@ -45,7 +45,7 @@ class _Prefill:
     """A prompt that is computed, or waits for that."""
 
     work_s: float
-    kv: "KvNeed"
+    kv: KvNeed
     kv_tokens: float
     """KV memory that it takes beside what others hold already."""
     ready_s: float
@@ -58,8 +58,6 @@ class _Prefill:
 
 class _Memory:
     """KV memory: how much is free, and when how much more will be."""
-
-    __slots__ = ("free_tokens", "releases")
 
     def __init__(
         self, capacity: float, answer_s: float, held: Collection[float], now_s: float
@@ -91,22 +89,6 @@ class ReplicaQueue:
 
     Holds an entry for each request that has joined and whose answer has not ended.
     """
-
-    __slots__ = (
-        "_answer_s",
-        "_began_s",
-        "_capacity_tokens",
-        "_decoding",
-        "_free_at_s",
-        "_free_tokens",
-        "_held",
-        "_held_tokens",
-        "_is_stale",
-        "_last",
-        "_plan_again_s",
-        "_prefills",
-        "_releases",
-    )
 
     def __init__(self) -> None:
         self._last = 0

@@ -4,8 +4,6 @@
 class Promised:
     """Work and requests by the slot of the replica that will get them."""
 
-    __slots__ = ("_requests", "_work_s")
-
     def __init__(self) -> None:
         self._work_s: dict[int, float] = {}
         self._requests: dict[int, int] = {}

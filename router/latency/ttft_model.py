@@ -128,11 +128,6 @@ class Cost:
         return self.load_s + self.prefill_s
 
     @property
-    def alone_s(self) -> float:
-        """Predicted time to first token with no queue."""
-        return self.base_s + self.fetched_s + self.busy_s
-
-    @property
     def fetched_s(self) -> float:
         """Until all KV is in CPU RAM."""
         return self.backlog_s + self.fetch_s
@@ -216,22 +211,21 @@ class Rates:
         """Take over a rate that the engine measured (0.0: nothing was measured)."""
         if per_second > 0:
             self._start[part] = -log(per_second)
-            self._set(part, self._start[part])
-            for other in Part:
-                self._covariance[part][other] = self._covariance[other][part] = 0.0
-            self._covariance[part][part] = self._learning.measured
+            self._restart(part, self._start[part], self._learning.measured)
 
     def take_over(self, other: "Rates") -> None:
         """Start from what another has learned, less surely; what was measured here stays."""
         for part in Part:
-            if self._covariance[part][part] <= self._learning.measured:
-                continue
-            self._set(part, other._log[part])
-            for row in Part:
-                self._covariance[part][row] = self._covariance[row][part] = 0.0
-            self._covariance[part][part] = min(
-                1.0, other._covariance[part][part] + self._learning.kinship
-            )
+            if self._covariance[part][part] > self._learning.measured:
+                variance = min(1.0, other._covariance[part][part] + self._learning.kinship)
+                self._restart(part, other._log[part], variance)
+
+    def _restart(self, part: Part, value: float, variance: float) -> None:
+        """Set a part to what no other part could stand for."""
+        self._set(part, value)
+        for other in Part:
+            self._covariance[part][other] = self._covariance[other][part] = 0.0
+        self._covariance[part][part] = variance
 
     def _learn(self, shares: dict[Part, float], error: float) -> None:
         """Correct the parts by the logarithm of observed over predicted; see the module."""

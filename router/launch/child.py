@@ -5,46 +5,37 @@ import os
 import signal
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 
-@dataclass(frozen=True, kw_only=True)
 class Child:
     """A process that was started, and where its output goes."""
 
-    name: str
-    process: subprocess.Popen[bytes]
-    log_path: Path
-    started_s: float
-
-    @classmethod
-    def spawn(
-        cls,
+    def __init__(
+        self,
         name: str,
         argv: Sequence[str],
         env: Mapping[str, str] | None,
         log_path: Path,
-        *,
         cwd: Path | None,
-    ) -> Self:
-        """Start a process, its output in a new ``log_path``; raise OSError."""
+    ) -> None:
+        """Start it, its output in a new ``log_path``; raise OSError."""
+        self.name = name
+        self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("wb") as log:
-            process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 argv,
-                env=None if env is None else dict(env),
+                env=env,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return cls(name=name, process=process, log_path=log_path, started_s=time.monotonic())
+        self.started_s = time.monotonic()
 
     def returncode(self) -> int | None:
         """Return how it ended, as subprocess has it, without reaping it; None if it has not."""
@@ -76,7 +67,7 @@ def answers(url: str) -> bool:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(url, timeout=2.0) as response:
             return bool(response.status == 200)
-    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
+    except (http.client.HTTPException, OSError, ValueError):
         return False
 
 

@@ -6,16 +6,18 @@ replicas: those are the ones started here. Each becomes an ordinary
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from router.config import (
-    ConfigError,
+    Place,
     RouterConfig,
     build,
+    check_unique,
+    host_port,
     is_loopback,
     load_router_config,
     read_yaml,
@@ -27,6 +29,7 @@ _AGENT_PORT_KEY: Final = "lmcache_worker_port"
 _TRANSFER_KEY: Final = "distributed_url"
 _NAME_KEY: Final = "lmcache_instance_id"
 _CONTROLLER_KEY: Final = "controller_url"
+_WARMROUTE: Final = (sys.executable, "-m", "router")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,84 +110,70 @@ def load_any(path: Path) -> RouterConfig | FleetFile:
     """Check a router's or a fleet's file, whichever it is; raise `ConfigError`."""
     value = read_yaml(path)
     if "replicas" not in value and value.keys() & {"chunk_size", "max_local_cpu_size"}:
-        raise ConfigError(
-            str(path),
-            "",
-            "this is a replica's file",
-            f"check it with: warmroute replica --config {path} --print-command -- --model MODEL",
-        )
+        fix = f"check it with: warmroute replica --config {path} --print-command -- --model MODEL"
+        raise Place(str(path)).error("this is a replica's file", fix)
     if "model" not in value and "router" not in value:
         return load_router_config(path)
     load_fleet_file(path)
-    return build(FleetFile, value, path=str(path))
+    return build(FleetFile, value, Place(str(path)))
 
 
 def load_fleet_file(path: Path | str) -> FleetPlan:
     """Read ``fleet.yaml`` and plan its processes; raise `ConfigError`."""
     path = Path(path)
-    file = build(FleetFile, read_yaml(path), path=str(path))
+    at = Place(str(path))
+    file = build(FleetFile, read_yaml(path), at)
     if not file.replicas:
-        raise ConfigError(str(path), "replicas", "names no replica", "add at least one")
+        raise at.at("replicas").error("names no replica", "add at least one")
     log_dir = Path(file.log_dir).expanduser()
     planned = [_planned_replica(file, index, path, log_dir) for index in range(len(file.replicas))]
-    return _with_router(file, planned, path, log_dir)
-
-
-def _with_router(
-    file: FleetFile, planned: list[_PlannedReplica], path: Path, log_dir: Path
-) -> FleetPlan:
-    if "replicas" in file.router:
-        raise ConfigError(
-            str(path),
-            "router.replicas",
-            "is not set here",
-            "leave it out: the replicas above are used",
-        )
-    settings = {**file.router, "replicas": [_router_entry(each) for each in planned]}
-    # Two replicas on one port are told of in the words of this file, not of the router's.
-    alone = {**file.router, "replicas": [{"url": "http://127.0.0.1"}]}
-    router = router_config(alone, path=str(path), key="router", base=path.parent)
-    _check_unique(file, planned, router, path)
-    _check_controller(planned, router, path)
-    checked = router_config(settings, path=str(path), key="router", base=path.parent)
-    if checked.port == 0:
-        raise ConfigError(str(path), "router.port", "0 is no port to wait at", "name one")
-    if checked.tokenizer.path is not None or checked.tokenizer.chat_template is not None:
-        settings["tokenizer"] = {
-            **settings["tokenizer"],
-            "path": checked.tokenizer.path,
-            "chat_template": checked.tokenizer.chat_template,
-        }
-    host = "127.0.0.1" if checked.host in ("0.0.0.0", "::", "") else checked.host
-    router_process = PlannedProcess(
-        name="router",
-        argv=(*_warmroute(), "serve", "--config", str(log_dir / "router.yaml")),
-        env={},
-        url=f"http://{host}:{checked.port}",
-        log_path=log_dir / "router.log",
-    )
+    settings = _router_settings(file, planned, path)
+    router = router_config(settings, path=str(path), key="router", base=path.parent)
+    if router.port == 0:
+        raise at.at("router.port").error("0 is no port to wait at", "name one")
+    if "tokenizer" in settings:  # its paths are relative to this file, not to the one made here
+        found = {"path": router.tokenizer.path, "chat_template": router.tokenizer.chat_template}
+        settings["tokenizer"] = {**settings["tokenizer"], **found}
+    host = "127.0.0.1" if router.host in ("0.0.0.0", "::", "") else router.host
     return FleetPlan(
         replicas=tuple(each.process for each in planned),
-        router=router_process,
+        router=PlannedProcess(
+            name="router",
+            argv=(*_WARMROUTE, "serve", "--config", str(log_dir / "router.yaml")),
+            env={},
+            url=f"http://{host_port(host, router.port)}",
+            log_path=log_dir / "router.log",
+        ),
         router_settings=settings,
         log_dir=log_dir,
         ready_timeout_s=file.ready_timeout_s,
     )
 
 
-def _warmroute() -> tuple[str, ...]:
-    return (sys.executable, "-m", "router")
+def _router_settings(
+    file: FleetFile, planned: Sequence[_PlannedReplica], path: Path
+) -> dict[str, Any]:
+    """Return what the router is told; raise `ConfigError` where that and the replicas disagree."""
+    at = Place(str(path))
+    if "replicas" in file.router:
+        fix = "leave it out: the replicas above are used"
+        raise at.at("router.replicas").error("is not set here", fix)
+    # Two replicas on one port are told of in the words of this file, not of the router's.
+    alone = {**file.router, "replicas": [{"url": "http://127.0.0.1"}]}
+    router = router_config(alone, path=str(path), key="router", base=path.parent)
+    check_unique(_claims(file, planned, router), str(path))
+    if router.controller is not None:
+        _check_controller(planned, router.controller.monitor_port, at.at("replicas"))
+    return {**file.router, "replicas": [_router_entry(each) for each in planned]}
 
 
 def _planned_replica(file: FleetFile, index: int, path: Path, log_dir: Path) -> _PlannedReplica:
     """Return a replica's process and ports."""
     replica = file.replicas[index]
-    key = f"replicas[{index}]"
     engine_path = (path.parent / Path(replica.config).expanduser()).resolve()
     if not engine_path.is_file():
-        raise ConfigError(
-            str(path), f"{key}.config", f"no such file: {engine_path}", "check the path"
-        )
+        at = Place(str(path), f"replicas[{index}].config")
+        raise at.error(f"no such file: {engine_path}", "check the path")
     engine = read_yaml(engine_path)
     name = str(engine.get(_NAME_KEY) or f"replica{index + 1}")
     gpus = replica.gpus
@@ -192,17 +181,9 @@ def _planned_replica(file: FleetFile, index: int, path: Path, log_dir: Path) -> 
     process = PlannedProcess(
         name=name,
         argv=(
-            *_warmroute(),
-            "replica",
-            "--config",
-            str(engine_path),
-            "--",
-            "--model",
-            file.model,
-            "--port",
-            str(replica.port),
-            *file.vllm_args,
-            *replica.vllm_args,
+            *(*_WARMROUTE, "replica", "--config", str(engine_path), "--"),
+            *("--model", file.model, "--port", str(replica.port)),
+            *(*file.vllm_args, *replica.vllm_args),
         ),
         env={**file.env, **replica.env, **cuda},
         url=f"http://127.0.0.1:{replica.port}",
@@ -210,17 +191,17 @@ def _planned_replica(file: FleetFile, index: int, path: Path, log_dir: Path) -> 
     )
     return _PlannedReplica(
         process=process,
-        agent_port=_agent_port(engine, engine_path),
+        agent_port=_agent_port(engine, Place(str(engine_path), _AGENT_PORT_KEY)),
         transfer_port=_transfer_port(engine),
         controller_port=_controller_port(engine),
     )
 
 
-def _agent_port(engine: Mapping[str, Any], path: Path) -> int | None:
+def _agent_port(engine: Mapping[str, Any], at: Place) -> int | None:
     port = engine.get(_AGENT_PORT_KEY)
     if port is None or (isinstance(port, int) and 0 < port < 1 << 16):
         return port
-    raise ConfigError(str(path), _AGENT_PORT_KEY, f"{port!r} is no port", "write 1 to 65535")
+    raise at.error(f"{port!r} is no port", "write 1 to 65535")
 
 
 def _transfer_port(engine: Mapping[str, Any]) -> int | None:
@@ -248,42 +229,27 @@ def _router_entry(planned: _PlannedReplica) -> dict[str, Any]:
     return entry
 
 
-def _check_unique(
-    file: FleetFile, planned: Sequence[_PlannedReplica], router: RouterConfig, path: Path
-) -> None:
-    """Raise `ConfigError` where two processes would have the same port or the same name."""
-    users: dict[int | str, str] = {router.port: "router.port", "router": "the router"}
+def _claims(
+    file: FleetFile, planned: Sequence[_PlannedReplica], router: RouterConfig
+) -> Iterator[tuple[int | str | None, str]]:
+    """Yield each port and name that a process will have, with its key in this file."""
+    yield router.port, "router.port"
+    yield "router", "the router"
     if router.controller is not None:
-        users[router.controller.port] = "router.controller.port"
-        users[router.controller.monitor_port] = "router.controller.monitor_port"
-    for index, each in enumerate(planned):
+        yield router.controller.port, "router.controller.port"
+        yield router.controller.monitor_port, "router.controller.monitor_port"
+    for index, (replica, each) in enumerate(zip(file.replicas, planned, strict=True)):
         key = f"replicas[{index}]"
-        claims: list[tuple[int | str | None, str]] = [
-            (file.replicas[index].port, f"{key}.port"),
-            (each.agent_port, f"{key}.config: {_AGENT_PORT_KEY}"),
-            (each.transfer_port, f"{key}.config: {_TRANSFER_KEY}"),
-            (each.process.name, f"{key}.config: {_NAME_KEY}"),
-        ]
-        for value, where in claims:
-            if value in users:
-                raise ConfigError(
-                    str(path), where, f"{value} is also {users[value]}", "choose another"
-                )
-            if value is not None:
-                users[value] = where
+        yield replica.port, f"{key}.port"
+        yield each.agent_port, f"{key}.config: {_AGENT_PORT_KEY}"
+        yield each.transfer_port, f"{key}.config: {_TRANSFER_KEY}"
+        yield each.process.name, f"{key}.config: {_NAME_KEY}"
 
 
-def _check_controller(planned: Sequence[_PlannedReplica], router: RouterConfig, path: Path) -> None:
+def _check_controller(planned: Sequence[_PlannedReplica], monitor_port: int, at: Place) -> None:
     """Raise `ConfigError` where a replica would register with another router's controller."""
-    if router.controller is None:
-        return
-    monitor_port = router.controller.monitor_port
-    for index, each in enumerate(planned):
-        if each.controller_port not in (None, monitor_port):
-            raise ConfigError(
-                str(path),
-                f"replicas[{index}].config: {_CONTROLLER_KEY}",
-                f"names port {each.controller_port}, where router.controller.monitor_port is "
-                f"{monitor_port}",
-                "make them the same",
-            )
+    for index, port in enumerate(each.controller_port for each in planned):
+        if port not in (None, monitor_port):
+            names = f"names port {port}, where router.controller.monitor_port is {monitor_port}"
+            here = at.item(index).at(f"config: {_CONTROLLER_KEY}")
+            raise here.error(names, "make them the same")

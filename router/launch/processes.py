@@ -13,27 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
 from router.launch.child import Child, alive_in, answers, meaning
 
 _POLL_S: Final = 0.2
+_TELL_S: Final = 5.0
 _LINGER_S: Final = 3.0
 _TAIL_BYTES: Final = 16 << 10
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """A child that is not ready yet, for a line on the screen."""
-
-    name: str
-    elapsed_s: float
-    last_line: str
-    """The last line of its log, or ''."""
 
 
 class ChildFailed(Exception):
@@ -88,12 +77,7 @@ class ProcessGroup:
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop_all()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -102,27 +86,26 @@ class ProcessGroup:
         self,
         name: str,
         argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        log_path: Path | str = "",
+        env: Mapping[str, str] | None,
+        log_path: Path,
         *,
         cwd: Path | None = None,
     ) -> int:
         """Start a child and return its process id.
 
-        ``env`` is the whole environment (None: this process's). ``log_path``
-        (default: ``NAME.log`` here) is truncated. Raises `ChildFailed` when
-        the program cannot be started, ValueError when the name is taken.
+        ``env`` is the whole environment (None: this process's). ``log_path`` is
+        truncated. Raises `ChildFailed` when the program cannot be started,
+        ValueError when the name is taken.
         """
         if name in self._children:
             raise ValueError(f"a child named {name!r} is already running")
-        path = Path(log_path or f"{name}.log")
         # A signal between the fork and the entry in the table would leave a
         # child that is never ended.
         with self._no_interrupt():
             try:
-                child = Child.spawn(name, argv, env, path, cwd=cwd)
+                child = Child(name, argv, env, log_path, cwd)
             except OSError as error:
-                raise ChildFailed(name, f"cannot be started ({error})", path, "") from error
+                raise ChildFailed(name, f"cannot be started ({error})", log_path, "") from error
             self._children[name] = child
         return child.process.pid
 
@@ -131,14 +114,12 @@ class ProcessGroup:
         name: str,
         url: str,
         timeout_s: float,
-        on_progress: Callable[[Progress], None] | None = None,
-        *,
-        progress_every_s: float = 5.0,
+        say: Callable[[str], None] | None = None,
     ) -> float:
         """Wait until ``url`` answers 200; return the seconds since the child's start.
 
         Raises `ChildDied` when any child of the group ends meanwhile, and
-        `NotReady` after ``timeout_s``. ``on_progress`` is called now and then.
+        `NotReady` after ``timeout_s``. ``say`` is told now and then how it gets on.
         """
         child = self._children[name]
         began_s = told_s = time.monotonic()
@@ -150,9 +131,10 @@ class ProcessGroup:
             if now_s - began_s >= timeout_s:
                 what = f"did not answer at {url} within {timeout_s:.0f} s"
                 raise NotReady(name, what, child.log_path, tail(child.log_path))
-            if on_progress is not None and now_s - told_s >= progress_every_s:
+            if say is not None and now_s - told_s >= _TELL_S:
                 told_s = now_s
-                on_progress(self._progress(child, now_s))
+                last_line = tail(child.log_path, lines=1)[:100]
+                say(f"{name}: starting for {now_s - child.started_s:.0f} s | {last_line}")
             time.sleep(_POLL_S)
 
     def check(self) -> None:
@@ -181,18 +163,6 @@ class ProcessGroup:
             self._end(list(reversed(self._children.values())), grace_s=self._grace_s)
             self._children.clear()
 
-    def running(self) -> list[str]:
-        """Return the names of the children that have not ended."""
-        return [name for name, each in self._children.items() if each.returncode() is None]
-
-    def log_path(self, name: str) -> Path:
-        """Return where a child's output goes."""
-        return self._children[name].log_path
-
-    def _progress(self, child: Child, now_s: float) -> Progress:
-        lines = tail(child.log_path, lines=1)
-        return Progress(name=child.name, elapsed_s=now_s - child.started_s, last_line=lines)
-
     def _end(self, children: Collection[Child], *, grace_s: float) -> None:
         """SIGTERM the leaders, wait for them, then SIGKILL what is left of their groups.
 
@@ -220,7 +190,7 @@ class ProcessGroup:
                 os.killpg(child.process.pid, signal.SIGKILL)
             child.process.wait()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, *_: object) -> None:
         if self._uninterruptible:
             self._interrupted = True
             return

@@ -5,9 +5,9 @@ import os
 import shlex
 from collections.abc import Callable
 
-from router.config import ConfigError
+from router.config import Place
 from router.launch.fleet_file import FleetPlan
-from router.launch.processes import ProcessGroup, Progress
+from router.launch.processes import ProcessGroup
 
 
 def commands_text(fleet: FleetPlan) -> str:
@@ -30,17 +30,12 @@ def run(fleet: FleetPlan, *, say: Callable[[str], None]) -> None:
     try:
         with ProcessGroup() as group:
             for process in fleet.processes:
-                group.start(
-                    process.name, process.argv, {**os.environ, **process.env}, process.log_path
-                )
+                env = {**os.environ, **process.env}
+                group.start(process.name, process.argv, env, process.log_path)
                 say(f"{process.name}: started, log in {process.log_path}")
             for process in fleet.processes:
-                took_s = group.wait_ready(
-                    process.name,
-                    f"{process.url}/health",
-                    fleet.ready_timeout_s,
-                    lambda progress: say(_progress_line(progress)),
-                )
+                url = f"{process.url}/health"
+                took_s = group.wait_ready(process.name, url, fleet.ready_timeout_s, say)
                 say(f"{process.name}: ready at {process.url} after {took_s:.0f} s")
             say(f"All is ready: OPENAI_BASE_URL={fleet.router.url}/v1 (Ctrl-C ends everything)")
             group.wait()
@@ -56,10 +51,5 @@ def _write_router_config(fleet: FleetPlan) -> None:
         path.touch(mode=0o600)
         path.write_text(json.dumps(fleet.router_settings, indent=2), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            str(fleet.log_dir), "", f"cannot be written ({error.strerror})", "set log_dir"
-        ) from None
-
-
-def _progress_line(progress: Progress) -> str:
-    return f"{progress.name}: starting for {progress.elapsed_s:.0f} s | {progress.last_line[:100]}"
+        problem = f"cannot be written ({error.strerror})"
+        raise Place(str(fleet.log_dir)).error(problem, "set log_dir") from None

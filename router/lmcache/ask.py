@@ -11,8 +11,8 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import aiohttp
 
@@ -20,7 +20,7 @@ from router.fleet import Fleet, Replica
 from router.lmcache.coordinator import Coordinator
 from router.lmcache.server import LmcacheServer
 from router.lmcache.ties import Server
-from router.lmcache.wire import ObjectKey, rank_of_world
+from router.lmcache.wire import leading_keys
 from router.residency import PromptKeyring, PromptKeys
 from router.staging import AgentError
 
@@ -43,15 +43,12 @@ class Asker:
         fleet: Fleet,
         coordinator: Coordinator,
         session: aiohttp.ClientSession,
-        url_of: Callable[[str], str | None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``url_of`` tells where a replica's server is, by the replica's id."""
         self._fleet = fleet
         self._coordinator = coordinator
         self._session = session
-        self._url_of = url_of
         self._clock = clock
         self._asked: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._under_way: set[asyncio.Task[None]] = set()
@@ -66,13 +63,10 @@ class Asker:
         if keyring.prompt_tokens - self._best(keyring) < _WORTH_TOKENS:
             return
         tasks = [
-            asyncio.create_task(call)
+            task
             for replica, server in uncertain
-            if (call := self._call(replica, server, keyring)) is not None
+            if (task := self._begin(replica, server, keyring)) is not None
         ]
-        for task in tasks:
-            self._under_way.add(task)
-            task.add_done_callback(self._under_way.discard)
         if tasks:
             await asyncio.wait(tasks, timeout=_WAIT_S)
 
@@ -106,12 +100,12 @@ class Asker:
     def _keys(replica: Replica, keyring: PromptKeyring) -> PromptKeys:
         return keyring.of(replica.key_shape, replica.adapters)
 
-    def _call(
+    def _begin(
         self, replica: Replica, server: Server, keyring: PromptKeyring
-    ) -> Coroutine[Any, Any, None] | None:
-        keys, url = self._keys(replica, keyring), self._url_of(replica.id)
-        found = self._coordinator.ties.model_of(replica.id)
-        if url is None or found is None or not keys.chunk_chain:
+    ) -> asyncio.Task[None] | None:
+        """Begin to ask a server; None where it was asked before, or cannot be."""
+        keys, found = self._keys(replica, keyring), self._coordinator.ties.model_of(replica.id)
+        if found is None or not keys.chunk_chain:
             return None
         name = (server.instance_id, keys.chunk_chain[-1])
         if name in self._asked or len(self._under_way) >= _MAX_UNDER_WAY:
@@ -119,26 +113,19 @@ class Asker:
         self._asked[name] = None
         if len(self._asked) > _MAX_ASKED:
             self._asked.popitem(last=False)
-        return self._learn(LmcacheServer(self._session, url), server.instance_id, keys, *found)
+        task = asyncio.create_task(self._learn(server, keys, *found))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return task
 
-    async def _learn(
-        self, asked: LmcacheServer, instance_id: str, keys: PromptKeys, model: str, world_size: int
-    ) -> None:
-        count = len(keys.chunk_chain)
+    async def _learn(self, server: Server, keys: PromptKeys, model: str, world_size: int) -> None:
+        asked, count = LmcacheServer(self._session, server.url), len(keys.chunk_chain)
         try:
-            told = await asked.prefetch(
-                keys.token_ids[: count * keys.chunk_tokens],
-                model=model,
-                world_size=world_size,
-                cache_salt=keys.cache_salt,
-            )
+            told = await asked.prefetch(keys, count, model, world_size)
         except AgentError as error:
             log.debug("asking what it holds failed: %s", error)
             return
         self._coordinator.counts["asked"] += 1
-        chunks = told.found_keys // max(1, told.total_keys // count)
-        rank = rank_of_world(world_size, 0)
-        held = keys.chunk_chain[:chunks]
-        self._coordinator.found(
-            instance_id, [ObjectKey(each, model, rank, 0, keys.cache_salt) for each in held]
-        )
+        held = keys.chunk_chain[: told.chunks_found(count)]
+        found = leading_keys(held, model, world_size, keys.cache_salt)
+        self._coordinator.found(server.instance_id, found)

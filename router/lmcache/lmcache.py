@@ -1,12 +1,13 @@
 """LMCache's side of the router, put together: what the application starts and asks."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+from cacheengine.wire import PrefetchReply
 from router.fleet import Decision, Fleet
 from router.lmcache.ask import Asker
 from router.lmcache.coordinator import Coordinator, CoordinatorApi
@@ -14,7 +15,6 @@ from router.lmcache.prefetch import LmcachePrefetch
 from router.lmcache.stock import StockCoordinator
 from router.lmcache.watch import ServerWatch
 from router.residency import PromptKeyring
-from router.staging import PrefetchCall
 
 
 class Lmcache:
@@ -25,13 +25,12 @@ class Lmcache:
         fleet: Fleet,
         session: aiohttp.ClientSession,
         *,
-        limit_bytes: int,
         stock_url: str | None = None,
     ) -> None:
         """``stock_url`` is that of a stock coordinator, which is asked then."""
         self.coordinator = Coordinator(fleet)
         self._watch = ServerWatch(fleet, self.coordinator, session)
-        self._prefetch = LmcachePrefetch(fleet, self.coordinator, session, self._watch.url_of)
+        self._prefetch = LmcachePrefetch(fleet, self.coordinator, session)
         self._stock: StockCoordinator | None = None
         if stock_url is not None:
             self._stock = StockCoordinator(
@@ -41,12 +40,9 @@ class Lmcache:
                 session,
                 members_changed=self._watch.members_changed,
             )
-        self._asker = Asker(fleet, self.coordinator, session, self._watch.url_of)
+        self._asker = Asker(fleet, self.coordinator, session)
         self._api = CoordinatorApi(
-            self.coordinator,
-            session,
-            limit_bytes=limit_bytes,
-            members_changed=self._watch.members_changed,
+            self.coordinator, session, members_changed=self._watch.members_changed
         )
 
     def __len__(self) -> int:
@@ -79,10 +75,6 @@ class Lmcache:
         """Return the servers that have registered."""
         return self._api.listing()
 
-    def set_roots(self, replica_id: str, roots: Iterable[str]) -> None:
-        """Note where a replica has its models from."""
-        self.coordinator.ties.set_roots(replica_id, roots)
-
     async def ask(self, keyring: PromptKeyring) -> None:
         """Learn what servers hold of a prompt whose events were not all seen."""
         await (self._stock or self._asker).ask(keyring)
@@ -91,6 +83,6 @@ class Lmcache:
         """Return what is done when a replica hangs, its server having ended; None without one."""
         return self._watch.hung(replica_id)
 
-    def prefetch_call(self, decision: Decision) -> PrefetchCall | None:
-        """Return how a decision's chunks are promoted by LMCache, if they can be."""
-        return self._prefetch.call(decision)
+    async def prefetch(self, decision: Decision) -> PrefetchReply:
+        """Have a decision's chunks promoted; raise `AgentError` where that cannot be."""
+        return await self._prefetch.run(decision)

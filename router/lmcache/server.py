@@ -4,14 +4,14 @@ aiohttp's exceptions are mapped here, once, to those of `router.staging` for age
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 import aiohttp
 import msgspec
 
 from router.lmcache.wire import PrefetchStatus, ServerConfig, ServerStatus
+from router.residency import PromptKeys
 from router.staging import AgentError, AgentRefused, AgentTimeout
 
 _CONNECT_S: Final = 2.0
@@ -45,18 +45,13 @@ class LmcacheServer:
         await self.call("GET", "/healthcheck")
 
     async def prefetch(
-        self, token_ids: Sequence[int], *, model: str, world_size: int, cache_salt: str
+        self, keys: PromptKeys, chunks: int, model: str, world_size: int
     ) -> PrefetchStatus:
-        """Have a prompt's chunks brought from L2 to L1; return how that ended.
+        """Have a prompt's first chunks brought from L2 to L1; return how that ended.
 
         ``status`` is "pending" where it goes on after `FOLLOW_S`, "noop" under one chunk.
         """
-        body = {
-            "model_name": model,
-            "world_size": world_size,
-            "token_ids": list(token_ids),
-            "cache_salt": cache_salt,
-        }
+        body = prompt_fields(keys, chunks, model, world_size)
         told = await self.ask("POST", "/cache/prefetches", PrefetchStatus, body)
         pause_s, left_s = _FIRST_POLL_S, FOLLOW_S
         while told.status in ("submitted", "pending") and left_s > 0:
@@ -95,6 +90,16 @@ class LmcacheServer:
             raise AgentTimeout(text) from None
         except (aiohttp.ClientError, OSError) as error:
             raise AgentError(f"{self.base_url}{path}: {error or type(error).__name__}") from error
+
+
+def prompt_fields(keys: PromptKeys, chunks: int, model: str, world_size: int) -> dict[str, Any]:
+    """Return how LMCache is told the first chunks of a prompt."""
+    return {
+        "model_name": model,
+        "world_size": world_size,
+        "token_ids": list(keys.token_ids[: chunks * keys.chunk_tokens]),
+        "cache_salt": keys.cache_salt,
+    }
 
 
 def _said(answer: bytes) -> str:

@@ -12,10 +12,11 @@ from typing import Final
 
 import aiohttp
 
+from router.config import Overloaded
 from router.fleet import Fleet
 from router.lmcache.coordinator import Coordinator
 from router.lmcache.coordinator.records import Held, Place, shared_owner
-from router.lmcache.server import LmcacheServer
+from router.lmcache.server import LmcacheServer, prompt_fields
 from router.lmcache.wire import LookedUp, MemberList
 from router.residency import PromptKeyring, PromptKeys
 from router.staging import AgentError
@@ -82,12 +83,7 @@ class StockCoordinator:
             self._failed(str(error))
 
     async def _look_up(self, model: str, world_size: int, keys: PromptKeys) -> None:
-        body = {
-            "token_ids": list(keys.token_ids[: len(keys.chunk_chain) * keys.chunk_tokens]),
-            "model_name": model,
-            "world_size": world_size,
-            "cache_salt": keys.cache_salt,
-        }
+        body = prompt_fields(keys, len(keys.chunk_chain), model, world_size)
         answer = await self._server.ask("POST", "/directory/lookup", LookedUp, body)
         self._coordinator.counts["looked_up"] += 1
         for each in answer.results:
@@ -107,15 +103,14 @@ class StockCoordinator:
                 log.exception("asking LMCache's coordinator for its members failed")
 
     async def _take_members(self) -> None:
-        try:
-            listed = await self._server.ask("GET", "/instances", MemberList)
-        except AgentError as error:
-            self._failed(str(error))
-            return
         members, now_s = self._coordinator.members, self._clock()
         known = {each.instance_id for each in members.all()}
-        for each in listed.instances:
-            members.register(each.instance_id, each, now_s, time.time())
+        try:
+            listed = await self._server.ask("GET", "/instances", MemberList)
+            for each in listed.instances:
+                members.register(each.instance_id, each, now_s, time.time())
+        except (AgentError, Overloaded) as error:
+            self._failed(str(error))
         if known != {each.instance_id for each in members.all()}:
             self._members_changed()
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from cacheengine.wire import EventBatch, KeyEvent, pack_keys
 from router.fleet import Fleet
 from router.lmcache.coordinator.directory import Directory
 from router.lmcache.coordinator.records import Change
@@ -23,10 +22,11 @@ _MAX_MODELS: Final = 64
 """Models of one server that are kept apart."""
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Server:
     """An LMCache server that answers."""
 
+    url: str
     instance_id: str
     chunk_tokens: int
     worlds: dict[str, int] = field(default_factory=dict)
@@ -40,27 +40,25 @@ class Ties:
         self._fleet = fleet
         self._directory = directory
         self._server_of: dict[str, Server] = {}
-        self._roots: dict[str, frozenset[str]] = {}
+        self._told_roots: dict[str, frozenset[str]] = {}
+        """By replica the roots of its models by which its server's keys were told of."""
         self._mounts: dict[str, set[str]] = {}
 
     def server_of(self, replica_id: str) -> Server | None:
         """Return a replica's server, by any id of the replica's."""
         return self._server_of.get(self._name(replica_id))
 
-    def set_roots(self, replica_id: str, roots: Iterable[str]) -> None:
-        """Note where a replica has its models from: its ``--model`` is among that."""
-        name, found = self._name(replica_id), frozenset(roots)
-        if self._roots.get(name) != found:
-            self._roots[name] = found
-            self._tell_all(name)
-
     def tie(self, replica_id: str, server: Server | None) -> None:
-        """Note a replica's server, None where it has none that answers."""
-        name = self._name(replica_id)
+        """Note a replica's server, None where it has none that answers.
+
+        To be called again where the replica may have other models.
+        """
+        name, roots = self._name(replica_id), self._fleet.replicas[replica_id].roots
         before = self._server_of.pop(name, None)
         if server is not None:
             self._server_of[name] = server
-        if before is not None or server is not None:
+        if before is not server or (server is not None and self._told_roots[name] != roots):
+            self._told_roots[name] = roots
             self._tell_all(name)
 
     def mounted(self, owner: str, instance_id: str) -> None:
@@ -78,6 +76,11 @@ class Ties:
         """Note that every replica's server reaches a shared backend."""
         for server in {id(each): each for each in self._server_of.values()}.values():
             self.mounted(owner, server.instance_id)
+
+    def forget(self, instance_id: str) -> None:
+        """Forget which shared backends a server reaches: it has ended."""
+        left = ((owner, by - {instance_id}) for owner, by in self._mounts.items())
+        self._mounts = {owner: by for owner, by in left if by}
 
     def note(self, batch: Batch, changes: Sequence[Change]) -> None:
         """Tell the fleet what a batch has changed, and learn of the models in it."""
@@ -116,7 +119,7 @@ class Ties:
         return {server.instance_id, *mounted}
 
     def _accepts(self, name: str, model: str) -> bool:
-        roots = self._roots.get(name)
+        roots = self._fleet.replicas[name].roots
         return not roots or model in roots
 
     def _learn(self, name: str, server: Server, key: ObjectKey, size_bytes: int) -> None:
@@ -138,10 +141,8 @@ class Ties:
                 yield from (Change(owner, tier, True, key) for tier in tiers)
 
     def _tell(self, name: str, changes: Iterable[Change]) -> None:
-        events: list[KeyEvent] = []
         for (tier, stored), keys in self._grouped(name, changes).items():
-            events.append(KeyEvent(tier.value, stored, pack_keys(keys)))
-        self._fleet.apply_events(name, EventBatch(incarnation="", seq=0, events=events))
+            self._fleet.change_lower(name, tier, list(keys), stored=stored)
 
     def _grouped(
         self, name: str, changes: Iterable[Change]

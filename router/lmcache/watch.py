@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from router.fleet import Fleet, State
-from router.lmcache.coordinator.state import Coordinator
+from router.lmcache.coordinator import Coordinator
 from router.lmcache.members import server_urls
 from router.lmcache.server import LmcacheServer
 from router.lmcache.ties import Server
@@ -80,10 +80,6 @@ class ServerWatch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._lines, self._task = {}, None
-
-    def url_of(self, replica_id: str) -> str | None:
-        """Return where a replica's server is."""
-        return self._urls.get(self._fleet.replicas[replica_id].id)
 
     def hung(self, replica_id: str) -> asyncio.Future[None] | None:
         """Return what is done when a replica begins to hang while another is up.
@@ -181,6 +177,7 @@ class ServerWatch:
         self._coordinator.chunk_tokens = status.chunk_size
         contexts = filter(None, status.cache_context_meta.values())
         return Server(
+            url=url,
             instance_id=instance_id,
             chunk_tokens=status.chunk_size,
             worlds={each.model_name: each.world_size for each in contexts},
@@ -207,9 +204,7 @@ class ServerWatch:
             self._changed.set()
 
     def _tie(self, name: str, server: Server | None, *, ended: bool) -> None:
-        ties = self._coordinator.ties
-        if ties.server_of(name) is not server:
-            ties.tie(name, server)
+        self._coordinator.ties.tie(name, server)
         if ended:
             self._rest(name)
 

@@ -5,6 +5,7 @@ Sources: ``lmcache/v1/mp_coordinator/schemas.py`` and ``api.py``, and the server
 a later version's additions break nothing.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -47,6 +48,14 @@ class ObjectKey(NamedTuple):
         """Return it as JSON has it."""
         fields = self._asdict()
         return {"chunk_hash_hex": fields.pop("chunk_hash").hex(), **fields}
+
+
+def leading_keys(
+    digests: Iterable[bytes], model: str, world_size: int, cache_salt: str
+) -> list[ObjectKey]:
+    """Return the keys that stand for chunks (`ObjectKey.leads`)."""
+    rank = rank_of_world(world_size, 0)
+    return [ObjectKey(each, model, rank, 0, cache_salt) for each in digests]
 
 
 def rank_of_world(world_size: int, rank: int) -> int:
@@ -207,6 +216,10 @@ class PrefetchStatus(msgspec.Struct, frozen=True, kw_only=True):
     found_keys: _Count = 0
     """Keys in L1 at the end, counted from the prompt's first chunk on."""
     total_keys: _Count = 0
+
+    def chunks_found(self, asked: int) -> int:
+        """Return how many of the chunks asked for are in L1: each has a key for each rank."""
+        return self.found_keys // max(1, self.total_keys // asked)
 
 
 class MemberList(msgspec.Struct, frozen=True, kw_only=True):

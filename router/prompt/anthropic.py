@@ -181,11 +181,6 @@ def _result(block: _ToolResult) -> list[Message]:
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     schema = tool["input_schema"]
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": schema if "type" in schema else {**schema, "type": "object"},
-        "strict": tool.get("strict"),
-        "defer_loading": tool.get("defer_loading"),
-    }
+    function = {key: tool.get(key) for key in ("name", "description", "strict", "defer_loading")}
+    function["parameters"] = schema if "type" in schema else {**schema, "type": "object"}
     return {"type": "function", "function": function}

@@ -9,14 +9,14 @@ of what the replica renders.
 
 from collections.abc import Iterator
 
-import jinja2.nodes
+from jinja2 import nodes
 
 
 class _UnclearTemplateError(Exception):
     """An assignment or loop has no single name: vLLM then gives up and says 'string'."""
 
 
-def walks_content(tree: jinja2.nodes.Template) -> bool:
+def walks_content(tree: nodes.Template) -> bool:
     """Whether the template loops over the content of a message."""
     try:
         return _has_content_loop(tree)
@@ -24,18 +24,18 @@ def walks_content(tree: jinja2.nodes.Template) -> bool:
         return False
 
 
-def _has_content_loop(tree: jinja2.nodes.Template) -> bool:
+def _has_content_loop(tree: nodes.Template) -> bool:
     messages = list(_message_names(tree))
     in_macro: dict[int, set[str]] = {}
-    for macro in tree.find_all(jinja2.nodes.Macro):
+    for macro in tree.find_all(nodes.Macro):
         given = _content_parameters(tree, macro, messages)
-        for loop in macro.find_all(jinja2.nodes.For):
+        for loop in macro.find_all(nodes.For):
             # A later macro without such parameters does not unmake an outer one's.
             in_macro[id(loop)] = given or in_macro.get(id(loop), set())
-    for loop in tree.find_all(jinja2.nodes.For):
+    for loop in tree.find_all(nodes.For):
         over = loop.iter
         is_content = any(_refers_to(over, name, "content") for name in messages)
-        if not is_content and isinstance(over, jinja2.nodes.Name):
+        if not is_content and isinstance(over, nodes.Name):
             names = in_macro.get(id(loop))
             is_content = over.name == "content" if names is None else over.name in names
         if is_content:
@@ -44,19 +44,19 @@ def _has_content_loop(tree: jinja2.nodes.Template) -> bool:
     return False
 
 
-def _message_names(tree: jinja2.nodes.Template) -> Iterator[str]:
+def _message_names(tree: nodes.Template) -> Iterator[str]:
     """Yield the loop variables that stand for one message."""
     lists = _names_of_messages(tree)
-    for loop in tree.find_all(jinja2.nodes.For):
+    for loop in tree.find_all(nodes.For):
         if any(_refers_to(loop.iter, name) for name in lists):
             yield _name_of(loop.target)
 
 
-def _names_of_messages(tree: jinja2.nodes.Template) -> list[str]:
+def _names_of_messages(tree: nodes.Template) -> list[str]:
     """Return ``messages`` and every name that it, or part of it, is assigned to."""
     names = ["messages"]
     for known in names:
-        for assign in tree.find_all(jinja2.nodes.Assign):
+        for assign in tree.find_all(nodes.Assign):
             if _refers_to(assign.node, known):
                 name = _name_of(assign.target)
                 if name not in names:
@@ -64,14 +64,12 @@ def _names_of_messages(tree: jinja2.nodes.Template) -> list[str]:
     return names
 
 
-def _content_parameters(
-    tree: jinja2.nodes.Template, macro: jinja2.nodes.Macro, messages: list[str]
-) -> set[str]:
+def _content_parameters(tree: nodes.Template, macro: nodes.Macro, messages: list[str]) -> set[str]:
     """Return the parameters of a macro that are given a message's content somewhere."""
     parameters = [one.name for one in macro.args]
     found: set[str] = set()
-    for call in tree.find_all(jinja2.nodes.Call):
-        if not isinstance(call.node, jinja2.nodes.Name) or call.node.name != macro.name:
+    for call in tree.find_all(nodes.Call):
+        if not isinstance(call.node, nodes.Name) or call.node.name != macro.name:
             continue
         given = [*zip(parameters, call.args, strict=False)]
         given += [(one.key, one.value) for one in call.kwargs if one.key in parameters]
@@ -83,29 +81,25 @@ def _content_parameters(
     return found
 
 
-def _refers_to(node: jinja2.nodes.Node | None, name: str, key: str | None = None) -> bool:
+def _refers_to(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
     """Whether an expression is ``name`` (or ``name.key``), filtered, tested or sliced."""
-    if isinstance(node, jinja2.nodes.Filter | jinja2.nodes.Test):
-        return _refers_to(node.node, name, key)
-    if isinstance(node, jinja2.nodes.Getitem) and isinstance(node.arg, jinja2.nodes.Slice):
-        return _refers_to(node.node, name, key)
-    if key is None:
-        return isinstance(node, jinja2.nodes.Name) and node.ctx == "load" and node.name == name
-    if isinstance(node, jinja2.nodes.Getitem):
-        constant = isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == key
-        return constant and _refers_to_name(node.node, name)
-    return (
-        isinstance(node, jinja2.nodes.Getattr)
-        and node.attr == key
-        and _refers_to_name(node.node, name)
-    )
+    match node:
+        case nodes.Filter(node=inner) | nodes.Test(node=inner):
+            return _refers_to(inner, name, key)
+        case nodes.Getitem(node=inner, arg=nodes.Slice()):
+            return _refers_to(inner, name, key)
+        case nodes.Getitem(node=inner, arg=nodes.Const(value=found)) if key is not None:
+            return bool(found == key) and _is_name(inner, name)
+        case nodes.Getattr(node=inner, attr=found) if key is not None:
+            return bool(found == key) and _is_name(inner, name)
+    return key is None and _is_name(node, name)
 
 
-def _refers_to_name(node: jinja2.nodes.Node, name: str) -> bool:
-    return isinstance(node, jinja2.nodes.Name) and node.ctx == "load" and node.name == name
+def _is_name(node: nodes.Node | None, name: str) -> bool:
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
 
 
-def _name_of(target: jinja2.nodes.Node) -> str:
-    if not isinstance(target, jinja2.nodes.Name):
+def _name_of(target: nodes.Node) -> str:
+    if not isinstance(target, nodes.Name):
         raise _UnclearTemplateError
     return target.name

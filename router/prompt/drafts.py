@@ -9,8 +9,10 @@ video only the tokens before the first of them are known (`router.prompt.media`)
 
 import json
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from router.config import BadRequest
@@ -69,8 +71,7 @@ class Drafter:
         self._model = None if loaded is None else _Model(loaded, Encoder(loaded.tokenizer, memo))
         sources = {} if loaded is None else loaded.templates
         if chat_template is not None:
-            # vLLM also takes the name of one of the model's templates here.
-            sources = {"default": sources.get(chat_template, chat_template)}
+            sources = {"default": chat_template}
         self._templates = {name: compiled(name, source) for name, source in sources.items()}
 
     def template(self, with_tools: bool) -> ChatTemplate | None:
@@ -130,14 +131,7 @@ class Drafter:
             conversation = converse(given.messages, template.content_format, given.dialect)
         variables = {**model.files.special_tokens, **given.variables}
         try:
-            text = template.render(
-                conversation,
-                tools=given.tools,
-                documents=variables.pop("documents", None),
-                add_generation_prompt=variables.pop("add_generation_prompt", False),
-                continue_final_message=variables.pop("continue_final_message", False),
-                variables=variables,
-            )
+            text = template.render(conversation, tools=given.tools, variables=variables)
         except TemplateRefused as error:
             raise Unsupported(str(error)) from error
         return text, conversation
@@ -170,7 +164,7 @@ class Drafter:
                 if given.add_special_tokens and model.encoder.adds_ends:
                     doubt = "special tokens at the ends may survive truncation"
             doubt = given.doubt or doubt
-            if not trust.exact:
+            if trust is not Trust.EXACT:
                 doubt = doubt or model.files.doubt or "no replica has confirmed the tokens"
             return Prompt(rendered=text, memo=self._memo, token_ids=ids, pieces=pieces, doubt=doubt)
 
@@ -277,11 +271,5 @@ def _without_end(pieces: Sequence[Piece], tokens: int) -> tuple[list[Piece], lis
     """Return the tokens but the last ones, and the pieces that hold none of the last ones."""
     every = _ids_of(pieces)
     ids = every[: max(0, len(every) - tokens)]
-    whole: list[Piece] = []
-    count = 0
-    for piece in pieces:
-        count += len(piece.ids)
-        if count > len(ids):
-            break
-        whole.append(piece)
-    return whole, ids
+    ends = list(accumulate(len(piece.ids) for piece in pieces))
+    return list(pieces[: bisect_right(ends, len(ids))]), ids

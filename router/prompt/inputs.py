@@ -6,7 +6,7 @@ precedence are those of vLLM 0.32's request classes.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
@@ -36,14 +36,10 @@ _NOT_VARIABLES: Final = frozenset({
 # fmt: on
 
 # Where an endpoint takes less than /v1/chat/completions does: the fields that it takes.
-_TOKENIZED: Final = frozenset(
-    {
-        *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
-        *("chat_template", "chat_template_kwargs"),
-    }
-)
-_EMBEDDED: Final = _TOKENIZED | {"truncate_prompt_tokens", "truncation_side"}
-_ANSWERED: Final = frozenset({"chat_template_kwargs", "kv_transfer_params", "tool_choice"})
+_RENDERING: Final = ("add_generation_prompt", "continue_final_message", "add_special_tokens")
+_TOKENIZED: Final = (*_RENDERING, "chat_template", "chat_template_kwargs")
+_EMBEDDED: Final = (*_TOKENIZED, "truncate_prompt_tokens", "truncation_side")
+_ANSWERED: Final = ("chat_template_kwargs", "kv_transfer_params", "tool_choice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +56,7 @@ class TextInput:
     """A prompt that is text, or token ids already."""
 
     prompt: str | list[int]
-    add_special_tokens: bool = True
+    add_special_tokens: bool
     truncation: Truncation | None = None
     doubt: str | None = None
     """Why the tokens may differ from the replica's all the same, or None."""
@@ -71,9 +67,9 @@ class ChatInput:
     """A conversation to be rendered."""
 
     messages: Sequence[Message]
-    tools: list[dict[str, Any]] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    add_special_tokens: bool = False
+    tools: list[dict[str, Any]] | None
+    variables: Mapping[str, Any]
+    add_special_tokens: bool
     truncation: Truncation | None = None
     dialect: Dialect = CHAT
     doubt: str | None = None

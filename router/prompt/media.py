@@ -71,7 +71,12 @@ def show_as_text(messages: Sequence[Message]) -> Shown:
     until_first = 0
     for message in messages:
         until_first += not modality_of
-        made.append(_shown(message, modality_of))
+        content = message.get("content")
+        if isinstance(content, list):
+            shown = [_shown_part(part, modality_of) for part in content]
+            made.append({**message, "content": shown})
+        else:
+            made.append(message)
     return Shown(made, modality_of, made[:until_first])
 
 
@@ -145,13 +150,6 @@ def part_types(messages: object) -> frozenset[str]:
         for part in content
         if isinstance(part, dict) and isinstance(kind := part.get("type"), str)
     )
-
-
-def _shown(message: Message, modality_of: dict[str, str]) -> Message:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [_shown_part(part, modality_of) for part in content]}
 
 
 def _shown_part(part: Any, modality_of: dict[str, str]) -> Any:

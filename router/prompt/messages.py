@@ -150,7 +150,7 @@ def supported(value: Any, shape: type[T], what: str) -> T:
 
 
 def conversation(
-    messages: Sequence[Message], form: ContentFormat, dialect: Dialect = CHAT
+    messages: Sequence[Message], form: ContentFormat, dialect: Dialect
 ) -> list[Message]:
     """Return the messages as a template with content ``form`` gets them.
 
@@ -276,7 +276,6 @@ def function_tool(function: Function) -> dict[str, Any]:
     return {"type": "function", "function": fields}
 
 
-def in_order(value: Mapping[str, Any], first: Iterable[str]) -> dict[str, Any]:
+def in_order(value: dict[str, Any], first: Iterable[str]) -> dict[str, Any]:
     """Return a copy with the keys ``first`` in front, where present; the rest keep their order."""
-    known = {key: value[key] for key in first if key in value}
-    return known | {key: one for key, one in value.items() if key not in known}
+    return {key: value[key] for key in first if key in value} | value

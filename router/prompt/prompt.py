@@ -14,8 +14,8 @@ from router.prompt.tokenizer import Memo, Piece
 TEXT_PIECE_CHARS: Final = 1024
 """The unit of `Prompt.text_chain`."""
 
-# How many characters a token has, where there is no tokenizer.
-_CHARS_PER_TOKEN: Final = 4
+CHARS_PER_TOKEN: Final = 4
+"""How many characters a token has, where that is not known."""
 
 _AFFINITY_TOKENS: Final = 256
 _AFFINITY_CHARS: Final = 1024
@@ -67,8 +67,8 @@ class Prompt:
     def token_count(self) -> int:
         """The number of tokens; without a tokenizer, or with media, an estimate."""
         if self.token_ids is None:
-            return -(-len(self.text) // _CHARS_PER_TOKEN)
-        return len(self.token_ids) - (-self.rest_chars // _CHARS_PER_TOKEN)
+            return -(-len(self.text) // CHARS_PER_TOKEN)
+        return len(self.token_ids) - (-self.rest_chars // CHARS_PER_TOKEN)
 
     @property
     def affinity(self) -> bytes:

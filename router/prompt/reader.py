@@ -15,7 +15,7 @@ import aiohttp
 from router.prompt import media
 from router.prompt.drafts import Draft, Drafter
 from router.prompt.inputs import Body, PromptInput, TextInput
-from router.prompt.prompt import TEXT_PIECE_CHARS, Prompt
+from router.prompt.prompt import CHARS_PER_TOKEN, Prompt
 from router.prompt.templates import read_source
 from router.prompt.tokenizer import (
     CHAT_PROBES,
@@ -29,8 +29,6 @@ from router.prompt.tokenizer import (
     load_directory,
 )
 
-__all__ = ["TEXT_PIECE_CHARS", "Prompt", "PromptReader", "Trust"]
-
 _log = logging.getLogger(__name__)
 
 # A prompt with more characters to tokenize than this is tokenized outside the event loop.
@@ -41,13 +39,8 @@ _INLINE_CHARS: Final = 64 * 1024
 # One with more than this, known or not, is rendered and put together there, too.
 _LONG_CHARS: Final = 512 * 1024
 
-_MEMO_BYTES: Final = 64 << 20
-
 # Where a body has its prompt.
 _PROMPT_FIELDS: Final = ("messages", "input", "prompt", "system", "tools")
-
-# What a token id counts for in characters.
-_CHARS_PER_TOKEN: Final = 4
 
 
 class PromptReader:
@@ -62,15 +55,15 @@ class PromptReader:
     ) -> None:
         """``chat_template`` is the source of the one that overrides the model's own.
 
-        ``memo`` may be shared with the readers of other models. Raises `ConfigError` when a
-        template is none.
+        ``memo`` may be shared with the readers of other models, and is 64 MiB by default.
+        Raises `ConfigError` when a template is none.
         """
-        self.memo = Memo(_MEMO_BYTES) if memo is None else memo
+        self.memo = Memo(64 << 20) if memo is None else memo
         self._drafter = Drafter(loaded, chat_template, self.memo)
         self._turns = ReadingTurns()
         self.has_tokenizer = loaded is not None
         """Whether prompts can have tokens at all."""
-        by_files = Trust.PROVEN if loaded and loaded.doubt is None else Trust.DOUBTFUL
+        by_files = Trust.EXACT if loaded and loaded.doubt is None else Trust.DOUBTFUL
         self._texts = Agreement(by_files)
         self._chats = Agreement(by_files)
         self._chat_probes = CHAT_PROBES
@@ -84,34 +77,17 @@ class PromptReader:
     @classmethod
     def load(
         cls,
-        path: str | Path | None,
+        path: str | Path,
         chat_template: str | Path | None = None,
         memo: Memo | None = None,
     ) -> "PromptReader":
-        """Return the reader for the model in directory ``path``; with None, one of text.
+        """Return the reader for the model in directory ``path``.
 
         ``chat_template`` is a file, as for ``vllm serve --chat-template``.
         Raises `ConfigError`. Takes up to seconds for a large vocabulary.
         """
-        if path is None:
-            return cls(memo=memo)
         source = None if chat_template is None else read_source(Path(chat_template))
         return cls(load_directory(Path(path)), chat_template=source, memo=memo)
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The context's tokens, as a replica said in `verify`."""
-        return self._drafter.max_model_len
-
-    @property
-    def text_trust(self) -> Trust:
-        """How far tokens of texts equal the replicas', but for the replicas of `differs`."""
-        return self._texts.trust
-
-    @property
-    def chat_trust(self) -> Trust:
-        """The same for chats, which are rendered first."""
-        return self._chats.trust
 
     async def read(self, endpoint: str, body: Body) -> Prompt:
         """Return the prompt of a request to ``endpoint``; raise `BadRequest` for wrong types.
@@ -141,26 +117,25 @@ class PromptReader:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> bool:
-        """Compare our tokens of the probes with a replica's ``POST /tokenize``.
+        """Compare our tokens of the probes with a replica's ``POST /tokenize``; True when equal.
 
-        True when all are equal: tokens then count as exact. When some differ,
-        tokens of that kind (text, chat) are not used for this replica (`differs`),
-        and the log says why. False also when the replica could not be asked; that
-        changes nothing.
+        Tokens then count as exact. Where some differ, tokens of that kind (text, chat) are
+        not used for this replica (`differs`), and the log says why. A replica that could not
+        be asked changes nothing.
         """
-        if not self.has_tokenizer:
-            return False
         texts = [{"prompt": text} for text in TEXT_PROBES]
         try:
-            of_text = await compare(session, replica_url, texts, self._claim, headers)
-            of_chat = await compare(session, replica_url, self._chat_probes, self._claim, headers)
+            texts_equal, max_len = await compare(session, replica_url, texts, self._claim, headers)
+            chats_equal, _ = await compare(
+                session, replica_url, self._chat_probes, self._claim, headers
+            )
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
             _log.warning("%s: tokens could not be compared (%s)", replica_url, error)
             return False
-        self._drafter.max_model_len = of_text.max_model_len or self.max_model_len
-        self._texts.note(replica_url, of_text.equal)
-        self._chats.note(replica_url, of_chat.equal)
-        return of_text.equal is True and of_chat.equal is not False
+        self._drafter.max_model_len = max_len or self._drafter.max_model_len
+        self._texts.note(replica_url, texts_equal)
+        self._chats.note(replica_url, chats_equal)
+        return texts_equal is True and chats_equal is not False
 
     def differs(self, replica_url: str) -> bool:
         """Whether tokens are used that this replica was found not to have."""
@@ -175,12 +150,12 @@ class PromptReader:
         return self._drafter.draft(endpoint, body, self._trust)
 
     def _trust(self, given: PromptInput) -> Trust:
-        is_text = isinstance(given, TextInput) or self.text_trust is Trust.REFUTED
-        return self.text_trust if is_text else self.chat_trust
+        is_text = isinstance(given, TextInput) or self._texts.trust is Trust.REFUTED
+        return self._texts.trust if is_text else self._chats.trust
 
     def _claim(self, probe: Body) -> list[int] | None:
         """Return the tokens that we would give for a probe, however far they are trusted."""
-        draft = self._drafter.draft("/tokenize", probe, lambda given: Trust.PROVEN)
+        draft = self._drafter.draft("/tokenize", probe, lambda given: Trust.EXACT)
         return draft.finish().token_ids
 
 
@@ -202,7 +177,7 @@ def _rough_chars(body: Body) -> int:
             waiting.extend(one for key, one in value.items() if key not in media.FIELDS)
         elif isinstance(value, list):
             if value and isinstance(value[0], int):
-                size += _CHARS_PER_TOKEN * len(value)
+                size += CHARS_PER_TOKEN * len(value)
             else:
                 waiting.extend(value)
     return size

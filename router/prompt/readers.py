@@ -49,23 +49,10 @@ class ServedModel:
 class _Replica:
     """What a replica serves, and when its tokens are to be compared next."""
 
-    models: tuple[ServedModel, ...]
+    models: list[ServedModel]
     version: str | None
     due_s: float = -inf
     pause_s: float = _ASK_AGAIN_S
-
-    def is_other(self, models: Sequence[ServedModel], version: str | None) -> bool:
-        """Whether it serves something else than before; None is a version that it did not tell."""
-        return self.models != tuple(models) or version not in (None, self.version)
-
-    def asking(self, now_s: float) -> None:
-        """Note that it is asked now: in vain, until `agreed`."""
-        self.due_s = now_s + self.pause_s
-        self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
-
-    def agreed(self) -> None:
-        """Note that all its tokens are ours: nothing to ask until it changes."""
-        self.due_s, self.pause_s = inf, _ASK_AGAIN_S
 
 
 class PromptSource:
@@ -77,12 +64,10 @@ class PromptSource:
     def __init__(
         self,
         config: TokenizerConfig,
-        environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Load the configured tokenizer, if one is; raises `ConfigError`."""
         self._config = config
-        self._environment = environment
         self._clock = clock
         self._lock = asyncio.Lock()
         self._memo = Memo(config.memo_bytes)
@@ -117,14 +102,16 @@ class PromptSource:
         """
         replica = self._replicas.get(url)
         version = await _version(session, url, headers)
-        if replica is None or replica.is_other(models, version):
-            replica = self._replicas[url] = _Replica(models=tuple(models), version=version)
+        # A version that it does not tell now is no other one.
+        if replica is None or replica.models != [*models] or version not in (None, replica.version):
+            replica = self._replicas[url] = _Replica(models=[*models], version=version)
             for reader in self._readers():
                 reader.forget(url)
         await self._load_and_drop()
         if self._clock() < replica.due_s:
             return
-        replica.asking(self._clock())
+        replica.due_s = self._clock() + replica.pause_s
+        replica.pause_s = min(2 * replica.pause_s, _LONGEST_PAUSE_S)
         readers = {self.reader_for(model.id) for model in models}
         agree = [
             await reader.verify(session, url, headers=headers)
@@ -132,7 +119,7 @@ class PromptSource:
             if reader.has_tokenizer
         ]
         if all(agree):
-            replica.agreed()
+            replica.due_s, replica.pause_s = inf, _ASK_AGAIN_S
 
     def compare_again(self, url: str) -> None:
         """Have the tokens of a replica compared at the next `learn`: it may have restarted."""
@@ -160,7 +147,7 @@ class PromptSource:
 
     def _load_root(self, root: str) -> PromptReader:
         """Return the reader for a model, or that of text; reads files."""
-        path = local_model(root, self._environment)
+        path = local_model(root, os.environ)
         if path is None:
             log.warning(
                 "no tokenizer of '%s' on this machine: its prompts are matched by their text; "
@@ -187,11 +174,9 @@ async def _version(
     """Return the version of vLLM that a replica runs, None if it does not tell."""
     try:
         async with session.get(f"{url}/version", headers=headers, timeout=_SOON) as response:
-            answer = await response.json()
-    except (aiohttp.ClientError, TimeoutError, ValueError):
+            return str((await response.json())["version"])
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
         return None
-    version = answer.get("version") if isinstance(answer, dict) else None
-    return version if isinstance(version, str) else None
 
 
 def local_model(model: str, environment: Mapping[str, str]) -> Path | None:

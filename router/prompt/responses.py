@@ -53,9 +53,7 @@ class _Reasoning(Struct):
 
 def messages(value: object, instructions: str | None) -> list[Message]:
     """Return the conversation; raise `BadRequest` or `Unsupported`."""
-    made: list[Message] = []
-    if instructions:
-        made.append({"role": "system", "content": instructions})
+    made: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(value, str):
         return [*made, {"role": "user", "content": value}]
     if isinstance(value, dict):
@@ -92,17 +90,24 @@ def _append(items: list[Message], item: Message) -> None:
     answer = items[-1] if items and items[-1]["role"] == "assistant" else None
     kind = item.get("type")
     if kind == "function_call":
-        call = _call(item)
+        call = supported(item, _FunctionCall, "a function call")
+        function = {"name": call.name, "arguments": call.arguments}
         if answer is None:
-            items.append({"role": "assistant", "tool_calls": [call]})
-        else:
-            answer.setdefault("tool_calls", []).append(call)
+            answer = {"role": "assistant"}
+            items.append(answer)
+        calls = answer.setdefault("tool_calls", [])
+        calls.append({"id": call.call_id, "function": function, "type": "function"})
     elif kind == "function_call_output":
-        items.append(_output(item))
+        result = supported(item, _FunctionOutput, "a function's output")
+        items.append({"role": "tool", "content": result.output, "tool_call_id": result.call_id})
     elif kind == "reasoning":
-        _join(items, answer, "reasoning", _reasoning(item))
+        thought = supported(item, _Reasoning, "reasoning that is not in plain text")
+        _join(items, answer, "reasoning", thought.content[0].text)
     elif item.get("role") == "assistant":
-        _join(items, answer, "content", _answer(item))
+        content = item.get("content")
+        if not isinstance(content, str):
+            content = supported(item, _Answer, "an answer that is no text").content[0].text
+        _join(items, answer, "content", content)
     elif isinstance(item.get("role"), str) and kind in (None, "message"):
         items.append(check_messages([item], "input")[0])
     else:
@@ -114,27 +119,3 @@ def _join(items: list[Message], answer: Message | None, field: str, text: str) -
         answer[field] = text
     else:
         items.append({"role": "assistant", field: text})
-
-
-def _call(item: Message) -> Message:
-    call = supported(item, _FunctionCall, "a function call")
-    return {
-        "id": call.call_id,
-        "function": {"name": call.name, "arguments": call.arguments},
-        "type": "function",
-    }
-
-
-def _output(item: Message) -> Message:
-    output = supported(item, _FunctionOutput, "a function's output")
-    return {"role": "tool", "content": output.output, "tool_call_id": output.call_id}
-
-
-def _reasoning(item: Message) -> str:
-    return supported(item, _Reasoning, "reasoning that is not in plain text").content[0].text
-
-
-def _answer(item: Message) -> str:
-    if isinstance(content := item.get("content"), str):
-        return content
-    return supported(item, _Answer, "an answer that is no text").content[0].text

@@ -10,6 +10,7 @@ transformers' ``utils/chat_template_utils.py``.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
@@ -43,42 +44,24 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_body")
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    @staticmethod
-    def _body(caller: Callable[[], str]) -> str:
-        return caller()
+        return jinja2.nodes.Scope(body, lineno=line)  # what is set in it ends with it
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Unlike jinja's own, this escapes no HTML and keeps non-ASCII text.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+def _bare_environment() -> jinja2.Environment:
+    return jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
 
 
 def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
+    environment = _bare_environment()
+    environment.add_extension(_GenerationTag)
+    # Unlike jinja's own, this escapes no HTML and keeps non-ASCII text.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: now().strftime(form)
     return environment
@@ -105,40 +88,32 @@ class ChatTemplate:
         conversation: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
         variables: Mapping[str, Any],
     ) -> str:
         """Return the prompt's text; raise `TemplateRefused` where there is none.
 
         ``conversation`` is what `router.prompt.messages` makes; it is not changed.
-        ``variables`` are special tokens and the request's chat_template_kwargs.
+        ``variables`` are special tokens, the request's chat_template_kwargs and its fields that
+        steer the rendering, of which the template does not see ``continue_final_message``.
         """
+        given = {"documents": None, "add_generation_prompt": False, **variables}
+        continued: bool | str = given.pop("continue_final_message", False)
         if not conversation:
             raise TemplateRefused("there are no messages")
-        if continue_final_message and add_generation_prompt:
+        if continued and given["add_generation_prompt"]:
             raise TemplateRefused("continue_final_message excludes add_generation_prompt")
         messages = self._with_roles_it_knows(conversation)
         final = ""
-        if continue_final_message:
-            field = continue_final_message if isinstance(continue_final_message, str) else "content"
+        if continued:
+            field = continued if isinstance(continued, str) else "content"
             messages, final = self._mark_end(messages, field)
         try:
-            text = self._compiled.render(
-                **{
-                    **variables,
-                    "messages": messages,
-                    "tools": tools,
-                    "documents": documents,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            text = self._compiled.render({**given, "messages": messages, "tools": tools})
         except Exception as error:
             # A template is a program of the model's author: whatever it raises
             # means that it does not render this conversation.
             raise TemplateRefused(f"the chat template fails: {error}") from error
-        return _cut_at_mark(text, final) if continue_final_message else text
+        return _cut_at_mark(text, final) if continued else text
 
     def _with_roles_it_knows(self, conversation: Sequence[Message]) -> list[Message]:
         if self.knows_developer or all(one["role"] != "developer" for one in conversation):
@@ -168,11 +143,10 @@ class ChatTemplate:
         probe = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
         # Deliberately the bare environment: vLLM's own probe has neither the
         # filters nor the functions of the real one, and we must agree with it.
-        bare = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
         try:
-            bare.from_string(self.source).render(messages=probe, add_generation_prompt=False)
+            _bare_environment().from_string(self.source).render(
+                messages=probe, add_generation_prompt=False
+            )
         except jinja2.TemplateError:
             return True
         except Exception:  # noqa: BLE001  (a replica with such a template does not start)
@@ -202,16 +176,17 @@ def _one_system_message(messages: list[Message]) -> list[Message]:
     places = [index for index, one in enumerate(messages) if one["role"] == "system"]
     if places in ([], [0]):
         return messages
-    texts = [_plain_text(messages[index].get("content", "")) for index in places]
+    texts = [_plain_text(messages[index]["content"]) for index in places]
     merged = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
     return [merged, *(one for one in messages if one["role"] != "system")]
 
 
 def _plain_text(content: Any) -> str:
-    if not isinstance(content, list):
-        return str(content or "")
-    parts = (part["text"] if isinstance(part, dict) else part for part in content)
-    return "\n".join(parts)
+    if isinstance(content, str):
+        return content
+    if not all("text" in part for part in content):
+        raise TemplateRefused("a system message that is merged with others has a medium")
+    return "\n".join(part["text"] for part in content)
 
 
 def read_source(path: Path) -> str:

@@ -31,7 +31,7 @@ step only asks for a value are not named.
     record.records.log_record         its line in the log
 
 A try that fails before its first byte is made again from `admission` on, at the next best
-replica. `Bindings` remember which replica owns a stored response.
+replica. `response_owners.Bindings` remember which replica owns a stored response.
 
 Called by the application. Imports config, http, prompt, residency, latency, fleet, admission,
 staging and record.
@@ -39,15 +39,12 @@ staging and record.
 
 from router.proxy.proxy import Proxy
 from router.proxy.request import PROMPTED, PROMPTLESS, json_object, parse
-from router.proxy.response_owners import Bindings
-from router.proxy.upstream import Upstream, client_session
+from router.proxy.upstream import client_session
 
 __all__ = [
     "PROMPTED",
     "PROMPTLESS",
-    "Bindings",
     "Proxy",
-    "Upstream",
     "client_session",
     "json_object",
     "parse",

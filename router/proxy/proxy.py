@@ -6,11 +6,12 @@ A request counts as in flight from `Proxy._admit` on. Its `Ticket` is given back
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Awaitable, Callable
 from math import ceil
-from typing import Final
+from typing import NoReturn
 
+import aiohttp
 from aiohttp import web
 
 from router.admission import Admission, Admitted
@@ -28,28 +29,16 @@ from router.latency import Promised
 from router.prompt import Prompt, PromptSource
 from router.proxy.hanging import unless_hung
 from router.proxy.relay import relay
-from router.proxy.request import Asked, Turnstile, parse, request_id
+from router.proxy.request import Asked, Turnstile, parse
 from router.proxy.response_owners import Bindings
-from router.proxy.upstream import Answer, TryFailed, Upstream, WholeAnswer, forwarded_headers
-from router.proxy.usage import Usage, UsageReader
+from router.proxy.upstream import Answer, TryFailed, Upstream, forwarded_headers
+from router.proxy.usage import NO_USAGE, Usage, UsageReader
 from router.record import Cause, FailedTry, Outcome, RequestRecord
 from router.residency import PromptKeyring
 from router.staging import Preparation, Preparer
 
-Clock = Callable[[], float]
-
-_NOTHING: Final = Usage()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Begun:
-    """A replica's answer that has begun, and what is to be given back at its end."""
-
-    ticket: Ticket
-    answer: Answer
-    is_ok: bool
-    """Whether the replica computes what was asked."""
-    usage: UsageReader = field(default_factory=UsageReader)
+_Begun = tuple[Answer, Ticket]
+"""A replica's answer that has begun, and what is to be given back at its end."""
 
 
 class Proxy:
@@ -58,43 +47,40 @@ class Proxy:
     def __init__(
         self,
         config: RouterConfig,
+        session: aiohttp.ClientSession,
         *,
         fleet: Fleet,
         admission: Admission,
         prompts: PromptSource,
         preparer: Preparer,
-        upstream: Upstream,
-        bindings: Bindings,
         observe: Callable[[RequestRecord], None],
         suspect: Callable[[str, Cause], None],
-        hung: Callable[[str], asyncio.Future[None] | None] = lambda replica_id: None,
-        learn: Callable[[PromptKeyring], Awaitable[None]] | None = None,
-        clock: Clock = time.monotonic,
+        locate: Callable[[PromptKeyring], Awaitable[None]],
+        hung: Callable[[str], asyncio.Future[None] | None],
     ) -> None:
         """``observe`` is called once for each request, at its end; ``suspect`` when a try at a
-        replica (its id) has failed; ``hung`` tells what is done when a replica hangs, ``learn``
-        finds out where a prompt's KV is before it is placed.
+        replica (its id) has failed. ``locate`` finds out where a prompt's KV is, where that is not
+        known; ``hung`` returns what is done when a replica is known to hang.
         """
         self._config = config
         self._fleet = fleet
         self._admission = admission
         self._prompts = prompts
         self._preparer = preparer
-        self._upstream = upstream
-        self._bindings = bindings
+        self._upstream = Upstream(session, config.timeouts)
+        self._bindings = Bindings()
         self._observe = observe
         self._suspect = suspect
+        self._locate = locate
         self._hung = hung
-        self._learn = learn
-        self._clock = clock
         self._turnstile = Turnstile()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for generation; raise `ApiError` for what the router refuses."""
         record = RequestRecord(
-            request_id=request_id(request.headers),
+            request_id=request.headers.get("X-Request-Id") or uuid.uuid4().hex,
             endpoint=request.path,
-            started_s=self._clock(),
+            started_s=time.monotonic(),
         )
         try:
             return await self._answer(request, record)
@@ -110,37 +96,45 @@ class Proxy:
             record.end(Outcome.CLIENT_GONE)
             raise
         finally:
-            record.ended_s = self._clock()
+            record.ended_s = time.monotonic()
             self._observe(record)
 
     async def decide(self, asked: Asked) -> tuple[Prompt | None, Decision]:
         """Return where a request would go, without sending it."""
         prompt = await self._read(asked)
-        keyring = await self._located(PromptKeyring(prompt))
-        return prompt, self._place(asked, keyring, (), Promised(), self._clock())
+        keyring = PromptKeyring(prompt)
+        await self._locate(keyring)
+        return prompt, self._place(asked, keyring, (), Promised(), time.monotonic())
 
     async def _answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
         begun = await self._begin(request, record)
         # From here on no other replica is asked. The body, its fields and the prompt have been
         # released: an answer may take minutes, and thousands be under way.
         if isinstance(begun, web.Response):
+            record.status = begun.status
+            record.end(Outcome.OK)
             return begun
+        answer, ticket = begun
+        reader = UsageReader()
         try:
-            return await relay(request, begun.answer, reader=begun.usage, record=record)
+            return await relay(request, answer, reader=reader, record=record)
         finally:
-            self._finish(begun, record)
+            answer.close()
+            self._finish(answer, ticket, reader.read(), record)
 
     async def _begin(self, request: web.Request, record: RequestRecord) -> _Begun | web.Response:
         """Try the best replica, then the next best, until one begins to answer.
 
         Returns the last one's refusal where none does.
         """
-        asked = await self._accept(request, record)
-        began_s = self._clock()
+        body = await read_body(request)
+        await self._turnstile.enter()
+        asked = parse(request.path, body, request.headers, self._config.sessions.header)
+        began_s = time.monotonic()
         keyring = PromptKeyring(await self._read(asked))
-        record.read_s = self._clock() - began_s
-        await self._located(keyring)
-        refusal: WholeAnswer | None = None
+        record.read_s = time.monotonic() - began_s
+        await self._locate(keyring)
+        refusal: web.Response | None = None
         for _ in range(self._config.retries + 1):
             try:
                 return await self._try(request, asked, keyring, record)
@@ -151,25 +145,12 @@ class Proxy:
                 if not record.failed_tries:
                     raise
                 break
-        return self._give_up(refusal, record)
-
-    async def _accept(self, request: web.Request, record: RequestRecord) -> Asked:
-        body = await read_body(request, self._config.max_body_bytes)
-        await self._turnstile.enter()
-        asked = parse(request.path, body, request.headers, self._config.sessions.header)
-        record.model, record.has_session = asked.model, asked.session is not None
-        return asked
+        return self._give_up(record) if refusal is None else refusal
 
     async def _read(self, asked: Asked) -> Prompt | None:
         if not asked.has_prompt:
             return None
         return await self._prompts.reader_for(asked.model).read(asked.endpoint, dict(asked.fields))
-
-    async def _located(self, keyring: PromptKeyring) -> PromptKeyring:
-        """Return a prompt's keys once it has been found out where its KV is, as far as that is."""
-        if self._learn is not None:
-            await self._learn(keyring)
-        return keyring
 
     async def _try(
         self, request: web.Request, asked: Asked, keyring: PromptKeyring, record: RequestRecord
@@ -186,11 +167,15 @@ class Proxy:
         try:
             record.prepared = await self._preparer.prepare(decision)
             if decision.is_staged or record.prepared.waited_s > 0:
-                ticket.sent(self._clock(), is_staged=record.prepared.is_staged)
+                ticket.sent(time.monotonic(), is_staged=record.prepared.is_staged)
             sending = self._upstream.send(
                 request.method,
                 decision.url + request.path_qs,
-                headers=self._headers(request, decision, record),
+                headers=forwarded_headers(
+                    request.headers,
+                    request_id=record.request_id,
+                    api_key=decision.picked.replica.config.api_key,
+                ),
                 body=asked.body,
             )
             answer = await unless_hung(self._hung(decision.replica_id), sending)
@@ -198,12 +183,11 @@ class Proxy:
             self._release(ticket)
             raise
         record.streamed, record.first_byte_s = answer.streamed, answer.began_s
-        is_ok = answer.status < 400
-        if is_ok:
+        if answer.is_ok:
             lag_s = answer.sent_s - ticket.started_s - record.prepared.waited_s
             ticket.first_byte(answer.began_s, streamed=answer.streamed, lag_s=lag_s)
             self._admission.wake()
-        return _Begun(ticket=ticket, answer=answer, is_ok=is_ok)
+        return answer, ticket
 
     async def _admit(self, asked: Asked, keyring: PromptKeyring, record: RequestRecord) -> Admitted:
         """Wait until the request may go; a retry does not wait again.
@@ -214,9 +198,9 @@ class Proxy:
         bound_to = self._bindings.replica_of(asked.previous_response_id)
 
         def place(now_s: float, promised: Promised) -> Decision:
-            began_s = self._clock()
+            began_s = time.monotonic()
             decision = self._place(asked, keyring, failed, promised, now_s)
-            record.place_s = self._clock() - began_s
+            record.place_s = time.monotonic() - began_s
             return decision
 
         admitted = await self._admission.admit(
@@ -248,14 +232,6 @@ class Proxy:
             now_s=now_s,
         )
 
-    def _headers(
-        self, request: web.Request, decision: Decision, record: RequestRecord
-    ) -> Mapping[str, str]:
-        replica = self._fleet.replicas[decision.replica_id]
-        return forwarded_headers(
-            request.headers, request_id=record.request_id, api_key=replica.config.api_key
-        )
-
     def _note_failure(self, record: RequestRecord, failure: TryFailed) -> None:
         assert record.replica_id is not None
         record.failed_tries.append(
@@ -264,12 +240,8 @@ class Proxy:
         record.prepared = Preparation()  # what was prepared was for that replica
         self._suspect(record.replica_id, failure.cause)
 
-    def _give_up(self, refusal: WholeAnswer | None, record: RequestRecord) -> web.Response:
-        """Answer with the last replica's own refusal if it had one, else with ours."""
-        if refusal is not None:
-            record.status = refusal.status
-            record.end(Outcome.OK)
-            return web.Response(status=refusal.status, headers=refusal.headers, body=refusal.body)
+    def _give_up(self, record: RequestRecord) -> NoReturn:
+        """Raise what tells of the tries, none of which has got an answer."""
         tried = "; ".join(f"{each.replica_id}: {each.detail}" for each in record.failed_tries)
         match record.failed_tries[-1].cause:
             case Cause.CONNECT:
@@ -281,15 +253,18 @@ class Proxy:
                 raise UpstreamTimeout(f"no replica began to answer in time ({tried})")
         raise UpstreamFailed(f"every replica tried broke off before its first byte ({tried})")
 
-    def _finish(self, begun: _Begun, record: RequestRecord) -> None:
-        begun.answer.close()
-        usage = begun.usage.read()
+    def _finish(self, answer: Answer, ticket: Ticket, usage: Usage, record: RequestRecord) -> None:
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
-        self._release(begun.ticket, ok=begun.is_ok, usage=usage)
-        if begun.is_ok and usage.response_id is not None and record.replica_id is not None:
+        self._release(ticket, ok=answer.is_ok, usage=usage)
+        if answer.is_ok and usage.response_id is not None and record.replica_id is not None:
             self._bindings.bind(usage.response_id, record.replica_id)
 
-    def _release(self, ticket: Ticket, *, ok: bool = False, usage: Usage = _NOTHING) -> None:
+    def _release(self, ticket: Ticket, *, ok: bool = False, usage: Usage = NO_USAGE) -> None:
         """Give back a ticket: the one place for it, whatever the request's end was."""
-        ticket.finish(self._clock(), ok=ok, cached_tokens=usage.cached_tokens)
+        ticket.finish(
+            time.monotonic(),
+            ok=ok,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+        )
         self._admission.wake()

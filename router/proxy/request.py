@@ -1,7 +1,6 @@
 """Accepting a request: when its turn comes, and what routing needs of its body and headers."""
 
 import asyncio
-import uuid
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,13 +13,7 @@ import xxhash
 from router.config import BadRequest
 
 PROMPTED: Final = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/responses",
-        "/v1/messages",
-    }
+    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"}
 )
 """Endpoints whose prompt's KV is worth looking for."""
 
@@ -87,11 +80,6 @@ def json_object(body: bytes) -> dict[str, Any]:
             f"the body must be a JSON object, not {_json_type(value)}", code="invalid_json"
         )
     return value
-
-
-def request_id(headers: Mapping[str, str]) -> str:
-    """Return the client's X-Request-Id, or a new one."""
-    return headers.get("X-Request-Id") or uuid.uuid4().hex
 
 
 def _max_wait_s(said: str | None) -> float:

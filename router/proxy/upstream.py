@@ -9,19 +9,19 @@ is how the replica learns that its answer is not wanted any more.
 # ruff: noqa: N818  (what happened, not "errors" of ours)
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping
 from types import SimpleNamespace
 from typing import Final
 
 import aiohttp
+from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from router.config import TimeoutsConfig, describe
 from router.record import Cause
 
-RETRYABLE_STATUSES: Final = frozenset({502, 503, 504})
-OWN_HEADERS: Final = "x-warmroute-"
+_RETRYABLE: Final = frozenset({502, 503, 504})
+_OWN_HEADERS: Final = "x-warmroute-"
 """How the headers begin in which the router itself tells of a request."""
 
 _HOP_BY_HOP: Final = frozenset(
@@ -51,46 +51,30 @@ _DEFAULT_TIMEOUT_S: Final = 30.0
 class TryFailed(Exception):
     """A replica gave nothing that could be passed on; another may be tried."""
 
-    def __init__(self, cause: Cause, detail: str, answer: "WholeAnswer | None" = None) -> None:
+    def __init__(self, cause: Cause, detail: str, answer: web.Response | None = None) -> None:
         super().__init__(cause, detail)
         self.cause = cause
         self.detail = detail
         self.answer = answer
         """The replica's own words, if it had any: for when there is no other replica."""
 
-    def __str__(self) -> str:
-        return f"{self.cause}: {self.detail}"
-
 
 class AnswerCut(Exception):
     """The replica's answer broke off after it had begun."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WholeAnswer:
-    """A short answer, kept whole."""
-
-    status: int
-    headers: CIMultiDict[str]
-    body: bytes
 
 
 class Answer:
     """A replica's answer that has begun: status, headers and first bytes are here."""
 
     def __init__(
-        self,
-        response: aiohttp.ClientResponse,
-        first: bytes,
-        *,
-        sent_s: float,
-        headers_s: float,
-        first_s: float,
+        self, response: aiohttp.ClientResponse, first: bytes, *, sent_s: float, headers_s: float
     ) -> None:
         self.status = response.status
+        self.is_ok = response.status < 400
+        """Whether the replica computes what was asked."""
         self.headers = kept_headers(response.headers)
         self.streamed = response.content_type == "text/event-stream"
-        self.began_s = first_s if self.streamed else headers_s
+        self.began_s = time.monotonic() if self.streamed else headers_s
         """When the answer began, for TTFT: streamed its first byte, else its headers."""
         self.sent_s = sent_s
         """When the request's headers had been written."""
@@ -124,15 +108,9 @@ async def _note_sent(
 class Upstream:
     """Sends requests to replicas over one shared connection pool."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        timeouts: TimeoutsConfig,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, timeouts: TimeoutsConfig) -> None:
         self._session = session
         self._timeouts = timeouts
-        self._clock = clock
 
     async def send(
         self, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None
@@ -141,12 +119,12 @@ class Upstream:
 
         Raises `TryFailed` where none came.
         """
-        sent_s = self._clock()
+        sent_s = time.monotonic()
 
         def note_sent() -> None:
             # In a burst a request is written up to 0.3 s after the router began to send it.
             nonlocal sent_s
-            sent_s = self._clock()
+            sent_s = time.monotonic()
 
         response: aiohttp.ClientResponse | None = None
         try:
@@ -162,7 +140,7 @@ class Upstream:
                         total=None, sock_connect=self._timeouts.connect_s
                     ),
                 )
-                headers_s = self._clock()
+                headers_s = time.monotonic()
                 await _refuse_retryable(response)
                 # vLLM sends a stream's headers before it has computed
                 # anything: only the first byte of the body shows that the
@@ -174,13 +152,7 @@ class Upstream:
             if (failure := self._failure(error)) is None:
                 raise
             raise failure from error
-        return Answer(
-            response,
-            first,
-            sent_s=sent_s,
-            headers_s=headers_s,
-            first_s=self._clock(),
-        )
+        return Answer(response, first, sent_s=sent_s, headers_s=headers_s)
 
     def _failure(self, error: BaseException) -> TryFailed | None:
         """Return what aiohttp's exceptions mean; None for what is no failure of a replica."""
@@ -198,14 +170,14 @@ class Upstream:
 
 
 async def _refuse_retryable(response: aiohttp.ClientResponse) -> None:
-    if response.status not in RETRYABLE_STATUSES:
+    if response.status not in _RETRYABLE:
         return
     body = bytearray()
     while len(body) < _FAILURE_BODY_BYTES and (chunk := await response.content.readany()):
         body += chunk
     headers = kept_headers(response.headers)
     headers.popall("Content-Length", None)
-    answer = WholeAnswer(status=response.status, headers=headers, body=bytes(body))
+    answer = web.Response(status=response.status, headers=headers, body=bytes(body))
     raise TryFailed(Cause.STATUS, f"answered {response.status}", answer)
 
 
@@ -240,10 +212,8 @@ def forwarded_headers(
 
 def kept_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """Return an answer's headers without connection headers and the router's own."""
-    kept = _without(headers, _HOP_BY_HOP)
-    for name in {name for name in kept if name.lower().startswith(OWN_HEADERS)}:
-        kept.popall(name, None)
-    return kept
+    kept = _without(headers, _HOP_BY_HOP).items()
+    return CIMultiDict(each for each in kept if not each[0].lower().startswith(_OWN_HEADERS))
 
 
 def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:

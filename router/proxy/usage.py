@@ -15,7 +15,7 @@ _TAIL_BYTES: Final = 16 << 10
 # In a JSON string the quotes would be escaped, so text that a model has
 # written about "usage" does not match.
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
-_RESPONSE_ID: Final = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]+)"')
+_RESPONSE_ID: Final = re.compile(rb'"id"\s*:\s*"(resp_[^"\\\x80-\xff]+)"')
 _CACHED: Final = (
     ("prompt_tokens_details", "cached_tokens"),
     ("input_tokens_details", "cached_tokens"),
@@ -32,6 +32,9 @@ class Usage:
     output_tokens: int | None = None
     response_id: str | None = None
     """Of the Responses API, for a later ``previous_response_id``."""
+
+
+NO_USAGE: Final = Usage()
 
 
 class UsageReader:
@@ -60,15 +63,8 @@ class UsageReader:
         return Usage(
             cached_tokens=_first_count(usage, _CACHED),
             output_tokens=_first_count(usage, _OUTPUT),
-            response_id=_text(found[1]) if found else None,
+            response_id=found[1].decode() if found else None,
         )
-
-
-def _text(value: bytes) -> str | None:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 def _last_usage(tail: bytes) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 `RequestRecord` is filled in while a request is under way, once for each value; `answer_headers`,
 `log_record` and `Metrics` are made of it.
 
-Called by proxy, feeds and the application. Imports residency, latency, fleet and staging.
+Called by proxy, feeds and the application. Imports residency, fleet and staging.
 """
 
-from router.record.metrics import CONTENT_TYPE, Metrics, ReplicaGauges
+from router.record.metrics import CONTENT_TYPE, Metrics
 from router.record.records import (
     Cause,
     FailedTry,
@@ -22,7 +22,6 @@ __all__ = [
     "FailedTry",
     "Metrics",
     "Outcome",
-    "ReplicaGauges",
     "RequestRecord",
     "answer_headers",
     "log_record",

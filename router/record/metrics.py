@@ -1,14 +1,15 @@
 """Prometheus metrics: a reader of `RequestRecord`, and gauges read when scraped."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple
+from types import MappingProxyType
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.latency import ErrorFigures, Quantiles
+from router.fleet import Fleet, State
 from router.record.records import RequestRecord
 from router.staging import Preparation
 
@@ -18,15 +19,13 @@ _TTFT_BUCKETS_S: Final = (
     0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
 _OVERHEAD_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_QUANTILES: Final = ("0.5", "0.9", "0.99")
 _NO_REPLICA: Final = "none"
 
 _COUNTERS: Final = {
     "requests": ("Requests by how they ended", ["endpoint", "replica", "status", "outcome"]),
     "decisions": ("Why a replica was chosen", ["reason"]),
-    "failed_tries": (
-        "Tries at a replica that another had to make good",
-        ["replica", "cause"],
-    ),
+    "failed_tries": ("Tries at a replica that another had to make good", ["replica", "cause"]),
     "prompt_tokens": ("Tokens in prompts", ["replica"]),
     "matched_tokens": (
         "Prompt tokens that the router believed to be cached, by tier",
@@ -40,11 +39,8 @@ _COUNTERS: Final = {
         ["replica", "result"],
     ),
     "prefetch_bytes": ("Bytes promoted before forwarding", ["replica"]),
-    # Results are those of `router.staging.prefetch.Timing`: in-time, late, failed.
-    "prefetches": (
-        "Prefetches that requests waited for, by how they ended",
-        ["replica", "result"],
-    ),
+    # Results are those of `router.staging.errand.Timing`: in-time, late, failed.
+    "prefetches": ("Prefetches that requests waited for, by how they ended", ["replica", "result"]),
     "copies": ("Copies of other replicas' KV, by how they ended", ["replica", "result"]),
     "copy_bytes": ("Bytes copied from other replicas before forwarding", ["replica"]),
 }
@@ -104,35 +100,23 @@ _LMCACHE: Final = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaGauges:
-    """A replica's state now, as `Metrics` shows it."""
-
-    replica_id: str
-    state: str
-    is_up: bool
-    in_flight: int
-    errors: ErrorFigures | None = None
-    """Of its predicted TTFTs; None before the first streamed answer."""
-    rates: Mapping[str, float] = field(default_factory=dict)
-    """Learned rates: units per second by the name of their part."""
-
-
-class Metrics:
+class Metrics(Collector):
     """All of the router's metrics, in a registry of their own."""
 
     def __init__(
         self,
-        replicas: Callable[[], Iterable[ReplicaGauges]],
+        fleet: Fleet,
         sizes: Callable[[], dict[str, int]] = dict,
-        lmcache: Callable[[], Mapping[str, int]] = dict,
+        lmcache: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """``sizes`` tells how many entries each bounded table holds, by its name.
-
-        ``lmcache`` what was counted of LMCache's servers, by a word for each.
+        """``sizes`` tells how many entries each bounded table holds, by its name; ``lmcache`` is
+        read at each scrape: what was counted of LMCache's servers, by a word for each.
         """
+        self._fleet = fleet
+        self._sizes = sizes
+        self._lmcache = lmcache
         registry = self._registry = CollectorRegistry()
-        registry.register(_FleetCollector(replicas, sizes, lmcache))
+        registry.register(self)
         self._counters = {
             name: Counter(f"warmroute_{name}", text, labels, registry=registry)
             for name, (text, labels) in _COUNTERS.items()
@@ -169,6 +153,33 @@ class Metrics:
         """Return the text that Prometheus scrapes."""
         return generate_latest(self._registry)
 
+    def collect(self) -> Iterable[Metric]:
+        """Return the gauges, read from the fleet at each scrape and not kept beside it."""
+        gauges = {
+            name: GaugeMetricFamily(f"warmroute_{name}", text, labels=labels)
+            for name, (text, labels) in _GAUGES.items()
+        }
+
+        def show(name: str, value: float, *labels: str) -> None:
+            gauges[name].add_metric(labels, value)
+
+        for each in self._fleet.replicas.values():
+            show("replica_up", each.state is State.UP, each.id, each.state)
+            show("in_flight", each.in_flight, each.id)
+            for part, per_second in each.rates.learned().items():
+                show("learned_rate", per_second, each.id, part.name.lower())
+            if (errors := each.errors.figures()) is not None:
+                show("ttft_prediction_bias", errors.bias, each.id)
+                for unit, values in (("ratio", errors.ratio), ("seconds", errors.seconds)):
+                    for quantile, value in zip(_QUANTILES, astuple(values), strict=True):
+                        show(f"ttft_prediction_error_{unit}", value, each.id, quantile)
+        for table, count in self._sizes().items():
+            show("table_entries", count, table)
+        told = CounterMetricFamily("warmroute_lmcache", _LMCACHE, labels=["what"])
+        for what, count in self._lmcache.items():
+            told.add_metric([what], count)
+        return [*gauges.values(), told]
+
     def _observe_preparation(self, prepared: Preparation, replica: str) -> None:
         prefetch, copy = prepared.prefetch, prepared.copy
         if prefetch is not None or copy is not None:
@@ -190,45 +201,3 @@ class Metrics:
         if seconds is not None:
             histogram = self._histograms[name]
             (histogram.labels(*labels) if labels else histogram).observe(seconds)
-
-
-class _FleetCollector(Collector):
-    """Gauges that are read from the fleet at each scrape, not kept beside it."""
-
-    def __init__(
-        self,
-        replicas: Callable[[], Iterable[ReplicaGauges]],
-        sizes: Callable[[], dict[str, int]],
-        lmcache: Callable[[], Mapping[str, int]],
-    ) -> None:
-        self._replicas = replicas
-        self._sizes = sizes
-        self._lmcache = lmcache
-
-    def collect(self) -> Iterable[Metric]:
-        gauges = {
-            name: GaugeMetricFamily(f"warmroute_{name}", text, labels=labels)
-            for name, (text, labels) in _GAUGES.items()
-        }
-        for each in self._replicas():
-            gauges["replica_up"].add_metric([each.replica_id, each.state], float(each.is_up))
-            gauges["in_flight"].add_metric([each.replica_id], each.in_flight)
-            for part, per_second in each.rates.items():
-                gauges["learned_rate"].add_metric([each.replica_id, part], per_second)
-            if (errors := each.errors) is not None:
-                gauges["ttft_prediction_bias"].add_metric([each.replica_id], errors.bias)
-                for unit, values in (("ratio", errors.ratio), ("seconds", errors.seconds)):
-                    family = gauges[f"ttft_prediction_error_{unit}"]
-                    _add_quantiles(family, each.replica_id, values)
-        for table, count in self._sizes().items():
-            gauges["table_entries"].add_metric([table], count)
-        yield from gauges.values()
-        told = CounterMetricFamily("warmroute_lmcache", _LMCACHE, labels=["what"])
-        for what, count in self._lmcache().items():
-            told.add_metric([what], count)
-        yield told
-
-
-def _add_quantiles(family: GaugeMetricFamily, replica_id: str, values: Quantiles) -> None:
-    for quantile, value in (("0.5", values.p50), ("0.9", values.p90), ("0.99", values.p99)):
-        family.add_metric([replica_id, quantile], value)

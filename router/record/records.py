@@ -67,8 +67,6 @@ class RequestRecord:
     endpoint: str
     started_s: float
     ended_s: float = nan
-    model: str | None = None
-    has_session: bool = False
     read_s: float | None = None
     """Reading the prompt: template, tokens."""
     place_s: float | None = None

@@ -2,14 +2,14 @@
 
 `PromptKeyring` computes the rolling block hashes of a prompt, as vLLM and the cache engine
 compute them, and those of LMCache's chunks; `PrefixIndex` maps them to the sets of replicas
-(`slots`) that hold them, told by agents, LMCache and vLLM's KV events (`KvEventReader`).
-`Match` is what one replica holds of one
-prompt. The index keeps at most ``max_keys``: of more, the oldest of the largest holdings go.
+(`slots`) that hold them, told by agents, LMCache and vLLM's KV events (`KvEventReader`). `Match`
+is what one replica holds of one prompt. The index keeps at most ``max_keys``: of more, the oldest
+of the largest holdings go.
 
-Called by fleet, feeds and staging. Imports nothing of the router; no I/O, no clock.
+Called by fleet, feeds, staging and lmcache. Imports nothing of the router; no I/O, no clock.
 """
 
-from router.residency.block_hashes import PromptKeyring, PromptKeys, PromptView, keys64
+from router.residency.block_hashes import PromptKeyring, PromptKeys, PromptView
 from router.residency.claims import Claim
 from router.residency.kv_events import (
     BadEvents,
@@ -52,7 +52,6 @@ __all__ = [
     "Tier",
     "explains",
     "find_shape",
-    "keys64",
     "lmcache_chain",
     "lmcache_key64",
     "slots",

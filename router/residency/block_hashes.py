@@ -97,8 +97,9 @@ class PromptKeyring:
         prompt = self._prompt
         if prompt is None:
             return PromptKeys()
-        by_text = shape is None or prompt.token_ids is None
-        name = None if by_text or shape is None else (shape, prompt.lora(adapters))
+        name = None
+        if shape is not None and prompt.token_ids is not None:
+            name = (shape, prompt.lora(adapters))
         if name not in self._made:
             self._made[name] = _by_text(prompt) if name is None else _by_tokens(prompt, *name)
         return self._made[name]

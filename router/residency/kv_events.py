@@ -28,6 +28,8 @@ _FULL_ATTENTION: Final = frozenset(
 )
 _COMMON_SEEDS: Final = (DEFAULT_SEED, "0", "42")
 """PYTHONHASHSEED values to try beside the configured one."""
+_TIERS: Final = {"GPU": Tier.GPU, "CPU": Tier.CPU, "DISK": Tier.DISK}
+"""By the medium of vLLM's events."""
 
 
 class BadEvents(Exception):  # noqa: N818  (what came, not an error of ours)
@@ -127,16 +129,10 @@ class KvBatch:
 
 def tier_of(medium: str | None, locality: str | None = None) -> Tier:
     """Return the tier that an event's medium names; an unknown one is the slowest."""
-    match (medium or "GPU").upper():
-        case "GPU":
-            return Tier.GPU
-        case "CPU":
-            return Tier.CPU
-        case "STORAGE" if (locality or "LOCAL").upper() == "LOCAL":
-            return Tier.DISK
-        case "DISK":
-            return Tier.DISK
-    return Tier.REMOTE
+    name = (medium or "GPU").upper()
+    if name == "STORAGE" and (locality or "LOCAL").upper() == "LOCAL":
+        return Tier.DISK
+    return _TIERS.get(name, Tier.REMOTE)
 
 
 class KvEventReader:

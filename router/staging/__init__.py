@@ -1,11 +1,10 @@
 """KV to where it will be needed, before a request is forwarded.
 
-`Preparer` has the chunks on disk or remote promoted by the replica's agent (`prefetch`),
-and those of other replicas copied (`peer_copy`); a request is held back at most as long as
-that gains.
-`AgentClient` speaks to the agents.
+`Preparer` has the chunks on disk or remote promoted by the replica's agent or its LMCache
+(`prefetch`), and those of other replicas copied (`peer_copy`); a request is held back at most
+as long as that gains. `AgentClient` speaks to the agents.
 
-Called by proxy, feeds and controller. Imports config, residency and fleet.
+Called by proxy, feeds, controller and lmcache. Imports config and fleet.
 """
 
 from router.staging.agent_client import (
@@ -15,7 +14,7 @@ from router.staging.agent_client import (
     AgentTimeout,
     HistoryGone,
 )
-from router.staging.prefetch import PrefetchCall, no_call
+from router.staging.peer_copy import transfer_address
 from router.staging.stager import Preparation, Preparer
 
 __all__ = [
@@ -24,8 +23,7 @@ __all__ = [
     "AgentRefused",
     "AgentTimeout",
     "HistoryGone",
-    "PrefetchCall",
     "Preparation",
     "Preparer",
-    "no_call",
+    "transfer_address",
 ]

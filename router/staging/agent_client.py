@@ -3,7 +3,7 @@
 aiohttp's exceptions are mapped here, once, to `AgentError`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, TypeVar
 from urllib.parse import quote
 
@@ -28,6 +28,7 @@ from cacheengine.wire import (
     PrefetchRequest,
     Snapshot,
 )
+from router.config import describe
 
 _CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 10.0
@@ -78,6 +79,10 @@ class StagingAgent(Protocol):
         """Return how a move goes, at its end or after ``wait_s``."""
 
 
+class _Decode(Protocol):
+    def __call__(self, buf: bytes, /, *, type: type[_T]) -> _T: ...
+
+
 Agents = Callable[[str], StagingAgent]
 """From an agent's base URL to its calls."""
 
@@ -91,8 +96,7 @@ class AgentClient:
 
     async def info(self) -> InstanceInfo:
         """Return the replica's identity and how its keys are made."""
-        body = await self._call("GET", "/info", timeout_s=_ANSWER_S)
-        info = _decoded(msgspec.json.decode, body, InstanceInfo)
+        info = await self._ask("/info", InstanceInfo, _ANSWER_S)
         if info.block_tokens < 1 or info.chunk_tokens % info.block_tokens or not info.chunk_tokens:
             raise AgentError(
                 f"{self.base_url}/info: chunks of {info.chunk_tokens} tokens are not whole "
@@ -107,8 +111,7 @@ class AgentClient:
 
     async def snapshot(self) -> Snapshot:
         """Return all keys that the replica's engine holds, by tier."""
-        body = await self._call("GET", "/snapshot", timeout_s=_SNAPSHOT_S)
-        return _decoded(msgspec.msgpack.decode, body, Snapshot)
+        return await self._ask("/snapshot", Snapshot, _SNAPSHOT_S, decode=msgspec.msgpack.decode)
 
     async def events(self, after: int, incarnation: str, wait_s: float) -> EventBatch:
         """Return what happened after event ``after``; wait up to ``wait_s`` for something to.
@@ -116,103 +119,92 @@ class AgentClient:
         Raises `HistoryGone` when that cannot be told any more.
         """
         query = {"after": str(after), "wait_s": str(wait_s), "incarnation": incarnation}
-        body = await self._call("GET", "/events", query=query, timeout_s=wait_s + _ANSWER_S)
-        return _decoded(msgspec.msgpack.decode, body, EventBatch)
+        timeout_s, decode = wait_s + _ANSWER_S, msgspec.msgpack.decode
+        return await self._ask("/events", EventBatch, timeout_s, query=query, decode=decode)
 
     async def prefetch(
         self, keys: Sequence[bytes], *, wait_s: float, pin_s: float
     ) -> PrefetchReply:
         """Have chunks promoted to the cpu tier; return what became of them within ``wait_s``."""
         request = PrefetchRequest(keys=[key.hex() for key in keys], wait_s=wait_s, pin_s=pin_s)
-        return await self._ask("/prefetch", request, PrefetchReply, wait_s + _CONNECT_S)
+        return await self._ask("/prefetch", PrefetchReply, wait_s + _CONNECT_S, request)
 
     async def health(self) -> None:
         """Return when the agent says that it is well."""
-        await self._call("GET", "/health", timeout_s=_CONNECT_S)
+        await self._call("/health", _CONNECT_S)
 
     async def lookup(self, request: LookupRequest) -> LookupReply:
         """Return how much of a prompt the replica's tiers hold."""
-        return await self._ask("/lookup", request, LookupReply, _ANSWER_S)
+        return await self._ask("/lookup", LookupReply, _ANSWER_S, request)
 
     async def pin(self, request: PinRequest) -> PinReply:
         """Keep a prompt's chunks in a tier."""
-        return await self._ask("/pin", request, PinReply, _ANSWER_S)
+        return await self._ask("/pin", PinReply, _ANSWER_S, request)
 
     async def unpin(self, request: PinRequest) -> PinReply:
         """End `pin`."""
-        return await self._ask("/unpin", request, PinReply, _ANSWER_S)
+        return await self._ask("/unpin", PinReply, _ANSWER_S, request)
 
     async def clear(self, request: ClearRequest) -> ClearReply:
         """Drop chunks."""
-        return await self._ask("/clear", request, ClearReply, _CLEAR_S)
+        return await self._ask("/clear", ClearReply, _CLEAR_S, request)
 
     async def move(self, request: MoveRequest) -> MoveReply:
         """Have the replica fetch chunks from another; `move_status` tells how it goes."""
-        return await self._ask("/move", request, MoveReply, _MOVE_S)
+        return await self._ask("/move", MoveReply, _MOVE_S, request)
 
     async def move_status(self, event_id: str, *, wait_s: float = 0.0) -> MoveStatus:
         """Return how a move goes, at its end or after ``wait_s``.
 
         Raises `AgentRefused` with status 404 when the agent knows no such move.
         """
-        body = await self._call(
-            "GET",
-            f"/moves/{quote(event_id, safe='')}",
-            query={"wait_s": str(wait_s)},
-            timeout_s=wait_s + _ANSWER_S,
-        )
-        return _decoded(msgspec.json.decode, body, MoveStatus)
+        path, query = f"/moves/{quote(event_id, safe='')}", {"wait_s": str(wait_s)}
+        return await self._ask(path, MoveStatus, wait_s + _ANSWER_S, query=query)
 
     async def _ask(
-        self, path: str, request: msgspec.Struct, kind: type[_T], timeout_s: float
+        self,
+        path: str,
+        kind: type[_T],
+        timeout_s: float,
+        request: msgspec.Struct | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        decode: _Decode = msgspec.json.decode,
     ) -> _T:
-        """POST a request and return the answer, which is to be a ``kind``."""
-        body = msgspec.json.encode(request)
-        answer = await self._call("POST", path, body=body, timeout_s=timeout_s)
-        return _decoded(msgspec.json.decode, answer, kind)
+        """GET, or POST a request; return the answer, which is to be a ``kind``."""
+        answer = await self._call(path, timeout_s, request, query)
+        try:
+            return decode(answer, type=kind)
+        except msgspec.MsgspecError as error:
+            raise AgentError(f"the answer is not a {kind.__name__}: {error}") from None
 
     async def _call(
         self,
-        method: str,
         path: str,
-        *,
         timeout_s: float,
-        query: dict[str, str] | None = None,
-        body: bytes | None = None,
+        request: msgspec.Struct | None = None,
+        query: Mapping[str, str] | None = None,
     ) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
-        headers = {} if body is None else {"Content-Type": "application/json"}
+        where = self.base_url + path
         try:
             async with self._session.request(
-                method,
-                self.base_url + path,
+                "GET" if request is None else "POST",
+                where,
                 params=query,
-                data=body,
-                headers=headers,
-                timeout=timeout,
+                data=None if request is None else msgspec.json.encode(request),
+                headers=None if request is None else {"Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S),
             ) as response:
                 answer = await response.read()
         except TimeoutError:
-            text = f"{self.base_url}{path}: no answer within {timeout_s:g} s"
-            raise AgentTimeout(text) from None
+            raise AgentTimeout(f"{where}: no answer within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise AgentError(f"{self.base_url}{path}: {error or type(error).__name__}") from error
+            raise AgentError(f"{where}: {describe(error)}") from error
         if response.status == 410:
-            raise HistoryGone(f"{self.base_url}{path}: {_said(answer)}")
+            raise HistoryGone(f"{where}: {_said(answer)}")
         if response.status != 200:
-            raise AgentRefused(f"{self.base_url}{path}", response.status, _said(answer))
+            raise AgentRefused(where, response.status, _said(answer))
         return answer
-
-
-class _Decode(Protocol):
-    def __call__(self, buf: bytes, /, *, type: type[_T]) -> _T: ...
-
-
-def _decoded(decode: _Decode, body: bytes, kind: type[_T]) -> _T:
-    try:
-        return decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise AgentError(f"the answer is not a {kind.__name__}: {error}") from None
 
 
 def _said(answer: bytes) -> str:

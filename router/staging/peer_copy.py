@@ -6,23 +6,18 @@ where to fetch what, and learns how fast that went.
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 from urllib.parse import urlsplit
 
 from cacheengine.wire import MoveRequest, MoveSource
-from router.config import PrefetchConfig, host_port
-from router.fleet import Decision, KvCopy, Replica
-from router.staging.agent_client import AgentError, AgentRefused, Agents
-from router.staging.backoff import Backoff
-from router.staging.prefetch import Timing
+from router.config import host_port
+from router.fleet import Decision, KvCopy
+from router.staging.agent_client import AgentError, AgentRefused
+from router.staging.errand import Errands, Outcome, Timing
 
 log = logging.getLogger("warmroute.copying")
 
-MAX_UNDER_WAY: Final = 256
-"""Copies that are followed at once; one more is not begun."""
 _STALL_S: Final = 5.0
 """A source that hangs is given up after so long: the request may wait for what is on the way."""
 _SOURCE_FAILED: Final = 502
@@ -31,36 +26,21 @@ _FOLLOW_S: Final = 25.0
 """How long a copy is followed that the request did not wait for; within an agent's longest wait."""
 
 
-class CopyListener(Protocol):
-    """What is told of copies, to learn from them (`router.fleet.Fleet`)."""
-
-    def observed_copy(self, replica_id: str, nbytes: int, seconds: float) -> None:
-        """Hear how long a replica took to get so many bytes from another."""
-
-    def copy_failed(self, replica_id: str, now_s: float) -> None:
-        """Hear at which replica a copy failed of which nothing came."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyOutcome:
-    """What became of a copy by the time that the request was forwarded."""
+class CopyOutcome(Outcome):
+    """What became of a copy. ``asked`` counts the chunks that the destination had before, too."""
 
     source_id: str
-    asked: int
-    """Chunks, including the ones that the destination had before."""
     arrived: int = 0
     """Chunks of these at the destination then; 0 while the copy goes on."""
     moved_bytes: int = 0
-    waited_s: float = 0.0
     pending: bool = False
-    """Whether it went on."""
-    error: str | None = None
-    """Why not all arrived, or None."""
+    """Whether it went on, or nothing is known of it."""
 
     @property
     def timing(self) -> Timing:
         """Whether it was done when the request was forwarded."""
-        if self.pending:
+        if self.pending and self.error is None:
             return Timing.LATE
         return Timing.IN_TIME if self.arrived == self.asked else Timing.FAILED
 
@@ -68,71 +48,36 @@ class CopyOutcome:
         return f"from={self.source_id};asked={self.asked};arrived={self.arrived};{self.timing}"
 
 
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    destination_id: str
-    first_key: bytes
-    until_s: float
-    """When the request that asked for it goes on without it."""
+class Copier(Errands[CopyOutcome]):
+    """Runs the copy of a decision; it is followed to its end, so that its rate is learned."""
 
-
-class Copier:
-    """Runs the copy of a decision. A failed or late one is an outcome, never an error."""
-
-    def __init__(
-        self,
-        config: PrefetchConfig,
-        replicas: Mapping[str, Replica],
-        agents: Agents,
-        listener: CopyListener,
-        backoff: Backoff,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._replicas = replicas
-        self._agents = agents
-        self._listener = listener
-        self._backoff = backoff
-        self._clock = clock
-        self._under_way: dict[asyncio.Task[CopyOutcome], _UnderWay] = {}
+    name = "copies"
+    most = 256
 
     async def run(self, decision: Decision) -> CopyOutcome | None:
-        """Copy what the decision asks for; return after its gain or the cap at the latest.
-
-        None where there is nothing to copy. The copy goes on after that, and
-        is followed so that its rate is learned.
-        """
+        """Copy what the decision asks for; without that, wait for a copy that brings its prompt."""
         wanted = decision.copy
-        if not self._config.enabled:
-            return None
         if wanted is None:
             await self._wait_for_coming(decision)
             return None
-        not_yet = CopyOutcome(source_id=wanted.source_id, asked=len(wanted.keys))
-        if len(self._under_way) >= MAX_UNDER_WAY:
-            return replace(not_yet, error=f"{MAX_UNDER_WAY} copies are under way already")
-        if not self._backoff.may_ask(decision.replica_id):
-            return replace(not_yet, error="its agent is left alone, since it fails")
-        began_s = self._clock()
-        task = asyncio.create_task(self._copy(decision.replica_id, wanted, not_yet))
-        wait_s = min(wanted.expected_gain_s, self._config.wait_cap_s)
-        self._under_way[task] = _UnderWay(decision.replica_id, wanted.keys[0], began_s + wait_s)
-        task.add_done_callback(self._under_way.pop)
-        # Not wait_for: it would cancel the task, which has yet to see how fast it was.
-        await asyncio.wait({task}, timeout=wait_s)
-        outcome = task.result() if task.done() else replace(not_yet, pending=True)
-        return replace(outcome, waited_s=self._clock() - began_s)
+        not_yet = CopyOutcome(source_id=wanted.source_id, asked=len(wanted.keys), pending=True)
+        return await self._run(
+            decision.replica_id,
+            wanted.keys[0],
+            wanted.expected_gain_s,
+            not_yet,
+            lambda _: self._copy(decision.replica_id, wanted, not_yet),
+        )
 
-    def is_coming(self, decision: Decision) -> bool:
-        """Whether a copy is under way that brings some of its prompt to the picked replica."""
-        return bool(self._coming(decision))
+    def coming(self, decision: Decision) -> dict[asyncio.Task[CopyOutcome], float]:
+        """Return the copies under way that bring some of its prompt to the picked replica.
 
-    def _coming(self, decision: Decision) -> dict[asyncio.Task[CopyOutcome], _UnderWay]:
+        With each, when the request that asked for it goes on without it.
+        """
         return {
-            task: copy
+            task: copy.until_s
             for task, copy in self._under_way.items()
-            if copy.destination_id == decision.replica_id
+            if copy.replica_id == decision.replica_id
             and copy.first_key in decision.picked.keys.chain
         }
 
@@ -142,20 +87,13 @@ class Copier:
         Sent before it, this one would have the replica compute what is on the way there: it
         was placed as if that KV were there already.
         """
-        coming = self._coming(decision)
-        wait_s = max((copy.until_s for copy in coming.values()), default=0.0) - self._clock()
+        coming = self.coming(decision)
+        wait_s = max(coming.values(), default=0.0) - self._clock()
         if wait_s > 0:
             await asyncio.wait(coming, timeout=wait_s)
 
-    async def stop(self) -> None:
-        """Follow no copy any more; those under way go on between the replicas."""
-        under_way = list(self._under_way)
-        for task in under_way:
-            task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
-
     async def _copy(self, destination_id: str, wanted: KvCopy, not_yet: CopyOutcome) -> CopyOutcome:
-        """Return how a copy ended, having told the listener; raises nothing."""
+        """Return how a copy ended, having told the fleet; raises nothing."""
         began_s = self._clock()
         failed_id = wanted.source_id
         try:
@@ -174,17 +112,17 @@ class Copier:
             outcome = replace(not_yet, error=f"{type(error).__name__}: {error}")
         now_s = self._clock()
         if outcome.moved_bytes and outcome.error is None:
-            self._listener.observed_copy(destination_id, outcome.moved_bytes, now_s - began_s)
+            self._fleet.observed_copy(destination_id, outcome.moved_bytes, now_s - began_s)
         elif outcome.error is not None and not outcome.moved_bytes:
             log.info("copying KV from %s failed: %s", wanted.source_id, outcome.error)
-            self._listener.copy_failed(failed_id, now_s)
+            self._fleet.copy_failed(failed_id, now_s)
         return outcome
 
     async def _follow(
         self, destination_id: str, wanted: KvCopy, not_yet: CopyOutcome
     ) -> CopyOutcome:
-        source = self._replicas[wanted.source_id]
-        destination = self._replicas[destination_id]
+        source = self._fleet.replicas[wanted.source_id]
+        destination = self._fleet.replicas[destination_id]
         agent_url = destination.config.agent_url
         if agent_url is None or source.config.agent_url is None or source.transfer_port is None:
             return replace(not_yet, error="one of the two replicas cannot exchange KV")
@@ -192,7 +130,7 @@ class Copier:
         request = MoveRequest(
             source=MoveSource(
                 agent_url=source.config.agent_url,
-                transfer_address=_transfer_address(source.config.agent_url, source.transfer_port),
+                transfer_address=transfer_address(source.config.agent_url, source.transfer_port),
                 tier=None,
             ),
             keys=[key.hex() for key in wanted.keys],
@@ -213,5 +151,6 @@ class Copier:
         )
 
 
-def _transfer_address(agent_url: str, transfer_port: int) -> str:
+def transfer_address(agent_url: str, transfer_port: int) -> str:
+    """Return where other replicas fetch the chunks of an agent's replica."""
     return host_port(urlsplit(agent_url).hostname or "127.0.0.1", transfer_port)

@@ -9,14 +9,9 @@ from router.config import RouterConfig
 from router.fleet import Decision, Fleet
 from router.staging.agent_client import Agents
 from router.staging.backoff import Backoff
+from router.staging.errand import Timing
 from router.staging.peer_copy import Copier, CopyOutcome
-from router.staging.prefetch import (
-    PrefetchCalls,
-    Prefetcher,
-    PrefetchOutcome,
-    Timing,
-    no_call,
-)
+from router.staging.prefetch import Prefetcher, PrefetchOutcome, Promote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +46,16 @@ class Preparer:
         agents: Agents,
         clock: Callable[[], float] = time.monotonic,
         *,
-        others: PrefetchCalls = no_call,
+        lmcache: Promote | None = None,
     ) -> None:
-        """``others`` says how replicas without an agent are told to prefetch."""
+        """``lmcache`` prefetches where the KV is LMCache's."""
+        self._enabled = config.prefetch.enabled
         self._clock = clock
         backoff = Backoff(clock)
         self._prefetcher = Prefetcher(
-            config.prefetch, fleet.replicas, agents, backoff, others=others, clock=clock
+            config.prefetch, fleet, agents, backoff, lmcache=lmcache, clock=clock
         )
-        self._copier = Copier(config.prefetch, fleet.replicas, agents, fleet, backoff, clock=clock)
+        self._copier = Copier(config.prefetch, fleet, agents, backoff, clock=clock)
 
     async def prepare(self, decision: Decision) -> Preparation:
         """Bring up and copy what the decision asks for, and wait a little for it.
@@ -67,18 +63,13 @@ class Preparer:
         For each at most its expected gain and ``prefetch.wait_cap_s``; it goes
         on at the replicas after that.
         """
-        copies = decision.copy is not None or self._copier.is_coming(decision)
-        if not decision.prefetch_keys and not copies:
+        if not self._enabled or not (decision.is_staged or self._copier.coming(decision)):
             return Preparation()
         began_s = self._clock()
         prefetch, copy = await asyncio.gather(
             self._prefetcher.run(decision), self._copier.run(decision)
         )
-        return Preparation(
-            prefetch=prefetch if prefetch.asked else None,
-            copy=copy,
-            waited_s=self._clock() - began_s,
-        )
+        return Preparation(prefetch=prefetch, copy=copy, waited_s=self._clock() - began_s)
 
     async def stop(self) -> None:
         """End what is done in the background."""

@@ -3,9 +3,9 @@
 import msgspec
 
 from cacheengine.agent import Agent
+from cacheengine.record import TransferMeter
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.transfer.server import TransferServer
-from cacheengine.transfer.stats import TransferMeter
 from cacheengine.wire import ReplicaIdentity
 from tests.cacheengine.building import CHUNK_BYTES, Bench
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from cacheengine.tiers.base import GetOutcome, LocalTier, PutOutcome, SharedTier, Tier
+from cacheengine.tiers.base import GetOutcome, LocalTier, NullTier, PutOutcome, SharedTier, Tier
 from cacheengine.tiers.disk.disk import DiskTier
-from cacheengine.tiers.null import NullTier
 from cacheengine.tiers.remote.remote import RemoteTier
 from cacheengine.tiers.serde.configured import SERDE_NAMES, make_serde
 from cacheengine.tiers.stores.base import BlobStore, StoreError

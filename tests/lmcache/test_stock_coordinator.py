@@ -80,7 +80,7 @@ def stock_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 async def our_url(client: aiohttp.ClientSession) -> AsyncIterator[str]:  # noqa: F811
-    lmcache = Lmcache(make_fleet(), client, limit_bytes=1 << 20)
+    lmcache = Lmcache(make_fleet(), client)
     controller = Controller(
         list,
         client,

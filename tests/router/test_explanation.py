@@ -15,7 +15,6 @@ from router.explain import table
 from router.explanation import SHOWN, explanation, seconds_text, why
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
-from router.latency.reserved_work import Promised
 from router.latency.ttft_model import Part, Work
 from router.residency.tiers import Tier
 from tests.router.conftest import Fleet as Running
@@ -34,7 +33,7 @@ def told(fleet: Fleet, prompt: GivenPrompt, **more: Any) -> dict[str, Any]:
 
 
 def sentence(fleet: Fleet, prompt: GivenPrompt, **more: Any) -> str:
-    return why(place(fleet, prompt, **more), fleet.config)
+    return why(place(fleet, prompt, **more), fleet.config.policy, fleet.judgment)
 
 
 def test_the_soonest_says_what_it_holds_and_who_is_next() -> None:
@@ -53,19 +52,21 @@ def test_a_session_at_home_is_told_what_that_costs() -> None:
     decision = place(fleet, prompt, session="s")
     assert decision.home == decision.replica_id
     other = "r1" if decision.replica_id == "r0" else "r0"
-    assert why(decision, fleet.config) == (
+    assert why(decision, "ttft", fleet.judgment) == (
         f"{decision.replica_id} is the session's home: it holds none of the 640 tokens; "
-        "no other replica would answer sooner."
+        f"{other}, the next, would be as soon: among equals, sessions stay and equal "
+        "beginnings meet."
     )
-    fleet.replicas[decision.replica_id].queue.join(0.2, 0.0)
+    fleet.replicas[decision.replica_id].queue.join(0.015, 0.0)
     assert sentence(fleet, prompt, session="s") == (
         f"{decision.replica_id} is the session's home: it holds none of the 640 tokens; "
-        f"{other} would answer 0.20 s sooner, no more than the margin of 0.25 s."
+        f"{other}, the next, would be 15 ms sooner: among equals, sessions stay and equal "
+        "beginnings meet."
     )
     fleet.replicas[decision.replica_id].queue.join(1.0, 0.0)
     assert sentence(fleet, prompt, session="s") == (
         f"{other} answers soonest: it holds none of the 640 tokens; the session's home "
-        f"{decision.replica_id} would take 1.2 s longer, more than the margin of 0.25 s."
+        f"{decision.replica_id} would take 1.0 s longer."
     )
 
 
@@ -74,26 +75,10 @@ def test_equals_are_told_apart() -> None:
     decision = place(fleet, prompt)
     other = "r1" if decision.replica_id == "r0" else "r0"
     assert decision.reason is Reason.NO_INFORMATION
-    assert why(decision, fleet.config) == (
-        f"{decision.replica_id} answers soonest: it holds none of the 640 tokens; {other} "
-        "would be as soon: among equals, equal beginnings meet at one replica."
+    assert why(decision, "ttft", fleet.judgment) == (
+        f"{decision.replica_id} answers soonest: it holds none of the 640 tokens; {other}, the "
+        "next, would be as soon: among equals, sessions stay and equal beginnings meet."
     )
-
-
-def test_a_burst_is_told_of() -> None:
-    fleet, prompt = make_fleet(), tokens(6400)
-    for _ in range(5):
-        fleet.start(place(fleet, prompt), 0.0)
-    holder = place(fleet, prompt).replica_id
-    promised = Promised()
-    for _ in range(95):
-        promised.add(fleet.replicas[holder].slot, 0.001)
-    decision = fleet.place(prompt, model=None, session=None, promised=promised, now_s=1.0)
-    assert decision.replica_id != holder
-    told = why(decision, fleet.config)
-    assert "nearly as soon as any" in told
-    assert f"{holder} would be 0." in told
-    assert "but 100 wait there already, and in a burst as many are to come" in told
 
 
 def test_who_spares_the_fleet_work_may_be_a_little_later() -> None:
@@ -110,8 +95,9 @@ def test_who_spares_the_fleet_work_may_be_a_little_later() -> None:
     fleet.replicas["r1"].queue.join(alone_s + 0.2, 0.0)
     decision = place(fleet, prompt)
     assert decision.replica_id == "r1"
-    assert "r1 answers nearly as soon as any" in why(decision, fleet.config)
-    assert "r0 would be 0.23 s sooner, but be kept busy for 7" in why(decision, fleet.config)
+    told = why(decision, "ttft", fleet.judgment)
+    assert "r1 answers nearly as soon as any" in told
+    assert "r0, the next, would be 0.23 s sooner, but cost the requests behind it 112.4 s" in told
 
 
 @pytest.mark.parametrize(
@@ -133,7 +119,7 @@ def test_every_reason_has_a_sentence() -> None:
     fleet, prompt = make_fleet(), tokens(640)
     decision = place(fleet, prompt)
     for reason in Reason:
-        text = why(replace(decision, reason=reason), fleet.config)
+        text = why(replace(decision, reason=reason), "ttft", fleet.judgment)
         assert text.startswith(f"{decision.replica_id} "), reason
         assert text.endswith(".")
 

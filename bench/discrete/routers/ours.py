@@ -134,7 +134,7 @@ class OurRouter:
         admitted = await self._admission.admit(place, at_once=bool(failed))
         decision, ticket = admitted.decision, admitted.ticket
         replica = self._replicas[decision.picked.replica.slot]
-        ok, cached_tokens = False, None
+        ok, cached_tokens, output_tokens = False, None, None
         began = False
 
         def first_token(now_s: float) -> None:
@@ -156,6 +156,7 @@ class OurRouter:
             if not sent.streamed:
                 ticket.first_byte(self._loop.time(), streamed=False)
             ok, cached_tokens = True, serving.request.cached.total
+            output_tokens = sent.output_tokens
             sent.served(replica.slot, serving.request, self._loop.time())
         except ReplicaDown:
             failed.append(decision.replica_id)
@@ -174,6 +175,7 @@ class OurRouter:
                 self._loop.time(),
                 ok=ok,
                 cached_tokens=cached_tokens,
+                output_tokens=output_tokens,
             )
             self._admission.wake()
         return True

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from bench.simulator.api.prompts import SimPrompt
 from cacheengine.keys import key64
-from cacheengine.record.events import KeyEventRecord
+from cacheengine.record import KeyEventRecord
 
 _MEDIUM: Final = {"cpu": "CPU", "disk": "STORAGE", "remote": "STORAGE"}
 _LOCALITY: Final = {"cpu": "LOCAL", "disk": "LOCAL", "remote": "REMOTE"}

@@ -8,17 +8,16 @@ from bench.simulator.settings import Settings
 from bench.simulator.storage.memory_disk import MemoryDisk, threads_for_memory
 from bench.simulator.storage.pacing import PacedEngine, PacedTier, Pacer
 from cacheengine.agent import Agent
-from cacheengine.engine.configured_tiers import make_tier
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.io_threads import IoThreads
-from cacheengine.identity.layout import ChunkLayout
+from cacheengine.engine.lower_tiers import make_tier
+from cacheengine.identity import ChunkLayout
 from cacheengine.keys import DEFAULT_SEED
-from cacheengine.memory.pool import Pool
+from cacheengine.memory import Pool
+from cacheengine.record import TransferMeter
 from cacheengine.settings.settings import EngineConfig
-from cacheengine.tiers.base import LocalTier
-from cacheengine.tiers.null import NullTier
+from cacheengine.tiers.base import LocalTier, NullTier
 from cacheengine.transfer.server import TransferServer
-from cacheengine.transfer.stats import TransferMeter
 from cacheengine.wire import ReplicaIdentity
 
 HASH_ALGORITHM: Final = "sha256"

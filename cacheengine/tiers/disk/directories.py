@@ -3,11 +3,12 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -63,18 +64,18 @@ class OtherLayouts:
 
     def _collect(self, own: Path) -> None:
         for directory in _others(own):
-            with _Locks() as locks:
-                if locks.has(directory):
+            with _locks() as is_locked:
+                if is_locked(directory):
                     self._files += _files(directory)
 
     def shrink_to(self, budget_bytes: int) -> None:
         """Remove the oldest until they take no more than this, as far as that can be."""
         before_bytes = self.used_bytes
-        with _Locks() as locks:
+        with _locks() as is_locked:
             while self.used_bytes > budget_bytes and self._files:
                 _, size_bytes, path = self._files.pop()
                 # Taken by its owner since: then it counts against that one's limit.
-                if not locks.has(path.parent.parent) or _is_removed(path):
+                if not is_locked(path.parent.parent) or _is_removed(path):
                     self.used_bytes -= size_bytes
         if self.used_bytes < before_bytes:
             removed_bytes = before_bytes - self.used_bytes
@@ -90,24 +91,20 @@ def _is_removed(path: Path) -> bool:
     return True
 
 
-class _Locks:
-    """Locks of directories, tried once each and kept for the length of a ``with``."""
+@contextlib.contextmanager
+def _locks() -> Iterator[Callable[[Path], bool]]:
+    """Lend a function that locks directories, tried once each, for the length of the block."""
+    with contextlib.ExitStack() as held:
 
-    def __enter__(self) -> "_Locks":
-        self._fds: dict[Path, int | None] = {}
-        return self
+        @functools.cache
+        def is_locked(directory: Path) -> bool:
+            try:
+                held.callback(os.close, lock_directory(directory, 0.0))
+            except OSError:
+                return False
+            return True
 
-    def __exit__(self, *args: object) -> None:
-        for fd in self._fds.values():
-            if fd is not None:
-                os.close(fd)
-
-    def has(self, directory: Path) -> bool:
-        if directory not in self._fds:
-            self._fds[directory] = None
-            with contextlib.suppress(OSError):
-                self._fds[directory] = lock_directory(directory, 0.0)
-        return self._fds[directory] is not None
+        yield is_locked
 
 
 def _others(own: Path) -> Iterator[Path]:

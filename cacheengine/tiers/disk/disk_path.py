@@ -33,11 +33,7 @@ class Found:
 
 
 class DiskPath:
-    """Chunk files under ``<root>/<fingerprint>``, which is locked for its life.
-
-    Raises `directories.DirectoryInUse` when another process keeps it for
-    longer than ``lock_wait_s``, and OSError when it cannot be made.
-    """
+    """Chunk files under ``<root>/<fingerprint>``, which is locked for its life (`DiskTier`)."""
 
     def __init__(
         self, root: Path, fingerprint: str, file: ChunkFile, space: DiskSpace, *, lock_wait_s: float

@@ -17,17 +17,6 @@ _CACHESTAT: Final = 451
 _NOT_OFFERED: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
 
 
-class _Range(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _Cached(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
-    )
-
-
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -48,11 +37,11 @@ def reserve(fd: int, size_bytes: int) -> bool:
 
 def cached_bytes(fd: int, offset: int, length: int) -> int | None:
     """Return how much of a range the page cache has; None where the kernel does not say."""
-    found = _Cached()
-    asked = _Range(offset, length)
+    asked = (ctypes.c_uint64 * 2)(offset, length)
+    found = (ctypes.c_uint64 * 5)()  # cached, dirty, writeback, evicted, recently evicted
     if _LIBC.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(found), 0) != 0:
         return None
-    return int(found.cached) * mmap.PAGESIZE
+    return int(found[0]) * mmap.PAGESIZE
 
 
 def why_not_direct(directory: Path) -> str | None:

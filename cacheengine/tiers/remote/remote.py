@@ -7,8 +7,7 @@ from typing import Final
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome, SharedTier
 from cacheengine.tiers.remote.envelope import HEADER_BYTES, Envelope
 from cacheengine.tiers.remote.outage import OutageLog
-from cacheengine.tiers.serde.base import Serde, SerdeError
-from cacheengine.tiers.serde.naive import NaiveSerde
+from cacheengine.tiers.serde.base import NaiveSerde, Serde, SerdeError
 from cacheengine.tiers.stores.base import Blob, BlobStore, StoreError, StoreFullError, Target
 
 logger = logging.getLogger("vllm.warmroute")

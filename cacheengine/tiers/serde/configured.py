@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from cacheengine.tiers.serde.base import Serde
+from cacheengine.tiers.serde.base import NaiveSerde, Serde
 from cacheengine.tiers.serde.cachegen import CacheGenSerde
 from cacheengine.tiers.serde.lossless import LosslessSerde
-from cacheengine.tiers.serde.naive import NaiveSerde
 
 
 def make_serde(name: str, dtype: str) -> Serde:

@@ -1,6 +1,6 @@
 """The number formats of KV that can be quantized, by their bits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,43 +26,31 @@ class FloatFormat:
     """Of the largest: below infinity, and so that no product overflows."""
     rounding: float
     """Largest relative error of rounding a number to this format."""
-    to_floats: Callable[[Words], Floats]
-    from_floats: Callable[[Floats, Words], None]
-    """Rounds into the words; may use the floats up."""
+    numpy_type: type[np.floating[Any]] | None
+    """None for bfloat16, which numpy does not know: it is the upper half of a float32."""
 
     @property
     def word_type(self) -> "np.dtype[np.unsignedinteger[Any]]":
         """Return the type of the words."""
         return WORD_TYPES[self.element_bytes]
 
+    def to_floats(self, words: Words) -> Floats:
+        """Return the numbers; those of float32 in place."""
+        if self.numpy_type is not None:
+            return words.view(self.numpy_type).astype(np.float32, copy=False)
+        wide = words.astype(np.uint32)
+        np.left_shift(wide, 16, out=wide)
+        return wide.view(np.float32)
 
-def _bfloat16_to_floats(words: Words) -> Floats:
-    wide = words.astype(np.uint32)
-    np.left_shift(wide, 16, out=wide)
-    return wide.view(np.float32)
-
-
-def _floats_to_bfloat16(floats: Floats, into: Words) -> None:
-    bits = floats.view(np.uint32)
-    # To the nearest; of two equally near ones the larger.
-    np.add(bits, 0x8000, out=bits)
-    np.right_shift(bits, 16, out=into, casting="unsafe")
-
-
-def _float16_to_floats(words: Words) -> Floats:
-    return words.view(np.float16).astype(np.float32)
-
-
-def _floats_to_float16(floats: Floats, into: Words) -> None:
-    np.copyto(into.view(np.float16), floats, casting="same_kind")
-
-
-def _float32_to_floats(words: Words) -> Floats:
-    return words.view(np.float32)
-
-
-def _floats_to_float32(floats: Floats, into: Words) -> None:
-    np.copyto(into.view(np.float32), floats)
+    def from_floats(self, floats: Floats, into: Words) -> None:
+        """Round into the words; may use the floats up."""
+        if self.numpy_type is not None:
+            np.copyto(into.view(self.numpy_type), floats, casting="same_kind")
+            return
+        bits = floats.view(np.uint32)
+        # To the nearest; of two equally near ones the larger.
+        np.add(bits, 0x8000, out=bits)
+        np.right_shift(bits, 16, out=into, casting="unsafe")
 
 
 FLOAT_FORMATS: Final[Mapping[str, FloatFormat]] = {
@@ -73,8 +61,7 @@ FLOAT_FORMATS: Final[Mapping[str, FloatFormat]] = {
         least=(127 - 100) << 7,  # 2**-100
         most=(127 + 100) << 7,  # 2**100
         rounding=2.0**-8,
-        to_floats=_bfloat16_to_floats,
-        from_floats=_floats_to_bfloat16,
+        numpy_type=None,
     ),
     "float16": FloatFormat(
         code=2,
@@ -84,8 +71,7 @@ FLOAT_FORMATS: Final[Mapping[str, FloatFormat]] = {
         least=1 << 10,  # 2**-14
         most=0x7BFF,  # 65504, the largest of all
         rounding=2.0**-11,
-        to_floats=_float16_to_floats,
-        from_floats=_floats_to_float16,
+        numpy_type=np.float16,
     ),
     "float32": FloatFormat(
         code=3,
@@ -94,8 +80,7 @@ FLOAT_FORMATS: Final[Mapping[str, FloatFormat]] = {
         least=(127 - 100) << 23,
         most=(127 + 100) << 23,
         rounding=2.0**-24,
-        to_floats=_float32_to_floats,
-        from_floats=_floats_to_float32,
+        numpy_type=np.float32,
     ),
 }
 """By vLLM's names of them."""

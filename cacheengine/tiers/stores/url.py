@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Final, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from cacheengine.address import join_host_port
 from cacheengine.values import BadValue, suggestion
 
 T = TypeVar("T")
@@ -64,10 +65,9 @@ class RemoteUrl:
         """Return the address without password and options, for messages."""
         if self.scheme == "unix":
             return f"unix://{self.path}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
         user = f"{self.user}@" if self.user else ""
         path = f"/{self.path}" if self.path else ""
-        return f"{self.scheme}://{user}{host}:{self.port}{path}"
+        return f"{self.scheme}://{user}{join_host_port(self.host, self.port)}{path}"
 
     def option(self, name: str, parse: Callable[[object], T], default: T) -> T:
         """Return an option that one of `values`' parsers reads; raise `BadValue` naming it."""
@@ -75,6 +75,11 @@ class RemoteUrl:
             return parse(self.options[name]) if name in self.options else default
         except BadValue as error:
             raise BadValue(f"{name}: {error.problem}", error.fix) from None
+
+    def check_is_bare(self, fix: str) -> None:
+        """Raise `BadValue` for more than a host, a port and options."""
+        if self.user or self.password or self.path:
+            raise BadValue(f"{self} has more than a host and a port", fix)
 
     def check_options(self, known: Sequence[str]) -> None:
         """Raise `BadValue` for an option that the scheme does not have."""

@@ -4,17 +4,19 @@ Its servers register and report here; its other clients look keys up, pin, and h
 prefetch. Refusals have its shape: ``{"detail": ...}``, 422 for a body that is malformed.
 """
 
+# ruff: noqa: N818  (names as `router.config` has them)
+
 import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
-import orjson
 from aiohttp import web
 
 from router.config import ApiError
-from router.http import read_body
+from router.http import as_json, read_body_soon
 from router.lmcache.coordinator.pins import Pins
 from router.lmcache.coordinator.records import Record
 from router.lmcache.coordinator.state import Coordinator
@@ -24,6 +26,7 @@ from router.lmcache.wire import (
     LookupCall,
     ObjectKey,
     PrefetchCall,
+    PrefetchStatus,
     RegisterCall,
     TokensCall,
     rank_of_world,
@@ -34,25 +37,40 @@ from router.staging import AgentError
 _MAX_KEYS: Final = 100_000
 _LONGEST_PAGE: Final = 10_000
 _PAGE: Final = 1_000
-_LONGEST_TEXT: Final = 500
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-class Malformed(ApiError):  # noqa: N818  (named as `router.config` names them)
-    """A body that is none of LMCache's (422)."""
-
-    status = 422
+class Refused(ApiError):
+    """A refusal, in the shape that LMCache's clients parse."""
 
     def openai_body(self) -> dict[str, Any]:
-        """Return the body that LMCache's clients parse."""
+        """Return that body."""
         return {"detail": self.message}
 
 
-class TooMany(Malformed):
-    """A prompt with more keys than are looked at in one call (400)."""
+class Malformed(Refused):
+    """A body or query that is none of LMCache's (422)."""
+
+    status = 422
+
+
+class TooMany(Refused):
+    """More keys than are looked at in one call (400)."""
 
     status = 400
+
+
+class UnknownServer(Refused):
+    """No server of that name has registered (404)."""
+
+    status = 404
+
+
+class ServerFailed(Refused):
+    """The server that was to do it does not answer, or refuses (502)."""
+
+    status = 502
 
 
 class CoordinatorApi:
@@ -63,7 +81,6 @@ class CoordinatorApi:
         coordinator: Coordinator,
         session: aiohttp.ClientSession,
         *,
-        limit_bytes: int,
         members_changed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -71,7 +88,6 @@ class CoordinatorApi:
         """``session`` reaches the servers; ``members_changed`` hears when one comes or goes."""
         self._coordinator = coordinator
         self._session = session
-        self._limit_bytes = limit_bytes
         self._members_changed = members_changed
         self._clock = clock
         self._wall_clock = wall_clock
@@ -106,14 +122,14 @@ class CoordinatorApi:
         call = await self._read(request, RegisterCall)
         answer = self._coordinator.register(call, self._clock(), self._wall_clock())
         self._members_changed()
-        return _json(answer)
+        return as_json(answer)
 
     async def heartbeat(self, request: web.Request) -> web.Response:
         """Note that a server lives; 404 has it register anew."""
         name = request.match_info["instance_id"]
         if self._coordinator.members.heartbeat(name, self._clock()):
-            return _json({"instance_id": name})
-        return _json({"error": f"unknown instance {name}; re-register"}, status=404)
+            return as_json({"instance_id": name})
+        return as_json({"error": f"unknown instance {name}; re-register"}, status=404)
 
     async def deregister(self, request: web.Request) -> web.Response:
         """Forget a server that ends, whether or not it is known."""
@@ -123,21 +139,23 @@ class CoordinatorApi:
 
     async def usage(self, request: web.Request) -> web.Response:
         """Answer what every server holds and could hold."""
-        return _json(self._coordinator.usage())
+        return as_json(self._coordinator.usage())
 
     async def usage_of_one(self, request: web.Request) -> web.Response:
         """Answer the same of one server."""
         name = request.match_info["instance_id"]
         found = self._coordinator.usage()["instances"]
         answer = next((each for each in found if each["instance_id"] == name), None)
-        return _refused(404, f"unknown instance {name!r}") if answer is None else _json(answer)
+        if answer is None:
+            raise UnknownServer(f"unknown instance {name!r}")
+        return as_json(answer)
 
     # --- events and keys
 
     async def events(self, request: web.Request) -> web.Response:
         """Take over servers' events."""
         call = await self._read(request, EventsCall)
-        return _json(self._coordinator.apply(call.batches, self._clock()))
+        return as_json(self._coordinator.apply(call.batches, self._clock()))
 
     async def lookup(self, request: web.Request) -> web.Response:
         """Answer where keys are, or those of a prompt's chunks."""
@@ -146,11 +164,12 @@ class CoordinatorApi:
         chunks = len(keys)
         if not keys:
             chunks, keys = self._keys(call)
+        _check_count(len(keys))
         directory = self._coordinator.directory
         results = [
             _found(key, directory.get(key), directory.token_ids(key.chunk_hash)) for key in keys
         ]
-        return _json({"chunks": chunks, "results": results})
+        return as_json({"chunks": chunks, "results": results})
 
     # --- what servers are told to do
 
@@ -159,30 +178,28 @@ class CoordinatorApi:
         call = await self._read(request, PrefetchCall)
         body = msgspec.structs.asdict(call)
         name = body.pop("instance_id")
-        passed = await self._pass_on("POST", name, "/cache/prefetches", body)
-        if isinstance(passed, web.Response):
-            return passed
-        status, answer = passed
-        if status >= 400:
-            text = answer[:_LONGEST_TEXT].decode(errors="replace")
-            return _refused(502, f"prefetch submit to {name!r} failed: {status}: {text}")
-        told = orjson.loads(answer)
-        return _json(
+        server = self._server(name)
+        try:
+            told = await server.ask("POST", "/cache/prefetches", PrefetchStatus, body)
+        except AgentError as error:
+            raise ServerFailed(f"prefetch submit to {name!r} failed: {error}") from None
+        return as_json(
             {
                 "instance_id": name,
-                "request_id": told.get("request_id", ""),
-                "chunks": told.get("chunks", 0),
-                "status": told.get("status", "submitted"),
+                "request_id": told.request_id,
+                "chunks": told.chunks,
+                "status": told.status,
             }
         )
 
     async def prefetch_status(self, request: web.Request) -> web.Response:
         """Answer what a server says of a prefetch."""
         name, request_id = (request.match_info[each] for each in ("instance_id", "request_id"))
-        passed = await self._pass_on("GET", name, f"/cache/prefetches/{request_id}", None)
-        if isinstance(passed, web.Response):
-            return passed
-        status, answer = passed
+        server, path = self._server(name), f"/cache/prefetches/{quote(request_id, safe='')}"
+        try:
+            status, answer = await server.call("GET", path)
+        except AgentError as error:
+            raise ServerFailed(f"prefetch status of {name!r} failed: {error}") from None
         return web.Response(status=status, body=answer, content_type="application/json")
 
     async def pin(self, request: web.Request) -> web.Response:
@@ -195,23 +212,20 @@ class CoordinatorApi:
 
     async def pins(self, request: web.Request) -> web.Response:
         """Answer a page of the pinned keys."""
-        try:
-            offset = _number(request, "offset", 0, 0, None)
-            limit = _number(request, "limit", _PAGE, 1, _LONGEST_PAGE)
-        except ValueError as error:
-            return _refused(422, str(error))
+        offset = _number(request, "offset", 0, 0, None)
+        limit = _number(request, "limit", _PAGE, 1, _LONGEST_PAGE)
         query = request.query
         salt, model = query.get("cache_salt", ""), query.get("model_name", "")
-        return _json(self._pins.page(salt, model, offset, limit))
+        return as_json(self._pins.page(salt, model, offset, limit))
 
     async def healthz(self, request: web.Request) -> web.Response:
         """Answer a probe."""
-        return _json({"status": "healthy"})
+        return as_json({"status": "healthy"})
 
     # --- parts of the above
 
     async def _read(self, request: web.Request, kind: type[_T]) -> _T:
-        body = await read_body(request, self._limit_bytes)
+        body = await read_body_soon(request)
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -221,24 +235,18 @@ class CoordinatorApi:
     def _keys(self, call: LookupCall | TokensCall) -> tuple[int, list[ObjectKey]]:
         """Return how many chunks a prompt has, and their keys; raise `TooMany`."""
         chunk_tokens, world_size = self._coordinator.chunk_tokens, call.world_size
-        if len(call.token_ids) // chunk_tokens * world_size > _MAX_KEYS:
-            raise TooMany(f"the prompt has more than {_MAX_KEYS} keys")
+        _check_count(len(call.token_ids) // chunk_tokens * world_size)
         chain = lmcache_chain(call.token_ids, chunk_tokens)
         ranks = [rank_of_world(world_size, rank) for rank in range(world_size)]
         name, salt = call.model_name, call.cache_salt
         keys = [ObjectKey(each, name, rank, 0, salt) for each in chain for rank in ranks]
         return len(chain), keys
 
-    async def _pass_on(
-        self, method: str, name: str, path: str, body: object
-    ) -> tuple[int, bytes] | web.Response:
+    def _server(self, name: str) -> LmcacheServer:
         member = self._coordinator.members.get(name)
         if member is None:
-            return _refused(404, f"no MP server registered with instance_id={name!r}")
-        try:
-            return await LmcacheServer(self._session, member.url).call(method, path, body)
-        except AgentError as error:
-            return _refused(502, f"{method} {path} at {name!r} failed: {error}")
+            raise UnknownServer(f"no MP server registered with instance_id={name!r}")
+        return LmcacheServer(self._session, member.url)
 
     async def _pin(
         self, request: web.Request, act: Callable[[list[ObjectKey]], None], status: str
@@ -246,7 +254,12 @@ class CoordinatorApi:
         call = await self._read(request, TokensCall)
         chunks, keys = self._keys(call)
         act(keys)
-        return _json({"requested": chunks, "affected": len(keys), "status": status})
+        return as_json({"requested": chunks, "affected": len(keys), "status": status})
+
+
+def _check_count(keys: int) -> None:
+    if keys > _MAX_KEYS:
+        raise TooMany(f"one call looks at {_MAX_KEYS} keys at most, these are {keys}")
 
 
 def _found(key: ObjectKey, record: Record, token_ids: list[int]) -> dict[str, Any]:
@@ -271,17 +284,9 @@ def _found(key: ObjectKey, record: Record, token_ids: list[int]) -> dict[str, An
 
 
 def _number(request: web.Request, name: str, default: int, least: int, most: int | None) -> int:
-    """Return a number of the query; raise ValueError for what is none, or out of range."""
+    """Return a number of the query; raise `Malformed` for what is none, or out of range."""
     text = request.query.get(name, str(default))
     number = int(text) if text.isdecimal() else -1
     if number < least or (most is not None and number > most):
-        raise ValueError(f"{name}={text}: it must be a number from {least} to {most or 'any'}")
+        raise Malformed(f"{name}={text}: it must be a number from {least} to {most or 'any'}")
     return number
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=orjson.dumps(value), content_type="application/json")
-
-
-def _refused(status: int, detail: str) -> web.Response:
-    return _json({"detail": detail}, status)

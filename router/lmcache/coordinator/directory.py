@@ -6,9 +6,9 @@ what an owner holds of a key in one of the router's tiers comes out as a `Change
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 from router.lmcache.coordinator.records import (
     Change,
@@ -64,9 +64,7 @@ class Directory:
         changes: list[Change] = []
         for entry in batch.entries:
             self._apply(batch, entry, changes)
-        while len(self._records) > self.max_keys:
-            self._evict(changes)
-        return changes
+        return self._within_bound(changes)
 
     def fence(self, instance_id: str) -> list[Change]:
         """Forget a server's L1: its process has ended. What lies in L2 outlives it."""
@@ -87,9 +85,7 @@ class Directory:
             known = record.places.get(place)
             held = replace(known, certain=True) if known else Held(instance_id, 0, 0)
             self._set(key, record, place, held, changes)
-        while len(self._records) > self.max_keys:
-            self._evict(changes)
-        return changes
+        return self._within_bound(changes)
 
     def replace(self, key: ObjectKey, told: Mapping[Place, Held]) -> list[Change]:
         """Take over all that another directory knows of a key."""
@@ -105,9 +101,7 @@ class Directory:
             self._set(key, record, place, held, changes)
         for place in gone:
             self._set(key, record, place, None, changes)
-        while len(self._records) > self.max_keys:
-            self._evict(changes)
-        return changes
+        return self._within_bound(changes)
 
     def refute(self, instance_id: str, keys: Iterable[ObjectKey]) -> list[Change]:
         """Forget of these keys what was uncertain at a server: it was asked, and has them not."""
@@ -130,7 +124,7 @@ class Directory:
                 used[place] = used.get(place, 0) + held.size_bytes
                 owners.setdefault(place.owner, set()).add(key)
         assert {place: count for place, count in used.items() if count} == self._used
-        assert owners == {owner: set(keys) for owner, keys in self._of_owner.items() if keys}
+        assert owners == {owner: set(keys) for owner, keys in self._of_owner.items()}
         assert self._token_bytes == sum(len(each.tokens) for each in self._chunks.values())
         keys = Counter(key.chunk_hash for key in self._records)
         assert keys == {digest: each.keys for digest, each in self._chunks.items()}
@@ -178,7 +172,7 @@ class Directory:
             chunk.tokens = array("I", entry.token_ids).tobytes()
             self._token_bytes += count
 
-    def _each_l1(self, owner: str, change: "_Changed") -> list[Change]:
+    def _each_l1(self, owner: str, change: Callable[[Held], Held | None]) -> list[Change]:
         changes: list[Change] = []
         for key in list(self._of_owner.get(owner, ())):
             record = self._records[key]
@@ -208,8 +202,10 @@ class Directory:
         after = record.tiers(owner)
         if after:
             self._of_owner.setdefault(owner, {})[key] = None
-        else:
-            self._of_owner.get(owner, {}).pop(key, None)
+        elif before:
+            del self._of_owner[owner][key]
+            if not self._of_owner[owner]:
+                del self._of_owner[owner]
         changes += differences(owner, key, before, after)
         if not record.places:
             del self._records[key]
@@ -219,17 +215,14 @@ class Directory:
                 del self._chunks[key.chunk_hash]
                 self._token_bytes -= len(chunk.tokens)
 
-    def _evict(self, changes: list[Change]) -> None:
-        key, record = next(iter(self._records.items()))
-        self.evicted += 1
-        for place in list(record.places):
-            self._set(key, record, place, None, changes)
-
-
-class _Changed(Protocol):
-    """What becomes of what is held at a place."""
-
-    def __call__(self, held: Held, /) -> Held | None: ...
+    def _within_bound(self, changes: list[Change]) -> list[Change]:
+        """Evict what is too much; return the changes with what that has changed."""
+        while len(self._records) > self.max_keys:
+            key, record = next(iter(self._records.items()))
+            self.evicted += 1
+            for place in list(record.places):
+                self._set(key, record, place, None, changes)
+        return changes
 
 
 _NOTHING: Final = Record()

@@ -16,7 +16,7 @@ from router.fleet import Fleet
 from router.lmcache.coordinator.directory import Directory
 from router.lmcache.coordinator.records import Held, Place, owner_of
 from router.lmcache.coordinator.usage import Declared, usage
-from router.lmcache.members import MAX_MEMBERS, Member, Members
+from router.lmcache.members import MAX_MEMBERS, Members
 from router.lmcache.ties import Ties
 from router.lmcache.wire import Batch, ObjectKey, RegisterCall
 
@@ -54,7 +54,6 @@ class Cursor:
 
     incarnation: int
     seq: int = 0
-    gaps: int = 0
 
 
 class Streams:
@@ -75,7 +74,6 @@ class Streams:
             return Admission(Verdict.DUPLICATE)
         gap = batch.seq > cursor.seq + 1
         cursor.seq = batch.seq
-        cursor.gaps += gap
         return Admission(Verdict.APPLIED, restarted, gap)
 
     def forget(self, instance_id: str) -> None:
@@ -115,7 +113,9 @@ class Coordinator:
         self.members.forget(instance_id)
         self._streams.forget(instance_id)
         self._declared.forget(instance_id)
+        self._expected.discard(instance_id)
         self._missed_s.pop(instance_id, None)
+        self.ties.forget(instance_id)
         self.ties.tell(self.directory.fence(instance_id))
 
     def expire(self, now_s: float) -> None:
@@ -182,10 +182,6 @@ class Coordinator:
         """Return what LMCache's ``GET /instances/usage`` says."""
         registered = {each.instance_id for each in self.members.all()}
         return usage(self.directory.used(), self._declared, registered)
-
-    def member(self, instance_id: str) -> Member | None:
-        """Return a server that has registered."""
-        return self.members.get(instance_id)
 
     def _apply(self, batch: Batch, now_s: float) -> str:
         known = self.members.get(batch.instance_id) is not None

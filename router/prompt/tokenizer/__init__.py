@@ -12,8 +12,7 @@ from router.prompt.tokenizer.encoder import CutText, Encoder
 from router.prompt.tokenizer.reading_turns import ReadingTurns
 from router.prompt.tokenizer.token_cache import Memo, Piece
 from router.prompt.tokenizer.tokenizer import Loaded, load_directory
-from router.prompt.tokenizer.trust import Agreement, Trust, compare
-from router.prompt.tokenizer.verification import CHAT_PROBES, TEXT_PROBES
+from router.prompt.tokenizer.trust import CHAT_PROBES, TEXT_PROBES, Agreement, Trust, compare
 
 __all__ = [
     "CHAT_PROBES",

@@ -3,7 +3,8 @@
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from tokenizers import Tokenizer
@@ -17,42 +18,43 @@ _log = logging.getLogger(__name__)
 _PROBES: Final = ("a", "Hello, world", " x\n", "é 12")
 
 
+@dataclass(frozen=True, slots=True)
 class CutText:
     """A text in parts whose tokens, in a row, are its own; thread-safe."""
 
-    def __init__(
-        self, parts: Sequence[Part], tokenizer: Tokenizer, memo: Memo, space: object
-    ) -> None:
-        """``space`` keeps the texts of this tokenizer apart from those of others in the memo."""
-        self._parts = parts
-        self._tokenizer = tokenizer
-        self._memo = memo
-        self._space = space
-        self._names = [(space, part.text) for part in parts if part.token_id is None]
+    parts: Sequence[Part]
+    tokenizer: Tokenizer
+    memo: Memo
+    space: object
+    """Keeps the texts of this tokenizer apart from those of others in the memo."""
 
     def new_chars(self) -> int:
         """Return how many characters would have to be tokenized now."""
-        return sum(len(text) for _, text in self._memo.unknown(self._names))
+        return sum(len(name[1]) for name in self._names() if not self.memo.knows(name))
 
     def pieces(self) -> list[Piece]:
         """Return the pieces, tokenizing the parts that are not in the memo, each once.
 
         Raises `UnicodeEncodeError` or TypeError for text that is not Unicode.
         """
-        found = zip(self._names, self._memo.find(self._names), strict=True)
-        known = {name: piece for name, piece in found if piece is not None}
-        missing = [name for name in dict.fromkeys(self._names) if name not in known]
+        names = self._names()
+        known = self.memo.find(names)
+        missing = [name for name in names if name not in known]
         if missing:
             texts = [text for _, text in missing]
-            made = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            made = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             for name, encoding in zip(missing, made, strict=True):
-                known[name] = self._memo.add(name, encoding.ids, 2 * len(name[1]))
+                known[name] = self.memo.add(name, encoding.ids, 2 * len(name[1]))
         return [
             Piece.of_token(part.token_id)
             if part.token_id is not None
-            else known[(self._space, part.text)]
-            for part in self._parts
+            else known[(self.space, part.text)]
+            for part in self.parts
         ]
+
+    def _names(self) -> Collection[tuple[object, str]]:
+        """Return the memo's name of each part that is text, each once."""
+        return {(self.space, part.text): None for part in self.parts if part.token_id is None}
 
 
 class Encoder:
@@ -93,10 +95,6 @@ class Encoder:
         if add_special_tokens:
             parts = [*self._before, *parts, *self._after]
         return CutText(parts, self._bare, self._memo, self._space)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[Piece]:
-        """Return the pieces whose ids, in a row, are the tokens of ``text``."""
-        return self.cut(text, add_special_tokens=add_special_tokens).pieces()
 
     def _ends(self, tokenizer: Tokenizer) -> tuple[list[Part], list[Part]]:
         """Return the tokens put before and after any text."""

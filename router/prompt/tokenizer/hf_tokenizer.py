@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 
 Json = dict[str, Any]
 
@@ -32,15 +32,20 @@ _PLAIN_MODELS: Final = frozenset({
 })
 # fmt: on
 
-Build = Callable[[Json, Json, Mapping[str, Any]], Tokenizer]
-"""(tokenizer.json, tokenizer_config.json, named special tokens) -> the backend, before
-tokens are added."""
+_BYTES: Final = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+_CHARACTERS: Final = {"fuse_unk": True, "byte_fallback": True}
+_QWEN2_PATTERN: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class Recipe(NamedTuple):
     """How a tokenizer is built."""
 
-    build: Build
+    parts: Callable[[Json, Mapping[str, Any]], Json] | None = None
+    """(tokenizer_config.json, named special tokens) -> the class's own normalizer, pre-tokenizer
+    and what describes its model; None takes tokenizer.json as it is."""
     doubt: str | None = None
     """Why transformers may build it in another way, or None."""
     special_tokens: Mapping[str, str] = MappingProxyType({})
@@ -48,86 +53,71 @@ class Recipe(NamedTuple):
     redeclares: bool = False
     """Whether special tokens are declared once more in the end, without their flags."""
 
+    def build(self, description: Json, config: Json, named: Mapping[str, Any]) -> Tokenizer:
+        """Return the backend, before tokens are added; ``description`` is tokenizer.json."""
+        if self.parts is None:
+            return Tokenizer.from_str(json.dumps(description))
+        model = description["model"]
+        if model.get("type") != "BPE":
+            raise ValueError(f"a {model.get('type')} where a BPE is expected")
+        parts = self.parts(config, named)
+        own = {key: model[key] for key in ("type", "vocab", "merges")} | parts.pop("model")
+        made = {**description, "normalizer": None, "decoder": None, "added_tokens": [], **parts}
+        return Tokenizer.from_str(json.dumps({**made, "model": own}))
+
 
 def recipe(config: Json, model: Json) -> Recipe:
     """Return how transformers builds the tokenizer of these two configurations."""
     if config.get("auto_map"):
-        return Recipe(_plain, "the tokenizer comes with code of its own")
+        return Recipe(doubt="the tokenizer comes with code of its own")
     if config.get("split_special_tokens"):
-        return Recipe(_plain, "split_special_tokens is set")
+        return Recipe(doubt="split_special_tokens is set")
     kind = model.get("model_type")
     name = config.get("tokenizer_class") or model.get("tokenizer_class")
     plain_name = str(name).removesuffix("Fast")
     if kind == "qwen2":
         plain_name = "Qwen2Tokenizer"  # whatever its configuration says
     elif kind in _PLAIN_MODELS or plain_name in _PLAIN_CLASSES or (not name and kind == "llama"):
-        return Recipe(_plain)
+        return Recipe()
     if plain_name in _RECIPES:
         return _RECIPES[plain_name]
-    return Recipe(_plain, f"{name or 'a tokenizer without a class'} is not one known here")
+    return Recipe(doubt=f"{name or 'a tokenizer without a class'} is not one known here")
 
 
-def _plain(description: Json, config: Json, named: Mapping[str, Any]) -> Tokenizer:
-    return Tokenizer.from_str(json.dumps(description))
-
-
-def _rebuilt(description: Json, **model: Any) -> Tokenizer:
-    """Return a tokenizer with this vocabulary and post-processor only."""
-    vocabulary = description["model"]
-    if vocabulary.get("type") != "BPE":
-        raise ValueError(f"a {vocabulary.get('type')} where a BPE is expected")
-    own = {key: vocabulary[key] for key in ("type", "vocab", "merges")}
-    without: Json = {"normalizer": None, "pre_tokenizer": None, "decoder": None, "added_tokens": []}
-    return Tokenizer.from_str(json.dumps({**description, **without, "model": {**own, **model}}))
-
-
-_QWEN2_PATTERN: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _qwen2(description: Json, config: Json, named: Mapping[str, Any]) -> Tokenizer:
-    tokenizer = _rebuilt(description, continuing_subword_prefix="", end_of_word_suffix="")
-    tokenizer.normalizer = normalizers.NFC()
+def _byte_level(config: Json, *, use_regex: bool) -> Json:
     prefix = bool(config.get("add_prefix_space"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_QWEN2_PATTERN), behavior="isolated", invert=False),
-            pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False),
-        ]
-    )
-    return tokenizer
+    made = {"add_prefix_space": prefix, "trim_offsets": True, "use_regex": use_regex}
+    return {"type": "ByteLevel", **made}
 
 
-def _llama(description: Json, config: Json, named: Mapping[str, Any]) -> Tokenizer:
-    tokenizer = _rebuilt(description, fuse_unk=True, byte_fallback=True)
-    prefix = config.get("add_prefix_space")
-    scheme = "never" if prefix is not None and not prefix else "first"
-    if scheme == "first" and config.get("legacy"):
-        scheme = "always"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme=scheme, split=False
-    )
-    return tokenizer
+def _split(pattern: Json, behavior: str) -> Json:
+    return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
 
 
-def _gpt2(description: Json, config: Json, named: Mapping[str, Any]) -> Tokenizer:
-    tokenizer = _rebuilt(description, continuing_subword_prefix="", end_of_word_suffix="")
-    prefix = bool(config.get("add_prefix_space"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    return tokenizer
+def _qwen2(config: Json, named: Mapping[str, Any]) -> Json:
+    steps = [_split({"Regex": _QWEN2_PATTERN}, "Isolated"), _byte_level(config, use_regex=False)]
+    splitting = {"type": "Sequence", "pretokenizers": steps}
+    return {"normalizer": {"type": "NFC"}, "pre_tokenizer": splitting, "model": _BYTES}
 
 
-def _gemma(description: Json, config: Json, named: Mapping[str, Any]) -> Tokenizer:
-    tokenizer = _rebuilt(
-        description, fuse_unk=True, byte_fallback=True, unk_token=str(named["unk_token"])
-    )
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(
-        pattern=" ", behavior="merged_with_previous", invert=False
-    )
-    return tokenizer
+def _llama(config: Json, named: Mapping[str, Any]) -> Json:
+    scheme = "always" if config.get("legacy") else "first"
+    if config.get("add_prefix_space") is False:
+        scheme = "never"
+    splitting = {"replacement": "▁", "prepend_scheme": scheme, "split": False}
+    return {"pre_tokenizer": {"type": "Metaspace", **splitting}, "model": _CHARACTERS}
+
+
+def _gpt2(config: Json, named: Mapping[str, Any]) -> Json:
+    return {"pre_tokenizer": _byte_level(config, use_regex=True), "model": _BYTES}
+
+
+def _gemma(config: Json, named: Mapping[str, Any]) -> Json:
+    return {
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": _split({"String": " "}, "MergedWithPrevious"),
+        "model": {**_CHARACTERS, "unk_token": str(named["unk_token"])},
+    }
 
 
 _END: Final = "<|endoftext|>"
@@ -138,21 +128,15 @@ _RECIPES: Final[Mapping[str, Recipe]] = {
         redeclares=True,
     ),
     "LlamaTokenizer": Recipe(
-        _llama,
-        special_tokens={"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+        _llama, special_tokens={"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     ),
     "GPT2Tokenizer": Recipe(
-        _gpt2,
-        special_tokens={"unk_token": _END, "bos_token": _END, "eos_token": _END},
+        _gpt2, special_tokens={"unk_token": _END, "bos_token": _END, "eos_token": _END}
     ),
     "GemmaTokenizer": Recipe(
         _gemma,
         special_tokens={
-            "unk_token": "<unk>",
-            "bos_token": "<bos>",
-            "eos_token": "<eos>",
-            "pad_token": "<pad>",
-            "mask_token": "<mask>",
+            f"{kind}_token": f"<{kind}>" for kind in ("unk", "bos", "eos", "pad", "mask")
         },
     ),
 }

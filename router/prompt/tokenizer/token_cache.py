@@ -11,13 +11,12 @@ leave in their turn. All tokenizers share one store: the name of a piece says wh
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from itertools import count
+from typing import Final
 
 from cacheengine.keys import ExtraKeys, HashScheme
-
-_Name = TypeVar("_Name", bound=Hashable)
 
 # What a dictionary entry with its small objects takes beside its payload.
 _ENTRY_BYTES: Final = 400
@@ -25,16 +24,6 @@ _KEY_BYTES: Final = 80
 
 # Token ids given as such are remembered in runs of this many.
 _RUN_TOKENS: Final = 128
-
-
-@dataclass(slots=True)
-class MemoStats:
-    """Totals since start; each is counted on one line of this module."""
-
-    tokens_tokenized: int = 0
-    blocks_reused: int = 0
-    blocks_hashed: int = 0
-    evictions: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,53 +58,36 @@ class Memo:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.stats = MemoStats()
+        self.tokens_tokenized = 0
+        self.blocks_hashed = 0
         self._lock = threading.Lock()
         self._entries: OrderedDict[Hashable, Piece | _Step] = OrderedDict()
-        self._bytes = 0
-        self._last_serial = 0
+        self.used_bytes = 0
+        """Estimated, of all that is remembered."""
+        self._serials = count(1)
 
-    @property
-    def used_bytes(self) -> int:
-        """Estimated bytes of all that is remembered."""
-        return self._bytes
-
-    def find(self, names: Sequence[Hashable]) -> list[Piece | None]:
-        """Return the piece of each name, None where it is not known."""
+    def find(self, names: Iterable[Hashable]) -> dict[Hashable, Piece]:
+        """Return the pieces of the names that have one."""
         with self._lock:
-            found = [self._get(name) for name in names]
-        return [one if isinstance(one, Piece) else None for one in found]
+            found = {name: self._get(name) for name in names}
+        return {name: one for name, one in found.items() if isinstance(one, Piece)}
 
-    def unknown(self, names: Sequence[_Name]) -> list[_Name]:
-        """Return the names that have no piece, each once; that is no use of the others."""
-        with self._lock:
-            return [name for name in dict.fromkeys(names) if name not in self._entries]
+    def knows(self, name: Hashable) -> bool:
+        """Whether a name has a piece; that is no use of it. One dictionary read needs no lock."""
+        return name in self._entries
 
     def add(self, name: Hashable, ids: Sequence[int], text_bytes: int) -> Piece:
         """Remember the tokens of a text that takes about ``text_bytes``; return its piece."""
-        packed = array("I", ids)
         with self._lock:
-            self.stats.tokens_tokenized += len(packed)
-            known = self._entries.get(name)
-            if isinstance(known, Piece):
-                return known  # another thread was first: its keys hang on its serial
-            piece = Piece(self._serial(), packed, _ENTRY_BYTES + text_bytes + 4 * len(packed))
-            self._put(name, piece)
-        return piece
+            self.tokens_tokenized += len(ids)
+            return self._piece(name, ids, text_bytes)
 
     def runs(self, token_ids: Sequence[int]) -> list[Piece]:
         """Return pieces for a prompt that is given as token ids."""
-        pieces = []
+        starts = range(0, len(token_ids), _RUN_TOKENS)
+        runs = [token_ids[start : start + _RUN_TOKENS] for start in starts]
         with self._lock:
-            for start in range(0, len(token_ids), _RUN_TOKENS):
-                run = token_ids[start : start + _RUN_TOKENS]
-                piece = self._get(("ids", *run))
-                if not isinstance(piece, Piece):
-                    nbytes = _ENTRY_BYTES + 12 * len(run)
-                    piece = Piece(self._serial(), array("I", run), nbytes)
-                    self._put(("ids", *run), piece)
-                pieces.append(piece)
-        return pieces
+            return [self._piece(("ids", *run), run, 8 * len(run)) for run in runs]
 
     def chain(
         self,
@@ -150,8 +122,8 @@ class Memo:
     def check(self) -> None:
         """Raise AssertionError unless sizes add up and the bound is kept."""
         with self._lock:
-            assert self._bytes == sum(entry.nbytes for entry in self._entries.values())
-            assert self._bytes <= self.max_bytes or not self._entries
+            assert self.used_bytes == sum(entry.nbytes for entry in self._entries.values())
+            assert self.used_bytes <= self.max_bytes or not self._entries
 
     def _known_keys(self, pieces: Sequence[Piece], context: Hashable) -> list[bytes]:
         keys: list[bytes] = []
@@ -163,7 +135,6 @@ class Memo:
                     break
                 keys += step.keys
                 before = step.serial
-            self.stats.blocks_reused += len(keys)
         return keys
 
     def _store_keys(
@@ -175,7 +146,7 @@ class Memo:
         hashed: int,
     ) -> None:
         with self._lock:
-            self.stats.blocks_hashed += hashed
+            self.blocks_hashed += hashed
             before, tokens, stored = context, 0, 0
             for piece in pieces:
                 name = (before, piece.serial)
@@ -184,13 +155,17 @@ class Memo:
                 step = self._get(name)
                 if not isinstance(step, _Step):
                     own = tuple(keys[stored:end])
-                    step = _Step(self._serial(), own, _ENTRY_BYTES + _KEY_BYTES * len(own))
+                    step = _Step(next(self._serials), own, _ENTRY_BYTES + _KEY_BYTES * len(own))
                     self._put(name, step)
                 before, stored = step.serial, end
 
-    def _serial(self) -> int:
-        self._last_serial += 1
-        return self._last_serial
+    def _piece(self, name: Hashable, ids: Sequence[int], name_bytes: int) -> Piece:
+        piece = self._get(name)
+        if not isinstance(piece, Piece):  # else another thread was first: keys hang on its serial
+            nbytes = _ENTRY_BYTES + name_bytes + 4 * len(ids)
+            piece = Piece(next(self._serials), array("I", ids), nbytes)
+            self._put(name, piece)
+        return piece
 
     def _get(self, name: Hashable) -> Piece | _Step | None:
         entry = self._entries.get(name)
@@ -200,11 +175,10 @@ class Memo:
 
     def _put(self, name: Hashable, entry: Piece | _Step) -> None:
         """Store an entry that is not there yet, and evict what was not used for longest."""
-        self._bytes += entry.nbytes
+        self.used_bytes += entry.nbytes
         self._entries[name] = entry
-        while self._bytes > self.max_bytes:
+        while self.used_bytes > self.max_bytes:
             # A step whose predecessor is gone cannot be reached any more: it is
             # never touched again, and leaves in its turn.
             _, oldest = self._entries.popitem(last=False)
-            self._bytes -= oldest.nbytes
-            self.stats.evictions += 1
+            self.used_bytes -= oldest.nbytes

@@ -18,15 +18,8 @@ from tokenizers import AddedToken, Tokenizer
 from router.config import ConfigError
 from router.prompt.tokenizer.hf_tokenizer import Json, recipe
 
-_NAMED_TOKENS: Final = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_KINDS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_NAMED_TOKENS: Final = tuple(f"{kind}_token" for kind in _KINDS)
 
 # Models whose prompts vLLM does not make from a chat template at all.
 _OWN_RENDERING: Final = frozenset(
@@ -139,14 +132,11 @@ def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return dict(given or {})
 
 
-def _token(value: Any, *, special: bool | None = None) -> Any:
+def _token(value: Any) -> Any:
     """Return a token of the configuration, text or description, as transformers takes it."""
     if not isinstance(value, dict):
         return value
-    fields = {key: one for key, one in value.items() if key not in ("__type", "id")}
-    if special is not None:
-        fields["special"] = special
-    return AddedToken(**fields)
+    return AddedToken(**{key: one for key, one in value.items() if key not in ("__type", "id")})
 
 
 def _configured_tokens(config: Mapping[str, Any], description: Json) -> dict[int, Any]:
@@ -160,12 +150,8 @@ def _configured_tokens(config: Mapping[str, Any], description: Json) -> dict[int
 def _special_tokens(config: Json, description: Json) -> tuple[dict[str, Any], list[Any]]:
     """Return the named special tokens and the extra ones."""
     known = {str(token): token for token in _configured_tokens(config, description).values()}
-    names = [*_NAMED_TOKENS]
-    names += [
-        key
-        for key, value in config.items()
-        if key.endswith("_token") and key not in _NAMED_TOKENS and isinstance(value, str)
-    ]
+    own = [key for key, one in config.items() if key.endswith("_token") and isinstance(one, str)]
+    names = dict.fromkeys([*_NAMED_TOKENS, *own])
     given = {name: _token(config[name]) for name in names if config.get(name) is not None}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if isinstance(extra, dict):  # a model's own, by name
@@ -193,5 +179,4 @@ def _add_tokens(
     ]
     for token in tokens:
         token.special = token.special or str(token) in special
-    if tokens:
-        tokenizer.add_tokens(tokens)
+    tokenizer.add_tokens(tokens)

@@ -3,31 +3,85 @@
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 
 _log = logging.getLogger(__name__)
 
+# Chosen to differ wherever tokenizers and templates are known to: spaces at the ends, digits,
+# contractions, case, scripts without spaces, marks that compose, text that looks like special
+# tokens; and for chats each role and kind of part.
+TEXT_PROBES: Final[Sequence[str]] = (
+    "",
+    " ",
+    "Hello world",
+    " leading and trailing ",
+    "It's 12345 o'clock, DON'T wait: 3.14 + 1e-9!\r\n\r\n\tdef f(x):\n        return x  # ok",
+    "naïve café, cafe\u0301, Ångström, Å, ﬁne, ½, ①, İstanbul, Straße, ΣΊΣΥΦΟΣ",
+    "日本語の文章です。中文句子,没有空格。한국어 문장입니다. ไทย العربية עברית हिन्दी",
+    "👩‍👩‍👧‍👦 🇪🇺 \u200b\u00a0\u3000 … —– “quotes” ▁under ▁▁ Ġ Ċ",  # noqa: RUF001
+    "<s>[INST] not special? [/INST]</s><|im_start|>user\n<|endoftext|> <unk> <mask> x",
+    "a" * 40 + " " * 40 + "\n" * 5 + "=" * 40,
+)
+
+_WEATHER: Final = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather at a place",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["place"],
+        },
+    },
+}
+_CALL: Final = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"place": "Zürich", "days": 2}'},
+}
+
+_USER: Final = {"role": "user", "content": "Hello, who are you?"}
+_ANSWER: Final = {"role": "assistant", "content": "  An answer.\n"}
+
+CHAT_PROBES: Final[Sequence[Mapping[str, Any]]] = (
+    {"messages": [_USER]},
+    {"messages": [_USER], "add_generation_prompt": False},
+    {"messages": [{"role": "system", "content": " Be brief.\n"}, _USER]},
+    {"messages": [_USER, _ANSWER, {"role": "user", "content": "日本語 <s> ok?"}]},
+    {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}],
+            }
+        ]
+    },
+    {"messages": [{"role": "user", "content": ""}]},
+    {"messages": [_USER], "tools": [_WEATHER]},
+    {
+        "messages": [
+            _USER,
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "rain"},
+        ],
+        "tools": [_WEATHER],
+    },
+)
+
 
 class Trust(StrEnum):
     """How far the tokens of a reader are those of the replicas."""
 
-    PROVEN = "proven"
-    """By the files alone: of a kind whose tokens are tested to be equal."""
-    CONFIRMED = "confirmed"
-    """A replica gave equal tokens for all probes."""
+    EXACT = "exact"
+    """A replica gave equal tokens for all probes, or the files are of a kind that is tested to."""
     DOUBTFUL = "doubtful"
     """Probably equal: used, and not called exact."""
     REFUTED = "refuted"
     """Every replica that was asked gave other tokens: not used."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether tokens may be called exact."""
-        return self in (Trust.PROVEN, Trust.CONFIRMED)
 
 
 class Agreement:
@@ -43,7 +97,7 @@ class Agreement:
         """How far the tokens equal the replicas', except for replicas that differ (`differs`)."""
         if self._by_files is Trust.REFUTED or not self._equal:
             return self._by_files
-        return Trust.CONFIRMED if any(self._equal.values()) else Trust.REFUTED
+        return Trust.EXACT if any(self._equal.values()) else Trust.REFUTED
 
     def note(self, replica_url: str, equal: bool | None) -> None:
         """Note what came of a comparison (None: there was nothing to compare)."""
@@ -59,33 +113,24 @@ class Agreement:
         return self.trust is not Trust.REFUTED and self._equal.get(replica_url) is False
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What came of comparing tokens with a replica."""
-
-    equal: bool | None
-    """None when there was no probe for which both had tokens."""
-    max_model_len: int | None = None
-    """The replica's context, in tokens."""
-
-
 async def compare(
     session: aiohttp.ClientSession,
     replica_url: str,
     probes: Sequence[Mapping[str, Any]],
     ours: Callable[[Mapping[str, Any]], list[int] | None],
     headers: Mapping[str, str] | None,
-) -> Comparison:
+) -> tuple[bool | None, int | None]:
     """Compare ``ours(probe)`` with the replica's ``POST /tokenize`` of each probe.
 
-    Probes that we have no tokens for, or that the replica refuses (a template
-    need not take every role), are left out. Raises what aiohttp raises, and
-    ValueError or KeyError when the answer is not one of /tokenize.
+    Returns whether all are equal, None where nothing could be compared, and the tokens of the
+    replica's context, if it told them. Probes that we have no tokens for, or that the replica
+    refuses (a template need not take every role), are left out. Raises what aiohttp raises,
+    and ValueError or KeyError when the answer is not one of /tokenize.
     """
     url = f"{replica_url.rstrip('/')}/tokenize"
     # The router's session adds none by itself, and without it vLLM answers 400.
     typed = {**(headers or {}), "Content-Type": "application/json"}
-    compared = False
+    equal: bool | None = None
     max_model_len: int | None = None
     for probe in probes:
         expected = ours(probe)
@@ -98,12 +143,12 @@ async def compare(
             answer = await response.json()
         if not isinstance(answer, dict):
             raise ValueError("the answer is no object")
-        compared = True
         max_model_len = answer.get("max_model_len")
-        if answer["tokens"] != expected:
+        equal = answer["tokens"] == expected
+        if not equal:
             _report(url, probe, expected, answer["tokens"])
-            return Comparison(False, max_model_len)
-    return Comparison(True if compared else None, max_model_len)
+            break
+    return equal, max_model_len
 
 
 def _report(url: str, probe: Mapping[str, Any], ours: list[int], theirs: list[int]) -> None:

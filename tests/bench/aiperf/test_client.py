@@ -91,7 +91,7 @@ def test_all_that_a_run_leaves_lies_in_its_directory(tmp_path: Path, tokenizer: 
     )
     with ProcessGroup() as group:
         profile(program(tmp_path, source), [], group=group, tokenizer=tokenizer, work=work)
-        assert group.running() == []
+        assert repr(group) == "<ProcessGroup empty>"
     assert {path.name for path in work.iterdir()} == {"artifacts", "aiperf.log", "hub", "tmp"}
     assert list((work / "tmp").iterdir())
 
@@ -112,4 +112,4 @@ def test_a_replica_that_ends_ends_the_run(tmp_path: Path, tokenizer: Path) -> No
         group.start("replica", [sys.executable, "-c", "print('gone')"], None, tmp_path / "log")
         with pytest.raises(BenchError, match=r"(?s)replica died.*gone"):
             profile(endless, [], group=group, tokenizer=tokenizer, work=work)
-        assert group.running() == []
+        assert "aiperf" not in repr(group)

@@ -17,8 +17,10 @@ from bench.discrete.replica import ModelReplica
 from bench.discrete.routers.ours import OurRouter, Settings, with_sections
 from bench.record import Record
 from bench.simulator.model.machine import Machine
+from bench.simulator.model.rates import Rates
 from bench.workloads.session import Session, Span, Turn, prompt_tokens
 from router.config.settings import AdmissionConfig, SessionConfig
+from router.latency.ttft_model import Part
 from tests.bench.discrete.building import talk
 
 FLEET: Final = FleetOptions(replicas=8, machine=Machine(cpu_tokens=40_000), noise=0.0)
@@ -85,12 +87,14 @@ def test_late_binding_serves_the_short_ones_first() -> None:
     assert [each.prompt_tokens for each in served[1:]] == [51_200, *[512] * 5, 51_200]
 
 
-def conversations(sessions: int, turns: int, chooser: random.Random) -> list[Session]:
+def conversations(
+    sessions: int, turns: int, chooser: random.Random, answer_tokens: int = 20
+) -> list[Session]:
     """Sessions behind one system prompt, each turn some seconds after the answer before."""
     texts = count(2)
     return [
         talk(
-            *((chooser.randrange(500, 6_000), 20) for _ in range(turns)),
+            *((chooser.randrange(500, 6_000), answer_tokens) for _ in range(turns)),
             start_s=chooser.uniform(0.0, 30.0),
             pause_s=chooser.uniform(5.0, 15.0),
             name=f"s{session}",
@@ -135,9 +139,24 @@ def test_sessions_that_share_a_prompt_do_not_gather_on_one_replica(seed: int) ->
     records = play(OURS, given, replace(FLEET, replicas=4)).records
     assert all(each.ok for each in records)
     firsts = Counter(each.instance_id for each in records if not each.turn)
-    assert len(firsts) >= 3  # a fourth that computes the tools too makes answers come no sooner
-    assert max(firsts.values()) <= 16
-    assert mean(each.ttft_s or inf for each in records) < 1.0
+    assert len(firsts) == 4
+    assert max(firsts.values()) <= 20
+    assert mean(each.ttft_s or inf for each in records) < 0.9
+
+
+def test_a_fleet_of_one_token_answers_that_are_not_streamed_learns_its_speed() -> None:
+    """Four times as slow as the default."""
+    slow = Machine(cpu_tokens=40_000, rates=Rates(prefill_tokens_per_s=2_000.0))
+    talks = conversations(24, 5, random.Random(1), answer_tokens=1)
+    never = [
+        replace(each, turns=tuple(replace(turn, streamed=False) for turn in each.turns))
+        for each in talks
+    ]
+    ours = Kept(Settings())
+    records = ours.play(never, replace(FLEET, replicas=4, machine=slow))
+    assert all(each.ok for each in records)
+    for replica in ours.routers[0].fleet.replicas.values():
+        assert replica.rates.per_second(Part.PREFILL) == pytest.approx(2_000, rel=0.25)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

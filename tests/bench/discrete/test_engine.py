@@ -8,7 +8,7 @@ import pytest
 
 from bench.discrete.engine import ModelEngine
 from bench.discrete.staging import settled
-from cacheengine.record.events import KeyEventRecord
+from cacheengine.record import KeyEventRecord
 from cacheengine.residency.decisions import Promotion
 from tests.bench.discrete.building import CHUNK, in_model_time, machine
 from tests.cacheengine.building import key, keys

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from bench.discrete.clock import VirtualLoop
 from bench.discrete.engine import ModelEngine
-from cacheengine.record.events import KeyEventRecord
+from cacheengine.record import KeyEventRecord
 from cacheengine.residency.decisions import Presence, Promotion
 from tests.bench.discrete.building import CHUNK, machine
 from tests.cacheengine.building import key

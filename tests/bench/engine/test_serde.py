@@ -19,9 +19,8 @@ from bench.engine.kv import (
 from bench.engine.serde_effect import Answers, compare
 from bench.ttft import BenchError
 from cacheengine.tiers.disk.disk import DiskTier
-from cacheengine.tiers.serde.base import Serde
+from cacheengine.tiers.serde.base import NaiveSerde, Serde
 from cacheengine.tiers.serde.cachegen import CacheGenSerde
-from cacheengine.tiers.serde.naive import NaiveSerde
 
 SHAPE = KvShape(layers=1, tokens=64, heads=2, head_dim=64)
 FINGERPRINT = "0123456789abcdef" * 2

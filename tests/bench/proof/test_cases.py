@@ -73,8 +73,8 @@ def test_the_traces_are_published_in_each_of_these_regimes_once() -> None:
 
 def test_ablations_have_ours_and_every_mechanism_and_nothing_else() -> None:
     ablated = [(each.workload, each.load) for each in CASES if each.set == "ablations"]
-    busy = [(workload, 0.8) for workload in ("agents", "conversation", "mixture")]
-    assert ablated == [busy[0], ("agents", 0.95), *busy[1:]]
+    traced = [(workload, load) for workload in TRACED for load in (0.8, 0.95)]
+    assert ablated == [*traced, ("mixture", 0.8)]
     for each in CASES:
         if each.set == "ablations":
             assert each.contenders[0] == "ours"

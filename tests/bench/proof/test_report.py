@@ -77,11 +77,11 @@ def test_the_matrix_compares_ours_with_the_best_peer(results: list[Result]) -> N
 def test_the_ablations_end_in_a_word(results: list[Result]) -> None:
     text = table("ablations", results)
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines()}
-    assert rows["prefetch"].endswith("| 4 | 0 | keep |")
-    assert rows["rhythm"].endswith("| 0 | 4 | lose |")
+    assert rows["prefetch"].endswith("| 5 | 0 | keep |")
+    assert rows["rhythm"].endswith("| 0 | 5 | lose |")
     assert rows["copies"].endswith("| 0 | 0 | lose |")
-    assert rows["growth"].endswith("| 4 | 0 | keep |")
-    assert rows["ours-true-rates"].endswith("| 0 | 4 |  |")
+    assert rows["growth"].endswith("| 5 | 0 | keep |")
+    assert rows["ours-true-rates"].endswith("| 0 | 5 |  |")
 
 
 def effect(workload: str, low: float, value: float, high: float) -> Effect:

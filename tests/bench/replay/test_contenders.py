@@ -57,7 +57,6 @@ def test_our_configuration_is_one_and_its_times_follow_the_speed(tmp_path: Path)
     config = router_config(made, path="made")
     assert (config.policy, config.prefetch.enabled) == ("session", False)
     assert config.prefetch.wait_cap_s == 0.5
-    assert config.sessions.spill_margin_s == 0.25
     assert config.timeouts.connect_s == 5.0
     assert config.rates.prefill_tokens_per_s == 4 * 8_000.0
     # By default 10 GB and 100 KB a token; here a token's KV has four bytes.

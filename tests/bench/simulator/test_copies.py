@@ -10,8 +10,8 @@ from bench.simulator.model.scheduler import ReplicaModel
 from bench.simulator.storage.engine_tiers import EngineTiers
 from bench.simulator.storage.memory_disk import MemoryDisk, threads_for_memory
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity.layout import ChunkLayout
-from cacheengine.memory.pool import Pool
+from cacheengine.identity import ChunkLayout
+from cacheengine.memory import Pool
 from cacheengine.settings.settings import EngineConfig
 from tests.bench.simulator.building import BLOCK, CHUNK, keys, model, rates, request, run
 

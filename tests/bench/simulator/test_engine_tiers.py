@@ -12,8 +12,8 @@ from bench.simulator.storage.engine_tiers import EngineTiers
 from bench.simulator.storage.memory_disk import MemoryDisk, threads_for_memory
 from bench.simulator.storage.pacing import PacedTier, Pacer
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity.layout import ChunkLayout
-from cacheengine.memory.pool import Pool
+from cacheengine.identity import ChunkLayout
+from cacheengine.memory import Pool
 from cacheengine.settings.settings import EngineConfig
 from tests.bench.simulator.building import BLOCK, CHUNK, keys, model, request, run
 

@@ -5,8 +5,8 @@ from typing import Final
 from bench.simulator.storage.memory_disk import MemoryDisk, threads_for_memory
 from bench.simulator.storage.pacing import PacedEngine, Pacer
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity.layout import ChunkLayout
-from cacheengine.memory.pool import Pool
+from cacheengine.identity import ChunkLayout
+from cacheengine.memory import Pool
 from cacheengine.settings.settings import EngineConfig
 
 CHUNK_BYTES: Final = 50

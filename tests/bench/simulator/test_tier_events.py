@@ -12,7 +12,7 @@ from bench.simulator.api.prompts import Prompts
 from bench.simulator.api.tier_events import TierEvents
 from bench.simulator.storage.told_tiers import ToldTiers
 from cacheengine.keys import HashScheme, key64
-from cacheengine.record.events import KeyEventRecord
+from cacheengine.record import KeyEventRecord
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.residency.kv_events import BlocksRemoved, BlocksStored, KvEventReader

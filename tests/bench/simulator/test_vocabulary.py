@@ -17,8 +17,7 @@ from bench.simulator.api.vocabulary import (
     vocabulary_size,
 )
 from router.prompt.reader import PromptReader
-from router.prompt.tokenizer.tokenizer import load_directory
-from router.prompt.tokenizer.verification import CHAT_PROBES, TEXT_PROBES
+from router.prompt.tokenizer import CHAT_PROBES, TEXT_PROBES, load_directory
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,12 @@ from aiohttp.test_utils import TestServer
 from cacheengine import wire
 from cacheengine.agent import mover as moving
 from cacheengine.keys import HashScheme, chunk_keys
+from cacheengine.record import TransferMeter
 from cacheengine.residency import Presence
 from cacheengine.tiers.base import PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
-from cacheengine.transfer.stats import TransferMeter
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier
@@ -400,9 +400,12 @@ async def test_a_source_that_hangs_is_given_up(
     assert fleet.second.bench.engine.lookup(PREFIX[0]) is Presence.MISS
 
 
-async def test_the_latest_moves_are_remembered(fleet: Fleet) -> None:
+async def test_the_latest_moves_are_remembered(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "MAX_REMEMBERED", 3)
     engine, meter = fleet.second.bench.engine, TransferMeter()
-    moves = moving.Mover(engine, identity("three"), fleet.session, meter, max_remembered=3)
+    moves = moving.Mover(engine, identity("three"), fleet.session, meter)
     source = wire.MoveSource(agent_url=fleet.first.url, transfer_address=fleet.first.address)
     begun = []
     for _ in range(5):

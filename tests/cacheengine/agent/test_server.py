@@ -13,9 +13,8 @@ import pytest
 from cacheengine import wire
 from cacheengine.agent import Agent
 from cacheengine.keys import HashScheme, chunk_keys, key64
-from cacheengine.record.stats import EngineStats, TierStats
+from cacheengine.record import EngineStats, TierStats, TransferStats
 from cacheengine.settings.settings import EngineConfig
-from cacheengine.transfer.stats import TransferStats
 from cacheengine.wire import ReplicaIdentity
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys, layout, wait_until
 from tests.cacheengine.conftest import MakeBench

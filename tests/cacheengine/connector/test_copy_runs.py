@@ -95,8 +95,7 @@ def page_runs(draw: st.DrawFn) -> PageRuns:
         block = draw(st.sampled_from(starts))
         free -= set(range(block, block + length))
         runs.append((block, slot, page, length))
-    columns = zip(*runs, strict=True) if runs else [[], [], [], []]
-    return PageRuns(*(list(column) for column in columns))
+    return np.array(runs, dtype=np.int64).reshape(-1, 4).T
 
 
 @given(runs=page_runs(), store=st.booleans())
@@ -108,14 +107,13 @@ def test_every_page_arrives_and_nothing_else_moves(
     sources, targets = (rig.kv, rig.pool) if store else (rig.pool, rig.kv)
     expected = [(s.tensor.clone(), t.tensor.clone()) for s, t in zip(sources, targets, strict=True)]
     for source, target in expected:
-        pages = zip(runs.blocks, runs.slots, runs.pages, runs.lengths, strict=True)
-        for block, slot, page, length in pages:
+        for block, slot, page, length in runs.T.tolist():
             for i in range(length):
                 if store:
                     target[slot, page + i] = source[block + i]
                 else:
                     target[block + i] = source[slot, page + i]
-    assert rig.copier.copy(runs, store=store) == 2 * PAGE_BYTES * runs.num_pages
+    assert rig.copier.copy(runs, store=store) == 2 * PAGE_BYTES * runs[3].sum()
     for source_is, target_is, (source, target) in zip(sources, targets, expected, strict=True):
         assert torch.equal(source_is.tensor, source)
         assert torch.equal(target_is.tensor, target)
@@ -143,7 +141,7 @@ def test_a_run_out_of_bounds_moves_nothing(
     rig = Rig(copy_call)
     before = [each.memory.clone() for each in (*rig.kv, *rig.pool)]
     good = (1, 1, 1, 1)
-    runs = PageRuns(*(list(column) for column in zip(good, bad, strict=True)))
+    runs = np.array([good, bad]).T
     with pytest.raises(IndexError, match="are not in"):
         rig.copier.copy(runs, store=store)
     for each, was in zip((*rig.kv, *rig.pool), before, strict=True):

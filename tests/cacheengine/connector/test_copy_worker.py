@@ -141,7 +141,7 @@ def test_rows_lie_where_vllms_cuda_worker_puts_them(rig: Rig) -> None:
             compute_sub_block_ptrs(slots, BLOCKS_PER_CHUNK, theirs, view, first % BLOCKS_PER_CHUNK)
             ours = [
                 view[slot].data_ptr() + (page + i) * PAGE_BYTES
-                for slot, page, length in zip(runs.slots, runs.pages, runs.lengths, strict=True)
+                for _, slot, page, length in runs.T.tolist()
                 for i in range(length)
             ]
             assert ours == theirs.tolist()

@@ -184,7 +184,7 @@ def test_statistics_say_what_happened(make_bench: MakeBench) -> None:
 
 def test_pool_and_layout_must_agree(make_bench: MakeBench) -> None:
     from cacheengine.engine.engine import CacheEngine
-    from cacheengine.memory.pool import Pool
+    from cacheengine.memory import Pool
     from tests.cacheengine.building import layout
 
     with pytest.raises(ValueError, match="slots have 100 bytes"):

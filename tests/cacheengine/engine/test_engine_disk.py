@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity.layout import ChunkLayout
-from cacheengine.memory.pool import Pool
+from cacheengine.identity import ChunkLayout
+from cacheengine.memory import Pool
 from cacheengine.residency import Presence
 from cacheengine.settings.settings import ConfigError, EngineConfig
 from cacheengine.tiers.disk.disk import DiskTier

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.memory.pool import Pool
+from cacheengine.memory import Pool
 from cacheengine.residency import Presence, Promotion
 from cacheengine.residency.shared_index import RemoteIndex
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
@@ -392,7 +392,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert (chunk in chunks) != event.stored
                 (chunks.add if event.stored else chunks.remove)(chunk)
         assert self.events["cpu"] == set(self.engine._decider.cpu.ready_keys())
-        assert self.events["disk"] == set(self.engine._tiers.local_index.keys())
+        assert self.events["disk"] == set(self.engine._tiers.indexes[0].keys())
         assert self.events["remote"] == set(self.index.keys())
 
     def teardown(self) -> None:
@@ -411,7 +411,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._run(self.jobs[0])
         self.engine.check()
         assert self.engine.stats().cpu_used_bytes == 0
-        assert self.engine._tiers.local_index.used_bytes == 0
+        assert self.engine._tiers.indexes[0].used_bytes == 0
         assert not any(self.index.is_known(chunk) for chunk in UNIVERSE)
         assert self.tier.chunks == {}
         self.engine.close()

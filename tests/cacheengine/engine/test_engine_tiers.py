@@ -83,7 +83,7 @@ def test_promotion_returns_before_the_read(make_bench: MakeBench, tier: Scripted
     assert bench.engine.try_hold(key(1)) is None
     tier.gets.set()
     assert done.wait(20)
-    assert (promotion.counts.promoted, promotion.promoted_bytes) == (1, bench.pool.slot_bytes)
+    assert promotion.counts.promoted == 1
 
 
 def test_the_same_chunk_asked_twice_is_read_once(make_bench: MakeBench, tier: ScriptedTier) -> None:
@@ -346,7 +346,7 @@ def test_close_is_bounded_when_the_disk_is_slow(make_bench: MakeBench, tier: Scr
     wait_until(lambda: bench.engine.tier_info()["disk"].used_bytes == 2 * tier.item_bytes)
     closing = threading.Thread(target=bench.engine.close, kwargs={"drain_s": 0.0})
     closing.start()
-    wait_until(lambda: not bench.engine._tiers.io[0]._is_writing)
+    wait_until(lambda: not bench.engine._tiers.io[0].is_writing)
     tier.puts.set()
     closing.join(20)
     assert len(tier.chunks) == 2  # those under way; the rest was given up
@@ -373,7 +373,7 @@ def test_closing_takes_nothing_off_the_disk(make_bench: MakeBench, tier: Scripte
     wait_until(lambda: tier.get_count > 0)
     closing = threading.Thread(target=bench.engine.close)
     closing.start()
-    wait_until(lambda: not bench.engine._tiers.io[0]._is_reading)
+    wait_until(lambda: not bench.engine._tiers.io[0].is_reading)
     tier.gets.set()
     closing.join(20)
     assert promotion.done

@@ -5,7 +5,7 @@ from cacheengine.residency.decisions import Outcome, Promotion
 
 def test_counts_add_up_and_callbacks_come_once() -> None:
     called: list[int] = []
-    promotion = Promotion(3, chunk_bytes=10)
+    promotion = Promotion(3)
     promotion.add_done_callback(lambda: called.append(1))
     promotion.settle(Outcome.RESIDENT)
     promotion.settle(Outcome.PROMOTED)
@@ -13,11 +13,10 @@ def test_counts_add_up_and_callbacks_come_once() -> None:
     promotion.settle(Outcome.MISSING)
     counts = promotion.counts
     assert (counts.resident, counts.promoted, counts.pending, counts.missing) == (1, 1, 0, 1)
-    assert promotion.promoted_bytes == 10
     assert (called, promotion.wait(0), promotion.done) == ([1], True, True)
     promotion.add_done_callback(lambda: called.append(2))
     assert called == [1, 2]
 
 
 def test_nothing_asked_is_done_at_once() -> None:
-    assert Promotion(0, chunk_bytes=10).wait(0)
+    assert Promotion(0).wait(0)

@@ -8,7 +8,7 @@ NOW_S = 100.0
 
 
 def _index(*held: int, max_held: int = 100, max_absent: int = 100) -> RemoteIndex:
-    index = RemoteIndex(max_held=max_held, max_absent=max_absent, absent_s=1.5)
+    index = RemoteIndex(max_held=max_held, max_absent=max_absent)
     for number in held:
         assert index.ask(key(number), NOW_S)
     taken = index.take_questions(100)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheengine.tiers.stores.hosted.client_host import ClientError, StoreClient
+from cacheengine.tiers.stores.hosted.client_host import StoreClient
 from cacheengine.tiers.stores.hosted.client_process import HostedLibrary
-from cacheengine.tiers.stores.hosted.client_wire import ABSENT, FULL, STORED, UNREAD
+from cacheengine.tiers.stores.hosted.client_wire import ABSENT, FULL, STORED, UNREAD, ClientError
 
 
 def fake_library(**settings: Any) -> HostedLibrary:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.engine.configured_tiers import make_remote
+from cacheengine.engine.lower_tiers import make_remote
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.remote.envelope import HEADER_BYTES
 from cacheengine.tiers.remote.remote import RemoteTier
-from cacheengine.tiers.serde.naive import NaiveSerde
+from cacheengine.tiers.serde.base import NaiveSerde
 from cacheengine.tiers.stores.redis.redis import RedisStore
 from cacheengine.tiers.stores.redis.redis_server import RedisServer
 from cacheengine.tiers.stores.server_backoff import ServerBackoff

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from cacheengine.identity.layout import ChunkLayout
+from cacheengine.identity import ChunkLayout
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.remote.envelope import HEADER_BYTES
 from cacheengine.tiers.remote.remote import RemoteTier
-from cacheengine.tiers.serde.base import Part, Serde, SerdeError
-from cacheengine.tiers.serde.naive import NaiveSerde
+from cacheengine.tiers.serde.base import NaiveSerde, Part, Serde, SerdeError
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError
 from tests.cacheengine.building import key, keys, layout, payload
 from tests.cacheengine.tiers.memory_store import MemoryStore

@@ -14,12 +14,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheengine.tiers.serde.base import Serde, SerdeError
+from cacheengine.tiers.serde.base import NaiveSerde, Serde, SerdeError
 from cacheengine.tiers.serde.cachegen import GROUP, CacheGenSerde
 from cacheengine.tiers.serde.configured import SERDE_NAMES, make_serde
 from cacheengine.tiers.serde.floats import FLOAT_FORMATS
 from cacheengine.tiers.serde.lossless import LosslessSerde
-from cacheengine.tiers.serde.naive import NaiveSerde
 from cacheengine.tiers.serde.planes import PIECE_BYTES
 
 DTYPES = ("bfloat16", "float16", "float32", "fp8_e4m3", "int4_per_token_head")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from cacheengine.record import TransferMeter
 from cacheengine.transfer.channel import Channel, PeerGone
 from cacheengine.transfer.fetch import Fetch, Fetched
 from cacheengine.transfer.protocol import ProtocolError
 from cacheengine.transfer.server import TransferServer
-from cacheengine.transfer.stats import TransferMeter
 from tests.cacheengine.building import Bench, wait_until
 
 TIMEOUT_S = 20.0

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from cacheengine.record import TransferMeter
 from cacheengine.residency import Presence
 from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.server import TransferServer
-from cacheengine.transfer.stats import TransferMeter
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys, wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.transfer.conftest import Serve, assert_idle, fetch

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
 from cacheengine.transfer.fetch import Fetch
-from cacheengine.transfer.stats import TransferMeter
 from tests.cacheengine.building import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.transfer.conftest import Play, Script, Serve, assert_idle, fetch
@@ -38,10 +38,10 @@ def answering(
     """Play a source that greets as it should and answers the n-th chunk in its own way."""
 
     def script(channel: Channel) -> None:
-        hello = protocol.receive_hello(channel)
+        key_bytes, _ = protocol.receive_hello(channel, LAYOUT)
         protocol.send_welcome(channel)
         number = 0
-        while (asked := protocol.receive_get(channel, hello.key_bytes)) is not None:
+        while (asked := protocol.receive_get(channel, key_bytes)) is not None:
             for key in asked:
                 answer(channel, number, key)
                 number += 1
@@ -179,7 +179,7 @@ def test_something_else_listens(other: Bench, play: Play) -> None:
 
 def test_another_layout_is_refused(source: Bench, serve: Serve, play: Play) -> None:
     from cacheengine.engine.engine import CacheEngine
-    from cacheengine.memory.pool import Pool
+    from cacheengine.memory import Pool
     from cacheengine.settings.settings import EngineConfig
 
     peer = serve(source)
@@ -200,10 +200,10 @@ def test_a_source_that_stalls_is_left(other: Bench, play: Play, silent_at: str) 
     over = threading.Event()
 
     def stall(channel: Channel) -> None:
-        hello = protocol.receive_hello(channel)
+        key_bytes, _ = protocol.receive_hello(channel, LAYOUT)
         if silent_at != "welcome":
             protocol.send_welcome(channel)
-            (key, *_) = protocol.receive_get(channel, hello.key_bytes) or []
+            (key, *_) = protocol.receive_get(channel, key_bytes) or []
             if silent_at == "payload":
                 channel.send(header(key), payload(key)[:10])
         over.wait(20)

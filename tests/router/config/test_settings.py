@@ -71,6 +71,7 @@ def test_a_secret_is_not_printed(tmp_path: Path) -> None:
         ("replicas: [{instance_id: a}]", "replicas[0].url: is missing; add 'url: ...'"),
         ("replicas: [{url: 'a:1'}]", "replicas[0].url: 'a:1' is not an HTTP base URL; write it"),
         ("replicas: [{url: 'http://a:x'}]", "replicas[0].url: 'http://a:x' is not an HTTP"),
+        ("replicas: [{url: 'http://[a'}]", "replicas[0].url: 'http://[a' is not an HTTP"),
         (
             "replicas: [{url: 'http://a'}, {url: 'http://a/'}]",
             "replicas[1]: is the same as replicas[0] ('http://a'); give each",

@@ -367,7 +367,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
     control: Controlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or 128 such clients would keep all others out."""
-    monkeypatch.setattr("router.controller.calls.BODY_S", 0.05)
+    monkeypatch.setattr("router.http.boundary.BODY_S", 0.05)
     url = urlsplit(control.url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     writer.write(b"POST /lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")

@@ -130,8 +130,9 @@ def test_an_id_counts_before_another_name() -> None:
     assert found is not None and found.agent_url == "http://10.0.0.2:8101"
 
 
-def test_registrations_are_bounded() -> None:
-    registry = Registry(list, max_registered=2)
+def test_registrations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.controller.registry.MAX_REGISTERED", 2)
+    registry = Registry(list)
     registry.register(registration("a", heartbeat_s=1.0), 0.0)
     registry.register(registration("b", heartbeat_s=9.0), 0.0)
     with pytest.raises(Overloaded, match="2 instances have registered"):

@@ -1,16 +1,17 @@
 """Who lives, found by asking at intervals and by what requests meet."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import aiohttp
 import pytest
 
-from router.config.settings import ReplicaConfig, TimeoutsConfig
-from router.feeds.health import HealthMonitor, Listener
-from router.prompt.readers import ServedModel
+from router.config.settings import ReplicaConfig, RouterConfig, TimeoutsConfig, TokenizerConfig
+from router.feeds.health import HealthMonitor
+from router.fleet.fleet import Fleet
+from router.prompt.readers import PromptSource, ServedModel
 from router.proxy.upstream import client_session
 from router.record.records import Cause
 from tests.router.conftest import Wait
@@ -24,17 +25,53 @@ class Heard:
     states: list[str] = field(default_factory=list)
     served: list[list[ServedModel]] = field(default_factory=list)
     capacities: list[int] = field(default_factory=list)
+    may_learn: asyncio.Event = field(default_factory=asyncio.Event)
+    problems: list[Exception] = field(default_factory=list)
+    """What learning of models fails with, before it works."""
 
-    def listener(self) -> Listener:
-        async def models(name: str, served: list[ServedModel]) -> None:
-            self.served.append(served)
+    def __post_init__(self) -> None:
+        self.may_learn.set()
 
-        return Listener(
-            up=lambda name: self.states.append(f"{name} up"),
-            down=lambda name, reason: self.states.append(f"{name} down: {reason}"),
-            models=models,
-            kv_capacity=lambda name, tokens: self.capacities.append(tokens),
-        )
+
+class Told(Fleet):
+    """A fleet that writes down what it is told."""
+
+    def __init__(self, config: RouterConfig, heard: Heard) -> None:
+        super().__init__(config)
+        self._heard = heard
+
+    def up(self, replica_id: str) -> None:
+        super().up(replica_id)
+        self._heard.states.append(f"{replica_id} up")
+
+    def down(self, replica_id: str) -> None:
+        super().down(replica_id)
+        self._heard.states.append(f"{replica_id} down")
+
+    def set_kv_capacity(self, replica_id: str, tokens: int) -> None:
+        super().set_kv_capacity(replica_id, tokens)
+        self._heard.capacities.append(tokens)
+
+
+class Prompts(PromptSource):
+    """Prompts that write down of which models they learn."""
+
+    def __init__(self, heard: Heard) -> None:
+        super().__init__(TokenizerConfig())
+        self._heard = heard
+
+    async def learn(
+        self,
+        models: Sequence[ServedModel],
+        *,
+        session: aiohttp.ClientSession,
+        url: str,
+        headers: Mapping[str, str],
+    ) -> None:
+        self._heard.served.append(list(models))
+        if self._heard.problems:
+            raise self._heard.problems.pop()
+        await self._heard.may_learn.wait()
 
 
 @pytest.fixture
@@ -47,13 +84,11 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 async def monitoring(
     session: aiohttp.ClientSession, url: str, heard: Heard, **timeouts: float
 ) -> AsyncIterator[HealthMonitor]:
-    monitor = HealthMonitor(
-        {"r": ReplicaConfig(url=url)},
-        session=session,
-        timeouts=TimeoutsConfig(**timeouts),
-        listener=heard.listener(),
-    )
-    await monitor.start()
+    replica = ReplicaConfig(url=url, instance_id="r")
+    config = RouterConfig(replicas=(replica,), timeouts=TimeoutsConfig(**timeouts))
+    monitor = HealthMonitor(config, Told(config, heard), Prompts(heard), session)
+    async with asyncio.timeout(20):
+        await monitor.start()
     try:
         yield monitor
     finally:
@@ -73,24 +108,11 @@ async def test_a_replica_whose_first_probe_takes_long_holds_up_nobody(
     """It has answered that it is well, and takes its time to tell what it serves."""
     monkeypatch.setattr("router.feeds.health._FIRST_PROBES_S", 0.01)
     heard = Heard()
-    told = asyncio.Event()
-
-    async def models(name: str, served: list[ServedModel]) -> None:
-        await told.wait()
-
-    async with scripted() as replica:
-        monitor = HealthMonitor(
-            {"r": ReplicaConfig(url=replica.url)},
-            session=session,
-            timeouts=TimeoutsConfig(),
-            listener=replace(heard.listener(), models=models),
-        )
-        async with asyncio.timeout(20):
-            await monitor.start()
+    heard.may_learn.clear()
+    async with scripted() as replica, monitoring(session, replica.url, heard):
         assert heard.states == []
-        told.set()
+        heard.may_learn.set()
         await eventually(lambda: heard.states == ["r up"])
-        await monitor.stop()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +139,9 @@ async def test_a_replica_without_a_health_endpoint_is_up(session: aiohttp.Client
         assert heard.served == [], "it does not tell its models either"
 
 
-async def test_ill_and_well_again(session: aiohttp.ClientSession, eventually: Wait) -> None:
+async def test_ill_and_well_again(
+    session: aiohttp.ClientSession, eventually: Wait, caplog: pytest.LogCaptureFixture
+) -> None:
     heard = Heard()
     async with (
         scripted() as replica,
@@ -127,12 +151,13 @@ async def test_ill_and_well_again(session: aiohttp.ClientSession, eventually: Wa
         await eventually(lambda: len(heard.states) == 2)
         replica.healthy = True
         await eventually(lambda: len(heard.states) == 3)
-    assert heard.states == ["r up", "r down: /health answers 503", "r up"]
+    assert heard.states == ["r up", "r down", "r up"]
+    assert f"r ({replica.url}) is down: /health answers 503" in caplog.text
     assert len(heard.served) == 2, "who comes back may serve other models"
 
 
 async def test_a_failed_request_is_believed_and_checked_at_once(
-    session: aiohttp.ClientSession, eventually: Wait
+    session: aiohttp.ClientSession, eventually: Wait, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard = Heard()
     async with (
@@ -140,7 +165,8 @@ async def test_a_failed_request_is_believed_and_checked_at_once(
         monitoring(session, replica.url, heard, health_interval_s=3600) as monitor,
     ):
         monitor.suspect("r", Cause.CONNECT)
-        assert heard.states[1] == "r down: a request found nobody listening"
+        assert heard.states[1] == "r down"
+        assert "is down: a request found nobody listening" in caplog.text
         await eventually(lambda: len(heard.states) == 3)
     assert heard.states[2] == "r up", "found well by the probe that the suspicion caused"
 
@@ -160,7 +186,7 @@ async def test_a_cut_request_is_only_a_reason_to_ask(
 
 
 async def test_silence_is_believed_only_after_a_while(
-    session: aiohttp.ClientSession, eventually: Wait
+    session: aiohttp.ClientSession, eventually: Wait, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server accepts and says nothing: first well, then stuck for good."""
     heard = Heard()
@@ -187,7 +213,8 @@ async def test_silence_is_believed_only_after_a_while(
         asked = 0
         await eventually(lambda: len(heard.states) == 2)
         assert asked >= 3
-    assert heard.states[1] == "r down: /health does not answer within 0.05 s"
+    assert heard.states[1] == "r down"
+    assert "is down: /health does not answer within 0.05 s" in caplog.text
     server.close()
     await server.wait_closed()
 
@@ -195,24 +222,12 @@ async def test_silence_is_believed_only_after_a_while(
 async def test_a_probe_that_fails_unforeseen_is_not_the_last(
     session: aiohttp.ClientSession, eventually: Wait, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard = Heard()
-    told: list[str] = []
-
-    async def models(name: str, served: list[ServedModel]) -> None:
-        told.append(name)
-        if len(told) == 1:
-            raise RuntimeError("nobody foresaw this")
-
-    async with scripted() as replica:
-        monitor = HealthMonitor(
-            {"r": ReplicaConfig(url=replica.url)},
-            session=session,
-            timeouts=TimeoutsConfig(health_interval_s=0.01),
-            listener=replace(heard.listener(), models=models),
-        )
-        await monitor.start()
+    heard = Heard(problems=[RuntimeError("nobody foresaw this")])
+    async with (
+        scripted() as replica,
+        monitoring(session, replica.url, heard, health_interval_s=0.01),
+    ):
         await eventually(lambda: heard.states == ["r up"])
-        await monitor.stop()
     assert "probing it failed" in caplog.text
 
 

@@ -13,7 +13,6 @@ from router.config.settings import (
     RatesConfig,
     ReplicaConfig,
     RouterConfig,
-    SessionConfig,
 )
 from router.fleet.decision import Decision, Reason
 from router.fleet.fleet import Fleet
@@ -41,7 +40,6 @@ def make_fleet(count: int = 2, *, agents: bool = True, policy: PolicyName = "ttf
         replicas=replicas,
         policy=policy,
         rates=RatesConfig(prefill_tokens_per_s=1000.0, kv_bytes_per_token=1000.0),
-        sessions=SessionConfig(spill_margin_s=0.25),
         index=IndexConfig(speculative_ttl_s=30.0, history_ttl_s=600.0),
     )
     fleet = Fleet(config)

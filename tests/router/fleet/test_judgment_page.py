@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_its_formulas_are_those_of_the_code(
         "busy_share": busy_share,
     }
     for name, formula in formulas().items():
-        known[name] = eval(formula, {"max": max, "min": min}, known)
+        known[name] = eval(formula, {"max": max, "min": min, "inf": inf}, known)
     assert known["fetched_s"] == pytest.approx(weighed.cost.fetched_s)
     assert known["busy_s"] == pytest.approx(weighed.cost.busy_s)
     assert known["ttft_s"] == pytest.approx(weighed.ttft_s)

@@ -97,7 +97,28 @@ def test_the_event_of_its_last_block_ends_its_prefill() -> None:
     assert counts(replica) == (0, 0)
 
 
-def test_it_teaches_nothing() -> None:
+def test_one_of_one_token_teaches() -> None:
+    fleet = make_fleet(1)
+    for number, output_tokens in enumerate((1, 2)):
+        now_s = 10.0 * number
+        ticket, _ = start(fleet, tokens(1000, start=50_000 * number), now_s)
+        ticket.first_byte(now_s + 3.0, streamed=False)
+        ticket.finish(now_s + 3.0, ok=True, cached_tokens=0, output_tokens=output_tokens)
+    assert fleet.replicas["r0"].rates.observations == 1
+    cold_s = place(fleet, tokens(1000, start=9), 99.0).predicted_ttft_s
+    assert cold_s == pytest.approx(3.0, rel=0.15)
+
+
+def test_answers_are_timed_from_the_event_of_the_last_block() -> None:
+    fleet, prompt = make_fleet(1), tokens(640)
+    ticket, _ = start(fleet, prompt)
+    stored(fleet, "r0", Tier.GPU, blocks(prompt))
+    ticket.first_byte(4.0, streamed=False)
+    ticket.finish(4.0, ok=True)
+    assert fleet.replicas["r0"].answers == 1
+
+
+def test_it_teaches_nothing_else() -> None:
     fleet = make_fleet(1)
     ticket, due_s = start(fleet, tokens(1000))
     fleet.tick(due_s + 0.001)

@@ -35,23 +35,23 @@ def test_equal_times_go_where_less_work_is_done() -> None:
     assert picked is waiting
 
 
-@pytest.mark.parametrize("slower_s", [0.0, 0.2])
-def test_a_session_stays_at_home_within_the_margin(slower_s: float) -> None:
-    question = Question(affinity=0, home="home", spill_margin_s=0.25)
-    home = candidate("home", prefill_s=1.0 + slower_s)
+@pytest.mark.parametrize("slower_s", [0.0, 0.015])
+def test_a_session_stays_at_home_among_equals(slower_s: float) -> None:
+    question = Question(affinity=0, home="home")
+    home = candidate("home", prefill_s=1.0 + slower_s, in_flight=1)
     picked = pick("ttft", [candidate("other"), home], question)
     assert picked == (home, Reason.SESSION_HOME)
 
 
-def test_a_session_spills_beyond_the_margin() -> None:
-    question = Question(affinity=0, home="home", spill_margin_s=0.25)
+def test_a_session_spills_where_its_home_is_worse() -> None:
+    question = Question(affinity=0, home="home")
     other = candidate("other")
     picked = pick("ttft", [other, candidate("home", queue_s=0.5)], question)
     assert picked == (other, Reason.SESSION_SPILL)
 
 
 def test_a_home_that_cannot_be_picked_is_no_home() -> None:
-    question = Question(affinity=0, home="gone", spill_margin_s=0.25)
+    question = Question(affinity=0, home="gone")
     _, reason = pick("ttft", [candidate("a"), candidate("b")], question)
     assert reason is Reason.NO_INFORMATION
 
@@ -108,13 +108,14 @@ def test_a_burst_is_taken_to_go_on() -> None:
     assert pick("ttft", [many, idle], QUESTION)[0] is idle
 
 
-def test_who_waits_in_a_busy_fleet_foretells_fewer_than_in_an_idle_one() -> None:
-    def behind(busy: float) -> float:
-        return candidate("busy", waiting=20, busy_share=busy).others_s(DEFAULT)
+def test_as_many_are_behind_as_wait_or_as_are_usual_within_bounds() -> None:
+    def behind(busy_share: float, waiting: int = 0) -> float:
+        return candidate("a", waiting=waiting, busy_share=busy_share).behind(DEFAULT)
 
-    assert behind(1.0) == pytest.approx(20)
-    assert behind(0.5) == pytest.approx(39)
-    assert behind(0.0) == pytest.approx(58)
+    assert behind(0.0) == DEFAULT.least_behind
+    assert behind(0.75) == pytest.approx(3.0)
+    assert behind(0.75, waiting=5) == 5
+    assert behind(1.5) == behind(0.0, waiting=99) == DEFAULT.most_behind
 
 
 def test_the_busier_the_fleet_the_more_wait_behind() -> None:

@@ -69,6 +69,18 @@ def test_the_router_is_started_with_its_controller(engines: Path) -> None:
     assert fleet.router_settings["controller"] == {"port": 9100}
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("::1", "http://[::1]:8088"),
+        ("10.0.0.7", "http://10.0.0.7:8088"),
+        ("0.0.0.0", "http://127.0.0.1:8088"),
+    ],
+)
+def test_the_router_is_waited_for_where_it_listens(engines: Path, host: str, url: str) -> None:
+    assert load(engines, FLEET.replace("policy: session", f"host: '{host}'")).router.url == url
+
+
 @pytest.mark.parametrize("at", ["localhost:9101", "http://127.0.0.1:9101", "[::1]:9101"])
 def test_a_replica_that_registers_elsewhere_on_this_machine_is_refused(
     engines: Path, at: str

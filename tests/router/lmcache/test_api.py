@@ -49,7 +49,7 @@ class Caller:
 async def calling(
     stack: AsyncExitStack, session: aiohttp.ClientSession, secret: str | None = None
 ) -> Caller:
-    lmcache = Lmcache(make_fleet(), session, limit_bytes=1 << 20)
+    lmcache = Lmcache(make_fleet(), session)
     controller = Controller(
         list,
         session,
@@ -201,4 +201,4 @@ async def test_a_prompt_of_too_many_keys_is_refused(caller: Caller) -> None:
     asked = ASKED | {"world_size": 255, "token_ids": [1] * (400 * CHUNK)}
     for path in ("/directory/lookup", "/cache/pins"):
         status, answer = await caller.call("POST", path, asked)
-        assert (status, answer) == (400, {"detail": "the prompt has more than 100000 keys"})
+        assert (status, answer) == (400, {"detail": "one call looks at 100000 keys at most, these are 102000"})

@@ -100,7 +100,7 @@ def test_a_shared_backend_counts_for_every_replica_whose_server_reaches_it() -> 
 
 def test_salts_models_ranks_and_groups_are_told_apart() -> None:
     fleet, coordinator = two_tied()
-    coordinator.ties.set_roots("r0", ["models/small"])
+    fleet.set_models("r0", {}, ["models/small"])
     coordinator.apply(
         [
             batch(1, keys=[key(0, salt="tenant"), key(1, salt="tenant")]),
@@ -115,10 +115,11 @@ def test_salts_models_ranks_and_groups_are_told_apart() -> None:
 
 def test_a_model_that_a_replica_turns_out_to_have_counts_from_then_on() -> None:
     fleet, coordinator = two_tied()
-    coordinator.ties.set_roots("r0", ["old"])
+    fleet.set_models("r0", {}, ["old"])
     coordinator.apply([batch(1, keys=[key(0)])])
     assert matched(fleet)["r0"] == {}
-    coordinator.ties.set_roots("r0", ["models/small"])
+    fleet.set_models("r0", {}, ["models/small"])
+    coordinator.ties.tie("r0", coordinator.ties.server_of("r0"))
     assert matched(fleet)["r0"] == {"cpu": 256}
 
 
@@ -180,7 +181,9 @@ def test_a_replica_whose_server_does_not_answer_holds_nothing_until_it_does() ->
     assert matched(fleet)["r0"] == {}
     assert not fleet.replicas["r0"].can_prefetch
     coordinator.apply([batch(2, tier="l2", keys=[key(1)])])
-    coordinator.ties.tie("r0", Server(instance_id="mp0", chunk_tokens=CHUNK))
+    coordinator.ties.tie(
+        "r0", Server(url="http://host0:8210", instance_id="mp0", chunk_tokens=CHUNK)
+    )
     assert matched(fleet)["r0"] == {"cpu": 256, "disk": 256}
 
 
@@ -230,7 +233,9 @@ def test_a_server_that_is_killed_and_comes_back_has_its_l2() -> None:
     coordinator.ties.tie("r0", None)
     coordinator.lost("mp0")
     assert matched(fleet)["r0"] == {}
-    coordinator.ties.tie("r0", Server(instance_id="mp0", chunk_tokens=CHUNK))
+    coordinator.ties.tie(
+        "r0", Server(url="http://host0:8210", instance_id="mp0", chunk_tokens=CHUNK)
+    )
     assert matched(fleet)["r0"] == {"disk": 256}, "before its first event tells that its L1 is gone"
     coordinator.expire(now_s=31.0)
     register(coordinator)

@@ -123,7 +123,6 @@ async def test_what_is_not_found_is_counted(rig: Rig) -> None:
     answer = await rig.ask()
     assert answer.headers["x-warmroute-prefetch"] == "asked=3;promoted=1;pending=0;missing=2"
     lmcache = rig.running.parts.lmcache
-    assert lmcache is not None
     assert lmcache.counts["missing"] == 2
     async with rig.client.get(f"{rig.running.url}/metrics") as response:
         text = await response.text()
@@ -149,7 +148,6 @@ async def test_a_server_that_has_no_layout_yet_is_no_failure_of_its(rig: Rig) ->
         answer = await rig.ask()
         assert answer.headers["x-warmroute-replica"] == "one", number
     lmcache = rig.running.parts.lmcache
-    assert lmcache is not None
     assert lmcache.counts["not_ready"] >= 1
 
 
@@ -168,7 +166,6 @@ async def test_events_that_are_malformed_change_nothing_and_are_counted(rig: Rig
             assert response.status == 422, change
             assert "detail" in await response.json()
     lmcache = rig.running.parts.lmcache
-    assert lmcache is not None
     assert (dict(lmcache.counts), len(lmcache)) == ({"malformed": 6}, 0)
 
 
@@ -264,7 +261,7 @@ async def test_a_stock_coordinator_is_asked_where_a_fleet_has_one(
     """Another router of ours stands in for it here; the real one is in ``tests/lmcache``."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(standing_in(server))
-        other = Lmcache(make_fleet(), client, limit_bytes=1 << 20)
+        other = Lmcache(make_fleet(), client)
         controller = Controller(
             list, client, limit_bytes=1 << 20, beside=other.routes(), beside_instances=other.listing
         )
@@ -291,7 +288,6 @@ async def test_a_stock_coordinator_is_asked_where_a_fleet_has_one(
         assert answer.headers["x-warmroute-matched-disk"] == "0"
         assert running.parts.controller is None
         lmcache = running.parts.lmcache
-        assert lmcache is not None
         before = lmcache.counts["looked_up"]
         body = {"model": "m", "prompt": PROMPT}
         async with client.post(f"{running.url}/explain", json=body) as response:
@@ -309,14 +305,12 @@ async def test_a_stock_coordinator_that_is_away_holds_up_nobody(
         )
         rig = Rig(fleet=fleet, running=running, server=server, controller_url="", client=client)
         assert (await rig.ask()).headers["x-warmroute-replica"] == "one"
-        assert running.parts.lmcache is not None
         assert running.parts.lmcache.counts["coordinator_failed"] >= 1
 
 
 async def test_a_server_that_is_slow_has_not_ended(rig: Rig, monkeypatch: Patch) -> None:
     monkeypatch.setattr("router.lmcache.watch._ANSWER_S", 0.01)
     lmcache = rig.running.parts.lmcache
-    assert lmcache is not None
     rig.server.busy = asyncio.Event()
     await rig.tell(batch(1, keys=[key(n) for n in range(4)]))
     for _ in range(3):
@@ -338,7 +332,6 @@ async def test_a_server_that_does_not_answer_yet_is_said_once(
         ),
         controller=ControllerConfig(port=0, monitor_port=0),
     )
-    assert running.parts.lmcache is not None
     await running.parts.lmcache._watch._ask_all()
     said = [each for each in caplog.messages if "http://127.0.0.1:1 does not answer" in each]
     assert len(said) == 1

@@ -105,5 +105,7 @@ def tied(fleet: Fleet | None = None, **names: str) -> Coordinator:
     coordinator = Coordinator(fleet or make_fleet())
     for replica, server in (names or {"r0": "mp0"}).items():
         register(coordinator, server)
-        coordinator.ties.tie(replica, Server(instance_id=server, chunk_tokens=CHUNK))
+        coordinator.ties.tie(
+            replica, Server(url="http://host0:8210", instance_id=server, chunk_tokens=CHUNK)
+        )
     return coordinator

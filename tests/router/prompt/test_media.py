@@ -8,7 +8,8 @@ import pytest
 
 from cacheengine.keys import HashScheme
 from router.prompt import media
-from router.prompt.reader import Prompt, PromptReader
+from router.prompt.prompt import Prompt
+from router.prompt.reader import PromptReader
 from tests.router.prompt.chat_shapes import TEMPLATES
 from tests.router.prompt.test_encoder import LONG
 from tests.router.prompt.tokenizer_makers import llama3, write_model
@@ -279,12 +280,12 @@ def test_the_count_of_tokens_does_not_follow_the_bytes(reader: PromptReader) -> 
 def test_the_next_turn_costs_only_its_new_text(reader: PromptReader) -> None:
     first = chat(text(LONG), image())
     reader.read_now(CHAT, first).chain(SCHEME, 16)
-    before = (reader.memo.stats.tokens_tokenized, reader.memo.stats.blocks_hashed)
+    before = (reader.memo.tokens_tokenized, reader.memo.blocks_hashed)
     more = [{"role": "assistant", "content": "A fox."}, {"role": "user", "content": "Why?"}]
     second = reader.read_now(CHAT, {"messages": [*first["messages"], *more]})
     assert second.chain(SCHEME, 16)
-    assert reader.memo.stats.tokens_tokenized == before[0]
-    assert reader.memo.stats.blocks_hashed - before[1] <= 80
+    assert reader.memo.tokens_tokenized == before[0]
+    assert reader.memo.blocks_hashed - before[1] <= 80
     reader.memo.check()
 
 
@@ -304,3 +305,15 @@ def test_kinds_of_content_are_named_as_vllm_does() -> None:
     ]
     assert media.part_types(messages) == {"image", "text", "input"}
     assert media.part_types(None) == frozenset()
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_medium_in_a_system_message_that_is_merged_with_others_leaves_only_text(
+    tmp_path: Path, role: str
+) -> None:
+    reader = reader_of(tmp_path, TEMPLATES["parts"])
+    messages = [{"role": "user", "content": "x"}, {"role": "developer", "content": "y"}]
+    body = {"messages": [*messages, {"role": role, "content": [text(LONG), image()]}]}
+    prompt = reader.read_now(CHAT, body)
+    assert prompt.token_ids is None
+    assert "medium" in (prompt.doubt or "")

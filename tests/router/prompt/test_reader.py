@@ -18,7 +18,8 @@ from aiohttp.test_utils import TestServer
 from cacheengine.keys import HashScheme, prompt_extra_keys
 from router.config.errors import BadRequest, ConfigError
 from router.prompt.messages import chat_tools
-from router.prompt.reader import TEXT_PIECE_CHARS, Prompt, PromptReader, Trust
+from router.prompt.prompt import TEXT_PIECE_CHARS, Prompt
+from router.prompt.reader import PromptReader
 from router.prompt.templates import ChatTemplate
 from router.prompt.tokenizer import Memo, Piece
 from router.proxy.upstream import client_session
@@ -147,15 +148,13 @@ async def test_a_second_turn_costs_only_its_new_text(reader: PromptReader) -> No
     turns = [said("system", "You are brief."), said("user", LONG)]
     first = await reader.read(CHAT, chat(*turns))
     first.chain(SCHEME, 16)
-    before = (reader.memo.stats.tokens_tokenized, reader.memo.stats.blocks_hashed)
+    before = (reader.memo.tokens_tokenized, reader.memo.blocks_hashed)
     turns += [said("assistant", "So it is."), said("user", "And why?")]
     second = await reader.read(CHAT, chat(*turns))
     keys = second.chain(SCHEME, 16)
     new = second.token_count - first.token_count
-    assert reader.memo.stats.tokens_tokenized - before[0] <= new < 80
-    assert (
-        reader.memo.stats.blocks_hashed - before[1] <= len(keys) - len(first.chain(SCHEME, 16)) + 1
-    )
+    assert reader.memo.tokens_tokenized - before[0] <= new < 80
+    assert reader.memo.blocks_hashed - before[1] <= len(keys) - len(first.chain(SCHEME, 16)) + 1
     assert keys == SCHEME.chain(second.token_ids or [], 16)
     reader.memo.check()
 
@@ -404,10 +403,10 @@ async def test_a_replica_that_agrees_makes_tokens_exact(
     reader = PromptReader.load(path)
     assert not reader.read_now(CHAT, chat(USER)).exact
     assert await verified(reader, Replica(model, lambda body, ids: ids), session)
-    assert reader.chat_trust is Trust.CONFIRMED
     assert reader.read_now(CHAT, chat(USER)).exact
-    assert reader.max_model_len == 4096
     assert reader.read_now(CHAT, chat(USER, truncate_prompt_tokens=-1)).exact
+    long = {"prompt": [1] * 4096, "truncate_prompt_tokens": -1}
+    assert not reader.read_now("/v1/completions", long).exact, "4096 is what the context has"
 
 
 async def test_a_replica_with_a_key_is_asked_with_it(
@@ -426,8 +425,6 @@ async def test_another_template_on_the_replica_ends_chat_tokens_only(
 ) -> None:
     other = write_model(tmp_path, llama3(), TEMPLATES["chatml"])
     assert not await verified(reader, Replica(other, lambda body, ids: ids), session)
-    assert reader.chat_trust is Trust.REFUTED
-    assert reader.text_trust is Trust.CONFIRMED
     prompt = reader.read_now(CHAT, chat(USER))
     assert prompt.token_ids is None
     assert "fox" not in prompt.text
@@ -463,7 +460,7 @@ async def test_a_replica_that_cannot_say_changes_nothing(
     reader: PromptReader, model: Path, session: aiohttp.ClientSession, status: int
 ) -> None:
     assert not await verified(reader, Replica(model, lambda body, ids: status), session)
-    assert reader.text_trust is Trust.PROVEN
+    assert reader.read_now("/v1/completions", {"prompt": "x"}).exact
     assert not await reader.verify(session, "http://127.0.0.1:1")
     assert reader.read_now(CHAT, chat(USER)).exact
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from router.prompt.reader import Prompt, PromptReader
+from router.prompt.prompt import Prompt
+from router.prompt.reader import PromptReader
 from tests.router.prompt.chat_shapes import (
     ANTHROPIC,
     CHAT_OPTIONS,

@@ -13,7 +13,7 @@ USER: dict[str, Any] = {"role": "user", "content": "hi"}
 
 
 def render(source: str, *messages: dict[str, Any], **options: Any) -> str:
-    return ChatTemplate(source).render(list(messages), variables={}, **options)
+    return ChatTemplate(source).render(list(messages), variables=options)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from cacheengine.keys import DEFAULT_SEED, HashScheme, key64
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
-from router.prompt.reader import Prompt, PromptReader
+from router.prompt.prompt import Prompt
+from router.prompt.reader import PromptReader
 from router.residency.kv_events import BlocksStored, FirstBlocks, KvBatch
 from router.residency.tiers import KeyShape, Tier
 from tests.router.prompt.test_encoder import LONG

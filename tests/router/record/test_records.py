@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.decision import Reason
-from router.latency.prediction_errors import PredictionErrors
-from router.record.metrics import Metrics, ReplicaGauges
+from router.fleet.fleet import Fleet
+from router.latency.ttft_model import Part
+from router.record.metrics import Metrics
 from router.record.records import (
     Cause,
     FailedTry,
@@ -20,6 +22,10 @@ from router.residency.tiers import Tier
 from router.staging.prefetch import PrefetchOutcome
 from router.staging.stager import Preparation
 from tests.router.fleet.deciding import candidate, decision
+
+TWO = RouterConfig(
+    replicas=tuple(ReplicaConfig(url=f"http://{id}", instance_id=id) for id in ("one", "two"))
+)
 
 
 def ended(**known: Any) -> RequestRecord:
@@ -100,10 +106,10 @@ def test_the_headers_tell_of_the_decision() -> None:
 
 
 def test_every_end_is_counted() -> None:
-    metrics = Metrics(
-        lambda: [ReplicaGauges(replica_id="one", state="up", is_up=True, in_flight=3)],
-        lambda: {"index": 7},
-    )
+    fleet = Fleet(TWO)
+    fleet.up("one")
+    fleet.replicas["one"].waiting, fleet.replicas["one"].decoding = 2, 1
+    metrics = Metrics(fleet, lambda: {"index": 7})
     metrics.observe(
         ended(
             outcome=Outcome.OK,
@@ -133,6 +139,8 @@ def test_every_end_is_counted() -> None:
         'warmroute_prefetch_wait_seconds_sum{replica="one"} 0.2',
         'warmroute_prefetch_chunks_total{replica="one",result="promoted"} 4.0',
         'warmroute_prefetch_bytes_total{replica="one"} 4096.0',
+        'warmroute_replica_up{replica="one",state="up"} 1.0',
+        'warmroute_replica_up{replica="two",state="unknown"} 0.0',
         'warmroute_in_flight{replica="one"} 3.0',
         'warmroute_table_entries{table="index"} 7.0',
         'warmroute_requests_total{endpoint="/v1/completions",outcome="refused",replica="none",'
@@ -144,19 +152,13 @@ def test_every_end_is_counted() -> None:
 
 
 def test_prediction_errors_and_learned_rates_are_gauges() -> None:
-    errors = PredictionErrors()
+    fleet = Fleet(TWO)
+    known = fleet.replicas["one"]
     for observed_s in (1.0, 1.1, 2.0):
-        errors.note(1.0, observed_s)
-    known = ReplicaGauges(
-        replica_id="one",
-        state="up",
-        is_up=True,
-        in_flight=0,
-        errors=errors.figures(),
-        rates={"prefill": 8000.0},
-    )
-    new = ReplicaGauges(replica_id="two", state="up", is_up=True, in_flight=0)
-    lines = Metrics(lambda: [known, new]).render().decode().splitlines()
+        known.errors.note(1.0, observed_s)
+    for _ in range(50):
+        known.rates.observe_rate(Part.PEER, 8e9)
+    lines = Metrics(fleet).render().decode().splitlines()
     found = {
         line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if "#" not in line
     }
@@ -171,5 +173,5 @@ def test_prediction_errors_and_learned_rates_are_gauges() -> None:
             1.0
         ),
         'warmroute_ttft_prediction_bias{replica="one"}': pytest.approx(1.1),
-        'warmroute_learned_rate{part="prefill",replica="one"}': 8000.0,
+        'warmroute_learned_rate{part="peer",replica="one"}': pytest.approx(8e9, rel=0.1),
     }

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from router.latency.ttft_model import Part
 from router.staging import peer_copy
 from router.staging.agent_client import AgentClient
 from router.staging.backoff import Backoff
-from router.staging.peer_copy import MAX_UNDER_WAY, Copier, CopyOutcome
-from router.staging.prefetch import Timing
+from router.staging.errand import Timing
+from router.staging.peer_copy import Copier, CopyOutcome
+from router.staging.stager import Preparation, Preparer
 from tests.cacheengine.building import CHUNK_BYTES, config
 from tests.cacheengine.conftest import MakeBench
 from tests.router.fleet.deciding import candidate
@@ -29,23 +30,20 @@ from tests.router.real_replicas import CHUNKS, RealFleet, real_fleet
 from tests.router.staging.agent_server import until
 
 
+@dataclass
 class Told:
-    """What a `CopyListener` hears."""
+    """What a fleet hears of copies."""
 
-    def __init__(self) -> None:
-        self.observed: list[tuple[str, int, float]] = []
-        self.failed: list[str] = []
-
-    def observed_copy(self, replica_id: str, nbytes: int, seconds: float) -> None:
-        self.observed.append((replica_id, nbytes, seconds))
-
-    def copy_failed(self, replica_id: str, now_s: float) -> None:
-        self.failed.append(replica_id)
+    observed: list[tuple[str, int, float]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def told(real: RealFleet, monkeypatch: pytest.MonkeyPatch) -> Told:
+    heard = Told()
+    monkeypatch.setattr(real.fleet, "observed_copy", lambda *args: heard.observed.append(args))
+    monkeypatch.setattr(real.fleet, "copy_failed", lambda name, _: heard.failed.append(name))
+    return heard
 
 
 @pytest.fixture
@@ -59,14 +57,9 @@ async def real(make_bench: MakeBench, tmp_path: Path) -> AsyncIterator[RealFleet
 
 
 @pytest.fixture
-async def copier(real: RealFleet, told: Told) -> AsyncIterator[Copier]:
-    made = Copier(
-        PrefetchConfig(wait_cap_s=20.0),
-        real.fleet.replicas,
-        partial(AgentClient, real.session),
-        told,
-        Backoff(time.monotonic),
-    )
+async def copier(real: RealFleet) -> AsyncIterator[Copier]:
+    agents, backoff = partial(AgentClient, real.session), Backoff(time.monotonic)
+    made = Copier(PrefetchConfig(wait_cap_s=20.0), real.fleet, agents, backoff)
     yield made
     await made.stop()
 
@@ -124,11 +117,11 @@ async def test_who_follows_with_the_same_beginning_waits_for_it_too(
     leader = asyncio.create_task(run(copier, decision()))
     await asyncio.sleep(0)
     follower = without_copy(CHUNKS)
-    assert copier.is_coming(follower)
+    assert copier.coming(follower)
     assert await copier.run(follower) is None
     assert ready(real, 1) == len(CHUNKS)
     assert (await leader).timing is Timing.IN_TIME
-    assert not copier.is_coming(follower)
+    assert not copier.coming(follower)
 
 
 async def test_others_do_not_wait_for_it(copier: Copier) -> None:
@@ -136,8 +129,8 @@ async def test_others_do_not_wait_for_it(copier: Copier) -> None:
     await asyncio.sleep(0)
     other_prompt = without_copy([b"another"])
     elsewhere = without_copy(CHUNKS, replica_id="one")
-    assert not copier.is_coming(other_prompt)
-    assert not copier.is_coming(elsewhere)
+    assert not copier.coming(other_prompt)
+    assert not copier.coming(elsewhere)
     assert await copier.run(other_prompt) is None
     assert not leader.done()
     await leader
@@ -242,12 +235,11 @@ async def test_replicas_that_exchange_nothing(real: RealFleet, copier: Copier) -
     assert (outcome.timing, outcome.arrived) == (Timing.FAILED, 0)
 
 
-async def test_nothing_is_copied_without_need(real: RealFleet, told: Told) -> None:
-    agents, backoff = partial(AgentClient, real.session), Backoff(time.monotonic)
-    off = Copier(PrefetchConfig(enabled=False), real.fleet.replicas, agents, told, backoff)
-    assert await off.run(decision()) is None
-    on = Copier(PrefetchConfig(), real.fleet.replicas, agents, told, backoff)
-    assert await on.run(replace(decision(), copy=None)) is None
+async def test_nothing_is_copied_without_need(real: RealFleet, copier: Copier) -> None:
+    off = replace(real.fleet.config, prefetch=PrefetchConfig(enabled=False))
+    preparer = Preparer(off, real.fleet, partial(AgentClient, real.session))
+    assert await preparer.prepare(decision()) == Preparation()
+    assert await copier.run(replace(decision(), copy=None)) is None
     assert ready(real, 1) == 0
 
 
@@ -261,7 +253,7 @@ async def test_so_many_at_once_and_no_more(
         return CopyOutcome(source_id="one", asked=20, arrived=20)
 
     monkeypatch.setattr(copier, "_follow", waits)
-    late = [await run(copier, decision(gain_s=0.0)) for _ in range(MAX_UNDER_WAY)]
+    late = [await run(copier, decision(gain_s=0.0)) for _ in range(Copier.most)]
     assert {each.timing for each in late} == {Timing.LATE}
     assert "under way already" in ((await run(copier, decision())).error or "")
     gate.set()

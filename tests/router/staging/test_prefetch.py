@@ -1,7 +1,6 @@
 """Prefetch before forward: what is asked, how long is waited, and that failing is harmless."""
 
 from functools import partial
-from itertools import chain, repeat
 from typing import Any
 
 import aiohttp
@@ -9,12 +8,12 @@ import pytest
 from aiohttp import web
 
 from cacheengine.wire import PrefetchReply
-from router.config.settings import PrefetchConfig, RatesConfig, ReplicaConfig
+from router.config.settings import PrefetchConfig, ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision
-from router.fleet.replica import Replica
+from router.fleet.fleet import Fleet
 from router.staging.agent_client import AgentClient
-from router.staging.backoff import Backoff
-from router.staging.prefetch import Prefetcher, PrefetchOutcome
+from router.staging.prefetch import PrefetchOutcome
+from router.staging.stager import Preparer
 from tests.router.fleet.deciding import candidate
 from tests.router.fleet.deciding import decision as made_decision
 from tests.router.staging.agent_server import AgentServer, serving
@@ -31,19 +30,13 @@ def decision(gain_s: float = 0.2, keys: tuple[bytes, ...] = KEYS) -> Decision:
 async def run(
     agent_url: str | None,
     asked: Decision,
-    config: PrefetchConfig | None = None,
-) -> PrefetchOutcome:
-    replica = Replica.new(0, ReplicaConfig(url="http://r", agent_url=agent_url), RatesConfig())
-    times = chain([1.0], repeat(1.25))
+    prefetch: PrefetchConfig | None = None,
+) -> PrefetchOutcome | None:
+    replica = ReplicaConfig(url="http://r", instance_id="r", agent_url=agent_url)
+    config = RouterConfig(replicas=(replica,), prefetch=prefetch or PrefetchConfig())
     async with aiohttp.ClientSession() as session:
-        prefetcher = Prefetcher(
-            config or PrefetchConfig(),
-            {"r": replica},
-            partial(AgentClient, session),
-            Backoff(lambda: 0.0),
-            clock=lambda: next(times),
-        )
-        return await prefetcher.run(asked)
+        preparer = Preparer(config, Fleet(config), partial(AgentClient, session))
+        return (await preparer.prepare(asked)).prefetch
 
 
 async def test_the_chunks_are_asked_for_and_the_answer_is_counted() -> None:
@@ -57,9 +50,7 @@ async def test_the_chunks_are_asked_for_and_the_answer_is_counted() -> None:
     assert request.keys == [key.hex() for key in KEYS]
     assert request.wait_s == pytest.approx(0.19)
     assert request.pin_s == 10.0
-    assert outcome == PrefetchOutcome(
-        asked=3, promoted=2, pending=0, missing=1, promoted_bytes=64_000, waited_s=0.25
-    )
+    assert outcome == PrefetchOutcome(asked=3, promoted=2, missing=1, promoted_bytes=64_000)
 
 
 async def test_the_wait_is_capped() -> None:
@@ -74,10 +65,9 @@ async def test_the_wait_is_capped() -> None:
 async def test_nothing_is_asked_for_where_there_is_nothing_to_gain() -> None:
     agent = AgentServer()
     async with serving(agent.app()) as url:
-        assert await run(url, decision(keys=())) == PrefetchOutcome(asked=0)
-        off = PrefetchConfig(enabled=False)
-        assert await run(url, decision(), off) == PrefetchOutcome(asked=0)
-    assert await run(None, decision()) == PrefetchOutcome(asked=0)
+        assert await run(url, decision(keys=())) is None
+        assert await run(url, decision(), PrefetchConfig(enabled=False)) is None
+    assert await run(None, decision()) is None
     assert agent.prefetches == []
 
 
@@ -106,5 +96,6 @@ async def test_a_failed_prefetch_is_an_outcome(is_there: bool) -> None:
             outcome = await run(url, decision())
     if not is_there:
         outcome = await run(url, decision())
+    assert outcome is not None
     assert (outcome.asked, outcome.pending, outcome.promoted) == (3, 3, 0)
     assert outcome.error is not None

@@ -23,15 +23,11 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from cacheengine.tiers.stores.hosted.client_wire import READY_ID, Answer, Ask, Setup
+from cacheengine.tiers.stores.hosted.client_wire import READY_ID, Answer, Ask, ClientError, Setup
 
 _LAST_CALLS_S: Final = 1.0
 _CLOSE_S: Final = 5.0
 _PARENT_CHECK_S: Final = 1.0
-
-
-class ClientError(Exception):
-    """The library could not do what it was asked; the text is for people."""
 
 
 class StoreClient(ABC):

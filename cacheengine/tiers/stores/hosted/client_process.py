@@ -109,7 +109,8 @@ class ClientProcess:
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Future[list[int]], float]] = {}
         self._ended = ""
-        self._was_ready = False
+        self.was_ready = False
+        """Whether the library has ever connected."""
         self._socket, self._process = self._spawn(library, threads)
         threading.Thread(target=self._receive, name="store-answers", daemon=True).start()
 
@@ -117,11 +118,6 @@ class ClientProcess:
     def pid(self) -> int:
         """The process."""
         return self._process.pid
-
-    @property
-    def was_ready(self) -> bool:
-        """Whether the library has ever connected."""
-        return self._was_ready
 
     def age_s(self) -> float:
         """Return how long ago it was started."""
@@ -207,7 +203,7 @@ class ClientProcess:
         if answer.id == READY_ID:
             if answer.error:
                 raise StoreError(answer.error)
-            self._was_ready = True
+            self.was_ready = True
             self.ready.set_result(None)
             return
         with self._lock:
@@ -220,7 +216,7 @@ class ClientProcess:
     def _is_stuck(self) -> bool:
         with self._lock:
             began = [since_s for _, since_s in self._waiting.values()]
-        if not self._was_ready:
+        if not self.was_ready:
             began.append(self._started_s)
         return bool(began) and time.monotonic() - min(began) > self._give_up_s
 

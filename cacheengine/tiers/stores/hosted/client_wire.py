@@ -23,6 +23,13 @@ FAILED: Final = 2
 """How a put ended, for each blob."""
 
 
+class ClientError(Exception):
+    """The library could not do what it was asked; the text is for people."""
+
+    # Here, not beside the host: that module runs as ``__main__``, and adapters would import
+    # another class by its name.
+
+
 class Setup(msgspec.Struct, frozen=True):
     """What the process is started with: its one argument, as JSON."""
 

@@ -2,11 +2,11 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from cacheengine.tiers.stores.base import Blob, BlobStore, StoreError, StoreFullError, Target
 from cacheengine.tiers.stores.hosted.client_process import (
@@ -38,12 +38,11 @@ _CLOSE_S: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """Where in the shared memory a blob lies, or is to lie."""
+class _Span(Generic[T]):
+    """Where in a lane a blob lies, or is to lie."""
 
-    index: int
+    blob: T
     offset: int
-    size_bytes: int
 
 
 class HostedStore(BlobStore):
@@ -99,62 +98,55 @@ class HostedStore(BlobStore):
         for start in range(0, len(names), _NAMES_AT_ONCE):
             with self._lane(deadline) as lane:
                 some = list(names[start : start + _NAMES_AT_ONCE])
-                answers += lane.ask(deadline, verb, some, [])
+                answers += lane.ask(deadline, verb, some)
         return answers
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
         """Copy as many as fit into a lane, have them stored, and so on."""
         deadline = self._deadline(sum(blob.size_bytes for blob in blobs))
         outcomes: list[int] = []
-        for spans in self._rounds(blobs, [blob.size_bytes for blob in blobs]):
-            outcomes += self._put(deadline, [blobs[span.index] for span in spans], spans)
+        for spans in self._rounds(blobs):
+            with self._lane(deadline) as lane:
+                for span in spans:
+                    start = lane.offset + span.offset + self._prefix_bytes
+                    lane.process.memory.write(start, span.blob.parts)
+                outcomes += lane.ask(deadline, "put", [span.blob.name for span in spans], spans)
         if outcomes and STORED not in outcomes and FULL in outcomes:
             raise StoreFullError("it has no room, and can evict nothing now")
         return [outcome == STORED for outcome in outcomes]
-
-    def _put(self, deadline: Deadline, blobs: list[Blob], spans: list[_Span]) -> list[int]:
-        with self._lane(deadline) as lane:
-            for blob, span in zip(blobs, spans, strict=True):
-                lane.process.memory.write(
-                    lane.offset + span.offset + self._prefix_bytes, blob.parts
-                )
-            return lane.ask(deadline, "put", [blob.name for blob in blobs], spans)
 
     def get_many(self, targets: Sequence[Target]) -> list[int | None]:
         """Have as many read as fit into a lane, copy them out, and so on."""
         deadline = self._deadline(sum(target.size_bytes for target in targets))
         sizes: list[int] = []
-        for spans in self._rounds(targets, [target.size_bytes for target in targets]):
-            sizes += self._get(deadline, [targets[span.index] for span in spans], spans)
+        for spans in self._rounds(targets):
+            with self._lane(deadline) as lane:
+                found = lane.ask(deadline, "get", [span.blob.name for span in spans], spans)
+                for span, size in zip(spans, found, strict=True):
+                    if 0 < size <= span.blob.size_bytes:
+                        start = lane.offset + span.offset + self._prefix_bytes
+                        lane.process.memory.read(start, span.blob.parts, size)
+                sizes += found
         if sizes and all(size == UNREAD for size in sizes):
             raise StoreError("none of the blobs could be read from where they lie")
         return [None if size in (ABSENT, UNREAD) else size for size in sizes]
 
-    def _get(self, deadline: Deadline, targets: list[Target], spans: list[_Span]) -> list[int]:
-        with self._lane(deadline) as lane:
-            sizes = lane.ask(deadline, "get", [target.name for target in targets], spans)
-            for target, span, size in zip(targets, spans, sizes, strict=True):
-                if 0 < size <= target.size_bytes:
-                    start = lane.offset + span.offset + self._prefix_bytes
-                    lane.process.memory.read(start, target.parts, size)
-            return sizes
-
-    def _rounds(self, batch: Sequence[T], sizes: Sequence[int]) -> Iterator[list[_Span]]:
+    def _rounds(self, batch: Sequence[T]) -> Iterator[list[_Span[T]]]:
         """Lay blobs out in one lane, as many as fit at a time."""
-        spans: list[_Span] = []
+        spans: list[_Span[T]] = []
         end = 0
-        for index, size in enumerate(sizes):
-            span_bytes = _aligned(size + self._prefix_bytes)
+        for blob in batch:
+            span_bytes = _aligned(blob.size_bytes + self._prefix_bytes)
             if span_bytes > self._lane_bytes:
                 needed_bytes = _LANES * span_bytes
                 raise StoreError(
-                    f"a blob of {size} bytes is too large: {self._memory_setting} must be at "
-                    f"least {needed_bytes}, which is {_LANES} of them"
+                    f"a blob of {blob.size_bytes} bytes is too large: {self._memory_setting} must "
+                    f"be at least {needed_bytes}, which is {_LANES} of them"
                 )
             if end + span_bytes > self._lane_bytes or len(spans) == _NAMES_AT_ONCE:
                 yield spans
                 spans, end = [], 0
-            spans.append(_Span(index, end, size))
+            spans.append(_Span(blob, end))
             end += span_bytes
         if spans:
             yield spans
@@ -178,7 +170,11 @@ class HostedStore(BlobStore):
         try:
             yield lane
         finally:
-            lane.when_idle(lambda: self._give_back(lane))
+            # As soon as nothing in the process uses the lane any more.
+            if lane.call is None:
+                self._give_back(lane)
+            else:
+                lane.call.add_done_callback(lambda _: self._give_back(lane))
 
     def _take_lane(self, deadline: Deadline) -> "_Lane":
         process = self._living_process()
@@ -257,22 +253,16 @@ class _Lane:
         self.process = process
         self.number = number
         self.offset = offset
-        self._call: Future[list[int]] | None = None
+        self.call: Future[list[int]] | None = None
 
     def ask(
-        self, deadline: Deadline, verb: Verb, names: list[str], spans: Sequence[_Span]
+        self, deadline: Deadline, verb: Verb, names: list[str], spans: Sequence[_Span[Any]] = ()
     ) -> list[int]:
         """Make the one call; raise `StoreError` when it fails or the deadline passes."""
         offsets = [self.offset + span.offset for span in spans]
-        self._call = self.process.ask(verb, names, offsets, [span.size_bytes for span in spans])
-        return result_in_time(self._call, deadline)
-
-    def when_idle(self, then: Callable[[], None]) -> None:
-        """Do this as soon as nothing in the process uses the lane any more."""
-        if self._call is None:
-            then()
-        else:
-            self._call.add_done_callback(lambda _: then())
+        sizes = [span.blob.size_bytes for span in spans]
+        self.call = self.process.ask(verb, names, offsets, sizes)
+        return result_in_time(self.call, deadline)
 
 
 def _aligned(size_bytes: int) -> int:

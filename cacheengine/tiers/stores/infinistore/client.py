@@ -11,8 +11,15 @@ from typing import Any, Final
 
 import infinistore
 
-from cacheengine.tiers.stores.hosted.client_host import ClientError, StoreClient
-from cacheengine.tiers.stores.hosted.client_wire import ABSENT, FAILED, FULL, STORED, UNREAD
+from cacheengine.tiers.stores.hosted.client_host import StoreClient
+from cacheengine.tiers.stores.hosted.client_wire import (
+    ABSENT,
+    FAILED,
+    FULL,
+    STORED,
+    UNREAD,
+    ClientError,
+)
 from cacheengine.tiers.stores.infinistore.infinistore import SIZE_PREFIX
 
 _MAGIC: Final = b"WARMSIZE"

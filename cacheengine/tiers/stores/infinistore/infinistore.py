@@ -40,9 +40,7 @@ class InfiniStore(HostedStore):
     ) -> "InfiniStore":
         """Return the store that ``remote_url`` describes; none of ``extra`` concerns it.
 
-        Does not wait for the server. ``timeout_s`` is what a call may take,
-        beside the time for its bytes. Raises `BadValue` for settings that
-        cannot work.
+        As `MooncakeStore.connect` otherwise.
         """
         address = parse_remote_url(url)
         settings = _settings(address)
@@ -66,9 +64,7 @@ class InfiniStore(HostedStore):
 
 def _settings(address: RemoteUrl) -> dict[str, Any]:
     address.check_options(_OPTIONS)
-    if address.user or address.password or address.path:
-        fix = "write infinistore://host:port/?device=name"
-        raise BadValue(f"{address} has more than a host and a port", fix)
+    address.check_is_bare("write infinistore://host:port/?device=name")
     link_type = address.options.get("link_type", _LINK_TYPES[0])
     if link_type not in _LINK_TYPES:
         raise BadValue(f"link_type={link_type} is unknown", "write link_type=Ethernet or IB")

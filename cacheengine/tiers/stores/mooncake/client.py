@@ -6,8 +6,15 @@ from typing import Any, Final
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-from cacheengine.tiers.stores.hosted.client_host import ClientError, StoreClient
-from cacheengine.tiers.stores.hosted.client_wire import ABSENT, FAILED, FULL, STORED, UNREAD
+from cacheengine.tiers.stores.hosted.client_host import StoreClient
+from cacheengine.tiers.stores.hosted.client_wire import (
+    ABSENT,
+    FAILED,
+    FULL,
+    STORED,
+    UNREAD,
+    ClientError,
+)
 
 _NO_SPACE: Final = -200
 _TOO_SMALL: Final = -600

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from cacheengine.tiers.stores.hosted.client_process import HostedLibrary
 from cacheengine.tiers.stores.hosted.hosted import HostedStore
-from cacheengine.tiers.stores.mooncake.settings import MooncakeSettings, mooncake_settings
+from cacheengine.tiers.stores.mooncake.settings import mooncake_settings
 
 _TIMEOUT_S: Final = 5.0
 
@@ -48,11 +48,7 @@ class MooncakeStore(HostedStore):
         `BadValue` for settings that cannot work.
         """
         settings = mooncake_settings(url, extra, environment)
-        return cls.from_settings(settings, settings.transfer_timeout or timeout_s)
-
-    @classmethod
-    def from_settings(cls, settings: MooncakeSettings, timeout_s: float) -> "MooncakeStore":
-        """Return the store for settings that have been checked."""
+        timeout_s = settings.transfer_timeout or timeout_s
         library = HostedLibrary(
             module="cacheengine.tiers.stores.mooncake.client",
             settings=dataclasses.asdict(settings),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from cacheengine.address import join_host_port
 from cacheengine.tiers.stores.url import parse_remote_url
 from cacheengine.values import BadValue, parse_bool, parse_int, parse_seconds
 
@@ -50,19 +51,14 @@ def mooncake_settings(
     """
     address = parse_remote_url(url)
     address.check_options(("device",))
-    if address.user or address.password or address.path:
-        raise BadValue(f"{address} has more than a host and a port", _URL_FIX)
+    address.check_is_bare("write mooncakestore://host:port/, with ?device=name where it is needed")
     given = {**_by_key(extra), **_by_key(_from_file(environment))}
     if device := address.options.get("device"):
         given["device_name"] = device
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    given["master_server_address"] = f"{host}:{address.port}"
+    given["master_server_address"] = join_host_port(address.host, address.port)
     parsed = {key: _parse(key, value) for key, value in given.items()}
     known: dict[str, Any] = {key: value for key, value in parsed.items() if value is not None}
     return MooncakeSettings(**known)
-
-
-_URL_FIX: Final = "write mooncakestore://host:port/, with ?device=name where it is needed"
 
 
 def _from_file(environment: Mapping[str, str]) -> Mapping[str, Any]:

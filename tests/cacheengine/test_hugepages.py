@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.memory.hugepages import (
+from cacheengine.memory import (
     HUGE_PAGE_BYTES,
     HugePages,
     HugePagesMissing,

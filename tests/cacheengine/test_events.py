@@ -1,7 +1,7 @@
 """The event log: numbered, bounded, and honest about what it forgot."""
 
 from cacheengine.keys import key64
-from cacheengine.record.events import EventLog, KeyEventRecord, to_wire
+from cacheengine.record import EventLog, KeyEventRecord, to_wire
 from cacheengine.wire import unpack_keys
 from tests.cacheengine.building import keys
 

@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 
-from cacheengine.memory.pool import Pool
+from cacheengine.memory import Pool
 
 
 def test_slots_do_not_overlap_and_are_not_copies() -> None:

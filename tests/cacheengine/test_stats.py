@@ -2,7 +2,7 @@
 
 import pytest
 
-from cacheengine.record.stats import BandwidthMeter
+from cacheengine.record import BandwidthMeter
 
 
 def test_nothing_measured_is_zero() -> None:

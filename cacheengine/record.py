@@ -1,7 +1,20 @@
-"""What the engine counts and measures. Every counter is defined on its line."""
+"""What the engine counts and measures, and which keys came and went.
 
+`EngineStats` and `TransferStats` have every counter, defined on its line; `EventLog` keeps
+the last changes of keys with their numbers, for agents' callers and vLLM's stream, and says
+when one has been missed. The caller serializes calls, but for `TransferMeter`'s.
+
+Called by residency, engine, transfer, agent and connector. Imports keys and wire.
+"""
+
+import threading
+from collections import deque
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Final
+
+from cacheengine import wire
+from cacheengine.keys import key64
 
 CPU: Final = "cpu"
 """The name of the first tier: the pool."""
@@ -88,6 +101,43 @@ class EngineStats:
         return replace(self, disk=replace(self.disk), remote=replace(self.remote))
 
 
+@dataclass(slots=True)
+class TransferStats:
+    """Counts since the replica's start; bytes are payload bytes."""
+
+    sent_chunks: int = counter("Chunks sent to other replicas.")
+    sent_bytes: int = counter("Bytes sent to other replicas.")
+    send_missing: int = counter("Chunks asked for by another replica that could not be read here.")
+    send_refused: int = counter("Connections refused: another layout or version, too many.")
+    send_failures: int = counter("Connections of other replicas that broke or made no sense.")
+    received_chunks: int = counter("Chunks fetched whole from other replicas.")
+    received_bytes: int = counter("Bytes fetched from other replicas.")
+    receive_corrupt: int = counter("Chunks that came damaged, and were not kept.")
+    receive_failures: int = counter("Connections to other replicas that were refused or broke.")
+    moves: int = counter("Moves into this replica that were begun.")
+    moves_failed: int = counter(
+        "Moves of which not all arrived, or the source did not drop what it was to lose."
+    )
+
+
+class TransferMeter:
+    """One replica's `TransferStats`, added to by many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = TransferStats()
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Add to the counter of that name."""
+        with self._lock:
+            setattr(self._stats, name, getattr(self._stats, name) + count)
+
+    def stats(self) -> TransferStats:
+        """Return a copy of the counters."""
+        with self._lock:
+            return replace(self._stats)
+
+
 _WINDOW_S: Final = 2.0
 
 
@@ -127,3 +177,56 @@ class BandwidthMeter:
         if self._active:
             self._busy_s += now_s - self._since_s
         self._since_s = now_s
+
+
+DEFAULT_HISTORY: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class KeyEventRecord:
+    """Chunks that a tier gained (``stored``) or lost, in whole digests."""
+
+    tier: str
+    stored: bool
+    keys: tuple[bytes, ...]
+
+
+class EventLog:
+    """The last ``history`` events, numbered from 1, and a queue of those not taken yet."""
+
+    def __init__(self, history: int = DEFAULT_HISTORY) -> None:
+        self._history: deque[KeyEventRecord] = deque(maxlen=history)
+        self._untaken: deque[KeyEventRecord] = deque(maxlen=history)
+        self.last_seq = 0
+        self.untaken_dropped = 0
+        """Events that left the queue before `take`."""
+
+    def append(self, tier: str, *, stored: bool, keys: tuple[bytes, ...]) -> None:
+        """Note an event; none if there are no keys."""
+        if not keys:
+            return
+        record = KeyEventRecord(tier, stored, keys)
+        if len(self._untaken) == self._untaken.maxlen:
+            self.untaken_dropped += 1
+        self._untaken.append(record)
+        self._history.append(record)
+        self.last_seq += 1
+
+    def take(self) -> list[KeyEventRecord]:
+        """Return the events since the last call, the oldest lost if they were too many."""
+        taken = list(self._untaken)
+        self._untaken.clear()
+        return taken
+
+    def after(self, seq: int) -> list[KeyEventRecord] | None:
+        """Return the events after number ``seq``; None when some of them are gone."""
+        first = self.last_seq - len(self._history) + 1
+        if not first - 1 <= seq <= self.last_seq:
+            return None
+        return list(islice(self._history, seq - first + 1, None))
+
+
+def to_wire(record: KeyEventRecord) -> wire.KeyEvent:
+    """Return an event with its keys packed."""
+    packed = wire.pack_keys(key64(key) for key in record.keys)
+    return wire.KeyEvent(tier=record.tier, stored=record.stored, keys=packed)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.identity.model_options import model_options_digest
+from cacheengine.identity import model_options_digest
 
 BASE = ["--model", "M", "--port", "8001", "--max-num-seqs", "8", "--dtype=bfloat16"]
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from cacheengine.identity.layout import ChunkLayout
-from cacheengine.identity.model_files import weights_fingerprint
+from cacheengine.identity import ChunkLayout, weights_fingerprint
 from tests.cacheengine.building import layout
 
 

@@ -1,0 +1,226 @@
+"""Handlers of the agent's paths: what it answers, and what it has done."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from cacheengine import wire
+from cacheengine.agent.answers import (
+    BadCallError,
+    NotKnownError,
+    as_json,
+    as_msgpack,
+    decode,
+    number,
+    seconds,
+)
+from cacheengine.agent.async_waits import (
+    MAX_WAIT_S,
+    wait_for_event,
+    wait_for_news,
+    wait_for_promotion,
+)
+from cacheengine.agent.mover import Mover
+from cacheengine.engine import CacheEngine, render_metrics
+from cacheengine.keys import HashScheme, chunk_keys, prompt_extra_keys
+from cacheengine.record import TransferMeter
+
+_LEAST_STALL_S: Final = 0.1
+MAX_CHUNKS: Final = 65_536
+"""Most chunks of one call that moves or changes them."""
+
+
+@dataclass(slots=True, eq=False)
+class Handlers:
+    """Answers from one engine; moves are ``mover``'s."""
+
+    engine: CacheEngine
+    identity: wire.ReplicaIdentity
+    mover: Mover
+    meter: TransferMeter
+    _scheme: HashScheme = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._scheme = HashScheme(self.identity.hash_algorithm, self.identity.hash_seed)
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the paths that are served."""
+        return [
+            web.get("/health", self.health),
+            web.get("/info", self.info),
+            web.post("/lookup", self.lookup),
+            web.get("/snapshot", self.snapshot),
+            web.get("/events", self.events),
+            web.get("/metrics", self.metrics),
+            web.post("/prefetch", self.prefetch),
+            web.post("/pin", self.pin),
+            web.post("/unpin", self.unpin),
+            web.post("/clear", self.clear),
+            web.post("/move", self.move),
+            web.get("/moves/{event_id}", self.move_status),
+        ]
+
+    # --- what changes nothing ---
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Say that the agent lives."""
+        return web.json_response({"status": "ok"})
+
+    async def info(self, request: web.Request) -> web.Response:
+        """Say which replica this is, how its keys are made and what its tiers can do."""
+        return as_json(
+            wire.InstanceInfo(
+                **msgspec.structs.asdict(self.identity),
+                incarnation=self.engine.incarnation,
+                tiers=self.engine.tier_info(),
+                layout=self.engine.layout.fingerprint(),
+                version=version("warmroute"),
+            )
+        )
+
+    async def lookup(self, request: web.Request) -> web.Response:
+        """Say how much of a prompt the tiers, or one of them, hold."""
+        call = await decode(request, wire.LookupRequest)
+        keys = self._keys_of(call)
+        if call.tier is None:
+            tiers = self.engine.match(keys)
+        else:
+            tiers = [call.tier] * self.engine.held_in(keys, call.tier)
+        chunk_tokens = self.identity.chunk_tokens
+        return as_json(
+            wire.LookupReply(
+                matched_tokens=len(tiers) * chunk_tokens,
+                tokens_by_tier={tier: n * chunk_tokens for tier, n in Counter(tiers).items()},
+                tiers=tiers,
+            )
+        )
+
+    async def snapshot(self, request: web.Request) -> web.Response:
+        """Tell all keys by tier."""
+        # A million keys take a second to pack: not on the loop.
+        snapshot = await asyncio.to_thread(self.engine.snapshot)
+        return as_msgpack(snapshot)
+
+    async def events(self, request: web.Request) -> web.Response:
+        """Tell what has changed since an event, waiting for news if wanted."""
+        after = number(request, "after", int)
+        wait_s = min(number(request, "wait_s", float), MAX_WAIT_S)
+        incarnation = request.query.get("incarnation", self.engine.incarnation)
+        if incarnation == self.engine.incarnation:
+            await wait_for_news(self.engine, after, wait_s)
+            batch = self.engine.events_after(after)
+            if batch is not None:
+                return as_msgpack(batch)
+        return web.json_response(
+            {"error": f"events after {after} of {incarnation} are gone; take a new /snapshot"},
+            status=410,
+        )
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Give every count in Prometheus' text format."""
+        text = render_metrics(self.engine, transfer=self.meter.stats())
+        return web.Response(text=text, content_type="text/plain", charset="utf-8")
+
+    # --- what has effects ---
+
+    async def prefetch(self, request: web.Request) -> web.Response:
+        """Promote chunks, and pin them for a while."""
+        call = await decode(request, wire.PrefetchRequest)
+        pin_s = seconds("pin_s", call.pin_s)
+        promotion = self.engine.promote(_digests(call.keys), pin_s=pin_s)
+        await wait_for_promotion(promotion, min(call.wait_s, MAX_WAIT_S))
+        # All counts of one moment: reads go on.
+        counts = promotion.counts
+        return as_json(
+            wire.PrefetchReply(
+                resident=counts.resident,
+                promoted=counts.promoted,
+                pending=counts.pending,
+                missing=counts.missing,
+                promoted_bytes=counts.promoted * self.identity.chunk_bytes,
+            )
+        )
+
+    async def pin(self, request: web.Request) -> web.Response:
+        """Keep a prefix's chunks in a tier."""
+        return await self._change_pins(request, self.engine.pin)
+
+    async def unpin(self, request: web.Request) -> web.Response:
+        """End `pin`."""
+        return await self._change_pins(request, self.engine.unpin)
+
+    async def _change_pins(
+        self, request: web.Request, change: Callable[[Sequence[bytes], str], int]
+    ) -> web.Response:
+        call = await decode(request, wire.PinRequest)
+        chunks = change(self._some_keys_of(call), call.tier)
+        return as_json(wire.PinReply(num_tokens=chunks * self.identity.chunk_tokens))
+
+    async def clear(self, request: web.Request) -> web.Response:
+        """Drop all chunks of some tiers, or only those named."""
+        call = await decode(request, wire.ClearRequest)
+        names_none = call.tokens is None and call.keys is None
+        if names_none and call.cache_salt is not None:
+            raise BadCallError("'cache_salt' is a prompt's: give its 'tokens' too")
+        keys = None if names_none else self._some_keys_of(call)
+        dropped = await asyncio.to_thread(self.engine.clear, call.tiers, keys)
+        return as_json(wire.ClearReply(dropped=dropped))
+
+    async def move(self, request: web.Request) -> web.Response:
+        """Begin a move into this replica."""
+        call = await decode(request, wire.MoveRequest)
+        seconds("pin_s", call.pin_s)
+        seconds("stall_s", call.stall_s, least=_LEAST_STALL_S)
+        move = await self.mover.begin(call, self._some_keys_of(call))
+        num_tokens = len(move.keys) * self.identity.chunk_tokens
+        return as_json(wire.MoveReply(event_id=move.event_id, num_tokens=num_tokens))
+
+    async def move_status(self, request: web.Request) -> web.Response:
+        """Say how a move goes, when it is over or after ``wait_s``."""
+        move = self.mover.get(request.match_info["event_id"])
+        if move is None:
+            raise NotKnownError("no such move, or it is long over")
+        wait_s = seconds("wait_s", number(request, "wait_s", float))
+        await wait_for_event(move.over, min(wait_s, MAX_WAIT_S))
+        return as_json(move.status())
+
+    # --- the chunks that a call names ---
+
+    def _keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
+        """Return the keys of the chunks that a call names.
+
+        Raises `BadCallError` unless it names them in exactly one way.
+        """
+        if (call.tokens is None) == (call.keys is None):
+            raise BadCallError("give either 'tokens' or 'keys', one of them")
+        if call.keys is not None:
+            return _digests(call.keys)
+        extra, first = prompt_extra_keys(cache_salt=call.cache_salt)
+        chain = self._scheme.chain(
+            call.tokens or [], self.identity.block_tokens, extra_keys=extra, first_extra_keys=first
+        )
+        return chunk_keys(chain, self.identity.chunk_tokens // self.identity.block_tokens)
+
+    def _some_keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
+        """Return `_keys_of`, each key once; raise `BadCallError` for too many, or none of ours."""
+        keys = list(dict.fromkeys(self._keys_of(call)))
+        if len(keys) > MAX_CHUNKS:
+            raise BadCallError(f"{len(keys)} chunks; one call may name {MAX_CHUNKS}")
+        size = len(self._scheme.root)
+        if any(len(key) != size for key in keys):
+            raise BadCallError(f"'keys' of this replica are digests of {size} bytes")
+        return keys
+
+
+def _digests(keys: list[str]) -> list[bytes]:
+    """Return keys given in hex; raise `BadCallError` for anything else."""
+    try:
+        return [bytes.fromhex(key) for key in keys]
+    except ValueError:
+        raise BadCallError("'keys' are whole digests in hex, two digits a byte") from None
