@@ -104,7 +104,7 @@ def _trust(replica: str, predictions: dict[str, Any] | None) -> str:
     ratio, count = predictions["ratio"], predictions["answers"]
     return (
         f"predictions of {replica} were within {ratio['p50']:.0%} half of the time, "
-        f"{ratio['p90']:.0%} nine times in ten ({count:,} answers)"
+        f"{ratio['p90']:.0%} nine times in ten ({count:,} answer{'s' if count != 1 else ''})"
     )
 
 
