@@ -49,7 +49,7 @@ servers: $(STAMP) ## Install the servers that tests run, where that is permitted
 	@$(BIN)/python -m tools.servers
 
 test: $(STAMP) servers ## Run all tests, those with real vLLM replicas included
-	$(BIN)/python -m pytest -m 'not lmcache' $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 test-lmcache: $(STAMP) ## Test against stock LMCache servers (installs them, 3.7 GB, apart)
 	$(BIN)/python -m bench.lmcache.environment
