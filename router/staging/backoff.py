@@ -1,4 +1,6 @@
-"""Agents that hang or fail are left alone, each time for longer, until they answer again."""
+"""Agents (and LMCache servers) that hang or fail are left alone, each time for longer, until they
+answer again.
+"""
 
 import logging
 from collections.abc import Callable
@@ -42,15 +44,15 @@ class Backoff:
     def answered(self, replica_id: str) -> None:
         """Note that an agent has answered."""
         if self._failing.pop(replica_id, None) is not None:
-            log.info("the agent of %s answers again", replica_id)
+            log.info("staging KV at %s works again", replica_id)
 
     def failed(self, replica_id: str, asked_s: float, error: Exception) -> None:
         """Note that a call made at ``asked_s`` has failed."""
         now_s, failing = self._clock(), self._failing.get(replica_id)
         if failing is None:
             log.warning(
-                "the agent of %s fails (%s): it is left alone for %g s, and for up to %g s while "
-                "it goes on failing; requests go there without staging KV",
+                "staging KV at %s fails (%s): it is not tried for %g s, and for up to %g s while "
+                "it goes on failing; requests go there without",
                 replica_id,
                 error,
                 _FIRST_S,

@@ -89,7 +89,7 @@ class Errands(Generic[_Outcome]):
         if len(self._under_way) >= self.most:
             return replace(not_yet, error=f"{self.most} {self.name} are under way already")
         if not self._backoff.may_ask(replica_id):
-            return replace(not_yet, error="its agent is left alone, since it fails")
+            return replace(not_yet, error="not tried for a while, since it fails there")
         wait_s = min(gain_s, self._config.wait_cap_s)
         until_s = self._clock() + wait_s
         task = asyncio.create_task(errand(wait_s))

@@ -111,7 +111,7 @@ async def test_an_agent_that_hung_is_left_alone_for_longer_and_longer(
     assert gaps_s[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
     assert set(gaps_s[6:]) == {60.0}, "not for ever"
     (line,) = [each for each in caplog.records if each.name == "warmroute.staging"]
-    assert "the agent of r" in line.getMessage() and line.levelno == logging.WARNING
+    assert "staging KV at r" in line.getMessage() and line.levelno == logging.WARNING
 
 
 async def test_the_calls_of_one_hang_are_one_failure(stage: Stage) -> None:
@@ -148,7 +148,7 @@ async def test_an_agent_that_answers_again_is_asked_each_time(
         prepared = await stage.prefetch()
         assert prepared.prefetch is not None and prepared.prefetch.timing == "in-time"
     assert stage.agent.asked == 4
-    assert "answers again" in caplog.text
+    assert "works again" in caplog.text
 
 
 async def test_a_copy_is_not_asked_of_an_agent_that_hangs_either(stage: Stage) -> None:
