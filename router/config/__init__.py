@@ -8,7 +8,7 @@ constants. `errors` holds each error that a client can get, with its status and 
 Imported by every room; imports none.
 """
 
-from router.config.addresses import host_port, is_loopback, is_same_url
+from router.config.addresses import host_port, is_loopback, is_same_url, server_key
 from router.config.errors import (
     ApiError,
     BadRequest,
@@ -75,5 +75,6 @@ __all__ = [
     "load_router_config",
     "read_yaml",
     "router_config",
+    "server_key",
     "setting",
 ]

@@ -13,15 +13,16 @@ def host_port(host: str, port: int) -> str:
 
 def is_loopback(url: str) -> bool:
     """Whether a URL means the machine that uses it, whichever that is."""
-    return _server(url)[1] == "loopback"
+    return server_key(url)[1] == "loopback"
 
 
 def is_same_url(first: str, second: str) -> bool:
     """Whether two base URLs name the same server (loopback addresses all being one)."""
-    return _server(first) == _server(second)
+    return server_key(first) == server_key(second)
 
 
-def _server(url: str) -> tuple[str, str, int | None, str]:
+def server_key(url: str) -> tuple[str, str, int | None, str]:
+    """Return what tells servers apart: scheme, host ("loopback" for any such), port and path."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)

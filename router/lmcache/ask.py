@@ -56,7 +56,7 @@ class Asker:
     async def ask(self, keyring: PromptKeyring) -> None:
         """Learn what is held of a prompt where that is not known; raises nothing."""
         since_s = self._clock() - ASK_FOR_S
-        # Nearly always: all that follows takes a look at every replica.
+        # Nearly always so; what follows looks at every replica.
         if self._coordinator.last_missed_s < since_s or keyring.prompt_tokens < _WORTH_TOKENS:
             return
         uncertain = self._uncertain(since_s)

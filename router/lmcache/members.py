@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from router.config import Overloaded, ReplicaConfig, host_port, is_loopback, is_same_url
+from router.config import Overloaded, ReplicaConfig, host_port, server_key
 from router.lmcache.wire import RegisterCall
 
 SILENCE_S: Final = 30.0
@@ -97,22 +97,21 @@ def server_urls(
     Replicas by id; those without a server are left out.
     """
     urls = {name: each.lmcache for name, each in replicas.items() if each.lmcache is not None}
+    named = {server_key(url) for url in urls.values()}
     problems: list[str] = []
-    named = list(urls.values())
-    plain = {
-        name: each.url
-        for name, each in replicas.items()
-        if each.lmcache is None and each.agent_url is None
-    }
+    # By host: every second all members are compared with all replicas.
+    plain: dict[str, list[str]] = {}
+    for name, each in replicas.items():
+        if each.lmcache is None and each.agent_url is None:
+            plain.setdefault(_host(each.url), []).append(name)
+    at_host: dict[str, list[str]] = {}
     for member in members:
-        if any(is_same_url(member.url, each) for each in named):
+        at_host.setdefault(_host(member.url), []).append(member.instance_id)
+    for member in members:
+        if server_key(member.url) in named:
             continue
-        here = [name for name, url in plain.items() if _same_host(url, member.url)]
-        beside = [
-            each.instance_id
-            for each in members
-            if each is not member and _same_host(each.url, member.url)
-        ]
+        here = plain.get(_host(member.url), [])
+        beside = [each for each in at_host[_host(member.url)] if each != member.instance_id]
         if len(here) == 1 and not beside:
             urls[here[0]] = member.url
         elif plain:
@@ -120,9 +119,8 @@ def server_urls(
     return urls, problems
 
 
-def _same_host(first: str, second: str) -> bool:
-    both_here = is_loopback(first) and is_loopback(second)
-    return both_here or urlsplit(first).hostname == urlsplit(second).hostname
+def _host(url: str) -> str:
+    return server_key(url)[1]
 
 
 def _unclear(member: Member, here: Sequence[str], beside: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ class LmcachePrefetch:
                 raise
             self._coordinator.counts["not_ready"] += 1
             return _reply(missing=len(asked))
-        if told.status == "pending":
+        if told.status in ("submitted", "pending"):
             return _reply(pending=len(asked))
         there = set(keys.chunk_chain[: told.chunks_found(count)])
         missing = [digest for digest in asked if digest not in there]

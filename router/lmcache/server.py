@@ -53,10 +53,10 @@ class LmcacheServer:
         """
         body = prompt_fields(keys, chunks, model, world_size)
         told = await self.ask("POST", "/cache/prefetches", PrefetchStatus, body)
-        pause_s, left_s = _FIRST_POLL_S, FOLLOW_S
-        while told.status in ("submitted", "pending") and left_s > 0:
+        clock = asyncio.get_running_loop().time
+        pause_s, until_s = _FIRST_POLL_S, clock() + FOLLOW_S
+        while told.status in ("submitted", "pending") and clock() < until_s:
             await asyncio.sleep(pause_s)
-            left_s -= pause_s
             path = f"/cache/prefetches/{quote(told.request_id, safe='')}"
             found = await self.ask("GET", path, PrefetchStatus)
             told = msgspec.structs.replace(found, request_id=told.request_id)

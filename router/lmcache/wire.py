@@ -7,9 +7,12 @@ a later version's additions break nothing.
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
+
+from router.config import host_port
 
 UNKNOWN_OFFSET: Final = -1
 """``token_offset`` of a chunk whose place in its prompt is not told."""
@@ -143,6 +146,11 @@ class RegisterCall(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Annotated[dict[_Name, _Name], Meta(max_length=64)] = {}
     p2p_advertised_url: _Name = ""
     mq_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what no URL of the server's could be made of."""
+        if urlsplit(f"http://{host_port(self.ip, self.http_port)}").hostname != self.ip.lower():
+            raise ValueError("ip must be an address or a host's name")
 
 
 class TokensCall(msgspec.Struct, frozen=True, kw_only=True):

@@ -160,6 +160,8 @@ def test_the_default_rates_are_usable() -> None:
 def test_a_controller_that_is_open_to_other_machines_wants_a_secret(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0 is open .* there is no secret"):
         load(tmp_path, ONE + "controller: {host: 0.0.0.0}")
+    with pytest.raises(ConfigError, match=r"controller\.secret: is empty"):
+        load(tmp_path, ONE + "controller: {host: 0.0.0.0, secret: ''}")
     config = load(tmp_path, ONE + "controller: {host: 0.0.0.0, secret: s3cret}")
     assert config.controller is not None
     assert "s3cret" not in repr(config)

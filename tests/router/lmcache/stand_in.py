@@ -71,6 +71,8 @@ class StandIn:
     async def poll(self, request: web.Request) -> web.Response:
         self.polled += 1
         name = request.match_info["id"]
+        if not name.startswith("job"):
+            return web.json_response({"detail": "no such job"}, status=404)
         if self.gate is not None and not self.gate.is_set():
             return web.json_response({"request_id": name, "status": "pending"})
         total = int(name.removeprefix("job"))

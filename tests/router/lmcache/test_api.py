@@ -124,6 +124,8 @@ async def test_a_prompt_is_looked_up_by_its_tokens_or_keys(caller: Caller) -> No
         ("/cache/pins", ASKED | {"cache_salt": "a@b"}),
         ("/instances", {"ip": "", "http_port": 1}),
         ("/instances", {"ip": "a", "http_port": 0}),
+        ("/instances", {"ip": "[", "http_port": 1}),
+        ("/instances", {"ip": "a/b?", "http_port": 1}),
         ("/cache/prefetches", ASKED),
     ],
 )
@@ -160,6 +162,9 @@ async def test_prefetches_are_passed_on(caller: Caller) -> None:
         assert server.asked == [ASKED]
         _, answer = await caller.call("GET", "/cache/prefetches/mp0/job2")
         assert (answer["found_keys"], answer["total_keys"]) == (2, 2)
+        polled = server.polled
+        other = await caller.call("GET", "/cache/prefetches/mp0/..%2F..%2Fstatus")
+        assert (other[0], server.polled) == (404, polled + 1), "no other path of the server's"
         short = asked | {"token_ids": [1]}
         assert (await caller.call("POST", "/cache/prefetches", short))[1]["status"] == "noop"
         server.refusal = 503
@@ -201,4 +206,14 @@ async def test_a_prompt_of_too_many_keys_is_refused(caller: Caller) -> None:
     asked = ASKED | {"world_size": 255, "token_ids": [1] * (400 * CHUNK)}
     for path in ("/directory/lookup", "/cache/pins"):
         status, answer = await caller.call("POST", path, asked)
-        assert (status, answer) == (400, {"detail": "one call looks at 100000 keys at most, these are 102000"})
+        assert (status, answer) == (
+            400,
+            {"detail": "one call looks at 100000 keys at most, these are 102000"},
+        )
+
+
+async def test_so_are_too_many_keys(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.lmcache.coordinator.api._MAX_KEYS", 1)
+    keys = [key(number).encoded() for number in range(2)]
+    assert (await caller.call("POST", "/directory/lookup", {"keys": keys}))[0] == 400
+    assert (await caller.call("POST", "/directory/lookup", {"keys": keys[:1]}))[0] == 200

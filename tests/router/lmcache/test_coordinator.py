@@ -285,3 +285,18 @@ def test_names_that_servers_make_up_take_no_more_than_their_room() -> None:
     assert matched(fleet) == {"r0": {"remote": 256}, "r1": {"remote": 256}}
     assert len(coordinator.ties._mounts) == 64
     assert len(coordinator._declared.of("mp0")) == 64
+
+
+def test_of_servers_that_have_left_nothing_is_kept_but_l2() -> None:
+    _, coordinator = two_tied()
+    shared: dict[str, Any] = {"backend": "s3", "shared": True}
+    for number in range(3):
+        name = f"mp-{number}"
+        coordinator.expect(name)
+        coordinator.apply([batch(1, keys=[key(0)], instance_id=name)])
+        coordinator.apply([batch(2, tier="l2", keys=[key(0)], instance_id=name, **shared)])
+        coordinator.deregister(name)
+    assert coordinator.apply([batch(3, instance_id="mp-0")])["applied"] == 0
+    assert coordinator.ties._mounts == {}
+    assert len(coordinator.directory._of_owner) == 1
+    coordinator.directory.check()
