@@ -265,7 +265,7 @@ class Fleet:
         self.replicas[replica_id].has_events = True
 
     def apply_kv(self, replica_id: str, batch: KvBatch, now_s: float) -> None:
-        """Take over a message of vLLM's KV events, of the tiers that they are believed of."""
+        """Take over a message of vLLM's KV events, of the tiers of `Replica.event_tiers`."""
         replica = self.replicas[replica_id]
         for event in batch.events:
             if isinstance(event, FirstBlocks):

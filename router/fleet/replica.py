@@ -161,7 +161,7 @@ class Replica:
 
     @property
     def event_tiers(self) -> tuple[Tier, ...]:
-        """What KV events are believed of: of the lower tiers an agent or LMCache knows better."""
+        """The tiers that KV events tell of: the lower ones an agent or LMCache knows better."""
         config = self.config
         has_lmcache = config.lmcache is not None or self.lmcache_chunk_tokens is not None
         return (Tier.GPU,) if has_lmcache or config.agent_url is not None else _TIERS

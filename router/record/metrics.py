@@ -94,9 +94,11 @@ _GAUGES: Final = {
 
 
 _LMCACHE: Final = (
-    "Of LMCache's servers: batches of events that were applied, duplicates, stale, unknown (of a "
-    "server that nobody knows) or malformed; gaps; servers_lost, silent; chunks missing that "
-    "were to be prefetched; prefetches not_ready; asked what they hold"
+    "Event batches of LMCache's servers: applied, duplicates, stale, unknown (from a server that "
+    "has not registered), malformed; gaps between batches; servers_lost (ended), silent (no "
+    "heartbeats); chunks missing that were to be prefetched; prefetches not_ready (no vLLM has "
+    "registered); servers asked what they hold of a prompt; of a stock coordinator: looked_up, "
+    "coordinator_failed"
 )
 
 
