@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -202,7 +201,7 @@ async def test_a_source_that_dies_in_the_middle(
             # The first window may go over the other connection, and be slower.
             while not ready(real, 1):
                 time.sleep(0.001)
-            for each in list(real.replicas[0].server._open):
+            for each in (channel, *real.replicas[0].server._open):
                 each.shut()
         send(channel, key, view)
 
