@@ -50,12 +50,23 @@ class ServerProcess:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let it keep its connections and do nothing."""
+        """Let it keep its connections and do nothing; entered when all its threads have stopped."""
         process = self._process
         assert process is not None
         process.send_signal(signal.SIGSTOP)
         try:
+            # The signal is on its way when it was sent: another thread may answer meanwhile.
+            wait_until(lambda: _has_stopped(process.pid))
             yield
         finally:
             # Unheard if it was killed meanwhile.
             process.send_signal(signal.SIGCONT)
+
+
+def _has_stopped(pid: int) -> bool:
+    """Whether all threads of a process are stopped by a signal: state T in ``proc(5)``."""
+    try:
+        stats = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except FileNotFoundError:  # a thread that has ended since it was listed
+        return False
+    return all(each.rpartition(") ")[2].startswith("T") for each in stats)
