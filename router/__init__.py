@@ -15,5 +15,6 @@ One restart: `cli` reads the `config`, `serve` opens the ports, `app` puts the r
 `feeds` fetches a snapshot of each replica, and its health says when it takes requests.
 
 Directions: launch and the files here -> feeds -> proxy -> admission, staging, prompt ->
-fleet -> latency, residency -> config; controller, lmcache -> staging, http.
+fleet -> latency, residency -> config; controller, lmcache -> staging, http;
+`tasks` is below them all.
 """

@@ -77,14 +77,14 @@ def why(decision: Decision, policy: PolicyName, judgment: Judgment) -> str:
         about = f"(policy {policy}, which looks at no times)"
         return f"{picked.replica_id} {_OTHER_POLICIES[policy]} {about}: {holds}."
     others = [each for each in decision.candidates if each is not picked]
-    other = min(others, key=lambda each: each.ttft_s)
+    soonest = other = min(others, key=lambda each: each.ttft_s)
     name = f"{other.replica_id}, the next,"
     if decision.reason is Reason.SESSION_SPILL and decision.home is not None:
         other = next(each for each in others if each.replica_id == decision.home)
         name = f"the session's home {other.replica_id}"
     if decision.reason is Reason.SESSION_HOME:
         head = "is the session's home"
-    elif picked.ttft_s - min(each.ttft_s for each in others) < _NO_LATER_S:
+    elif picked.ttft_s - soonest.ttft_s < _NO_LATER_S:
         head = "answers soonest"
     else:
         head = "answers nearly as soon as any"

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import orjson
 from aiohttp import web
 
 from router.config import BadRequest, NoReplica, RouterConfig, UnknownModel
 from router.explanation import explanation
 from router.feeds import authorization, fetch_models
 from router.fleet import Fleet, State
-from router.http import read_body
+from router.http import as_json, read_body
 from router.proxy import PROMPTED, Proxy, json_object, parse
 from router.record import CONTENT_TYPE, Metrics
 
@@ -30,14 +29,14 @@ class Api:
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the replicas that are up serve, each model once."""
-        return _json({"object": "list", "data": await self._merged_models(request)})
+        return as_json({"object": "list", "data": await self._merged_models(request)})
 
     async def model(self, request: web.Request) -> web.Response:
         """``GET /v1/models/{id}``."""
         name = request.match_info["model"]
         for each in await self._merged_models(request):
             if each["id"] == name:
-                return _json(each)
+                return as_json(each)
         raise UnknownModel(f"no replica serves the model '{name}'", param="model")
 
     async def health(self, request: web.Request) -> web.Response:
@@ -55,7 +54,7 @@ class Api:
                 each.id: {"url": each.config.url, "state": str(each.state)} for each in replicas
             },
         }
-        return _json(body, status=200 if is_ok else 503)
+        return as_json(body, status=200 if is_ok else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
         """``GET /metrics``, for Prometheus."""
@@ -71,7 +70,7 @@ class Api:
         endpoint = _endpoint(request.query.get("endpoint"), json_object(body))
         asked = parse(endpoint, body, request.headers, self.config.sessions.header)
         prompt, decision = await self.proxy.decide(asked)
-        return _json(explanation(prompt, decision, self.fleet, model=asked.model))
+        return as_json(explanation(prompt, decision, self.fleet, model=asked.model))
 
     async def _merged_models(self, request: web.Request) -> list[dict[str, object]]:
         client = request.headers.get("Authorization")
@@ -110,8 +109,3 @@ def _endpoint(named: str | None, fields: Mapping[str, Any]) -> str:
         if name in fields:
             return endpoint
     raise BadRequest("the body has neither 'messages' nor 'prompt' nor 'input'")
-
-
-def _json(value: object, *, status: int = 200) -> web.Response:
-    body = orjson.dumps(value, default=str)
-    return web.Response(status=status, body=body, content_type="application/json")

@@ -22,14 +22,12 @@ from bench.lmcache.replica import CHUNK_TOKENS, LmcacheReplica, start_together
 from bench.lmcache.report import report, table
 from bench.replica import demo, local
 from bench.replica.demo import ANSWER_TOKENS, WORK, say
-from bench.replica.demo_report import ROWS, Sample, known_to_router, strays
+from bench.replica.demo_report import ROWS, Sample, lies_in, sample, strays
 from bench.replica.model import make_model
 from bench.replica.text import real_text
 from bench.replica.tiers import NotThere, call, common_prefix, forget_pages, wait_until
 from bench.ttft import (
     COLD_QUESTION,
-    REASON_HEADER,
-    REPLICA_HEADER,
     WARM_QUESTION,
     BenchError,
     ask,
@@ -162,9 +160,7 @@ class LmcacheRound:
         """Wait until the router knows the prefix to be in a tier and in no faster one."""
 
         def is_known() -> bool:
-            matched = self._stage.matched(self._warm)
-            fastest = next((name for name in ("gpu", "cpu", "disk") if matched.get(name)), None)
-            return fastest == tier and sum(matched.values()) >= self._shared - CHUNK_TOKENS
+            return lies_in(self._stage.matched(self._warm), tier, self._shared - CHUNK_TOKENS)
 
         wait_until(f"the router knows the prefix to be in {tier}", is_known)
 
@@ -176,14 +172,7 @@ class LmcacheRound:
             content=content,
             max_tokens=ANSWER_TOKENS,
         )
-        return Sample(
-            row=row,
-            ttft_s=answer.ttft_s,
-            prompt_tokens=answer.prompt_tokens or 0,
-            replica=directly.name if directly else answer.headers[REPLICA_HEADER],
-            why="asked directly" if directly else answer.headers[REASON_HEADER],
-            matched=known_to_router(answer),
-        )
+        return sample(row, answer, directly=directly.name if directly else None)
 
 
 def measure_lmcache(arguments: argparse.Namespace, tell: Tell) -> None:

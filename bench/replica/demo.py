@@ -19,14 +19,12 @@ import yaml
 
 from bench.command import write_report
 from bench.replica import local
-from bench.replica.demo_report import ROWS, Sample, known_to_router, report, strays, table
+from bench.replica.demo_report import ROWS, Sample, lies_in, report, sample, strays, table
 from bench.replica.model import make_model
 from bench.replica.text import real_text
 from bench.replica.tiers import NotThere, ReplicaTiers, call, common_prefix, wait_until
 from bench.ttft import (
     COLD_QUESTION,
-    REASON_HEADER,
-    REPLICA_HEADER,
     WARM_QUESTION,
     BenchError,
     ask,
@@ -253,9 +251,7 @@ class Round:
 
         def is_known() -> bool:
             matched = _explain(self._stage, router_url, self._warm_prompt)["matched_tokens"]
-            fastest = next((name for name in ("gpu", "cpu", "disk") if matched.get(name)), None)
-            whole = sum(matched.values()) >= len(self._shared) - self._chunk_tokens
-            return fastest == tier and whole
+            return lies_in(matched, tier, len(self._shared) - self._chunk_tokens)
 
         wait_until(f"{router_url}: knows the prefix to be in {tier}", is_known)
 
@@ -266,14 +262,7 @@ class Round:
             content=prompt,
             max_tokens=ANSWER_TOKENS,
         )
-        return Sample(
-            row=row,
-            ttft_s=answer.ttft_s,
-            prompt_tokens=answer.prompt_tokens or 0,
-            replica=name or answer.headers[REPLICA_HEADER],
-            why="asked directly" if name else answer.headers[REASON_HEADER],
-            matched=known_to_router(answer),
-        )
+        return sample(row, answer, directly=name)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -2,11 +2,11 @@
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from bench.ttft import Answer, machine
+from bench.ttft import REASON_HEADER, REPLICA_HEADER, Answer, machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,24 @@ def known_to_router(answer: Answer) -> str:
             parts.append(f"{tier} {tokens}")
     prefetch = answer.headers.get("x-warmroute-prefetch")
     return ", ".join(parts) + (f" [{prefetch}]" if prefetch else "") or "-"
+
+
+def sample(row: str, answer: Answer, *, directly: str | None = None) -> Sample:
+    """Return the figures of an answer; ``directly`` names the replica that was asked itself."""
+    return Sample(
+        row=row,
+        ttft_s=answer.ttft_s,
+        prompt_tokens=answer.prompt_tokens or 0,
+        replica=directly or answer.headers[REPLICA_HEADER],
+        why="asked directly" if directly else answer.headers[REASON_HEADER],
+        matched=known_to_router(answer),
+    )
+
+
+def lies_in(matched: Mapping[str, int], tier: str, least_tokens: int) -> bool:
+    """Return whether so much of a prompt is matched, and ``tier`` is the fastest of its tiers."""
+    fastest = next((name for name in ("gpu", "cpu", "disk") if matched.get(name)), None)
+    return fastest == tier and sum(matched.values()) >= least_tokens
 
 
 def table(samples: Sequence[Sample]) -> str:

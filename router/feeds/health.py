@@ -16,10 +16,10 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.config import ReplicaConfig, RouterConfig, describe
-from router.feeds.pause import all_set, end_all
 from router.fleet import Fleet
 from router.prompt import PromptSource, ServedModel
 from router.record import Cause
+from router.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.health")
 

@@ -13,9 +13,10 @@ import zmq.asyncio
 from cacheengine.wire import InstanceInfo
 from router.feeds.health import fetch
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber, until_first
-from router.feeds.pause import Pause, all_set
+from router.feeds.pause import Pause
 from router.fleet import Fleet, Replica
 from router.residency import BadEvents, KvBatch, KvEventReader
+from router.tasks import all_set
 
 log = logging.getLogger("warmroute.feeds")
 

@@ -17,8 +17,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from router.feeds.pause import end_all
 from router.residency import KvBatch, KvEventReader
+from router.tasks import end_all
 
 _REPLAY_TIMEOUT_S: Final = 5.0
 _QUIET_S: Final = 10.0

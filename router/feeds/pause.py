@@ -1,9 +1,6 @@
-"""Pauses between tries, and waits that have an end."""
+"""Pauses between tries."""
 
-import asyncio
-from collections.abc import Collection, Iterable
-from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 _FIRST_S: Final = 0.2
 _LONGEST_S: Final = 2.0
@@ -28,18 +25,3 @@ class Pause:
     def reset(self) -> None:
         """Begin with short pauses again."""
         self._next_s = _FIRST_S
-
-
-async def all_set(events: Iterable[asyncio.Event], timeout_s: float) -> None:
-    """Return when all of these have been set, or after ``timeout_s``."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            for each in events:
-                await each.wait()
-
-
-async def end_all(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks, and return when they have ended."""
-    for each in tasks:
-        each.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,9 +13,9 @@ import zmq.asyncio
 from router.feeds.agent_feed import AgentFeed, poll_gap_s
 from router.feeds.kv_feed import KvFeed
 from router.feeds.kv_subscriber import SOCKETS_PER_REPLICA
-from router.feeds.pause import all_set, end_all
 from router.fleet import Fleet
 from router.staging import AgentClient
+from router.tasks import all_set, end_all
 
 _START_WAIT_S: Final = 3.0
 

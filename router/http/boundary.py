@@ -67,7 +67,8 @@ def error_response(path: str, error: ApiError) -> web.Response:
 
 def as_json(value: object, status: int = 200) -> web.Response:
     """Return a value as a response."""
-    return web.Response(status=status, body=orjson.dumps(value), content_type="application/json")
+    body = orjson.dumps(value, default=str)
+    return web.Response(status=status, body=body, content_type="application/json")
 
 
 async def read_body_soon(request: web.Request) -> bytes:

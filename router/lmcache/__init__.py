@@ -6,7 +6,7 @@ they serve (`members`, `ties`). `watch` sees that they live, `prefetch` has them
 to CPU RAM, `ask` finds out what they hold where events were missed; `server` speaks to one, in
 the words of `wire`.
 
-Put together by the application. Imports config, http, residency, fleet and staging.
+Put together by the application. Imports config, http, residency, fleet, staging and tasks.
 """
 
 from router.lmcache.lmcache import Lmcache

@@ -23,6 +23,7 @@ from router.lmcache.ties import Server
 from router.lmcache.wire import leading_keys
 from router.residency import PromptKeyring, PromptKeys
 from router.staging import AgentError
+from router.tasks import end_all
 
 log = logging.getLogger("warmroute.lmcache")
 
@@ -72,10 +73,7 @@ class Asker:
 
     async def stop(self) -> None:
         """Ask nothing any more."""
-        under_way = list(self._under_way)
-        for task in under_way:
-            task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
+        await end_all(list(self._under_way))
 
     def _uncertain(self, since_s: float) -> list[tuple[Replica, Server]]:
         """Return a replica of each server whose events were missed since a time."""

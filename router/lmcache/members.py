@@ -1,4 +1,4 @@
-"""LMCache's servers: those that have registered, and the replicas that each of them serves. Pure.
+"""LMCache's registered servers, and the replicas that each server serves. Pure.
 
 A replica's server is the one that its ``lmcache`` names. Without that it is the one on the
 replica's host, if there is one server and one such replica on that host.

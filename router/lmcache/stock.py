@@ -20,6 +20,7 @@ from router.lmcache.server import LmcacheServer, prompt_fields
 from router.lmcache.wire import LookedUp, MemberList
 from router.residency import PromptKeyring, PromptKeys
 from router.staging import AgentError
+from router.tasks import end_all
 
 log = logging.getLogger("warmroute.lmcache")
 
@@ -60,8 +61,7 @@ class StockCoordinator:
     async def stop(self) -> None:
         """End that."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_all([self._task])
             self._task = None
 
     async def ask(self, keyring: PromptKeyring) -> None:

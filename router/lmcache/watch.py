@@ -24,6 +24,7 @@ from router.lmcache.server import LmcacheServer
 from router.lmcache.ties import Server
 from router.residency import LMCACHE_HASH
 from router.staging import AgentError, AgentTimeout
+from router.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.lmcache")
 
@@ -75,10 +76,7 @@ class ServerWatch:
 
     async def stop(self) -> None:
         """End that."""
-        tasks = [*self._lines.values(), *([] if self._task is None else [self._task])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all([*self._lines.values(), *([] if self._task is None else [self._task])])
         self._lines, self._task = {}, None
 
     def hung(self, replica_id: str) -> asyncio.Future[None] | None:
@@ -97,11 +95,7 @@ class ServerWatch:
 
     async def _run(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(_EVERY_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+            await all_set([self._changed], _EVERY_S)
             self._changed.clear()
             try:
                 self._coordinator.expire(self._clock())

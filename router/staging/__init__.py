@@ -4,7 +4,7 @@
 (`prefetch`), and those of other replicas copied (`peer_copy`); a request is held back at most
 as long as that gains. `AgentClient` speaks to the agents.
 
-Called by proxy, feeds, controller and lmcache. Imports config and fleet.
+Called by proxy, feeds, controller and lmcache. Imports config, fleet and tasks.
 """
 
 from router.staging.agent_client import (

@@ -11,6 +11,7 @@ from router.config import PrefetchConfig
 from router.fleet import Fleet
 from router.staging.agent_client import Agents
 from router.staging.backoff import Backoff
+from router.tasks import end_all
 
 
 class Timing(StrEnum):
@@ -69,10 +70,7 @@ class Errands(Generic[_Outcome]):
 
     async def stop(self) -> None:
         """Follow nothing any more; what is under way goes on at the replicas."""
-        under_way = list(self._under_way)
-        for task in under_way:
-            task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
+        await end_all(list(self._under_way))
 
     async def _run(
         self,

@@ -36,7 +36,7 @@ def shared_owner(backend: str) -> str:
 
 
 def owner_of(batch: Batch) -> str:
-    """Return who holds what a batch tells of: its server, or the backend if that is shared."""
+    """Return the holder of a batch's entries: its server, or the backend if that is shared."""
     return shared_owner(batch.backend) if batch.shared else batch.instance_id
 
 

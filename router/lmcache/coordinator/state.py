@@ -57,7 +57,7 @@ class Cursor:
 
 
 class Streams:
-    """The cursors of all servers; who asks sees to it that they are few (`Members`)."""
+    """The cursors of all servers; `Members` bounds how many servers have one."""
 
     def __init__(self) -> None:
         self._cursors: dict[str, Cursor] = {}

@@ -1,14 +1,13 @@
 """Chunks between two real engines over real sockets."""
 
 import threading
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 from cacheengine.record import TransferMeter
 from cacheengine.residency import Presence
-from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
+from cacheengine.tiers.base import NullTier
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.server import TransferServer
@@ -122,27 +121,11 @@ def test_into_the_disk_tier_flows_more_than_the_pool_holds(
     assert other.has_right_bytes(PREFIX[:6])
 
 
-class FullTier(LocalTier):
+class FullTier(NullTier):
     """A disk without room."""
 
-    name = "disk"
     capacity_bytes = 100 * CHUNK_BYTES
     item_bytes = CHUNK_BYTES
-
-    def scan(self) -> list[bytes]:
-        return []
-
-    def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
-        return [PutOutcome.NO_SPACE] * len(chunks)
-
-    def get_many(self, chunks: Sequence[Chunk]) -> list[GetOutcome]:
-        return [GetOutcome.MISSING] * len(chunks)
-
-    def delete(self, keys: Iterable[bytes]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def test_a_disk_that_takes_nothing_ends_it(

@@ -1,4 +1,4 @@
-"""LMCache's keys, beside those that a real server has told, and matching by them."""
+"""LMCache's keys, beside the keys of a real server's events, and matching by them."""
 
 from cacheengine.keys import HashScheme
 from router.residency.block_hashes import PromptKeyring
