@@ -47,7 +47,9 @@ def _write_router_config(fleet: FleetPlan) -> None:
     path = fleet.log_dir / "router.yaml"
     try:
         fleet.log_dir.mkdir(parents=True, exist_ok=True)
-        # JSON is YAML. The file may carry an api_key: only for its owner.
+        # JSON is YAML. The file may carry an api_key: only for its owner, also where a fleet
+        # before this one has left a file that others may read.
+        path.unlink(missing_ok=True)
         path.touch(mode=0o600)
         path.write_text(json.dumps(fleet.router_settings, indent=2), encoding="utf-8")
     except OSError as error:

@@ -195,9 +195,13 @@ def test_a_death_is_told_and_nothing_is_left(tmp_path: Path, unused_tcp_port: in
     dies = part("one", "print('no GPU'); raise SystemExit(1)", tmp_path, unused_tcp_port)
     router = part("router", "import signal; signal.pause()", tmp_path, unused_tcp_port)
     said: list[str] = []
+    settings = tmp_path / "router.yaml"
+    settings.touch(mode=0o644)  # as an earlier fleet, or a person, may have left it
     with pytest.raises(ChildDied, match=r"one died \(exit code 1\).*\n.*no GPU"):
         run(fleet_of(tmp_path, dies, router), say=said.append)
     assert said[0].startswith("one: started, log in ")
+    # It may carry a key.
+    assert settings.stat().st_mode & 0o777 == 0o600
 
 
 def test_it_tells_how_to_use_it_and_ends_on_sigterm(
