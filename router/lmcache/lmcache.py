@@ -10,7 +10,7 @@ from aiohttp import web
 from cacheengine.wire import PrefetchReply
 from router.fleet import Decision, Fleet
 from router.lmcache.ask import Asker
-from router.lmcache.coordinator import Coordinator, CoordinatorApi
+from router.lmcache.coordinator import Coordinator, CoordinatorApi, L2Eviction
 from router.lmcache.prefetch import LmcachePrefetch
 from router.lmcache.stock import StockCoordinator
 from router.lmcache.watch import ServerWatch
@@ -40,6 +40,7 @@ class Lmcache:
                 session,
                 members_changed=self._watch.members_changed,
             )
+        self._eviction = L2Eviction(self.coordinator, session)
         self._asker = Asker(fleet, self.coordinator, session)
         self._api = CoordinatorApi(
             self.coordinator, session, members_changed=self._watch.members_changed
@@ -59,11 +60,13 @@ class Lmcache:
         if self._stock is not None:
             await self._stock.start()
         await self._watch.start()
+        self._eviction.start()
 
     async def stop(self) -> None:
         """End that."""
         if self._stock is not None:
             await self._stock.stop()
+        await self._eviction.stop()
         await self._watch.stop()
         await self._asker.stop()
 

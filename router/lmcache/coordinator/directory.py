@@ -16,6 +16,7 @@ from router.lmcache.coordinator.records import (
     Held,
     Place,
     Record,
+    Total,
     differences,
     owner_of,
 )
@@ -24,6 +25,8 @@ from router.residency import Tier
 
 _MAX_TOKEN_BYTES: Final = 256 << 20
 _TOKEN_BYTES: Final = 4
+_MAX_GROUPS: Final = 64
+"""Object groups of chunks; those of more are not found by their chunk's tokens."""
 
 
 class Directory:
@@ -34,7 +37,9 @@ class Directory:
         self.evicted = 0
         self._records: OrderedDict[ObjectKey, Record] = OrderedDict()
         self._of_owner: dict[str, dict[ObjectKey, None]] = {}
-        self._used: dict[Place, int] = {}
+        self.totals: dict[tuple[Place, str], Total] = {}
+        """What lies at each place, by salt; for reading."""
+        self._groups: set[int] = set()
         self._chunks: dict[bytes, Chunk] = {}
         self._token_bytes = 0
 
@@ -50,9 +55,17 @@ class Directory:
         chunk = self._chunks.get(chunk_hash)
         return array("I", chunk.tokens if chunk else b"").tolist()
 
-    def used(self) -> dict[Place, int]:
-        """Return the bytes at each place that holds any."""
-        return dict(self._used)
+    def keys(self) -> list[ObjectKey]:
+        """Return all keys, those first that were used first."""
+        return list(self._records)
+
+    def in_all_groups(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
+        """Return keys of object group 0, each with those of the same chunk in other groups."""
+        found = []
+        for key in keys:
+            others = (key._replace(object_group_id=each) for each in sorted(self._groups))
+            found += [key, *(each for each in others if each in self._records)]
+        return found
 
     def held_by(self, owner: str) -> Iterator[tuple[ObjectKey, set[Tier]]]:
         """Return an owner's keys with the tiers that hold them."""
@@ -116,14 +129,16 @@ class Directory:
     def check(self) -> None:
         """Raise AssertionError if the directory contradicts itself."""
         assert len(self._records) <= self.max_keys
-        used: dict[Place, int] = {}
+        totals: dict[tuple[Place, str], Total] = {}
         owners: dict[str, set[ObjectKey]] = {}
         for key, record in self._records.items():
             assert record.places, key
             for place, held in record.places.items():
-                used[place] = used.get(place, 0) + held.size_bytes
+                total = totals.setdefault((place, key.cache_salt), Total())
+                total.keys += 1
+                total.nbytes += held.size_bytes
                 owners.setdefault(place.owner, set()).add(key)
-        assert {place: count for place, count in used.items() if count} == self._used
+        assert totals == self.totals
         assert owners == {owner: set(keys) for owner, keys in self._of_owner.items()}
         assert self._token_bytes == sum(len(each.tokens) for each in self._chunks.values())
         keys = Counter(key.chunk_hash for key in self._records)
@@ -163,6 +178,8 @@ class Directory:
 
     def _new(self, key: ObjectKey) -> Record:
         self._chunks.setdefault(key.chunk_hash, Chunk()).keys += 1
+        if key.object_group_id and len(self._groups) < _MAX_GROUPS:
+            self._groups.add(key.object_group_id)
         record = self._records[key] = Record()
         return record
 
@@ -194,11 +211,11 @@ class Directory:
         old = record.places.pop(place, None)
         if held is not None:
             record.places[place] = held
-        grown = (held.size_bytes if held else 0) - (old.size_bytes if old else 0)
-        if grown:
-            self._used[place] = self._used.get(place, 0) + grown
-            if not self._used[place]:
-                del self._used[place]
+        total = self.totals.setdefault((place, key.cache_salt), Total())
+        total.keys += (held is not None) - (old is not None)
+        total.nbytes += (held.size_bytes if held else 0) - (old.size_bytes if old else 0)
+        if not total.keys:
+            del self.totals[place, key.cache_salt]
         after = record.tiers(owner)
         if after:
             self._of_owner.setdefault(owner, {})[key] = None

@@ -73,6 +73,14 @@ class Record:
 
 
 @dataclass(slots=True)
+class Total:
+    """How much lies at a place."""
+
+    keys: int = 0
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
 class Chunk:
     """A chunk's tokens, four bytes each, and how many keys it is kept under."""
 

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from router.fleet import Fleet
 from router.lmcache.coordinator.directory import Directory
+from router.lmcache.coordinator.pins import Pins
+from router.lmcache.coordinator.quotas import Quotas
 from router.lmcache.coordinator.records import Held, Place, owner_of
 from router.lmcache.coordinator.usage import Declared, usage
 from router.lmcache.members import MAX_MEMBERS, Members
@@ -92,6 +94,8 @@ class Coordinator:
         self.members = Members()
         self.directory = Directory(max_keys)
         self.ties = Ties(fleet, self.directory)
+        self.pins = Pins()
+        self.quotas = Quotas()
         self.chunk_tokens = DEFAULT_CHUNK_TOKENS
         """Of the servers that answer; one fleet has one chunk size, as LMCache has it."""
         self.counts: Counter[str] = Counter()
@@ -181,7 +185,7 @@ class Coordinator:
     def usage(self) -> dict[str, Any]:
         """Return what LMCache's ``GET /instances/usage`` says."""
         registered = {each.instance_id for each in self.members.all()}
-        return usage(self.directory.used(), self._declared, registered)
+        return usage(self.directory.totals, self._declared, registered)
 
     def _apply(self, batch: Batch, now_s: float) -> str:
         known = self.members.get(batch.instance_id) is not None
