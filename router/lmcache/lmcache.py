@@ -1,4 +1,4 @@
-"""LMCache's side of the router, put together: what the application starts and asks."""
+"""LMCache's side of the router, put together for the application."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ class Lmcache:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What was counted, by a word for each (`Coordinator.counts`)."""
+        """Counters by name (`Coordinator.counts`)."""
         return self.coordinator.counts
 
     async def start(self) -> None:
@@ -83,7 +83,7 @@ class Lmcache:
         await (self._stock or self._asker).ask(keyring)
 
     def hung(self, replica_id: str) -> asyncio.Future[None] | None:
-        """Return what is done when a replica hangs, its server having ended; None without one."""
+        """Return a future that is done when a replica hangs, its server having ended, or None."""
         return self._watch.hung(replica_id)
 
     async def prefetch(self, decision: Decision) -> PrefetchReply:

@@ -40,7 +40,7 @@ UNNOTICED_S: Final = 22.0
 
 @dataclass(eq=False)
 class _Watched:
-    """A URL where a server is, or was until a short while ago."""
+    """The URL of a replica's server, kept for a while after that has ended."""
 
     url: str
     server: Server | None = None
@@ -59,7 +59,7 @@ class _Replica:
 
     rests_until_s: float | None = None
     hangs: asyncio.Future[None] | None = None
-    """What its requests that wait for an answer wait for too."""
+    """Done when it begins to hang: requests that wait there for an answer wait for this too."""
 
 
 class ServerWatch:
@@ -83,7 +83,7 @@ class ServerWatch:
         """By URL."""
         self._replicas: dict[str, _Replica] = {}
         self._said: set[str] = set()
-        """What is wrong now, and was logged."""
+        """The problems that were logged and last."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -98,7 +98,7 @@ class ServerWatch:
         await end_all([each for each in held if each is not None])
 
     def hung(self, replica_id: str) -> asyncio.Future[None] | None:
-        """Return what is done when a replica begins to hang while another is up.
+        """Return a future that is done when a replica begins to hang while another is up.
 
         None where it has no server.
         """
@@ -155,7 +155,7 @@ class ServerWatch:
         return lost
 
     def _say(self, problems: set[str]) -> None:
-        """Log what is wrong, once for as long as it is."""
+        """Log each problem, once for as long as it lasts."""
         for problem in problems - self._said:
             log.warning("%s", problem)
         self._said = problems
@@ -225,7 +225,7 @@ class ServerWatch:
                 await reader.read(1)
             finally:
                 writer.close()
-        # What closes every connection soon is no sign of an end, and must not be asked on and on.
+        # A server that closes every connection soon has not ended, and is not asked at each.
         if self._clock() - began_s > _EVERY_S:
             self._changed.set()
 

@@ -1,4 +1,4 @@
-"""The words of LMCache's coordinator and servers (lmcache 0.5.6), as far as they are used here.
+"""Keys, events and answers of LMCache's servers and coordinator (lmcache 0.5.6), as they are sent.
 
 Sources: ``lmcache/v1/mp_coordinator/schemas.py`` and ``api.py``, and the servers'
 ``http_apis``. Fields that are not known are passed over, as LMCache's own servers do, so that
@@ -21,7 +21,7 @@ _LONGEST_SALT: Final = 128
 _LONGEST_NAME: Final = 1024
 
 LmcacheTier = Literal["l1", "l2"]
-"""CPU RAM of the server, and what lies behind it: disks, remote stores."""
+"""CPU RAM of the server, and the disks and remote stores behind it."""
 Token = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 WorldSize = Annotated[int, Meta(ge=1, le=255)]
@@ -29,7 +29,7 @@ Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
 
 
 class ObjectKey(NamedTuple):
-    """What LMCache stores a chunk under: one for each rank and object group."""
+    """The key of a chunk in LMCache: one for each rank and object group."""
 
     chunk_hash: bytes
     model_name: str
@@ -76,7 +76,7 @@ class EncodedKey(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what LMCache itself refuses in a key."""
+        """Refuse a key that LMCache itself refuses."""
         if "@" in self.model_name:
             raise ValueError("model_name must not contain '@'")
         check_salt(self.cache_salt)
@@ -99,7 +99,7 @@ def check_salt(cache_salt: str) -> None:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one key."""
+    """A change of one key."""
 
     key: EncodedKey
     size_bytes: _Count = 0
@@ -108,7 +108,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """Like changes at one server, in its order (``incarnation``, ``seq`` from 1 on)."""
+    """Changes of one kind at one server, in its order (``incarnation``, ``seq`` from 1 on)."""
 
     instance_id: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
     incarnation: _Count
@@ -124,7 +124,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     capacity_revision: _Count = 0
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense, as LMCache's coordinator does."""
+        """Refuse a batch that LMCache's coordinator refuses."""
         if not self.backend and self.event_type != "access":
             raise ValueError(f"backend must not be empty in {self.event_type}")
         if self.entries and self.event_type == "config":
@@ -148,7 +148,7 @@ class RegisterCall(msgspec.Struct, frozen=True, kw_only=True):
     mq_port: Annotated[int, Meta(ge=0, le=65535)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no URL of the server's could be made of."""
+        """Refuse an address that makes no URL of the server."""
         if urlsplit(f"http://{host_port(self.ip, self.http_port)}").hostname != self.ip.lower():
             raise ValueError("ip must be an address or a host's name")
 
@@ -179,7 +179,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefetchStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server says of a prefetch: when it is asked for, and later."""
+    """A server's answer about a prefetch: to the order, and to questions after it."""
 
     status: Literal["submitted", "noop", "pending", "completed"]
     request_id: str = ""
@@ -198,6 +198,8 @@ class DeletedTold(msgspec.Struct, frozen=True, kw_only=True):
 
     deleted: _Count = 0
     skipped: _Count = 0
+    error: str = ""
+    """Why L2 deleted none."""
 
 
 class MemberList(msgspec.Struct, frozen=True, kw_only=True):

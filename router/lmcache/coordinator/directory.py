@@ -1,7 +1,7 @@
 """Which LMCache server holds which keys, in which tier and backend. Pure.
 
-What its stock coordinator's key directory knows, learned from the same events. Every change of
-what an owner holds of a key in one of the router's tiers comes out as a `Change`.
+The directory learns the same from events as that of LMCache's coordinator. A key that an owner
+gains or loses in one of the router's tiers comes out as a `Change`.
 """
 
 from array import array
@@ -26,19 +26,18 @@ from router.residency import Tier
 _MAX_TOKEN_BYTES: Final = 256 << 20
 _TOKEN_BYTES: Final = 4
 _MAX_GROUPS: Final = 64
-"""Object groups of chunks; those of more are not found by their chunk's tokens."""
+"""Object groups; the keys of any others are not found by their chunk's tokens."""
 
 
 class Directory:
-    """The keys of all servers, at most ``max_keys``; of more, those go that were used first."""
+    """The keys of all servers, at most ``max_keys``: beyond that the least recently used leave."""
 
     def __init__(self, max_keys: int) -> None:
         self.max_keys = max_keys
-        self.evicted = 0
         self._records: OrderedDict[ObjectKey, Record] = OrderedDict()
         self._of_owner: dict[str, dict[ObjectKey, None]] = {}
         self.totals: dict[tuple[Place, str], Total] = {}
-        """What lies at each place, by salt; for reading."""
+        """Keys and bytes at each place, by salt; only the directory changes them."""
         self._groups: set[int] = set()
         self._chunks: dict[bytes, Chunk] = {}
         self._token_bytes = 0
@@ -56,7 +55,7 @@ class Directory:
         return array("I", chunk.tokens if chunk else b"").tolist()
 
     def keys(self) -> list[ObjectKey]:
-        """Return all keys, those first that were used first."""
+        """Return all keys, the least recently used first."""
         return list(self._records)
 
     def in_all_groups(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
@@ -75,8 +74,11 @@ class Directory:
     def apply(self, batch: Batch) -> list[Change]:
         """Take over a batch that is in order; return what it changes."""
         changes: list[Change] = []
+        place = Place(owner_of(batch), batch.tier, batch.backend)
+        if batch.event_type == "delete":
+            return self.drop(place, (each.key.key() for each in batch.entries))
         for entry in batch.entries:
-            self._apply(batch, entry, changes)
+            self._apply(batch, entry, place, changes)
         return self._within_bound(changes)
 
     def fence(self, instance_id: str) -> list[Change]:
@@ -88,7 +90,7 @@ class Directory:
         return self._each_l1(instance_id, lambda held: replace(held, certain=False))
 
     def confirm(self, instance_id: str, keys: Iterable[ObjectKey]) -> list[Change]:
-        """Note that a server was asked for keys and has them in L1."""
+        """Note that a server was asked for keys and holds them in L1."""
         changes: list[Change] = []
         for key in keys:
             record = self._records.get(key)
@@ -117,13 +119,22 @@ class Directory:
         return self._within_bound(changes)
 
     def refute(self, instance_id: str, keys: Iterable[ObjectKey]) -> list[Change]:
-        """Forget of these keys what was uncertain at a server: it was asked, and has them not."""
+        """Forget the uncertain ones of these keys at a server: it was asked, and lacks them."""
         changes: list[Change] = []
         for key in keys:
             record = self._records.get(key, _NOTHING)
             for place, held in list(record.places.items()):
                 if place.owner == instance_id and not held.certain:
                     self._set(key, record, place, None, changes)
+        return changes
+
+    def drop(self, place: Place, keys: Iterable[ObjectKey]) -> list[Change]:
+        """Forget that keys lie at a place."""
+        changes: list[Change] = []
+        for key in keys:
+            record = self._records.get(key, _NOTHING)
+            if place in record.places:
+                self._set(key, record, place, None, changes)
         return changes
 
     def check(self) -> None:
@@ -146,19 +157,13 @@ class Directory:
 
     # --- parts of the above
 
-    def _apply(self, batch: Batch, entry: Entry, changes: list[Change]) -> None:
-        key, owner = entry.key.key(), owner_of(batch)
+    def _apply(self, batch: Batch, entry: Entry, place: Place, changes: list[Change]) -> None:
+        key, size_bytes = entry.key.key(), entry.size_bytes
         record = self._records.get(key)
-        place = Place(owner, batch.tier, batch.backend)
-        if batch.event_type == "delete":
-            if record is not None and place in record.places:
-                self._set(key, record, place, None, changes)
-            return
-        size_bytes = entry.size_bytes
         if batch.event_type == "access":
             # It says that the key is there. Of L1 it names no backend: there is mostly one.
             if batch.tier == "l1":
-                place = self._l1_place(record, owner)
+                place = self._l1_place(record, place.owner)
             known = record and record.places.get(place)
             size_bytes = known.size_bytes if known else 0
         if record is None:
@@ -233,10 +238,9 @@ class Directory:
                 self._token_bytes -= len(chunk.tokens)
 
     def _within_bound(self, changes: list[Change]) -> list[Change]:
-        """Evict what is too much; return the changes with what that has changed."""
+        """Evict keys until no more than `max_keys` are left; return the changes with theirs."""
         while len(self._records) > self.max_keys:
             key, record = next(iter(self._records.items()))
-            self.evicted += 1
             for place in list(record.places):
                 self._set(key, record, place, None, changes)
         return changes

@@ -1,7 +1,8 @@
 """Evicting from L2 by quota: every few seconds servers are told to delete what is too much.
 
-The keys that were used first go, those that are pinned stay. What was deleted is known when the
-server's events tell it; a key of which none comes is deleted again, which does no harm.
+The least recently used keys go, but for pinned ones. A key counts as gone when the server has
+answered: of keys from before its own start it sends no event of their deletion (lmcache 0.5.6).
+A key that was stored anew meanwhile is unknown until the next event of its use.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ class L2Eviction:
         shares = self._coordinator.quotas.evicted_shares(used_bytes)
         if shares:
             calls = self._by_server(await self._victims(shares))
-            await asyncio.gather(*(self._delete(*at, keys) for at, keys in calls.items()))
+            await asyncio.gather(*(self._delete(*to, keys) for to, keys in calls.items()))
 
     async def _victims(self, shares: Mapping[str, float]) -> list[ObjectKey]:
         """Return the keys to evict; at least one of every salt, unless all are pinned."""
@@ -76,34 +77,35 @@ class L2Eviction:
             found += islice(pins.unpinned(keys), count)
         return found
 
-    def _by_server(self, keys: Iterable[ObjectKey]) -> dict[tuple[str, str], list[ObjectKey]]:
-        """Return the keys by the URL of a server that reaches them, and the backend there.
+    def _by_server(self, keys: Iterable[ObjectKey]) -> dict[tuple[str, Place], list[ObjectKey]]:
+        """Return the keys by their place, and the URL of a server that reaches it.
 
-        That is the one that has told of them; of a shared backend any other, if that has ended.
+        That is the server that has told of them; of a shared backend any other, if it has ended.
         """
         members = self._coordinator.members
-        found: dict[tuple[str, str], list[ObjectKey]] = defaultdict(list)
+        found: dict[tuple[str, Place], list[ObjectKey]] = defaultdict(list)
         for key in keys:
             for place, held in _l2(self._coordinator.directory.get(key).places).items():
                 member = members.get(held.instance_id)
                 if member is None and place.shared:
                     member = next(iter(members.all()), None)
                 if member is not None:
-                    found[member.url, place.backend].append(key)
+                    found[member.url, place].append(key)
         return found
 
-    async def _delete(self, url: str, backend: str, keys: list[ObjectKey]) -> None:
-        counts = self._coordinator.counts
+    async def _delete(self, url: str, place: Place, keys: list[ObjectKey]) -> None:
+        server = LmcacheServer(self._session, url)
         for at in range(0, len(keys), _MAX_DELETED):
+            some = keys[at : at + _MAX_DELETED]
             try:
-                told = await LmcacheServer(self._session, url).delete(
-                    keys[at : at + _MAX_DELETED], tier="l2", adapter=backend
-                )
+                told = await server.delete(some, tier="l2", adapter=place.backend)
+                if told.error:
+                    raise AgentError(f"{url}: {told.error}")
             except AgentError as error:
-                counts["eviction_failed"] += 1
-                log.warning("evicting %s keys of L2 failed: %s", len(keys), error)
+                self._coordinator.counts["eviction_failed"] += 1
+                log.warning("evicting %s keys of L2 failed: %s", len(keys) - at, error)
                 return
-            counts["evicted"] += told.deleted
+            self._coordinator.evicted(place, some)
 
 
 def _l2(places: Mapping[Place, Held]) -> dict[Place, Held]:

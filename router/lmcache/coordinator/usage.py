@@ -1,4 +1,4 @@
-"""What LMCache's servers hold, beside what they have declared that they can hold. Pure."""
+"""Bytes that LMCache's servers hold, beside the capacities that they have declared. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -8,14 +8,14 @@ from router.lmcache.coordinator.records import Place, Total, owner_of
 from router.lmcache.wire import Batch, LmcacheTier
 
 Totals = Mapping[tuple[Place, str], Total]
-"""What lies at each place, by salt (`Directory.totals`)."""
+"""Keys and bytes at each place, by salt (`Directory.totals`)."""
 
 MAX_BACKENDS: Final = 64
-"""Of one server; more are not taken note of."""
-_BLEND_COUNTS: Final = (
-    *("num_contents", "num_chunks", "num_claims", "num_namespaces", "table_size"),
-)
-"""Of an index of chunks by their tokens alone, for CacheBlend: there is none here."""
+"""Of one server; a declaration of more is cut off."""
+_NO_BLEND_INDEX: Final = {
+    f"num_{each}": 0 for each in ("contents", "chunks", "claims", "namespaces")
+} | {"table_size": 0}
+"""Sizes of an index of chunks by their tokens alone, for CacheBlend: there is none here."""
 
 
 class Declared:
@@ -78,7 +78,7 @@ def summary(totals: Totals, keys: int) -> dict[str, Any]:
         "num_keys": keys,
         "num_placements": sum(each.keys for each in tiers.values()),
         "l1_keys_by_instance": in_l1,
-        "blend": dict.fromkeys(_BLEND_COUNTS, 0),
+        "blend": _NO_BLEND_INDEX,
     }
     for name, each in tiers.items():
         found |= {f"{name}_count": each.keys, f"{name}_size_bytes": each.nbytes}
@@ -95,15 +95,14 @@ def usage(totals: Totals, declared: Declared, registered: set[str]) -> dict[str,
     names = sorted(registered | own | set(declared.instances()))
     shared = (_module(each, used[each], declared.shared(each)) for each in used if each.shared)
     return {
-        "instances": [instance_usage(each, used, declared, registered) for each in names],
+        "instances": [_instance_usage(each, used, declared, registered) for each in names],
         "shared_modules": _sorted(shared),
     }
 
 
-def instance_usage(
+def _instance_usage(
     instance_id: str, used: Mapping[Place, int], declared: Declared, registered: set[str]
 ) -> dict[str, Any]:
-    """Return one server's part of it."""
     capacities = declared.of(instance_id)
     places = {each for each in used if each.owner == instance_id}
     places |= {each for each in capacities if not each.shared}

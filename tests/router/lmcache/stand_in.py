@@ -22,6 +22,8 @@ class StandIn:
     """Chunks that a prefetch finds; None: all."""
     refusal: int | None = None
     """What a prefetch is answered with instead."""
+    error: str = ""
+    """Why its L2 deletes nothing."""
     gate: asyncio.Event | None = None
     """Until when a prefetch is pending."""
     busy: asyncio.Event | None = None
@@ -74,7 +76,13 @@ class StandIn:
         if self.refusal is not None:
             return web.json_response({"detail": "no L2 adapters configured"}, status=self.refusal)
         self.deleted.append(await request.json())
-        answer = {"deleted": len(self.deleted[-1]["keys"]), "skipped": 0, "ok": True}
+        answer: dict[str, Any] = {
+            "deleted": len(self.deleted[-1]["keys"]),
+            "skipped": 0,
+            "ok": True,
+        }
+        if self.error:
+            answer |= {"deleted": 0, "ok": False, "error": self.error}
         return web.json_response(answer)
 
     async def poll(self, request: web.Request) -> web.Response:

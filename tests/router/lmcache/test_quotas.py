@@ -77,7 +77,6 @@ async def test_of_a_salt_at_its_quota_the_keys_used_first_go(rig: Rig) -> None:
         "adapter": "fs_native",
     }
     assert rig.lmcache.counts["evicted"] == 2
-    rig.lmcache.coordinator.apply([batch(3, "delete", "l2", keys=SALTED[1:3])])
     assert await rig.evicted() == [[], []]
     status, told = await rig.caller.call("GET", "/quota/tenant")
     assert (status, told["usage_gb"]) == (200, pytest.approx(8 * KEY_GB))
@@ -97,7 +96,9 @@ async def test_the_default_quota_is_for_salts_without_one(rig: Rig) -> None:
     await rig.set("config", default_limit_gb=0)
     assert await rig.evicted() == [KEYS, []]
     await rig.caller.call("DELETE", "/quota/tenant")
-    assert await rig.evicted() == [KEYS + SALTED, []]
+    assert await rig.evicted() == [SALTED, []]
+    rig.lmcache.coordinator.directory.check()
+    assert len(rig.lmcache) == 0
 
 
 async def test_another_server_deletes_from_a_shared_backend_when_one_has_ended(rig: Rig) -> None:
@@ -110,13 +111,17 @@ async def test_another_server_deletes_from_a_shared_backend_when_one_has_ended(r
     assert await rig.evicted() == [[], [one]], "of what mp0 alone reached nothing"
 
 
-async def test_a_server_that_refuses_is_asked_again(rig: Rig) -> None:
+async def test_a_server_that_refuses_or_fails_is_asked_again(rig: Rig) -> None:
     rig.servers[0].refusal = 503
     await rig.set("tenant", limit_gb=0)
     assert await rig.evicted() == [[], []]
     assert rig.lmcache.counts["eviction_failed"] == 1
-    rig.servers[0].refusal = None
+    rig.servers[0].refusal, rig.servers[0].error = None, "the disk is read-only"
     assert await rig.evicted() == [SALTED, []]
+    assert rig.lmcache.counts["eviction_failed"] == 2
+    rig.servers[0].error = ""
+    assert await rig.evicted() == [SALTED, []]
+    assert (rig.lmcache.counts["eviction_failed"], rig.lmcache.counts["evicted"]) == (2, 10)
 
 
 async def test_a_clients_deletion_is_passed_on_but_for_pinned_keys(rig: Rig) -> None:
