@@ -1,4 +1,4 @@
-"""Waiting for events for a time, ending tasks, and going through much without holding others up.
+"""Waiting for events for a time, ending tasks, long sequences in turns with other tasks.
 
 Called by staging, lmcache and feeds. Imports nothing of the router.
 """

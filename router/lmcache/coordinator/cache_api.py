@@ -164,7 +164,7 @@ class CacheApi:
         return as_json({"default_limit_gb": None if limit_bytes is None else limit_bytes / GIB})
 
     async def set_quota_config(self, request: web.Request) -> web.Response:
-        """Set that."""
+        """Set the quota of salts that have none of their own."""
         call = await read_call(request, QuotaConfigCall)
         _check_l2(call.tier)
         limit_gb = call.default_limit_gb

@@ -25,7 +25,7 @@ from router.residency import Tier
 
 _MAX_TOKEN_BYTES: Final = 256 << 20
 _TOKEN_BYTES: Final = 4
-_MAX_GROUPS: Final = 64
+_MAX_GROUPS: Final = 16
 """Object groups; the keys of any others are not found by their chunk's tokens."""
 
 
