@@ -1,14 +1,18 @@
-"""Waiting for events for a time, and ending tasks.
+"""Waiting for events for a time, ending tasks, long sequences in turns with other tasks.
 
 Called by staging, lmcache and feeds. Imports nothing of the router.
 """
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final, TypeVar
 
-__all__ = ["all_set", "end_all"]
+__all__ = ["all_set", "end_all", "in_slices"]
+
+_SLICE: Final = 5_000
+
+_T = TypeVar("_T")
 
 
 async def all_set(events: Iterable[asyncio.Event], timeout_s: float) -> None:
@@ -24,3 +28,10 @@ async def end_all(tasks: Collection[asyncio.Future[Any]]) -> None:
     for each in tasks:
         each.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_slices(items: Sequence[_T]) -> AsyncIterator[Sequence[_T]]:
+    """Yield a long sequence's parts in their order; other tasks have their turn between them."""
+    for at in range(0, len(items), _SLICE):
+        yield items[at : at + _SLICE]
+        await asyncio.sleep(0)

@@ -94,6 +94,7 @@ PURE = (
     "router.lmcache.coordinator.records",
     "router.lmcache.members",
     "router.lmcache.coordinator.pins",
+    "router.lmcache.coordinator.quotas",
     "router.lmcache.ties",
     "router.lmcache.coordinator.usage",
     "router.lmcache.wire",

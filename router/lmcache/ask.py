@@ -28,7 +28,7 @@ from router.tasks import end_all
 log = logging.getLogger("warmroute.lmcache")
 
 ASK_FOR_S: Final = 600.0
-"""So long after events were missed: what is used meanwhile is learned."""
+"""So long after events were missed a server is asked: its events tell of chunks used meanwhile."""
 _WORTH_TOKENS: Final = 1024
 _WAIT_S: Final = 0.5
 _MAX_SERVERS: Final = 8
@@ -37,7 +37,7 @@ _MAX_ASKED: Final = 10_000
 
 
 class Asker:
-    """Asks; a prompt waits for the answers for `_WAIT_S` at most."""
+    """Asks servers; a prompt waits for their answers for `_WAIT_S` at most."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class Asker:
         self._under_way: set[asyncio.Task[None]] = set()
 
     async def ask(self, keyring: PromptKeyring) -> None:
-        """Learn what is held of a prompt where that is not known; raises nothing."""
+        """Learn which servers hold a prompt, where that is not known; raises nothing."""
         since_s = self._clock() - ASK_FOR_S
-        # Nearly always so; what follows looks at every replica.
+        # Nearly always so; the rest looks at every replica.
         if self._coordinator.last_missed_s < since_s or keyring.prompt_tokens < _WORTH_TOKENS:
             return
         uncertain = self._uncertain(since_s)

@@ -1,4 +1,4 @@
-"""LMCache's side of the router, put together: what the application starts and asks."""
+"""LMCache's side of the router, put together for the application."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from aiohttp import web
 from cacheengine.wire import PrefetchReply
 from router.fleet import Decision, Fleet
 from router.lmcache.ask import Asker
-from router.lmcache.coordinator import Coordinator, CoordinatorApi
+from router.lmcache.coordinator import Coordinator, CoordinatorApi, L2Eviction
 from router.lmcache.prefetch import LmcachePrefetch
 from router.lmcache.stock import StockCoordinator
 from router.lmcache.watch import ServerWatch
@@ -40,6 +40,7 @@ class Lmcache:
                 session,
                 members_changed=self._watch.members_changed,
             )
+        self._eviction = L2Eviction(self.coordinator, session)
         self._asker = Asker(fleet, self.coordinator, session)
         self._api = CoordinatorApi(
             self.coordinator, session, members_changed=self._watch.members_changed
@@ -51,7 +52,7 @@ class Lmcache:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What was counted, by a word for each (`Coordinator.counts`)."""
+        """Counters by name (`Coordinator.counts`)."""
         return self.coordinator.counts
 
     async def start(self) -> None:
@@ -59,11 +60,13 @@ class Lmcache:
         if self._stock is not None:
             await self._stock.start()
         await self._watch.start()
+        self._eviction.start()
 
     async def stop(self) -> None:
         """End that."""
         if self._stock is not None:
             await self._stock.stop()
+        await self._eviction.stop()
         await self._watch.stop()
         await self._asker.stop()
 
@@ -80,7 +83,7 @@ class Lmcache:
         await (self._stock or self._asker).ask(keyring)
 
     def hung(self, replica_id: str) -> asyncio.Future[None] | None:
-        """Return what is done when a replica hangs, its server having ended; None without one."""
+        """Return a future that is done when a replica hangs, its server having ended, or None."""
         return self._watch.hung(replica_id)
 
     async def prefetch(self, decision: Decision) -> PrefetchReply:

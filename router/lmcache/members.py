@@ -92,7 +92,7 @@ class Members:
 def server_urls(
     replicas: Mapping[str, ReplicaConfig], members: Sequence[Member]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the URL of each replica's LMCache server, and what is unclear, for a person.
+    """Return the URL of each replica's LMCache server, and problems for the log.
 
     Replicas by id; those without a server are left out.
     """

@@ -4,18 +4,27 @@ aiohttp's exceptions are mapped here, once, to those of `router.staging` for age
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 import aiohttp
 import msgspec
 
-from router.lmcache.wire import PrefetchStatus, ServerConfig, ServerStatus
+from router.lmcache.wire import (
+    DeletedTold,
+    ObjectKey,
+    PrefetchStatus,
+    ServerConfig,
+    ServerStatus,
+)
 from router.residency import PromptKeys
 from router.staging import AgentError, AgentRefused, AgentTimeout
 
 _CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 5.0
+_DELETED_S: Final = 30.0
+"""Thousands of keys are thousands of files, or calls to a remote store."""
 _FIRST_POLL_S: Final = 0.005
 _LONGEST_POLL_S: Final = 0.1
 FOLLOW_S: Final = 30.0
@@ -63,9 +72,22 @@ class LmcacheServer:
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         return told
 
-    async def ask(self, method: str, path: str, kind: type[_T], body: object = None) -> _T:
+    async def delete(self, keys: Sequence[ObjectKey], **fields: object) -> DeletedTold:
+        """Have keys deleted; ``fields`` are the others of the call (tier, force, adapter)."""
+        body = {"keys": [each.encoded() for each in keys], **fields}
+        return await self.ask("DELETE", "/cache/objects", DeletedTold, body, answer_s=_DELETED_S)
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        kind: type[_T],
+        body: object = None,
+        *,
+        answer_s: float = _ANSWER_S,
+    ) -> _T:
         """Return an answer, which is to be a ``kind``; raise `AgentRefused` for a refusal."""
-        status, answer = await self.call(method, path, body)
+        status, answer = await self.call(method, path, body, answer_s=answer_s)
         if status not in (200, 202):
             raise AgentRefused(f"{self.base_url}{path}", status, _said(answer))
         try:
@@ -74,7 +96,9 @@ class LmcacheServer:
             text = f"{self.base_url}{path}: the answer is not a {kind.__name__}: {error}"
             raise AgentError(text) from None
 
-    async def call(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+    async def call(
+        self, method: str, path: str, body: object = None, *, answer_s: float = _ANSWER_S
+    ) -> tuple[int, bytes]:
         """Return status and body of an answer, whatever they are."""
         try:
             async with self._session.request(
@@ -82,11 +106,11 @@ class LmcacheServer:
                 self.base_url + path,
                 data=None if body is None else msgspec.json.encode(body),
                 headers={} if body is None else {"Content-Type": "application/json"},
-                timeout=aiohttp.ClientTimeout(total=_ANSWER_S, sock_connect=_CONNECT_S),
+                timeout=aiohttp.ClientTimeout(total=answer_s, sock_connect=_CONNECT_S),
             ) as response:
                 return response.status, await response.read()
         except TimeoutError:
-            text = f"{self.base_url}{path}: no answer within {_ANSWER_S:g} s"
+            text = f"{self.base_url}{path}: no answer within {answer_s:g} s"
             raise AgentTimeout(text) from None
         except (aiohttp.ClientError, OSError) as error:
             raise AgentError(f"{self.base_url}{path}: {error or type(error).__name__}") from error

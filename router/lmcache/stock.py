@@ -107,10 +107,14 @@ class StockCoordinator:
         known = {each.instance_id for each in members.all()}
         try:
             listed = await self._server.ask("GET", "/instances", MemberList)
-            for each in listed.instances:
-                members.register(each.instance_id, each, now_s, time.time())
-        except (AgentError, Overloaded) as error:
+        except AgentError as error:
             self._failed(str(error))
+            return
+        for each in listed.instances:
+            try:
+                members.register(each.instance_id, each, now_s, time.time())
+            except Overloaded:
+                self._coordinator.counts["refused"] += 1
         if known != {each.instance_id for each in members.all()}:
             self._members_changed()
 

@@ -1,4 +1,4 @@
-"""Which replica uses which LMCache server, and what the fleet hears of that server's tiers.
+"""Which replica uses which LMCache server; changes of that server's tiers are told to the fleet.
 
 Pure state: the watching tells which servers answer, the coordinator what they hold.
 """
@@ -17,7 +17,7 @@ from router.residency import Tier, lmcache_key64
 log = logging.getLogger("warmroute.lmcache")
 
 _MAX_SHARED: Final = 64
-"""Backends that several servers reach; of more nothing is known."""
+"""Backends that several servers reach; any others are passed over."""
 _MAX_MODELS: Final = 64
 """Models of one server that are kept apart."""
 
@@ -83,7 +83,7 @@ class Ties:
         self._mounts = {owner: by for owner, by in left if by}
 
     def note(self, batch: Batch, changes: Sequence[Change]) -> None:
-        """Tell the fleet what a batch has changed, and learn of the models in it."""
+        """Tell the fleet a batch's changes, and learn of the models in it."""
         self.tell(changes)
         if batch.event_type != "store":
             return
@@ -93,7 +93,7 @@ class Ties:
                     self._learn(name, server, entry.key.key(), entry.size_bytes)
 
     def tell(self, changes: Sequence[Change]) -> None:
-        """Tell the fleet what has changed at its replicas' servers."""
+        """Tell the fleet the changes at its replicas' servers."""
         touched = {each.owner for each in changes}
         for name, server in self._server_of.items():
             if owners := touched & self._owners(server):

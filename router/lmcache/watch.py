@@ -12,6 +12,8 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -36,6 +38,30 @@ UNNOTICED_S: Final = 22.0
 """So long may vLLM take a server for alive that has ended."""
 
 
+@dataclass(eq=False)
+class _Watched:
+    """The URL of a replica's server, kept for a while after that has ended."""
+
+    url: str
+    server: Server | None = None
+    """None where none answers that is of use."""
+    misses: int = 0
+    """How often in a row it was too slow to answer."""
+    lost_s: float = -inf
+    """When a server ended here last, until it is back."""
+    line: asyncio.Task[None] | None = None
+    """The connection that is held."""
+
+
+@dataclass(eq=False)
+class _Replica:
+    """A replica that has a server, or had one."""
+
+    rests_until_s: float | None = None
+    hangs: asyncio.Future[None] | None = None
+    """Done when it begins to hang: requests that wait there for an answer wait for this too."""
+
+
 class ServerWatch:
     """The servers that answer, between `start` and `stop`."""
 
@@ -51,22 +77,14 @@ class ServerWatch:
         self._coordinator = coordinator
         self._session = session
         self._clock = clock
-        self._answering: dict[str, Server] = {}
-        """By URL."""
-        self._resting: dict[str, float] = {}
-        """Replicas that get nothing new, with until when."""
         self._urls: dict[str, str] = {}
-        self._misses: dict[str, int] = {}
-        """By URL how often in a row a server was too slow to answer."""
-        self._lost_s: dict[str, float] = {}
-        """By URL when a server ended."""
+        """By replica that of its server."""
+        self._watched: dict[str, _Watched] = {}
+        """By URL."""
+        self._replicas: dict[str, _Replica] = {}
         self._said: set[str] = set()
-        """What is wrong now, and was logged."""
+        """The problems that were logged and last."""
         self._changed = asyncio.Event()
-        self._hanging: dict[str, asyncio.Future[None]] = {}
-        """By replica what its requests that wait for an answer wait for too."""
-        self._lines: dict[str, asyncio.Task[None]] = {}
-        """By URL the connections that are held."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -76,18 +94,21 @@ class ServerWatch:
 
     async def stop(self) -> None:
         """End that."""
-        await end_all([*self._lines.values(), *([] if self._task is None else [self._task])])
-        self._lines, self._task = {}, None
+        held = [self._task, *(each.line for each in self._watched.values())]
+        await end_all([each for each in held if each is not None])
 
     def hung(self, replica_id: str) -> asyncio.Future[None] | None:
-        """Return what is done when a replica begins to hang while another is up.
+        """Return a future that is done when a replica begins to hang while another is up.
 
         None where it has no server.
         """
         name = self._fleet.replicas[replica_id].id
         if name not in self._urls:
             return None
-        return self._hanging.setdefault(name, asyncio.get_running_loop().create_future())
+        replica = self._replicas.setdefault(name, _Replica())
+        if replica.hangs is None:
+            replica.hangs = asyncio.get_running_loop().create_future()
+        return replica.hangs
 
     def members_changed(self) -> None:
         """Ask now: a server has come or gone."""
@@ -106,60 +127,70 @@ class ServerWatch:
     async def _ask_all(self) -> None:
         """Find out which servers answer, and tie the replicas to theirs."""
         configs = {name: each.config for name, each in self._fleet.replicas.items()}
-        members = self._coordinator.members.all()
-        urls, problems = server_urls(configs, members)
+        urls, problems = server_urls(configs, self._coordinator.members.all())
         self._urls = urls
-        distinct = list(dict.fromkeys(urls.values()))
-        found = dict(zip(distinct, await asyncio.gather(*map(self._ask, distinct)), strict=True))
-        answering = {url: each for url, each in found.items() if isinstance(each, Server)}
-        self._say({*problems, *(each for each in found.values() if isinstance(each, str))})
-        gone = self._answering.keys() - answering.keys()
-        for url in gone:
-            self._coordinator.lost(self._answering[url].instance_id)
-            self._lost_s[url] = self._clock()
-        self._answering = answering
-        self._hold_lines()
+        asked = {url: self._watched.setdefault(url, _Watched(url)) for url in urls.values()}
+        answers = await asyncio.gather(*map(self._ask, asked.values()))
+        found = dict(zip(asked, answers, strict=True))
+        self._say({*problems, *(each for each in answers if isinstance(each, str))})
+        lost = {url for url in list(self._watched) if self._is_lost(url, found.get(url))}
         for name in configs:
-            self._tie(name, answering.get(urls.get(name, "")), ended=urls.get(name) in gone)
+            server = found.get(urls.get(name, ""))
+            self._coordinator.ties.tie(name, server if isinstance(server, Server) else None)
+            if urls.get(name) in lost:
+                self._rest(name)
         self._end_rests()
 
+    def _is_lost(self, url: str, answer: Server | str | None) -> bool:
+        """Take over an answer; return whether a server that answered before does not now."""
+        watched, now_s = self._watched[url], self._clock()
+        before, watched.server = watched.server, answer if isinstance(answer, Server) else None
+        lost = before is not None and watched.server is None
+        if before is not None and lost:
+            self._coordinator.lost(before.instance_id)
+            watched.lost_s = now_s
+        self._keep_line(watched)
+        if answer is None and now_s - watched.lost_s >= UNNOTICED_S:
+            del self._watched[url]
+        return lost
+
     def _say(self, problems: set[str]) -> None:
-        """Log what is wrong, once for as long as it is."""
+        """Log each problem, once for as long as it lasts."""
         for problem in problems - self._said:
             log.warning("%s", problem)
         self._said = problems
 
-    async def _ask(self, url: str) -> Server | str:
+    async def _ask(self, watched: _Watched) -> Server | str:
         """Return the server at a URL, or why there is none that is of use."""
-        server, known = LmcacheServer(self._session, url), self._answering.get(url)
+        asked, known = LmcacheServer(self._session, watched.url), watched.server
         try:
             async with asyncio.timeout(_ANSWER_S):
                 if known is None:
-                    found = await self._learn(server)
+                    found = await self._learn(asked, watched)
                 else:
-                    await server.health()
+                    await asked.health()
                     found = known
         except (AgentTimeout, TimeoutError):
             # Under load it may be slow: a process that has ended refuses at once.
-            misses = self._misses[url] = self._misses.get(url, 0) + 1
-            if known is not None and misses < _MAX_MISSES:
+            watched.misses += 1
+            if known is not None and watched.misses < _MAX_MISSES:
                 return known
-            return f"LMCache server {url} does not answer within {_ANSWER_S:g} s"
+            return f"LMCache server {watched.url} does not answer within {_ANSWER_S:g} s"
         except AgentError:
-            return f"LMCache server {url} does not answer"
-        self._misses.pop(url, None)
+            return f"LMCache server {watched.url} does not answer"
+        watched.misses = 0
         return found
 
-    async def _learn(self, server: LmcacheServer) -> Server | str:
-        instance_id, status = await asyncio.gather(server.instance_id(), server.status())
-        url = server.base_url
+    async def _learn(self, asked: LmcacheServer, watched: _Watched) -> Server | str:
+        instance_id, status = await asyncio.gather(asked.instance_id(), asked.status())
+        url = asked.base_url
         if status.hash_algorithm != LMCACHE_HASH:
             return (
                 f"LMCache server {url} hashes chunks by {status.hash_algorithm}: what it holds is "
                 f"not known here; start it with --hash-algorithm {LMCACHE_HASH}"
             )
         log.info("LMCache server %s answers at %s", instance_id, url)
-        if self._clock() - self._lost_s.pop(url, -UNNOTICED_S) < UNNOTICED_S:
+        if self._clock() - watched.lost_s < UNNOTICED_S:
             log.warning(
                 "LMCache server %s is back before its vLLM may have noticed that it had ended: it "
                 "would store and find nothing there (LMCache 0.5); leave the server off for %g s, "
@@ -167,6 +198,7 @@ class ServerWatch:
                 instance_id,
                 UNNOTICED_S,
             )
+        watched.lost_s = -inf
         self._coordinator.expect(instance_id, self._clock())
         self._coordinator.chunk_tokens = status.chunk_size
         contexts = filter(None, status.cache_context_meta.values())
@@ -177,12 +209,12 @@ class ServerWatch:
             worlds={each.model_name: each.world_size for each in contexts},
         )
 
-    def _hold_lines(self) -> None:
-        for url in self._lines.keys() - self._answering.keys():
-            self._lines.pop(url).cancel()
-        for url in self._answering:
-            if url not in self._lines or self._lines[url].done():
-                self._lines[url] = asyncio.create_task(self._hold_line(url))
+    def _keep_line(self, watched: _Watched) -> None:
+        if watched.server is None:
+            if watched.line is not None:
+                watched.line.cancel()
+        elif watched.line is None or watched.line.done():
+            watched.line = asyncio.create_task(self._hold_line(watched.url))
 
     async def _hold_line(self, url: str) -> None:
         """Hold a connection until it is closed, and have the server be asked then."""
@@ -193,31 +225,24 @@ class ServerWatch:
                 await reader.read(1)
             finally:
                 writer.close()
-        # What closes every connection soon is no sign of an end, and must not be asked on and on.
+        # A server that closes every connection soon has not ended, and is not asked at each.
         if self._clock() - began_s > _EVERY_S:
             self._changed.set()
-
-    def _tie(self, name: str, server: Server | None, *, ended: bool) -> None:
-        self._coordinator.ties.tie(name, server)
-        if ended:
-            self._rest(name)
 
     def _rest(self, name: str) -> None:
         """Give a replica nothing new for a while, if there is another to give it to."""
         log.warning("%s rests for %g s, since its LMCache has ended", name, UNNOTICED_S)
-        self._resting[name] = self._clock() + UNNOTICED_S
+        replica = self._replicas.setdefault(name, _Replica())
+        replica.rests_until_s = self._clock() + UNNOTICED_S
         self._fleet.rest(name, True)
         others = [each for each in self._fleet.replicas.values() if each.id != name]
         if any(each.state is State.UP and not each.rests for each in others):
-            hanging = self._hanging.pop(name, None)
-            if hanging is not None and not hanging.done():
-                hanging.set_result(None)
+            if replica.hangs is not None:
+                replica.hangs.set_result(None)
+            replica.hangs = None
 
     def _end_rests(self) -> None:
-        now_s = self._clock()
-        for name in [name for name, until_s in self._resting.items() if until_s <= now_s]:
-            del self._resting[name]
-            self._fleet.rest(name, False)
-        lost = self._lost_s.items()
-        self._lost_s = {url: at_s for url, at_s in lost if now_s - at_s < UNNOTICED_S}
-        self._misses = {url: n for url, n in self._misses.items() if url in self._urls.values()}
+        for name, each in self._replicas.items():
+            if each.rests_until_s is not None and each.rests_until_s <= self._clock():
+                each.rests_until_s = None
+                self._fleet.rest(name, False)

@@ -1,4 +1,4 @@
-"""The words of LMCache's coordinator and servers (lmcache 0.5.6), as far as they are used here.
+"""Keys, events and answers of LMCache's servers and coordinator (lmcache 0.5.6), as they are sent.
 
 Sources: ``lmcache/v1/mp_coordinator/schemas.py`` and ``api.py``, and the servers'
 ``http_apis``. Fields that are not known are passed over, as LMCache's own servers do, so that
@@ -21,15 +21,15 @@ _LONGEST_SALT: Final = 128
 _LONGEST_NAME: Final = 1024
 
 LmcacheTier = Literal["l1", "l2"]
-"""CPU RAM of the server, and what lies behind it: disks, remote stores."""
+"""CPU RAM of the server, and the disks and remote stores behind it."""
 Token = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_WorldSize = Annotated[int, Meta(ge=1, le=255)]
-_Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
+WorldSize = Annotated[int, Meta(ge=1, le=255)]
+Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
 
 
 class ObjectKey(NamedTuple):
-    """What LMCache stores a chunk under: one for each rank and object group."""
+    """The key of a chunk in LMCache: one for each rank and object group."""
 
     chunk_hash: bytes
     model_name: str
@@ -70,13 +70,13 @@ class EncodedKey(msgspec.Struct, frozen=True, kw_only=True):
     """An `ObjectKey` as it is sent."""
 
     chunk_hash_hex: Annotated[str, Meta(pattern=r"\A([0-9a-fA-F]{2}){1,64}\Z")]
-    model_name: _Name
+    model_name: Name
     kv_rank: _Count
     object_group_id: _Count = 0
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what LMCache itself refuses in a key."""
+        """Refuse a key that LMCache itself refuses."""
         if "@" in self.model_name:
             raise ValueError("model_name must not contain '@'")
         check_salt(self.cache_salt)
@@ -99,7 +99,7 @@ def check_salt(cache_salt: str) -> None:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one key."""
+    """A change of one key."""
 
     key: EncodedKey
     size_bytes: _Count = 0
@@ -108,14 +108,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """Like changes at one server, in its order (``incarnation``, ``seq`` from 1 on)."""
+    """Changes of one kind at one server, in its order (``incarnation``, ``seq`` from 1 on)."""
 
     instance_id: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
     incarnation: _Count
     seq: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     event_type: Literal["store", "delete", "access", "config"]
     tier: LmcacheTier
-    backend: _Name
+    backend: Name
     entries: list[Entry] = []
     shared: bool = False
     """Whether every server that has this backend reaches the same chunks there."""
@@ -124,7 +124,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     capacity_revision: _Count = 0
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense, as LMCache's coordinator does."""
+        """Refuse a batch that LMCache's coordinator refuses."""
         if not self.backend and self.event_type != "access":
             raise ValueError(f"backend must not be empty in {self.event_type}")
         if self.entries and self.event_type == "config":
@@ -143,51 +143,14 @@ class RegisterCall(msgspec.Struct, frozen=True, kw_only=True):
     ip: Annotated[str, Meta(min_length=1, max_length=255)]
     http_port: Annotated[int, Meta(ge=1, le=65535)]
     instance_id: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
-    metadata: Annotated[dict[_Name, _Name], Meta(max_length=64)] = {}
-    p2p_advertised_url: _Name = ""
+    metadata: Annotated[dict[Name, Name], Meta(max_length=64)] = {}
+    p2p_advertised_url: Name = ""
     mq_port: Annotated[int, Meta(ge=0, le=65535)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no URL of the server's could be made of."""
+        """Refuse an address that makes no URL of the server."""
         if urlsplit(f"http://{host_port(self.ip, self.http_port)}").hostname != self.ip.lower():
             raise ValueError("ip must be an address or a host's name")
-
-
-class TokensCall(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST`` and ``DELETE /cache/pins``: a prompt, from its first token on."""
-
-    model_name: _Name
-    world_size: _WorldSize
-    token_ids: list[Token] = []
-    cache_salt: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse a salt that no key has."""
-        check_salt(self.cache_salt)
-
-
-class PrefetchCall(TokensCall, frozen=True, kw_only=True):
-    """``POST /cache/prefetches`` at the coordinator."""
-
-    instance_id: str
-
-
-class LookupCall(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /directory/lookup``: keys, or a prompt from its first token on."""
-
-    keys: list[EncodedKey] = []
-    token_ids: list[Token] = []
-    model_name: _Name = ""
-    world_size: _WorldSize = 1
-    cache_salt: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse both forms at once, and neither."""
-        if bool(self.keys) == bool(self.token_ids):
-            raise ValueError("supply exactly one of 'keys' or 'token_ids'")
-        if self.token_ids and not self.model_name:
-            raise ValueError("'model_name' is required with 'token_ids'")
-        check_salt(self.cache_salt)
 
 
 class CacheContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,7 +179,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefetchStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server says of a prefetch: when it is asked for, and later."""
+    """A server's answer about a prefetch: to the order, and to questions after it."""
 
     status: Literal["submitted", "noop", "pending", "completed"]
     request_id: str = ""
@@ -228,6 +191,15 @@ class PrefetchStatus(msgspec.Struct, frozen=True, kw_only=True):
     def chunks_found(self, asked: int) -> int:
         """Return how many of the chunks asked for are in L1: each has a key for each rank."""
         return self.found_keys // max(1, self.total_keys // asked)
+
+
+class DeletedTold(msgspec.Struct, frozen=True, kw_only=True):
+    """A server's answer to ``DELETE /cache/objects``: keys deleted, and keys that were locked."""
+
+    deleted: _Count = 0
+    skipped: _Count = 0
+    error: str = ""
+    """Why L2 deleted none."""
 
 
 class MemberList(msgspec.Struct, frozen=True, kw_only=True):

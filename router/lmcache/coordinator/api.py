@@ -4,73 +4,34 @@ Its servers register and report here; its other clients look keys up, pin, and h
 prefetch. Refusals have its shape: ``{"detail": ...}``, 422 for a body that is malformed.
 """
 
-# ruff: noqa: N818  (names as `router.config` has them)
-
+import logging
 import time
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
-from urllib.parse import quote
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
-from router.config import ApiError
-from router.http import as_json, read_body_soon
-from router.lmcache.coordinator.pins import Pins
-from router.lmcache.coordinator.records import Record
-from router.lmcache.coordinator.state import Coordinator
-from router.lmcache.server import LmcacheServer
-from router.lmcache.wire import (
-    EventsCall,
+from router.config import ApiError, NotFound, TooLarge
+from router.http import as_json
+from router.lmcache.coordinator.cache_api import CacheApi
+from router.lmcache.coordinator.calls import (
+    BlendCall,
     LookupCall,
-    ObjectKey,
-    PrefetchCall,
-    PrefetchStatus,
-    RegisterCall,
-    TokensCall,
-    rank_of_world,
+    Malformed,
+    check_count,
+    keys_of,
+    page_of,
+    read_call,
+    tier_of,
 )
-from router.residency import lmcache_chain
-from router.staging import AgentError
+from router.lmcache.coordinator.records import Held, Place
+from router.lmcache.coordinator.state import Coordinator
+from router.lmcache.coordinator.usage import summary
+from router.lmcache.wire import EventsCall, ObjectKey, RegisterCall
+from router.tasks import in_slices
 
-_MAX_KEYS: Final = 100_000
-_LONGEST_PAGE: Final = 10_000
-_PAGE: Final = 1_000
-
-_T = TypeVar("_T", bound=msgspec.Struct)
-
-
-class Refused(ApiError):
-    """A refusal, in the shape that LMCache's clients parse."""
-
-    def openai_body(self) -> dict[str, Any]:
-        """Return that body."""
-        return {"detail": self.message}
-
-
-class Malformed(Refused):
-    """A body or query that is none of LMCache's (422)."""
-
-    status = 422
-
-
-class TooMany(Refused):
-    """More keys than are looked at in one call (400)."""
-
-    status = 400
-
-
-class UnknownServer(Refused):
-    """No server of that name has registered (404)."""
-
-    status = 404
-
-
-class ServerFailed(Refused):
-    """The server that was to do it does not answer, or refuses (502)."""
-
-    status = 502
+log = logging.getLogger("warmroute.lmcache")
 
 
 class CoordinatorApi:
@@ -87,15 +48,14 @@ class CoordinatorApi:
     ) -> None:
         """``session`` reaches the servers; ``members_changed`` hears when one comes or goes."""
         self._coordinator = coordinator
-        self._session = session
+        self._cache = CacheApi(coordinator, session)
         self._members_changed = members_changed
         self._clock = clock
         self._wall_clock = wall_clock
-        self._pins = Pins()
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes; ``GET /instances`` is the controller's, which lists both kinds."""
-        return [
+        own = [
             web.post("/instances", self.register),
             web.put("/instances/{instance_id}/heartbeat", self.heartbeat),
             web.delete("/instances/{instance_id}", self.deregister),
@@ -103,13 +63,12 @@ class CoordinatorApi:
             web.get("/instances/{instance_id}/usage", self.usage_of_one),
             web.post("/events", self.events),
             web.post("/directory/lookup", self.lookup),
-            web.post("/cache/prefetches", self.prefetch),
-            web.get("/cache/prefetches/{instance_id}/{request_id}", self.prefetch_status),
-            web.post("/cache/pins", self.pin),
-            web.delete("/cache/pins", self.unpin),
-            web.get("/cache/pins", self.pins),
+            web.post("/directory/blend-lookup", self.blend_lookup),
+            web.get("/directory/keys", self.keys),
+            web.get("/directory/stats", self.stats),
             web.get("/healthz", self.healthz),
         ]
+        return [self._refusing(each) for each in [*own, *self._cache.routes()]]
 
     def listing(self) -> list[dict[str, Any]]:
         """Return the servers as ``GET /instances`` shows them."""
@@ -119,7 +78,7 @@ class CoordinatorApi:
 
     async def register(self, request: web.Request) -> web.Response:
         """Take in a server."""
-        call = await self._read(request, RegisterCall)
+        call = await read_call(request, RegisterCall)
         answer = self._coordinator.register(call, self._clock(), self._wall_clock())
         self._members_changed()
         return as_json(answer)
@@ -147,76 +106,71 @@ class CoordinatorApi:
         found = self._coordinator.usage()["instances"]
         answer = next((each for each in found if each["instance_id"] == name), None)
         if answer is None:
-            raise UnknownServer(f"unknown instance {name!r}")
+            raise NotFound(f"unknown instance {name!r}")
         return as_json(answer)
 
     # --- events and keys
 
     async def events(self, request: web.Request) -> web.Response:
         """Take over servers' events."""
-        call = await self._read(request, EventsCall)
+        call = await read_call(request, EventsCall)
         return as_json(self._coordinator.apply(call.batches, self._clock()))
 
     async def lookup(self, request: web.Request) -> web.Response:
         """Answer where keys are, or those of a prompt's chunks."""
-        call = await self._read(request, LookupCall)
-        keys = [each.key() for each in call.keys]
+        call = await read_call(request, LookupCall)
+        directory, keys = self._coordinator.directory, [each.key() for each in call.keys]
         chunks = len(keys)
         if not keys:
-            chunks, keys = self._keys(call)
-        _check_count(len(keys))
-        directory = self._coordinator.directory
+            chunks, keys = keys_of(call, self._coordinator.chunk_tokens)
+            keys = directory.in_all_groups(keys)
+        check_count(len(keys))
         results = [
-            _found(key, directory.get(key), directory.token_ids(key.chunk_hash)) for key in keys
+            self._shown(key, directory.get(key).places.items())
+            | {"token_ids": directory.token_ids(key.chunk_hash)}
+            for key in keys
         ]
         return as_json({"chunks": chunks, "results": results})
 
-    # --- what servers are told to do
+    async def blend_lookup(self, request: web.Request) -> web.Response:
+        """Answer which chunks occur anywhere in a prompt, for CacheBlend: none.
 
-    async def prefetch(self, request: web.Request) -> web.Response:
-        """Pass a prefetch on to a server."""
-        call = await self._read(request, PrefetchCall)
-        body = msgspec.structs.asdict(call)
-        name = body.pop("instance_id")
-        server = self._server(name)
-        try:
-            told = await server.ask("POST", "/cache/prefetches", PrefetchStatus, body)
-        except AgentError as error:
-            raise ServerFailed(f"prefetch submit to {name!r} failed: {error}") from None
-        return as_json(
-            {
-                "instance_id": name,
-                "request_id": told.request_id,
-                "chunks": told.chunks,
-                "status": told.status,
-            }
-        )
+        So answers LMCache's coordinator too, unless it is started with ``--enable-blend-lookup``:
+        no index of chunks by their tokens alone is kept. Servers match their own chunks then.
+        """
+        await read_call(request, BlendCall)
+        if not self._coordinator.counts["blend"]:
+            log.warning("an LMCache server looks for chunks to blend: other servers' are not found")
+        self._coordinator.counts["blend"] += 1
+        return as_json({"matches": []})
 
-    async def prefetch_status(self, request: web.Request) -> web.Response:
-        """Answer what a server says of a prefetch."""
-        name, request_id = (request.match_info[each] for each in ("instance_id", "request_id"))
-        server, path = self._server(name), f"/cache/prefetches/{quote(request_id, safe='')}"
-        try:
-            status, answer = await server.call("GET", path)
-        except AgentError as error:
-            raise ServerFailed(f"prefetch status of {name!r} failed: {error}") from None
-        return web.Response(status=status, body=answer, content_type="application/json")
+    async def keys(self, request: web.Request) -> web.Response:
+        """Answer a page of the keys that are known, of all or in a tier, server or backend."""
+        query, part, tier = request.query, page_of(request), tier_of(request, "all")
+        name, backend = query.get("instance_id", ""), query.get("backend", "")
+        directory = self._coordinator.directory
+        found: list[tuple[ObjectKey, list[tuple[Place, Held]]]] = []
+        async for some in in_slices(directory.keys()):
+            for key in some:
+                places = [
+                    (place, held)
+                    for place, held in directory.get(key).places.items()
+                    if tier in ("all", place.tier)
+                    and name in ("", held.instance_id)
+                    and backend in ("", place.backend)
+                ]
+                if places:
+                    found.append((key, places))
+        keys = [
+            self._shown(*each) | {"num_tokens": len(directory.token_ids(each[0].chunk_hash))}
+            for each in found[part]
+        ]
+        return as_json({"total": len(found), "keys": keys})
 
-    async def pin(self, request: web.Request) -> web.Response:
-        """Pin the keys of a prompt's chunks."""
-        return await self._pin(request, self._pins.pin, "pinned")
-
-    async def unpin(self, request: web.Request) -> web.Response:
-        """End `pin`, once."""
-        return await self._pin(request, self._pins.unpin, "unpinned")
-
-    async def pins(self, request: web.Request) -> web.Response:
-        """Answer a page of the pinned keys."""
-        offset = _number(request, "offset", 0, 0, None)
-        limit = _number(request, "limit", _PAGE, 1, _LONGEST_PAGE)
-        query = request.query
-        salt, model = query.get("cache_salt", ""), query.get("model_name", "")
-        return as_json(self._pins.page(salt, model, offset, limit))
+    async def stats(self, request: web.Request) -> web.Response:
+        """Answer how many keys and bytes are known, by tier and server."""
+        directory = self._coordinator.directory
+        return as_json(summary(directory.totals, len(directory)))
 
     async def healthz(self, request: web.Request) -> web.Response:
         """Answer a probe."""
@@ -224,69 +178,35 @@ class CoordinatorApi:
 
     # --- parts of the above
 
-    async def _read(self, request: web.Request, kind: type[_T]) -> _T:
-        body = await read_body_soon(request)
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            self._coordinator.counts["malformed"] += 1
-            raise Malformed(f"{request.path}: {error}") from None
+    def _refusing(self, route: web.RouteDef) -> web.RouteDef:
+        """Return a route whose refusals have the shape that LMCache's clients parse."""
 
-    def _keys(self, call: LookupCall | TokensCall) -> tuple[int, list[ObjectKey]]:
-        """Return how many chunks a prompt has, and their keys; raise `TooMany`."""
-        chunk_tokens, world_size = self._coordinator.chunk_tokens, call.world_size
-        _check_count(len(call.token_ids) // chunk_tokens * world_size)
-        chain = lmcache_chain(call.token_ids, chunk_tokens)
-        ranks = [rank_of_world(world_size, rank) for rank in range(world_size)]
-        name, salt = call.model_name, call.cache_salt
-        keys = [ObjectKey(each, name, rank, 0, salt) for each in chain for rank in ranks]
-        return len(chain), keys
+        async def handler(request: web.Request) -> web.StreamResponse:
+            try:
+                return await route.handler(request)
+            except ApiError as error:
+                if isinstance(error, Malformed):
+                    self._coordinator.counts["malformed"] += 1
+                response = as_json({"detail": error.message}, status=error.status)
+                response.headers.update(error.headers)
+                if isinstance(error, TooLarge):
+                    response.force_close()  # the rest of the body is not read
+                return response
 
-    def _server(self, name: str) -> LmcacheServer:
-        member = self._coordinator.members.get(name)
-        if member is None:
-            raise UnknownServer(f"no MP server registered with instance_id={name!r}")
-        return LmcacheServer(self._session, member.url)
+        return web.route(route.method, route.path, handler)
 
-    async def _pin(
-        self, request: web.Request, act: Callable[[list[ObjectKey]], None], status: str
-    ) -> web.Response:
-        call = await self._read(request, TokensCall)
-        chunks, keys = self._keys(call)
-        act(keys)
-        return as_json({"requested": chunks, "affected": len(keys), "status": status})
-
-
-def _check_count(keys: int) -> None:
-    if keys > _MAX_KEYS:
-        raise TooMany(f"one call looks at {_MAX_KEYS} keys at most, these are {keys}")
-
-
-def _found(key: ObjectKey, record: Record, token_ids: list[int]) -> dict[str, Any]:
-    placements = [
-        {
-            "instance_id": held.instance_id,
-            "incarnation": held.incarnation,
-            "tier": place.tier,
-            "backend": place.backend,
-            "size_bytes": held.size_bytes,
-            "shared": place.shared,
-        }
-        for place, held in record.places.items()
-    ]
-    placements.sort(key=lambda each: (each["instance_id"], each["tier"], each["backend"]))
-    return {
-        "key": key.encoded(),
-        "placements": placements,
-        "token_ids": token_ids,
-        "access_count": record.access_count,
-    }
-
-
-def _number(request: web.Request, name: str, default: int, least: int, most: int | None) -> int:
-    """Return a number of the query; raise `Malformed` for what is none, or out of range."""
-    text = request.query.get(name, str(default))
-    number = int(text) if text.isdecimal() else -1
-    if number < least or (most is not None and number > most):
-        raise Malformed(f"{name}={text}: it must be a number from {least} to {most or 'any'}")
-    return number
+    def _shown(self, key: ObjectKey, places: Iterable[tuple[Place, Held]]) -> dict[str, Any]:
+        placements = [
+            {
+                "instance_id": held.instance_id,
+                "incarnation": held.incarnation,
+                "tier": place.tier,
+                "backend": place.backend,
+                "size_bytes": held.size_bytes,
+                "shared": place.shared,
+            }
+            for place, held in places
+        ]
+        placements.sort(key=lambda each: (each["instance_id"], each["tier"], each["backend"]))
+        count = self._coordinator.directory.get(key).access_count
+        return {"key": key.encoded(), "placements": placements, "access_count": count}

@@ -1,7 +1,7 @@
 """Which LMCache server holds which keys, in which tier and backend. Pure.
 
-What its stock coordinator's key directory knows, learned from the same events. Every change of
-what an owner holds of a key in one of the router's tiers comes out as a `Change`.
+The directory learns the same from events as that of LMCache's coordinator. A key that an owner
+gains or loses in one of the router's tiers comes out as a `Change`.
 """
 
 from array import array
@@ -16,6 +16,7 @@ from router.lmcache.coordinator.records import (
     Held,
     Place,
     Record,
+    Total,
     differences,
     owner_of,
 )
@@ -24,17 +25,20 @@ from router.residency import Tier
 
 _MAX_TOKEN_BYTES: Final = 256 << 20
 _TOKEN_BYTES: Final = 4
+_MAX_GROUPS: Final = 16
+"""Object groups; the keys of any others are not found by their chunk's tokens."""
 
 
 class Directory:
-    """The keys of all servers, at most ``max_keys``; of more, those go that were used first."""
+    """The keys of all servers, at most ``max_keys``: beyond that the least recently used leave."""
 
     def __init__(self, max_keys: int) -> None:
         self.max_keys = max_keys
-        self.evicted = 0
         self._records: OrderedDict[ObjectKey, Record] = OrderedDict()
         self._of_owner: dict[str, dict[ObjectKey, None]] = {}
-        self._used: dict[Place, int] = {}
+        self.totals: dict[tuple[Place, str], Total] = {}
+        """Keys and bytes at each place, by salt; only the directory changes them."""
+        self._groups: set[int] = set()
         self._chunks: dict[bytes, Chunk] = {}
         self._token_bytes = 0
 
@@ -50,9 +54,17 @@ class Directory:
         chunk = self._chunks.get(chunk_hash)
         return array("I", chunk.tokens if chunk else b"").tolist()
 
-    def used(self) -> dict[Place, int]:
-        """Return the bytes at each place that holds any."""
-        return dict(self._used)
+    def keys(self) -> list[ObjectKey]:
+        """Return all keys, the least recently used first."""
+        return list(self._records)
+
+    def in_all_groups(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
+        """Return keys of object group 0, each with those of the same chunk in other groups."""
+        found = []
+        for key in keys:
+            others = (key._replace(object_group_id=each) for each in sorted(self._groups))
+            found += [key, *(each for each in others if each in self._records)]
+        return found
 
     def held_by(self, owner: str) -> Iterator[tuple[ObjectKey, set[Tier]]]:
         """Return an owner's keys with the tiers that hold them."""
@@ -62,8 +74,11 @@ class Directory:
     def apply(self, batch: Batch) -> list[Change]:
         """Take over a batch that is in order; return what it changes."""
         changes: list[Change] = []
+        place = Place(owner_of(batch), batch.tier, batch.backend)
+        if batch.event_type == "delete":
+            return self.drop(place, (each.key.key() for each in batch.entries))
         for entry in batch.entries:
-            self._apply(batch, entry, changes)
+            self._apply(batch, entry, place, changes)
         return self._within_bound(changes)
 
     def fence(self, instance_id: str) -> list[Change]:
@@ -75,7 +90,7 @@ class Directory:
         return self._each_l1(instance_id, lambda held: replace(held, certain=False))
 
     def confirm(self, instance_id: str, keys: Iterable[ObjectKey]) -> list[Change]:
-        """Note that a server was asked for keys and has them in L1."""
+        """Note that a server was asked for keys and holds them in L1."""
         changes: list[Change] = []
         for key in keys:
             record = self._records.get(key)
@@ -104,7 +119,7 @@ class Directory:
         return self._within_bound(changes)
 
     def refute(self, instance_id: str, keys: Iterable[ObjectKey]) -> list[Change]:
-        """Forget of these keys what was uncertain at a server: it was asked, and has them not."""
+        """Forget the uncertain ones of these keys at a server: it was asked, and lacks them."""
         changes: list[Change] = []
         for key in keys:
             record = self._records.get(key, _NOTHING)
@@ -113,17 +128,28 @@ class Directory:
                     self._set(key, record, place, None, changes)
         return changes
 
+    def drop(self, place: Place, keys: Iterable[ObjectKey]) -> list[Change]:
+        """Forget that keys lie at a place."""
+        changes: list[Change] = []
+        for key in keys:
+            record = self._records.get(key, _NOTHING)
+            if place in record.places:
+                self._set(key, record, place, None, changes)
+        return changes
+
     def check(self) -> None:
         """Raise AssertionError if the directory contradicts itself."""
         assert len(self._records) <= self.max_keys
-        used: dict[Place, int] = {}
+        totals: dict[tuple[Place, str], Total] = {}
         owners: dict[str, set[ObjectKey]] = {}
         for key, record in self._records.items():
             assert record.places, key
             for place, held in record.places.items():
-                used[place] = used.get(place, 0) + held.size_bytes
+                total = totals.setdefault((place, key.cache_salt), Total())
+                total.keys += 1
+                total.nbytes += held.size_bytes
                 owners.setdefault(place.owner, set()).add(key)
-        assert {place: count for place, count in used.items() if count} == self._used
+        assert totals == self.totals
         assert owners == {owner: set(keys) for owner, keys in self._of_owner.items()}
         assert self._token_bytes == sum(len(each.tokens) for each in self._chunks.values())
         keys = Counter(key.chunk_hash for key in self._records)
@@ -131,19 +157,13 @@ class Directory:
 
     # --- parts of the above
 
-    def _apply(self, batch: Batch, entry: Entry, changes: list[Change]) -> None:
-        key, owner = entry.key.key(), owner_of(batch)
+    def _apply(self, batch: Batch, entry: Entry, place: Place, changes: list[Change]) -> None:
+        key, size_bytes = entry.key.key(), entry.size_bytes
         record = self._records.get(key)
-        place = Place(owner, batch.tier, batch.backend)
-        if batch.event_type == "delete":
-            if record is not None and place in record.places:
-                self._set(key, record, place, None, changes)
-            return
-        size_bytes = entry.size_bytes
         if batch.event_type == "access":
             # It says that the key is there. Of L1 it names no backend: there is mostly one.
             if batch.tier == "l1":
-                place = self._l1_place(record, owner)
+                place = self._l1_place(record, place.owner)
             known = record and record.places.get(place)
             size_bytes = known.size_bytes if known else 0
         if record is None:
@@ -163,6 +183,8 @@ class Directory:
 
     def _new(self, key: ObjectKey) -> Record:
         self._chunks.setdefault(key.chunk_hash, Chunk()).keys += 1
+        if key.object_group_id and len(self._groups) < _MAX_GROUPS:
+            self._groups.add(key.object_group_id)
         record = self._records[key] = Record()
         return record
 
@@ -194,11 +216,11 @@ class Directory:
         old = record.places.pop(place, None)
         if held is not None:
             record.places[place] = held
-        grown = (held.size_bytes if held else 0) - (old.size_bytes if old else 0)
-        if grown:
-            self._used[place] = self._used.get(place, 0) + grown
-            if not self._used[place]:
-                del self._used[place]
+        total = self.totals.setdefault((place, key.cache_salt), Total())
+        total.keys += (held is not None) - (old is not None)
+        total.nbytes += (held.size_bytes if held else 0) - (old.size_bytes if old else 0)
+        if not total.keys:
+            del self.totals[place, key.cache_salt]
         after = record.tiers(owner)
         if after:
             self._of_owner.setdefault(owner, {})[key] = None
@@ -216,10 +238,9 @@ class Directory:
                 self._token_bytes -= len(chunk.tokens)
 
     def _within_bound(self, changes: list[Change]) -> list[Change]:
-        """Evict what is too much; return the changes with what that has changed."""
+        """Evict keys until no more than `max_keys` are left; return the changes with theirs."""
         while len(self._records) > self.max_keys:
             key, record = next(iter(self._records.items()))
-            self.evicted += 1
             for place in list(record.places):
                 self._set(key, record, place, None, changes)
         return changes

@@ -1,7 +1,7 @@
 """The keys that clients have pinned, with how often. Pure.
 
-LMCache's coordinator leaves pinned keys out when it evicts from L2 by quota. The router evicts
-nothing there, so that a pin is kept and told of, and is all that there is to it.
+As at LMCache's coordinator, a pin keeps a key out of evictions by quota and of deletions from L2
+that are not forced. It stands for its chunk in every object group.
 """
 
 from collections.abc import Iterable
@@ -35,11 +35,20 @@ class Pins:
             if count > 1:
                 self._counts[key] = count - 1
 
-    def page(self, salt: str, model: str, offset: int, limit: int) -> dict[str, Any]:
+    def unpinned(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
+        """Return those of the keys that have no pin."""
+        return [each for each in keys if each._replace(object_group_id=0) not in self._counts]
+
+    def drop(self, keys: Iterable[ObjectKey]) -> None:
+        """Take every pin off each key."""
+        for key in keys:
+            self._counts.pop(key._replace(object_group_id=0), None)
+
+    def page(self, salt: str, model: str, part: slice) -> dict[str, Any]:
         """Return a page of the keys of a salt and a model (empty: of all)."""
         found = [
             {"key": key.encoded(), "pin_count": count}
             for key, count in self._counts.items()
             if salt in ("", key.cache_salt) and model in ("", key.model_name)
         ]
-        return {"total": len(found), "pins": found[offset : offset + limit]}
+        return {"total": len(found), "pins": found[part]}

@@ -1,4 +1,4 @@
-"""What is known of a key of LMCache's: where it lies, in the router's tiers too. Pure."""
+"""A key of LMCache's as the directory knows it, and the router's tiers that hold it. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ _SHARED: Final = "\0"
 _LOCAL_BACKENDS: Final = frozenset(
     {"fs", "fs_native", "raw_block", "dax", "hf3fs", "nixl_store", "nixl_store_dynamic", "mock"}
 )
-"""L2 backends on disks; of others, and unknown ones, the slowest is supposed."""
+"""L2 backends on disks; any other, an unknown one too, counts as the slowest tier."""
 
 
 class Place(NamedTuple):
     """Where bytes of a key lie."""
 
     owner: str
-    """The server's id; for a shared backend that one's (`owner_of`)."""
+    """The id of the server, or of the backend if that is shared (`owner_of`)."""
     tier: LmcacheTier
     backend: str
 
@@ -42,7 +42,7 @@ def owner_of(batch: Batch) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What was told of a key at a place."""
+    """A key at a place, as an event told of it."""
 
     instance_id: str
     incarnation: int
@@ -62,7 +62,7 @@ class Change(NamedTuple):
 
 @dataclass(slots=True)
 class Record:
-    """All that is known of a key."""
+    """The places of a key, and its use."""
 
     places: dict[Place, Held] = field(default_factory=dict)
     access_count: int = 0
@@ -70,6 +70,14 @@ class Record:
     def tiers(self, owner: str) -> set[Tier]:
         """Return the tiers that an owner holds it in."""
         return {_tier(at, held) for at, held in self.places.items() if at.owner == owner}
+
+
+@dataclass(slots=True)
+class Total:
+    """How much lies at a place."""
+
+    keys: int = 0
+    nbytes: int = 0
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """LMCache's coordinator, as the router stands in for it: members, their events, their keys.
 
-No I/O; times are passed in. What is malformed, unknown or late changes nothing and is counted.
+No I/O; times are passed in. A batch that is unknown, repeated or late changes nothing and is
+counted.
 """
 
 import logging
@@ -14,6 +15,8 @@ from typing import Any, Final
 
 from router.fleet import Fleet
 from router.lmcache.coordinator.directory import Directory
+from router.lmcache.coordinator.pins import Pins
+from router.lmcache.coordinator.quotas import Quotas
 from router.lmcache.coordinator.records import Held, Place, owner_of
 from router.lmcache.coordinator.usage import Declared, usage
 from router.lmcache.members import MAX_MEMBERS, Members
@@ -29,7 +32,7 @@ DEFAULT_CHUNK_TOKENS: Final = 256
 
 
 class Verdict(StrEnum):
-    """What becomes of a batch; the names are those of the answer to ``POST /events``."""
+    """The fate of a batch; the names are those of the answer to ``POST /events``."""
 
     APPLIED = "applied"
     DUPLICATE = "duplicates"
@@ -39,11 +42,11 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a batch's number says."""
+    """The meaning of a batch's number."""
 
     verdict: Verdict
     restarted: bool = False
-    """The server has started anew: what its CPU RAM held is gone."""
+    """The server has started anew, with an empty L1."""
     gap: bool = False
     """Batches before this one were missed, and will not come again."""
 
@@ -63,7 +66,7 @@ class Streams:
         self._cursors: dict[str, Cursor] = {}
 
     def admit(self, batch: Batch) -> Admission:
-        """Say what becomes of a batch, and take its number."""
+        """Return the fate of a batch, and take its number."""
         cursor = self._cursors.get(batch.instance_id)
         restarted = cursor is not None and batch.incarnation > cursor.incarnation
         if cursor is not None and batch.incarnation < cursor.incarnation:
@@ -92,10 +95,12 @@ class Coordinator:
         self.members = Members()
         self.directory = Directory(max_keys)
         self.ties = Ties(fleet, self.directory)
+        self.pins = Pins()
+        self.quotas = Quotas()
         self.chunk_tokens = DEFAULT_CHUNK_TOKENS
         """Of the servers that answer; one fleet has one chunk size, as LMCache has it."""
         self.counts: Counter[str] = Counter()
-        """Batches by what became of them, and what else went wrong, by a word for each."""
+        """Batches by their fate, and other events and failures, by a word for each."""
         self._streams = Streams()
         self._declared = Declared()
         self._expected: set[str] = set()
@@ -128,8 +133,8 @@ class Coordinator:
     def expect(self, instance_id: str, now_s: float = 0.0) -> None:
         """Take events of a server that answers before it has registered.
 
-        After a restart of the router that is seconds before it finds out that it has to. What
-        it told before is missed, unless its next batch is its first.
+        After a restart of the router a server registers anew at its next heartbeat, seconds
+        later. Its earlier events are missed, unless its next batch is its first.
         """
         if len(self._expected) < MAX_MEMBERS:
             self._expected.add(instance_id)
@@ -152,18 +157,23 @@ class Coordinator:
         return dict(found)
 
     def refuted(self, replica_id: str, keys: list[ObjectKey]) -> None:
-        """Note that a replica's server was asked for keys and has them not."""
+        """Note that a replica's server was asked for keys and lacks them."""
         self.counts["missing"] += len(keys)
         server = self.ties.server_of(replica_id)
         if server is not None:
             self.ties.tell(self.directory.refute(server.instance_id, keys))
 
     def found(self, instance_id: str, keys: list[ObjectKey]) -> None:
-        """Note that a server was asked for keys and has them in L1."""
+        """Note that a server was asked for keys and holds them in L1."""
         self.ties.tell(self.directory.confirm(instance_id, keys))
 
+    def evicted(self, place: Place, keys: list[ObjectKey]) -> None:
+        """Note that a server has answered that it has deleted keys."""
+        self.counts["evicted"] += len(keys)
+        self.ties.tell(self.directory.drop(place, keys))
+
     def told(self, key: ObjectKey, places: Mapping[Place, Held]) -> None:
-        """Take over what another coordinator knows of a key; shared backends all servers reach."""
+        """Take over a key's places from another coordinator; all servers reach shared ones."""
         for place in places:
             if place.shared:
                 self.ties.mounted_by_all(place.owner)
@@ -181,7 +191,7 @@ class Coordinator:
     def usage(self) -> dict[str, Any]:
         """Return what LMCache's ``GET /instances/usage`` says."""
         registered = {each.instance_id for each in self.members.all()}
-        return usage(self.directory.used(), self._declared, registered)
+        return usage(self.directory.totals, self._declared, registered)
 
     def _apply(self, batch: Batch, now_s: float) -> str:
         known = self.members.get(batch.instance_id) is not None
@@ -194,7 +204,7 @@ class Coordinator:
             self._missed_s.pop(batch.instance_id, None)
         if admission.restarted:
             log.info("LMCache server %s has started anew", batch.instance_id)
-            # What it wrote to L2 last it may have had no time to tell.
+            # No event may have told of its last writes to L2.
             self._missed_s[batch.instance_id] = now_s
             self.ties.tell(self.directory.fence(batch.instance_id))
         elif admission.gap:

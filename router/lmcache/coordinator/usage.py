@@ -1,13 +1,21 @@
-"""What LMCache's servers hold, beside what they have declared that they can hold. Pure."""
+"""Bytes that LMCache's servers hold, beside the capacities that they have declared. Pure."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from router.lmcache.coordinator.records import Place, owner_of
-from router.lmcache.wire import Batch
+from router.lmcache.coordinator.records import Place, Total, owner_of
+from router.lmcache.wire import Batch, LmcacheTier
+
+Totals = Mapping[tuple[Place, str], Total]
+"""Keys and bytes at each place, by salt (`Directory.totals`)."""
 
 MAX_BACKENDS: Final = 64
-"""Of one server; more are not taken note of."""
+"""Of one server; a declaration of more is cut off."""
+_NO_BLEND_INDEX: Final = {
+    f"num_{each}": 0 for each in ("contents", "chunks", "claims", "namespaces")
+} | {"table_size": 0}
+"""Sizes of an index of chunks by their tokens alone, for CacheBlend: there is none here."""
 
 
 class Declared:
@@ -48,21 +56,53 @@ class Declared:
         return told.pop() if len(told) == 1 else 0
 
 
-def usage(used: Mapping[Place, int], declared: Declared, registered: set[str]) -> dict[str, Any]:
+def bytes_by_salt(totals: Totals, tier: LmcacheTier) -> dict[str, int]:
+    """Return how many bytes of a tier the keys of each salt take."""
+    found: Counter[str] = Counter()
+    for (place, salt), total in totals.items():
+        if place.tier == tier and total.nbytes:
+            found[salt] += total.nbytes
+    return dict(found)
+
+
+def summary(totals: Totals, keys: int) -> dict[str, Any]:
+    """Return the answer to ``GET /directory/stats``."""
+    tiers: dict[str, Total] = {"l1": Total(), "l2": Total()}
+    in_l1: Counter[str] = Counter()
+    for (place, _), total in totals.items():
+        tiers[place.tier].keys += total.keys
+        tiers[place.tier].nbytes += total.nbytes
+        if place.tier == "l1" and not place.shared:
+            in_l1[place.owner] += total.keys
+    found: dict[str, Any] = {
+        "num_keys": keys,
+        "num_placements": sum(each.keys for each in tiers.values()),
+        "l1_keys_by_instance": in_l1,
+        "blend": _NO_BLEND_INDEX,
+    }
+    for name, each in tiers.items():
+        found |= {f"{name}_count": each.keys, f"{name}_size_bytes": each.nbytes}
+    return found
+
+
+def usage(totals: Totals, declared: Declared, registered: set[str]) -> dict[str, Any]:
     """Return the answer to ``GET /instances/usage``: every server, then the shared backends."""
+    used: Counter[Place] = Counter()
+    for (place, _), total in totals.items():
+        if total.nbytes:
+            used[place] += total.nbytes
     own = {place.owner for place in used if not place.shared}
     names = sorted(registered | own | set(declared.instances()))
     shared = (_module(each, used[each], declared.shared(each)) for each in used if each.shared)
     return {
-        "instances": [instance_usage(each, used, declared, registered) for each in names],
+        "instances": [_instance_usage(each, used, declared, registered) for each in names],
         "shared_modules": _sorted(shared),
     }
 
 
-def instance_usage(
+def _instance_usage(
     instance_id: str, used: Mapping[Place, int], declared: Declared, registered: set[str]
 ) -> dict[str, Any]:
-    """Return one server's part of it."""
     capacities = declared.of(instance_id)
     places = {each for each in used if each.owner == instance_id}
     places |= {each for each in capacities if not each.shared}

@@ -22,12 +22,15 @@ class StandIn:
     """Chunks that a prefetch finds; None: all."""
     refusal: int | None = None
     """What a prefetch is answered with instead."""
+    error: str = ""
+    """Why its L2 deletes nothing."""
     gate: asyncio.Event | None = None
     """Until when a prefetch is pending."""
     busy: asyncio.Event | None = None
     """Until when it does not answer whether it is well."""
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
+    deleted: list[dict[str, Any]] = field(default_factory=list)
     polled: int = 0
 
     def app(self) -> web.Application:
@@ -37,6 +40,7 @@ class StandIn:
         app.router.add_get("/healthcheck", self.health)
         app.router.add_post("/cache/prefetches", self.prefetch)
         app.router.add_get("/cache/prefetches/{id}", self.poll)
+        app.router.add_delete("/cache/objects", self.delete)
         return app
 
     async def config(self, request: web.Request) -> web.Response:
@@ -67,6 +71,19 @@ class StandIn:
             return web.json_response({"chunks": 0, "status": "noop"}, status=202)
         told = {"request_id": f"job{chunks}", "chunks": chunks, "status": "submitted"}
         return web.json_response(told, status=202)
+
+    async def delete(self, request: web.Request) -> web.Response:
+        if self.refusal is not None:
+            return web.json_response({"detail": "no L2 adapters configured"}, status=self.refusal)
+        self.deleted.append(await request.json())
+        answer: dict[str, Any] = {
+            "deleted": len(self.deleted[-1]["keys"]),
+            "skipped": 0,
+            "ok": True,
+        }
+        if self.error:
+            answer |= {"deleted": 0, "ok": False, "error": self.error}
+        return web.json_response(answer)
 
     async def poll(self, request: web.Request) -> web.Response:
         self.polled += 1

@@ -1,10 +1,12 @@
 """The coordinator's HTTP calls, asked as LMCache's servers and clients ask them."""
 
+import asyncio
 from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -173,6 +175,40 @@ async def test_prefetches_are_passed_on(caller: Caller) -> None:
     assert (await caller.call("GET", "/cache/prefetches/nobody/job2"))[0] == 404
 
 
+async def test_one_server_too_many_is_refused_and_the_others_go_on(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.lmcache.members.MAX_MEMBERS", 1)
+    await replay(caller)
+    more = {"instance_id": "one-more", "ip": "10.0.0.1", "http_port": 8210}
+    status, answer = await caller.call("POST", "/instances", more)
+    assert (status, answer) == (503, {"detail": "1 servers have registered, no more may"})
+    assert (await caller.call("PUT", "/instances/one-more/heartbeat"))[0] == 404
+    assert (await caller.call("PUT", "/instances/mp0/heartbeat"))[0] == 200
+    (_, answer), *_ = await replay(caller)
+    assert answer == {"instance_id": "mp0", "re_registered": True}
+    await caller.call("DELETE", "/instances/mp0")
+    assert (await caller.call("POST", "/instances", more))[0] == 200, "there is room again"
+
+
+async def test_half_a_body_holds_up_nobody(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http.boundary.BODY_S", 0.2)
+    await replay(caller)
+    url = urlsplit(caller.url)
+    for length, status, told in (
+        (90, 400, "the body did not come whole within 0.2 s"),
+        (1 << 21, 413, "the body may have 1048576 bytes and 2097152 bytes were announced"),
+    ):
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        head = f"POST /events HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{{"
+        writer.write(head.encode())
+        assert (await caller.call("PUT", "/instances/mp0/heartbeat"))[0] == 200
+        answer = (await asyncio.wait_for(reader.readuntil(b"}"), 10)).decode()
+        assert answer.startswith(f"HTTP/1.1 {status} ")
+        assert '{"detail":"' + told in answer
+        writer.close()
+
+
 async def test_usage_of_all_and_of_one(caller: Caller) -> None:
     await replay(caller)
     _, answer = await caller.call("GET", "/instances/usage")
@@ -213,7 +249,7 @@ async def test_a_prompt_of_too_many_keys_is_refused(caller: Caller) -> None:
 
 
 async def test_so_are_too_many_keys(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.lmcache.coordinator.api._MAX_KEYS", 1)
+    monkeypatch.setattr("router.lmcache.coordinator.calls._MAX_KEYS", 1)
     keys = [key(number).encoded() for number in range(2)]
     assert (await caller.call("POST", "/directory/lookup", {"keys": keys}))[0] == 400
     assert (await caller.call("POST", "/directory/lookup", {"keys": keys[:1]}))[0] == 200

@@ -295,6 +295,25 @@ async def test_a_stock_coordinator_is_asked_where_a_fleet_has_one(
         assert lmcache.counts["looked_up"] == before + 1
 
 
+async def test_a_stock_coordinator_of_too_many_servers_is_asked_all_the_same(
+    client: aiohttp.ClientSession, monkeypatch: Patch
+) -> None:
+    async with AsyncExitStack() as stack:
+        other = Lmcache(make_fleet(), client)
+        for number in range(3):
+            register(other.coordinator, f"mp{number}")
+        controller = Controller(
+            list, client, limit_bytes=1 << 20, beside=other.routes(), beside_instances=other.listing
+        )
+        stock = await stack.enter_async_context(serving(controller.api()))
+        monkeypatch.setattr("router.lmcache.members.MAX_MEMBERS", 2)
+        lmcache = Lmcache(make_fleet(), client, stock_url=stock)
+        await lmcache.start()
+        stack.push_async_callback(lmcache.stop)
+        assert [each["instance_id"] for each in lmcache.listing()] == ["mp0", "mp1"]
+        assert lmcache.counts == {"refused": 1}, "and the coordinator is not said to have failed"
+
+
 async def test_a_stock_coordinator_that_is_away_holds_up_nobody(
     fleet: Fleet, client: aiohttp.ClientSession, server: StandIn
 ) -> None:
