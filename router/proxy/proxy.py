@@ -41,9 +41,9 @@ from router.staging import Preparation, Preparer
 _Begun = tuple[Answer, Ticket]
 """A replica's answer that has begun, and what is to be given back at its end."""
 _NOT_BEGUN: Final = (Cause.CONNECT, Cause.ABSENT)
-_MOST_SOUGHT: Final = 32
-"""So many replicas are asked at most for what none is known to keep: one request of a client is
-not to become hundreds."""
+_MOST_ABSENT: Final = 32
+"""After so many replicas without it, what none is known to keep is looked for no further: one
+request of a client is not to become hundreds."""
 
 
 class Proxy:
@@ -141,19 +141,29 @@ class Proxy:
         record.read_s = time.monotonic() - began_s
         await self._locate(keyring)
         refusal: web.Response | None = None
-        for _ in range(max(self._config.retries + 1, _MOST_SOUGHT * asked.seeks)):
+        while True:
             try:
                 return await self._try(request, asked, keyring, record)
             except TryFailed as failure:
                 refusal = failure.answer
                 self._note_failure(record, failure)
-                if not asked.repeatable and failure.cause not in _NOT_BEGUN:
+                if not self._goes_on(asked, record):
                     break
             except NoReplica:
                 if not record.failed_tries:
                     raise
                 break
         return self._give_up(record) if refusal is None else refusal
+
+    def _goes_on(self, asked: Asked, record: RequestRecord) -> bool:
+        """Whether a request whose last try has failed is sent to another replica."""
+        causes = [each.cause for each in record.failed_tries]
+        absent = causes.count(Cause.ABSENT)
+        return (
+            (asked.repeatable or causes[-1] in _NOT_BEGUN)
+            and absent < _MOST_ABSENT
+            and len(causes) - absent <= self._config.retries
+        )
 
     def _asked(self, request: web.Request, body: bytes) -> Asked:
         header, aliases = self._config.sessions.header, self._config.model_aliases
@@ -200,7 +210,7 @@ class Proxy:
         record.streamed, record.first_byte_s = answer.streamed, answer.began_s
         if answer.is_ok:
             lag_s = answer.sent_s - ticket.started_s - record.prepared.waited_s
-            # Without a prompt, the time to the first byte tells nothing of prefills.
+            # Without a prompt, neither the time to the first byte nor `usage` tells of prefills.
             streamed = answer.streamed and asked.has_prompt
             ticket.first_byte(answer.began_s, streamed=streamed, lag_s=lag_s)
             self._admission.wake()
@@ -273,7 +283,6 @@ class Proxy:
 
     def _finish(self, answer: Answer, ticket: Ticket, usage: Usage, record: RequestRecord) -> None:
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
-        # Nor does the usage of what has no prompt: lengths would be learned of no work.
         self._release(ticket, ok=answer.is_ok, usage=usage if record.prompt_tokens else NO_USAGE)
         if answer.is_ok and usage.kept_id is not None and record.replica_id is not None:
             self._bindings.bind(usage.kept_id, record.replica_id)
