@@ -2,10 +2,11 @@
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from router.config.settings import CorsConfig
 from tests.router.conftest import Fleet
-from tests.router.scripted import chat_events, json_answer, stream
+from tests.router.scripted import chat_events, stream
 
 PAGE = "https://chat.example.com"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
@@ -35,11 +36,15 @@ async def test_pages_of_these_origins_may_ask(
         assert (response.status, response.headers.get(ALLOW)) == (400, told)
 
 
+async def allowing_all(request: web.Request) -> web.Response:
+    return web.json_response({}, headers={ALLOW: "*"})
+
+
 async def test_without_the_section_no_page_may_whatever_a_replica_says(
     fleet: Fleet, client: aiohttp.ClientSession
 ) -> None:
     """By default vLLM allows all."""
-    fleet.one.will(json_answer({}, **{ALLOW: "*"}))
+    fleet.one.will(allowing_all)
     router = await fleet.router()
     url = f"{router.url}/v1/chat/completions"
     for method in ("POST", "OPTIONS"):
