@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -15,13 +15,14 @@ from aiohttp.typedefs import Handler
 from router.admission import Admission, Gate
 from router.config import RouterConfig
 from router.controller import Configured, Controller
+from router.cors import allow_origins
 from router.feeds import Feeds, HealthMonitor
 from router.fleet import Fleet
 from router.http import errors_answered
 from router.lmcache import Lmcache
 from router.own_endpoints import Api
 from router.prompt import PromptSource
-from router.proxy import PROMPTED, PROMPTLESS, Proxy, client_session
+from router.proxy import METHODS, PROMPTED, Proxy, check_passes, client_session
 from router.record import Metrics, RequestRecord, log_record
 from router.staging import AgentClient, Preparer
 
@@ -84,7 +85,9 @@ def create_app(
 
     app.cleanup_ctx.append(run_parts)
     app.on_shutdown.append(stop_waiting)
-    _add_routes(app)
+    _add_routes(app, config.passthrough)
+    if config.cors is not None:
+        allow_origins(app, config.cors)
     return app
 
 
@@ -174,21 +177,28 @@ async def ticking(fleet: Fleet) -> None:
         await asyncio.sleep(_TICK_S)
 
 
-def _add_routes(app: web.Application) -> None:
+def _add_routes(app: web.Application, passthrough: Sequence[str]) -> None:
     async def proxied(request: web.Request) -> web.StreamResponse:
         return await request.app[PARTS].proxy.handle(request)
 
-    def own(handler: Callable[[Api], Handler]) -> Handler:
+    async def passed(request: web.Request) -> web.StreamResponse:
+        check_passes(request, passthrough)
+        return await proxied(request)
+
+    def own(path: str, handler: Callable[[Api], Handler], *methods: str) -> None:
         async def answered(request: web.Request) -> web.StreamResponse:
+            if request.method not in methods:
+                raise web.HTTPMethodNotAllowed(request.method, methods)
             return await handler(request.app[PARTS].api)(request)
 
-        return answered
+        app.router.add_route("*", path, answered)
 
-    add = app.router.add_route
-    for path in sorted(PROMPTED | PROMPTLESS):
-        add("POST", path, proxied)
-    add("GET", "/v1/models", own(lambda api: api.models))
-    add("GET", "/v1/models/{model:.+}", own(lambda api: api.model))
-    add("GET", "/health", own(lambda api: api.health))
-    add("GET", "/metrics", own(lambda api: api.metrics))
-    add("POST", "/explain", own(lambda api: api.explain))
+    for path in sorted(PROMPTED):
+        app.router.add_post(path, proxied)
+    own("/v1/models", lambda api: api.models, "GET", "HEAD")
+    own("/v1/models/{model:.+}", lambda api: api.model, "GET", "HEAD")
+    own("/health", lambda api: api.health, "GET", "HEAD")
+    own("/metrics", lambda api: api.metrics, "GET", "HEAD")
+    own("/explain", lambda api: api.explain, "POST")
+    for method in METHODS:
+        app.router.add_route(method, "/{path:.*}", passed)

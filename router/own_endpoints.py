@@ -28,16 +28,16 @@ class Api:
     session: aiohttp.ClientSession
 
     async def models(self, request: web.Request) -> web.Response:
-        """``GET /v1/models``: what the replicas that are up serve, each model once."""
+        """``GET /v1/models``: what the replicas that are up serve, each model once, and aliases."""
         return as_json({"object": "list", "data": await self._merged_models(request)})
 
     async def model(self, request: web.Request) -> web.Response:
         """``GET /v1/models/{id}``."""
         name = request.match_info["model"]
-        for each in await self._merged_models(request):
-            if each["id"] == name:
-                return as_json(each)
-        raise UnknownModel(f"no replica serves the model '{name}'", param="model")
+        merged = {str(each["id"]): each for each in await self._merged_models(request)}
+        if name not in merged:
+            raise UnknownModel(name, merged)
+        return as_json(merged[name])
 
     async def health(self, request: web.Request) -> web.Response:
         """``GET /health``: 200 while at least one replica is up, else 503.
@@ -68,7 +68,8 @@ class Api:
         """
         body = await read_body(request)
         endpoint = _endpoint(request.query.get("endpoint"), json_object(body))
-        asked = parse(endpoint, body, request.headers, self.config.sessions.header)
+        config = self.config
+        asked = parse(endpoint, body, request.headers, config.sessions.header, config.model_aliases)
         prompt, decision = await self.proxy.decide(asked)
         return as_json(explanation(prompt, decision, self.fleet, model=asked.model))
 
@@ -92,6 +93,9 @@ class Api:
         for answer in answers:
             for each in answer or []:
                 merged.setdefault(each["id"], each)
+        for alias, real in self.config.model_aliases.items():
+            if real in merged:
+                merged[alias] = {**merged[real], "id": alias}
         return list(merged.values())
 
 

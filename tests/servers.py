@@ -52,9 +52,9 @@ def valkey_program() -> Program:
     return Program("valkey", path or missing("valkey-server"))
 
 
-def missing(what: str) -> str:
+def missing(what: str, why: str = "python -m tools.servers") -> str:
     """Skip the test, or fail it where none may be skipped."""
-    text = f"{what} is not installed here: python -m tools.servers"
+    text = f"{what} is not installed here: {why}"
     if os.environ.get("CI"):
         pytest.fail(text)
     pytest.skip(text)

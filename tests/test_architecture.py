@@ -55,7 +55,7 @@ BESIDE_THE_ROOMS = {
         ("cli",),
         ("serve", "explain"),
         ("app",),
-        ("own_endpoints",),
+        ("own_endpoints", "cors"),
         ("explanation",),
     ),
     "cacheengine": (("wire", "values"), ("keys", "address")),

@@ -1,4 +1,4 @@
-"""Install what the tests of the remote tier run: `make servers`, or `python -m tools.servers`.
+"""Install the servers and clients that tests run: `make servers`, or `python -m tools.servers`.
 
 From the distribution's packages, with apt-get, as root or where sudo asks for
 no password. Quiet and quick when all is there. What cannot be installed is
@@ -37,10 +37,14 @@ def _has_library(name: str) -> Callable[[], bool]:
 
 
 _MOONCAKE = "the remote tier on Mooncake Store"
+_NODE = "OpenAI's client for Node"
 # redis-tools, not redis-server: that would start a server with the machine, which nobody asked for.
 NEEDS = (
     Need("redis-tools", _has_redis, "the remote tier on Redis"),
     Need("openssl", lambda: shutil.which("openssl") is not None, "TLS"),
+    Need("curl", lambda: shutil.which("curl") is not None, "curl as a client"),
+    Need("nodejs", lambda: shutil.which("node") is not None, _NODE),
+    Need("npm", lambda: shutil.which("npm") is not None, _NODE),
     Need("libibverbs1", _has_library("ibverbs"), _MOONCAKE),
     Need("librdmacm1", _has_library("rdmacm"), _MOONCAKE),
     Need("libnuma1", _has_library("numa"), _MOONCAKE),

@@ -17,6 +17,7 @@ from router.config.errors import (
     MethodNotAllowed,
     NoReplica,
     NotFound,
+    NotSupported,
     Overloaded,
     Place,
     RateLimited,
@@ -31,6 +32,7 @@ from router.config.judgment import DEFAULT, Judgment, Learning
 from router.config.loading import check_unique, load_router_config, router_config
 from router.config.schema import build, read_yaml, setting
 from router.config.settings import (
+    CorsConfig,
     PolicyName,
     PrefetchConfig,
     RatesConfig,
@@ -46,11 +48,13 @@ __all__ = [
     "BadRequest",
     "ConfigError",
     "Conflict",
+    "CorsConfig",
     "Judgment",
     "Learning",
     "MethodNotAllowed",
     "NoReplica",
     "NotFound",
+    "NotSupported",
     "Overloaded",
     "Place",
     "PolicyName",

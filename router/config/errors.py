@@ -7,7 +7,7 @@ OpenAI's and, for ``/v1/messages``, Anthropic's.
 
 # ruff: noqa: N818  (names as HTTP has them: BadRequest, NotFound, TooLarge)
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
 
@@ -48,6 +48,8 @@ class Place(NamedTuple):
         """Return what is wrong here, to be raised."""
         return ConfigError(self.path, self.key, problem, fix)
 
+
+_MODELS_NAMED: Final = 20
 
 _OPENAI_TYPES: Final[dict[int, str]] = {
     429: "rate_limit_error",
@@ -124,10 +126,16 @@ class BadRequest(ApiError):
 
 
 class UnknownModel(ApiError):
-    """No replica serves the model asked for (404)."""
+    """No replica serves the model asked for (404); the message names some that are served."""
 
     status = 404
     default_code = "model_not_found"
+
+    def __init__(self, model: str | None, known: Iterable[str]) -> None:
+        names = sorted(known)
+        more = ", ..." if len(names) > _MODELS_NAMED else ""
+        served = f"; served: {', '.join(names[:_MODELS_NAMED])}{more}" if names else ""
+        super().__init__(f"no replica serves the model '{model}'{served}", param="model")
 
 
 class Unauthorized(ApiError):
@@ -150,6 +158,13 @@ class MethodNotAllowed(ApiError):
 
     status = 405
     default_code = "method_not_allowed"
+
+
+class NotSupported(ApiError):
+    """The router cannot do what the protocol asks for (501)."""
+
+    status = 501
+    default_code = "not_supported"
 
 
 class Conflict(ApiError):

@@ -34,6 +34,7 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
         }
         check_unique(((port, at.at(name).key) for name, port in ports.items()), path)
     _check_controller(config, at)
+    _check_clients(config, at)
     stock = config.lmcache_coordinator
     stock = stock and _normal_url(stock, at.at("lmcache_coordinator"))
     return replace(config, replicas=replicas, tokenizer=tokenizer, lmcache_coordinator=stock)
@@ -73,6 +74,21 @@ def _check_controller(config: RouterConfig, at: Place) -> None:
                         "http://host:9000 --coordinator-event-reporting",
                     )
                 )
+
+
+def _check_clients(config: RouterConfig, at: Place) -> None:
+    """Raise `ConfigError` for paths and origins that no request can have."""
+    for index, path in enumerate(config.passthrough):
+        if not path.startswith("/") or "*" in path[:-1]:
+            here = at.at("passthrough").item(index)
+            raise here.error(
+                f"'{path}' is no path", "write it like /path, or /path/* for all below"
+            )
+    for index, origin in enumerate(config.cors.allow_origins if config.cors else ()):
+        parts = urlsplit(origin)
+        if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
+            here = at.at("cors.allow_origins").item(index)
+            raise here.error(f"'{origin}' is no origin", "write it like https://host, or '*'")
 
 
 def _checked_replicas(replicas: Sequence[ReplicaConfig], at: Place) -> tuple[ReplicaConfig, ...]:

@@ -154,6 +154,14 @@ class ControllerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CorsConfig:
+    """Pages in browsers that may ask the router; without the section, none of another origin."""
+
+    allow_origins: tuple[str, ...]
+    """Like ``https://chat.example.com``; ``*`` is any."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """All of ``router.yaml``."""
 
@@ -165,6 +173,11 @@ class RouterConfig:
     max_body_bytes: int = setting(64 * MIB, at_least=1024)
     retries: int = setting(2, at_least=0, at_most=100)
     """How many other replicas a request that has not begun to be answered may try."""
+    model_aliases: dict[str, str] = field(default_factory=dict)
+    """By further names that clients may use, the models that replicas get asked for instead."""
+    passthrough: tuple[str, ...] = ()
+    """Paths that are passed to replicas beside those of vLLM's APIs; ``/x/*``: all below."""
+    cors: CorsConfig | None = None
     log_level: LogLevel = "info"
     rates: RatesConfig = field(default_factory=RatesConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)

@@ -107,11 +107,17 @@ class Roster:
     `changed` must follow each change of a replica: of its state, models, shape or id.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, aliases: Mapping[str, str]) -> None:
         self._replicas = replicas
+        self._aliases = aliases
         self._views: dict[str | None, Eligible] = {}
         self.version = 0
         """Another after each change."""
+
+    def models(self) -> set[str]:
+        """Return the names of the models that replicas are known to serve, and their aliases."""
+        names = set[str]().union(*(each.models or () for each in self._replicas.values()))
+        return names | {alias for alias, real in self._aliases.items() if real in names}
 
     def changed(self) -> None:
         """Forget the replicas that may answer: they are found anew when next asked for."""
@@ -135,7 +141,7 @@ class Roster:
     def _find(self, model: str | None, exclude: Collection[str], bound_to: str | None) -> Eligible:
         serving = [each for each in self._replicas.values() if each.serves(model)]
         if not serving:
-            raise UnknownModel(f"no replica serves the model '{model}'", param="model")
+            raise UnknownModel(model, self.models())
         # By replica, not by id: one may have got its name since it was tried.
         tried = [self._replicas[each] for each in exclude]
         left = [each for each in serving if each not in tried]

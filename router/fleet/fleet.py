@@ -50,7 +50,7 @@ class Fleet:
         self.replicas = Replicas()
         for slot, each in enumerate(config.replicas):
             self.replicas[each.name] = Replica.new(slot, each, config.rates, judgment)
-        self._roster = Roster(self.replicas)
+        self._roster = Roster(self.replicas, config.model_aliases)
         self.index = PrefixIndex(config.index.max_keys)
         self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, judgment)
         self.unseen = Unseen()

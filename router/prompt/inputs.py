@@ -160,10 +160,17 @@ def _completion(body: Body) -> TextInput:
 def _embedding(body: Body) -> PromptInput:
     if body.get("padding") is not None:
         raise Unsupported("padding")
+    given, chats = _first(body.get("input")), _first(body.get("messages"))
+    if isinstance(given, dict) or isinstance(_first(given), dict) or isinstance(chats, list):
+        raise Unsupported("several conversations, or one in the field for texts")
     if "messages" not in body or "input" in body:
         return _text_input(body, "input")
     chat = {"add_generation_prompt": False, **_only(body, _EMBEDDED)}
     return _chat_input(chat, check_messages(body["messages"]), None)
+
+
+def _first(value: object) -> object:
+    return value[0] if isinstance(value, list) and value else None
 
 
 def _responses(body: Body) -> ChatInput:

@@ -31,20 +31,25 @@ step only asks for a value are not named.
     record.records.log_record         its line in the log
 
 A try that fails before its first byte is made again from `admission` on, at the next best
-replica. `response_owners.Bindings` remember which replica owns a stored response.
+replica. `response_owners.Bindings` remember which replica keeps a response or a file.
+
+What has no prompt goes the same way: `passing.passed` takes the place of `proxy.request.parse`,
+and nothing is read, held or staged.
 
 Called by the application. Imports config, http, prompt, residency, latency, fleet, admission,
 staging and record.
 """
 
+from router.proxy.passing import METHODS, check_passes
 from router.proxy.proxy import Proxy
-from router.proxy.request import PROMPTED, PROMPTLESS, json_object, parse
+from router.proxy.request import PROMPTED, json_object, parse
 from router.proxy.upstream import client_session
 
 __all__ = [
+    "METHODS",
     "PROMPTED",
-    "PROMPTLESS",
     "Proxy",
+    "check_passes",
     "client_session",
     "json_object",
     "parse",

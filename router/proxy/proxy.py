@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from math import ceil
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import aiohttp
 from aiohttp import web
@@ -28,8 +28,9 @@ from router.http import read_body
 from router.latency import Promised
 from router.prompt import Prompt, PromptSource
 from router.proxy.hanging import unless_hung
+from router.proxy.passing import keeps, label, passed
 from router.proxy.relay import relay
-from router.proxy.request import Asked, Turnstile, parse
+from router.proxy.request import PROMPTED, Asked, Turnstile, parse
 from router.proxy.response_owners import Bindings
 from router.proxy.upstream import Answer, TryFailed, Upstream, forwarded_headers
 from router.proxy.usage import NO_USAGE, Usage, UsageReader
@@ -39,6 +40,10 @@ from router.staging import Preparation, Preparer
 
 _Begun = tuple[Answer, Ticket]
 """A replica's answer that has begun, and what is to be given back at its end."""
+_NOT_BEGUN: Final = (Cause.CONNECT, Cause.ABSENT)
+_MOST_ABSENT: Final = 32
+"""After so many replicas without it, what none is known to keep is looked for no further: one
+request of a client is not to become hundreds."""
 
 
 class Proxy:
@@ -76,10 +81,11 @@ class Proxy:
         self._turnstile = Turnstile()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request for generation; raise `ApiError` for what the router refuses."""
+        """Answer a request by a replica; raise `ApiError` for what the router refuses."""
         record = RequestRecord(
             request_id=request.headers.get("X-Request-Id") or uuid.uuid4().hex,
-            endpoint=request.path,
+            endpoint=label(request.path),
+            path=request.rel_url.raw_path,
             started_s=time.monotonic(),
         )
         try:
@@ -115,7 +121,7 @@ class Proxy:
             record.end(Outcome.OK)
             return begun
         answer, ticket = begun
-        reader = UsageReader()
+        reader = UsageReader(any_id=keeps(request.method, request.path))
         try:
             return await relay(request, answer, reader=reader, record=record)
         finally:
@@ -129,23 +135,41 @@ class Proxy:
         """
         body = await read_body(request)
         await self._turnstile.enter()
-        asked = parse(request.path, body, request.headers, self._config.sessions.header)
+        asked = self._asked(request, body)
         began_s = time.monotonic()
         keyring = PromptKeyring(await self._read(asked))
         record.read_s = time.monotonic() - began_s
         await self._locate(keyring)
         refusal: web.Response | None = None
-        for _ in range(self._config.retries + 1):
+        while True:
             try:
                 return await self._try(request, asked, keyring, record)
             except TryFailed as failure:
                 refusal = failure.answer
                 self._note_failure(record, failure)
+                if not self._goes_on(asked, record):
+                    break
             except NoReplica:
                 if not record.failed_tries:
                     raise
                 break
         return self._give_up(record) if refusal is None else refusal
+
+    def _goes_on(self, asked: Asked, record: RequestRecord) -> bool:
+        """Whether a request whose last try has failed is sent to another replica."""
+        causes = [each.cause for each in record.failed_tries]
+        absent = causes.count(Cause.ABSENT)
+        return (
+            (asked.repeatable or causes[-1] in _NOT_BEGUN)
+            and absent < _MOST_ABSENT
+            and len(causes) - absent <= self._config.retries
+        )
+
+    def _asked(self, request: web.Request, body: bytes) -> Asked:
+        header, aliases = self._config.sessions.header, self._config.model_aliases
+        if request.path in PROMPTED and request.method == "POST":
+            return parse(request.path, body, request.headers, header, aliases)
+        return passed(request, body, header, aliases)
 
     async def _read(self, asked: Asked) -> Prompt | None:
         if not asked.has_prompt:
@@ -177,6 +201,7 @@ class Proxy:
                     api_key=decision.picked.replica.config.api_key,
                 ),
                 body=asked.body,
+                seeks=asked.seeks and self._bindings.replica_of(asked.ids) is None,
             )
             answer = await unless_hung(self._hung(decision.replica_id), sending)
         except BaseException:
@@ -185,7 +210,9 @@ class Proxy:
         record.streamed, record.first_byte_s = answer.streamed, answer.began_s
         if answer.is_ok:
             lag_s = answer.sent_s - ticket.started_s - record.prepared.waited_s
-            ticket.first_byte(answer.began_s, streamed=answer.streamed, lag_s=lag_s)
+            # Without a prompt, neither the time to the first byte nor `usage` tells of prefills.
+            streamed = answer.streamed and asked.has_prompt
+            ticket.first_byte(answer.began_s, streamed=streamed, lag_s=lag_s)
             self._admission.wake()
         return answer, ticket
 
@@ -195,7 +222,7 @@ class Proxy:
         Nor does what only one replica can answer, or what no replica computes a prompt for.
         """
         failed = tuple(each.replica_id for each in record.failed_tries)
-        bound_to = self._bindings.replica_of(asked.previous_response_id)
+        bound_to = self._bindings.replica_of(asked.ids)
 
         def place(now_s: float, promised: Promised) -> Decision:
             began_s = time.monotonic()
@@ -225,7 +252,7 @@ class Proxy:
             keyring,
             model=asked.model,
             session=asked.session,
-            bound_to=self._bindings.replica_of(asked.previous_response_id),
+            bound_to=self._bindings.replica_of(asked.ids),
             exclude=exclude,
             promised=promised,
             streamed=asked.streamed,
@@ -238,7 +265,8 @@ class Proxy:
             FailedTry(replica_id=record.replica_id, cause=failure.cause, detail=failure.detail)
         )
         record.prepared = Preparation()  # what was prepared was for that replica
-        self._suspect(record.replica_id, failure.cause)
+        if failure.cause is not Cause.ABSENT:
+            self._suspect(record.replica_id, failure.cause)
 
     def _give_up(self, record: RequestRecord) -> NoReturn:
         """Raise what tells of the tries, none of which has got an answer."""
@@ -255,9 +283,9 @@ class Proxy:
 
     def _finish(self, answer: Answer, ticket: Ticket, usage: Usage, record: RequestRecord) -> None:
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
-        self._release(ticket, ok=answer.is_ok, usage=usage)
-        if answer.is_ok and usage.response_id is not None and record.replica_id is not None:
-            self._bindings.bind(usage.response_id, record.replica_id)
+        self._release(ticket, ok=answer.is_ok, usage=usage if record.prompt_tokens else NO_USAGE)
+        if answer.is_ok and usage.kept_id is not None and record.replica_id is not None:
+            self._bindings.bind(usage.kept_id, record.replica_id)
 
     def _release(self, ticket: Ticket, *, ok: bool = False, usage: Usage = NO_USAGE) -> None:
         """Give back a ticket: the one place for it, whatever the request's end was."""

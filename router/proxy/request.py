@@ -15,10 +15,7 @@ from router.config import BadRequest
 PROMPTED: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"}
 )
-"""Endpoints whose prompt's KV is worth looking for."""
-
-PROMPTLESS: Final = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
-"""Endpoints that any replica of the model answers equally well."""
+"""Endpoints, all POST, whose prompt's KV is worth looking for."""
 
 MAX_WAIT_HEADER: Final = "x-warmroute-max-wait-s"
 
@@ -32,18 +29,20 @@ class Asked:
 
     endpoint: str
     body: bytes
-    """As it came: this is what the replica gets."""
+    """As it came, unless it names an alias of a model: this is what the replica gets."""
     fields: Mapping[str, Any] = field(repr=False)
     model: str | None
     session: str | None
-    previous_response_id: str | None
-    max_wait_s: float
+    max_wait_s: float = inf
     """How long the client lets its request be held."""
-
-    @property
-    def has_prompt(self) -> bool:
-        """Whether there is a prompt to match."""
-        return self.endpoint in PROMPTED
+    has_prompt: bool = True
+    """Whether there is a prompt to match."""
+    ids: tuple[str, ...] = ()
+    """Names of what it is about: only the replica that keeps one of these can answer."""
+    repeatable: bool = True
+    """Whether another replica may be asked once one may have begun."""
+    seeks: bool = False
+    """Whether another replica is asked where one answers 404, and none is known to keep it."""
 
     @property
     def streamed(self) -> bool:
@@ -51,18 +50,27 @@ class Asked:
         return self.fields.get("stream") is True
 
 
-def parse(endpoint: str, body: bytes, headers: Mapping[str, str], session_header: str) -> Asked:
+def parse(
+    endpoint: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    session_header: str,
+    aliases: Mapping[str, str],
+) -> Asked:
     """Check a JSON body and the headers for what routing needs; raise `BadRequest`."""
     fields = json_object(body)
+    model = _text(fields, "model")
+    if model is not None and model in aliases:
+        fields["model"] = model = aliases[model]
+        body = orjson.dumps(fields)
+    before = _text(fields, "previous_response_id") if endpoint == "/v1/responses" else None
     return Asked(
         endpoint=endpoint,
         body=body,
         fields=fields,
-        model=_text(fields, "model"),
-        session=_session(fields, headers.get(session_header)),
-        previous_response_id=(
-            _text(fields, "previous_response_id") if endpoint == "/v1/responses" else None
-        ),
+        model=model,
+        session=named_session(fields, headers.get(session_header)),
+        ids=() if before is None else (before,),
         max_wait_s=_max_wait_s(headers.get(MAX_WAIT_HEADER)),
     )
 
@@ -104,7 +112,8 @@ def _text(fields: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _session(fields: Mapping[str, Any], named: str | None) -> str | None:
+def named_session(fields: Mapping[str, Any], named: str | None) -> str | None:
+    """Return the session that a header names, else a body; None without one."""
     if named:
         return _short(named)
     for name in _SESSION_FIELDS:

@@ -8,6 +8,7 @@ is how the replica learns that its answer is not wanted any more.
 
 # ruff: noqa: N818  (what happened, not "errors" of ours)
 import asyncio
+import io
 import time
 from collections.abc import AsyncGenerator, Mapping
 from types import SimpleNamespace
@@ -16,13 +17,16 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
 
 from router.config import TimeoutsConfig, describe
 from router.record import Cause
 
 _RETRYABLE: Final = frozenset({502, 503, 504})
-_OWN_HEADERS: Final = "x-warmroute-"
-"""How the headers begin in which the router itself tells of a request."""
+_OWN_HEADERS: Final = ("x-warmroute-", "access-control-")
+"""How the headers begin in which the router alone speaks: of a request, and of other origins."""
+_LARGE_BODY_BYTES: Final = 1 << 20
+"""Beyond this aiohttp wants a body as a file, of which it writes one piece after the other."""
 
 _HOP_BY_HOP: Final = frozenset(
     {
@@ -113,11 +117,18 @@ class Upstream:
         self._timeouts = timeouts
 
     async def send(
-        self, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None
+        self,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        body: bytes,
+        seeks: bool = False,
     ) -> Answer:
         """Send a request; return its answer, to be closed, once its first byte is here.
 
-        Raises `TryFailed` where none came.
+        ``url`` is sent as it is encoded. Raises `TryFailed` where no answer came, one that is
+        to be retried, or one that says 404 where a replica is sought that does not (``seeks``).
         """
         sent_s = time.monotonic()
 
@@ -131,9 +142,9 @@ class Upstream:
             async with asyncio.timeout(self._timeouts.first_byte_s):
                 response = await self._session.request(
                     method,
-                    url,
+                    URL(url, encoded=True),
                     headers=headers,
-                    data=body,
+                    data=(body or None) if len(body) <= _LARGE_BODY_BYTES else io.BytesIO(body),
                     allow_redirects=False,
                     trace_request_ctx=note_sent,
                     timeout=aiohttp.ClientTimeout(
@@ -141,7 +152,10 @@ class Upstream:
                     ),
                 )
                 headers_s = time.monotonic()
-                await _refuse_retryable(response)
+                if response.status in _RETRYABLE:
+                    raise await _refused(response, Cause.STATUS)
+                if seeks and response.status == web.HTTPNotFound.status_code:
+                    raise await _refused(response, Cause.ABSENT)
                 # vLLM sends a stream's headers before it has computed
                 # anything: only the first byte of the body shows that the
                 # replica has survived the prefill.
@@ -169,16 +183,14 @@ class Upstream:
         return None
 
 
-async def _refuse_retryable(response: aiohttp.ClientResponse) -> None:
-    if response.status not in _RETRYABLE:
-        return
+async def _refused(response: aiohttp.ClientResponse, cause: Cause) -> TryFailed:
     body = bytearray()
     while len(body) < _FAILURE_BODY_BYTES and (chunk := await response.content.readany()):
         body += chunk
     headers = kept_headers(response.headers)
     headers.popall("Content-Length", None)
     answer = web.Response(status=response.status, headers=headers, body=bytes(body))
-    raise TryFailed(Cause.STATUS, f"answered {response.status}", answer)
+    return TryFailed(cause, f"answered {response.status}", answer)
 
 
 def client_session() -> aiohttp.ClientSession:

@@ -16,6 +16,7 @@ _TAIL_BYTES: Final = 16 << 10
 # written about "usage" does not match.
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 _RESPONSE_ID: Final = re.compile(rb'"id"\s*:\s*"(resp_[^"\\\x80-\xff]+)"')
+_ANY_ID: Final = re.compile(rb'"id"\s*:\s*"([^"\\\x80-\xff]{1,256})"')
 _CACHED: Final = (
     ("prompt_tokens_details", "cached_tokens"),
     ("input_tokens_details", "cached_tokens"),
@@ -30,8 +31,8 @@ class Usage:
 
     cached_tokens: int | None = None
     output_tokens: int | None = None
-    response_id: str | None = None
-    """Of the Responses API, for a later ``previous_response_id``."""
+    kept_id: str | None = None
+    """Of what the replica keeps: a response, for a later ``previous_response_id``, or a file."""
 
 
 NO_USAGE: Final = Usage()
@@ -40,9 +41,11 @@ NO_USAGE: Final = Usage()
 class UsageReader:
     """Keeps an answer's beginning and end while it is passed on."""
 
-    __slots__ = ("_head", "_tail", "_tail_bytes")
+    __slots__ = ("_head", "_ids", "_tail", "_tail_bytes")
 
-    def __init__(self) -> None:
+    def __init__(self, *, any_id: bool = False) -> None:
+        """``any_id``: whether more than responses is kept."""
+        self._ids = _ANY_ID if any_id else _RESPONSE_ID
         self._head = bytearray()
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
@@ -59,11 +62,11 @@ class UsageReader:
     def read(self) -> Usage:
         """Return what the bytes fed so far tell."""
         usage = _last_usage(b"".join(self._tail)[-_TAIL_BYTES:])
-        found = _RESPONSE_ID.search(self._head)
+        found = self._ids.search(self._head)
         return Usage(
             cached_tokens=_first_count(usage, _CACHED),
             output_tokens=_first_count(usage, _OUTPUT),
-            response_id=found[1].decode() if found else None,
+            kept_id=found[1].decode() if found else None,
         )
 
 

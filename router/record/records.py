@@ -45,6 +45,8 @@ class Cause(StrEnum):
     """What the replica waits for has ended: its LMCache server."""
     TIMEOUT = "timeout"
     """No first byte within ``timeouts.first_byte_s``."""
+    ABSENT = "absent"
+    """The replica answered 404, and another may keep what was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,9 @@ class RequestRecord:
 
     request_id: str
     endpoint: str
+    """Its path where that is an endpoint of a known API, else ``other``."""
+    path: str = ""
+    """As the client wrote it: percent-encoded."""
     started_s: float
     ended_s: float = nan
     read_s: float | None = None
@@ -137,7 +142,9 @@ def answer_headers(record: RequestRecord) -> dict[str, str]:
 
 def log_record(record: RequestRecord) -> None:
     """Write the record as one line: plain ends at INFO, troubled ones at WARNING."""
-    troubled = record.outcome in (Outcome.CUT, Outcome.FAILED) or bool(record.failed_tries)
+    troubled = record.outcome in (Outcome.CUT, Outcome.FAILED) or any(
+        each.cause is not Cause.ABSENT for each in record.failed_tries
+    )
     level = logging.WARNING if troubled else logging.INFO
     if log.isEnabledFor(level):
         log.log(level, "%s", _line(record))
@@ -166,7 +173,7 @@ def _line(record: RequestRecord) -> str:
         "id": record.request_id,
     }
     told = " ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
-    return f"{record.endpoint} {told}"
+    return f"{record.path or record.endpoint} {told}"
 
 
 def _ms(seconds: float | None) -> str | None:

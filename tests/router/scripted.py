@@ -64,6 +64,9 @@ class Scripted:
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
 
+    async def absent(self, request: web.Request) -> web.Response:
+        return web.Response(status=404)
+
     async def tell_metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self.metrics)
 
@@ -79,11 +82,13 @@ async def scripted(*, port: int = 0) -> AsyncIterator[Scripted]:
     """Run an upstream on a free port."""
     upstream = Scripted()
     upstream.will(json_answer({"ok": True}))
-    app = web.Application()
+    app = web.Application(client_max_size=64 << 20)
     app.router.add_get("/health", upstream.health)
     app.router.add_get("/metrics", upstream.tell_metrics)
     app.router.add_get("/v1/models", upstream.list_models)
-    app.router.add_post("/{path:.*}", upstream.answer)
+    for asked_by_the_router in ("/version", "/kv_event_sources"):
+        app.router.add_get(asked_by_the_router, upstream.absent)
+    app.router.add_route("*", "/{path:.*}", upstream.answer)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port)

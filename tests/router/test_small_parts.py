@@ -18,11 +18,11 @@ def test_a_binding_is_found_until_others_crowd_it_out() -> None:
     bindings = Bindings(max_entries=2)
     bindings.bind("a", "one")
     bindings.bind("b", "two")
-    assert bindings.replica_of("a") == "one"
+    assert bindings.replica_of(["x", "a"]) == "one"
     bindings.bind("c", "one")
-    assert bindings.replica_of("b") is None, "the least recently used goes first"
-    assert (bindings.replica_of("a"), bindings.replica_of("c")) == ("one", "one")
-    assert bindings.replica_of(None) is None
+    assert bindings.replica_of(["b"]) is None, "the least recently used goes first"
+    assert (bindings.replica_of(["a"]), bindings.replica_of(["c"])) == ("one", "one")
+    assert bindings.replica_of([]) is None
     assert len(bindings) == 2
 
 
@@ -56,7 +56,7 @@ def test_a_session_takes_little_memory_whatever_its_name(where: str) -> None:
     def session(name: str) -> str | None:
         headers = {"x-session-id": name} if where == "header" else {}
         body = orjson.dumps({} if where == "header" else {"prompt_cache_key": name})
-        return parse("/tokenize", body, headers, "x-session-id").session
+        return parse("/v1/completions", body, headers, "x-session-id", {}).session
 
     long, other = session("x" * 1_000_000), session("x" * 999_999)
     assert long is not None and len(long) < 1000

@@ -113,6 +113,13 @@ def test_a_secret_is_not_printed(tmp_path: Path) -> None:
             "prefetch.enabled: expected true or false, got the text 'yes'; write true or false",
         ),
         (ONE + "host: ''", "host: is empty; give a value"),
+        (ONE + "passthrough: [x]", "passthrough[0]: 'x' is no path; write it like /path"),
+        (ONE + "passthrough: [/a*/b]", "passthrough[0]: '/a*/b' is no path; write it like /path"),
+        (
+            ONE + "cors: {allow_origins: ['https://a.b/']}",
+            "cors.allow_origins[0]: 'https://a.b/' is no origin; write it like https://host",
+        ),
+        (ONE + "cors: {allow_origins: [a.b]}", "cors.allow_origins[0]: 'a.b' is no origin"),
         (ONE + "controller:", "controller: is empty; write 'controller: {}' for its defaults"),
         (ONE + "controller: true", "controller: expected settings, got true; write 'key: value'"),
         (ONE + "controller: {ports: 1}", "controller.ports: unknown key; did you mean 'port'?"),

@@ -33,8 +33,8 @@ MESSAGES = [{"role": "user", "content": "x"}]
             404,
             "no replica serves the model 'other'",
         ),
-        ("/v1/nothing", b"{}", 404, "the router has no endpoint POST /v1/nothing"),
-        ("/v1/models", b"{}", 405, "/v1/models takes GET, not POST"),
+        ("/nothing", b"{}", 404, "the router passes no POST /nothing to replicas"),
+        ("/v1/models", b"{}", 405, "/v1/models takes GET, HEAD, not POST"),
     ],
 )
 async def test_refusals(  # noqa: PLR0917  (fixtures)

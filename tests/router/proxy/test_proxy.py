@@ -171,7 +171,10 @@ async def test_anthropics_client(fleet: Fleet) -> None:
             )
     assert caught.value.body == {
         "type": "error",
-        "error": {"type": "not_found_error", "message": "no replica serves the model 'unknown'"},
+        "error": {
+            "type": "not_found_error",
+            "message": "no replica serves the model 'unknown'; served: m",
+        },
     }
     assert "mine" in fleet.one.seen[0].headers["Authorization"]
     assert (await router.record()).cached_tokens == 8
