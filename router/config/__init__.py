@@ -3,7 +3,7 @@
 `RouterConfig` is read from YAML by `load_router_config` (`loading`); every key is checked
 against the dataclasses in `settings` by `schema`. `Judgment` is the one table of the decision's
 constants. `errors` holds each error that a client can get, with its status and code;
-`addresses` compares hosts, ports and URLs.
+`addresses` compares hosts, ports and URLs; `tls` makes contexts from files.
 
 Imported by every room; imports none.
 """
@@ -14,6 +14,7 @@ from router.config.errors import (
     BadRequest,
     ConfigError,
     Conflict,
+    Forbidden,
     MethodNotAllowed,
     NoReplica,
     NotFound,
@@ -21,6 +22,7 @@ from router.config.errors import (
     Place,
     RateLimited,
     TooLarge,
+    TooSlow,
     Unauthorized,
     UnknownModel,
     UpstreamFailed,
@@ -31,6 +33,8 @@ from router.config.judgment import DEFAULT, Judgment, Learning
 from router.config.loading import check_unique, load_router_config, router_config
 from router.config.schema import build, read_yaml, setting
 from router.config.settings import (
+    AccessConfig,
+    KeyConfig,
     PolicyName,
     PrefetchConfig,
     RatesConfig,
@@ -39,14 +43,18 @@ from router.config.settings import (
     TimeoutsConfig,
     TokenizerConfig,
 )
+from router.config.tls import client_context, server_context
 
 __all__ = [
     "DEFAULT",
+    "AccessConfig",
     "ApiError",
     "BadRequest",
     "ConfigError",
     "Conflict",
+    "Forbidden",
     "Judgment",
+    "KeyConfig",
     "Learning",
     "MethodNotAllowed",
     "NoReplica",
@@ -62,12 +70,14 @@ __all__ = [
     "TimeoutsConfig",
     "TokenizerConfig",
     "TooLarge",
+    "TooSlow",
     "Unauthorized",
     "UnknownModel",
     "UpstreamFailed",
     "UpstreamTimeout",
     "build",
     "check_unique",
+    "client_context",
     "describe",
     "host_port",
     "is_loopback",
@@ -75,6 +85,7 @@ __all__ = [
     "load_router_config",
     "read_yaml",
     "router_config",
+    "server_context",
     "server_key",
     "setting",
 ]

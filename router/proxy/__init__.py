@@ -30,11 +30,13 @@ step only asks for a value are not named.
     record.metrics.observe            the figures of the request
     record.records.log_record         its line in the log
 
-A try that fails before its first byte is made again from `admission` on, at the next best
-replica. `response_owners.Bindings` remember which replica owns a stored response.
+Where keys are configured, `access.guard` lets it in before the route, and its `Grant` is asked
+once the model and the prompt are known. A try that fails before its first byte is made again
+from `admission` on, at the next best replica. `response_owners.Bindings` remember which replica
+owns a stored response.
 
-Called by the application. Imports config, http, prompt, residency, latency, fleet, admission,
-staging and record.
+Called by the application. Imports config, http, access, prompt, residency, latency, fleet,
+admission, staging and record.
 """
 
 from router.proxy.proxy import Proxy

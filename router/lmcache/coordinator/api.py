@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from router.config import ApiError
-from router.http import as_json, read_body_soon
+from router.http import as_json, read_body
 from router.lmcache.coordinator.pins import Pins
 from router.lmcache.coordinator.records import Record
 from router.lmcache.coordinator.state import Coordinator
@@ -225,7 +225,7 @@ class CoordinatorApi:
     # --- parts of the above
 
     async def _read(self, request: web.Request, kind: type[_T]) -> _T:
-        body = await read_body_soon(request)
+        body = await read_body(request)
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

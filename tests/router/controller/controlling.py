@@ -65,7 +65,7 @@ class Controlled:
 
 
 @contextlib.asynccontextmanager
-async def controlled(limit_bytes: int = 1 << 20) -> AsyncIterator[Controlled]:
+async def controlled(limit_bytes: int = 1 << 20, body_s: float = 60.0) -> AsyncIterator[Controlled]:
     """Run a controller that knows nobody; its event loop must never block."""
     clock, configured = Clock(), list[Configured]()
     with blockbuster_ctx("router"):
@@ -74,6 +74,7 @@ async def controlled(limit_bytes: int = 1 << 20) -> AsyncIterator[Controlled]:
                 lambda: configured,
                 session,
                 limit_bytes=limit_bytes,
+                body_s=body_s,
                 clock=clock,
                 wall_clock=lambda: clock() + 1e9,
             )

@@ -8,7 +8,7 @@ import pytest
 
 from cacheengine import wire
 from tests.router.controller.control_agent import CHUNK_TOKENS, TIERS, ControlAgent
-from tests.router.controller.controlling import TOKENS, Controlled, move, with_agents
+from tests.router.controller.controlling import TOKENS, Controlled, controlled, move, with_agents
 from tests.router.staging.agent_server import serving
 
 CPU, DISK, REMOTE = "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"
@@ -363,17 +363,15 @@ async def test_an_agent_that_registers_at_the_wrong_port_is_told_the_right_one(
     assert "controller.monitor_port" in answer["error"]["message"]
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(
-    control: Controlled, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     """Or 128 such clients would keep all others out."""
-    monkeypatch.setattr("router.http.boundary.BODY_S", 0.05)
-    url = urlsplit(control.url)
-    reader, writer = await asyncio.open_connection(url.hostname, url.port)
-    writer.write(b"POST /lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-    answer = await asyncio.wait_for(reader.readuntil(b"did not come whole within"), 10)
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    writer.close()
+    async with controlled(body_s=0.05) as control:
+        url = urlsplit(control.url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(b"POST /lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        answer = await reader.readuntil(b"did not come whole within")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        writer.close()
 
 
 async def test_other_paths_and_methods(control: Controlled) -> None:
