@@ -1,15 +1,19 @@
 """Who gets in, asked over real connections."""
 
+import asyncio
 import logging
+from functools import partial
 from typing import Any
 
 import aiohttp
 import anthropic
+import click
 import openai
 import pytest
 
 from router.access import new_key, sha256_of
 from router.config.settings import AccessConfig, KeyConfig, ReplicaConfig
+from router.explain import ask
 from tests.router.conftest import Fleet, Running
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, stream
 
@@ -142,6 +146,14 @@ async def test_administration_asks_for_its_own_key(
     assert (await status_of(client, router, path, **bearer(KEY)))[0] == 401
     assert (await status_of(client, router, path, **bearer(ADMIN)))[0] == 200
     assert (await status_of(client, router, CHAT, **bearer(ADMIN)))[0] == 401
+
+
+async def test_explain_is_asked_with_the_admin_key(fleet: Fleet) -> None:
+    router = await fleet.router(access=AccessConfig(admin_sha256=(sha256_of(ADMIN),)))
+    asked = partial(ask, router.url, "hello", model="m", session=None)
+    assert (await asyncio.to_thread(asked, key=ADMIN))["replica"] == "one"
+    with pytest.raises(click.ClickException, match="asks for an admin key"):
+        await asyncio.to_thread(asked, key=None)
 
 
 async def test_without_an_admin_key_other_machines_are_told_how_to_set_one(
