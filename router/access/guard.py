@@ -108,7 +108,7 @@ class Access:
 
 def _is_from_here(request: web.Request) -> bool:
     """Whether a caller is on this machine, and does not ask for another one that is not."""
-    if request.remote is None or any(name in request.headers for name in _PROXIED):
+    if not request.remote or any(name in request.headers for name in _PROXIED):
         return False
     address = ip_address(request.remote.partition("%")[0])
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:

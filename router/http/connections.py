@@ -61,7 +61,8 @@ class Connection(web.RequestHandler):
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Write one line; handlers' own errors have been told of before."""
-        log.warning("%s; the connection is closed (%r)", args[0] % args[1:], type(kw["exc_info"]))
+        kind = type(kw.get("exc_info")).__name__
+        log.warning("%s (%s); the connection is closed", args[0] % args[1:], kind)
 
 
 class Site(web.TCPSite):

@@ -145,7 +145,6 @@ class Proxy:
         if grant is not None and prompt is not None:
             grant.take_prompt(prompt.token_count, time.monotonic())
         keyring = PromptKeyring(prompt)
-        del prompt
         await self._locate(keyring)
         refusal: web.Response | None = None
         for _ in range(self._config.retries + 1):

@@ -10,6 +10,7 @@ import anthropic
 import click
 import openai
 import pytest
+from yarl import URL
 
 from router.access import new_key, sha256_of
 from router.config.settings import AccessConfig, KeyConfig, ReplicaConfig
@@ -146,6 +147,19 @@ async def test_administration_asks_for_its_own_key(
     assert (await status_of(client, router, path, **bearer(KEY)))[0] == 401
     assert (await status_of(client, router, path, **bearer(ADMIN)))[0] == 200
     assert (await status_of(client, router, CHAT, **bearer(ADMIN)))[0] == 401
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/%6detrics", "/%2emetrics", "//metrics", "/metrics/", "/health/../metrics", "/Metrics"],
+)
+async def test_no_other_spelling_of_a_path_gets_past(
+    fleet: Fleet, client: aiohttp.ClientSession, path: str
+) -> None:
+    access = AccessConfig(keys=one_key().keys, admin_sha256=(sha256_of(ADMIN),))
+    router = await fleet.router(access=access)
+    async with client.get(URL(router.url + path, encoded=True)) as response:
+        assert response.status == 401
 
 
 async def test_explain_is_asked_with_the_admin_key(fleet: Fleet) -> None:
