@@ -172,6 +172,8 @@ def _checked_access(access: AccessConfig, at: Place, base: Path) -> AccessConfig
     keys = access.keys
     if file is not None:
         more = build(_KeysFile, read_yaml(Path(file)), Place(file)).keys
+        if not more:  # which must not mean that everyone gets in
+            raise Place(file, "keys").error("names no key", "make one with 'warmroute key NAME'")
         keys += more
         places += [Place(file, "keys").item(index) for index in range(len(more))]
     admins = [(at.at("admin_sha256").item(i), each) for i, each in enumerate(access.admin_sha256)]

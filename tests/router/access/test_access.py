@@ -151,7 +151,15 @@ async def test_administration_asks_for_its_own_key(
 
 @pytest.mark.parametrize(
     "path",
-    ["/%6detrics", "/%2emetrics", "//metrics", "/metrics/", "/health/../metrics", "/Metrics"],
+    [
+        "/%6detrics",
+        "/%2emetrics",
+        "//metrics",
+        "/metrics/",
+        "/health/../metrics",
+        "/%2568ealth",
+        "/Metrics",
+    ],
 )
 async def test_no_other_spelling_of_a_path_gets_past(
     fleet: Fleet, client: aiohttp.ClientSession, path: str

@@ -207,10 +207,12 @@ def test_keys_of_a_file_are_taken_too(tmp_path: Path) -> None:
             "access.keys[1].name: a is also access.keys[0].name",
         ),
         ("keys_file: none.yaml", "access.keys_file: 'none.yaml' does not exist"),
+        ("keys_file: empty.yaml", "empty.yaml: keys: names no key; make one with 'warmroute key"),
         ("metrics: opened", "access.metrics: unknown value 'opened'; did you mean 'open'?"),
     ],
 )
 def test_access_that_cannot_be_meant_so(tmp_path: Path, access: str, message: str) -> None:
+    (tmp_path / "empty.yaml").write_text("keys: []")
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, f"{ONE}access: {{{access}}}")
     assert message in str(caught.value)
