@@ -1,8 +1,8 @@
 """The router: sends every prompt to the replica that already remembers it.
 
-One request: `app` gives it to `proxy`, which has its body read by `http` and its prompt by
-`prompt` (tokens or text), and asks `admission` for a place. The `fleet` decides by what
-`residency` knows of its prefix and what `latency` predicts. `staging` has KV promoted or
+One request: `access` lets it in, `app` gives it to `proxy`, which has its body read by `http` and
+its prompt by `prompt` (tokens or text), and asks `admission` for a place. The `fleet` decides by
+what `residency` knows of its prefix and what `latency` predicts. `staging` has KV promoted or
 copied, `proxy.upstream` forwards, `proxy.relay` passes the answer on, `record` tells of it.
 
 One KV event: `feeds` follows the stream of a replica's agent or of vLLM itself;
@@ -15,6 +15,7 @@ One restart: `cli` reads the `config`, `serve` opens the ports, `app` puts the r
 `feeds` fetches a snapshot of each replica, and its health says when it takes requests.
 
 Directions: launch and the files here -> feeds -> proxy -> admission, staging, prompt ->
-fleet -> latency, residency -> config; controller, lmcache -> staging, http;
+fleet -> latency, residency -> config; controller, lmcache -> staging, http; controller,
+proxy -> access -> http -> config;
 `tasks` is below them all.
 """

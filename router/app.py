@@ -12,13 +12,14 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from router.access import Access
 from router.admission import Admission, Gate
-from router.config import RouterConfig
+from router.config import RouterConfig, client_context
 from router.controller import Configured, Controller
 from router.cors import allow_origins
 from router.feeds import Feeds, HealthMonitor
 from router.fleet import Fleet
-from router.http import errors_answered
+from router.http import BODIES, Bodies, errors_answered
 from router.lmcache import Lmcache
 from router.own_endpoints import Api
 from router.prompt import PromptSource
@@ -60,12 +61,15 @@ def create_app(
     ``observe`` hears each request's record, beside the metrics and the log.
     Raises what loading the configured tokenizer raises.
     """
-    app = web.Application(middlewares=[errors_answered], client_max_size=config.max_body_bytes)
+    access = Access(config.access)
+    middlewares = [errors_answered, access.guard]
+    app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
+    app[BODIES] = Bodies(within_s=config.timeouts.body_s, limit_bytes=config.max_bodies_bytes)
     prompts = PromptSource(config.tokenizer)
 
     async def run_parts(app: web.Application) -> AsyncIterator[None]:
-        async with client_session() as session:
-            parts = _make_parts(config, session, prompts, observe)
+        async with client_session(client_context(config.replica_tls)) as session:
+            parts = _make_parts(config, session, prompts, access, observe)
             app[PARTS] = parts
             await parts.health.start()
             await parts.feeds.start()
@@ -95,13 +99,15 @@ def _make_parts(
     config: RouterConfig,
     session: aiohttp.ClientSession,
     prompts: PromptSource,
+    access: Access,
     observe: Callable[[RequestRecord], None] | None,
 ) -> Parts:
     fleet = Fleet(config)
     admission = Admission(Gate(fleet))
     lmcache = Lmcache(fleet, session, stock_url=config.lmcache_coordinator)
     preparer = Preparer(config, fleet, partial(AgentClient, session), lmcache=lmcache.prefetch)
-    metrics = Metrics(fleet, lambda: _sizes(fleet, admission, lmcache), lmcache.counts)
+    sizes = partial(_sizes, fleet, admission, lmcache)
+    metrics = Metrics(fleet, sizes, lmcache.counts, access.refused)
     health = HealthMonitor(config, fleet, prompts, session)
     readers = [metrics.observe, log_record, *([observe] if observe else [])]
 
@@ -129,14 +135,25 @@ def _make_parts(
         prompts=prompts,
         preparer=preparer,
         proxy=proxy,
-        api=Api(config=config, fleet=fleet, proxy=proxy, counted=metrics, session=session),
-        controller=_controller(config, fleet, session, lmcache),
+        api=Api(
+            config=config,
+            fleet=fleet,
+            proxy=proxy,
+            counted=metrics,
+            session=session,
+            access=access,
+        ),
+        controller=_controller(config, fleet, session, lmcache, access),
         lmcache=lmcache,
     )
 
 
 def _controller(
-    config: RouterConfig, fleet: Fleet, session: aiohttp.ClientSession, lmcache: Lmcache
+    config: RouterConfig,
+    fleet: Fleet,
+    session: aiohttp.ClientSession,
+    lmcache: Lmcache,
+    access: Access,
 ) -> Controller | None:
     if config.controller is None:
         return None
@@ -152,7 +169,9 @@ def _controller(
         configured,
         session,
         limit_bytes=config.max_body_bytes,
+        body_s=config.timeouts.body_s,
         secret=config.controller.secret,
+        access=access,
         beside=lmcache.routes(),
         beside_instances=lmcache.listing,
     )

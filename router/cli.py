@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+import yaml
 
 from router.config import ConfigError, RouterConfig, load_router_config, router_config
 from router.explain import ask, table
@@ -176,8 +177,20 @@ def up(config_path: Path, print_commands: bool) -> None:
 @click.option("--model", help="The model; needed where the replicas serve several.")
 @click.option("--session", help="Ask as this session.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON.")
+@click.option(
+    "--admin-key",
+    envvar="WARMROUTE_ADMIN_KEY",
+    show_envvar=True,
+    help="The router's admin key, where it asks for one.",
+)
 def explain(
-    prompt: str | None, url: str, model: str | None, session: str | None, as_json: bool
+    *,
+    prompt: str | None,
+    url: str,
+    model: str | None,
+    session: str | None,
+    as_json: bool,
+    admin_key: str | None,
 ) -> None:
     """Ask a running router where it would send PROMPT, and why.
 
@@ -186,8 +199,27 @@ def explain(
     a replica.
     """
     text = sys.stdin.read() if prompt is None else prompt
-    answer = ask(url, text, model=model, session=session)
+    answer = ask(url, text, model=model, session=session, key=admin_key)
     click.echo(json.dumps(answer, indent=2) if as_json else table(answer))
+
+
+@main.command(short_help="Make a key for a client, or for administration.")
+@click.argument("name", required=False)
+@click.option("--admin", is_flag=True, help="For /explain, /metrics and the controller instead.")
+def key(name: str | None, admin: bool) -> None:
+    """Make a key for the client NAME, and the lines of router.yaml that let it in.
+
+    The key is printed this once and kept nowhere: the file has its SHA-256.
+    """
+    if admin == (name is not None):
+        raise click.UsageError("give the client's NAME, or --admin")
+    from router.access import new_key, sha256_of  # noqa: PLC0415
+
+    made = new_key()
+    click.echo(f"key: {made}", err=True)
+    entry = {"name": name, "sha256": sha256_of(made)}
+    access = {"admin_sha256": [entry["sha256"]]} if admin else {"keys": [entry]}
+    click.echo(yaml.safe_dump({"access": access}, sort_keys=False), nl=False)
 
 
 def _config(

@@ -14,7 +14,9 @@ _INDENT: Final = 11
 _LEFT: Final = ("", "replica")
 
 
-def ask(url: str, text: str, *, model: str | None, session: str | None) -> dict[str, Any]:
+def ask(
+    url: str, text: str, *, model: str | None, session: str | None, key: str | None
+) -> dict[str, Any]:
     """POST to the router's ``/explain`` and return its answer.
 
     Raises `click.ClickException` where it cannot be asked, or refuses to answer.
@@ -28,6 +30,8 @@ def ask(url: str, text: str, *, model: str | None, session: str | None) -> dict[
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
     try:
         # Never through a proxy from the environment: routers are near.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -1,6 +1,7 @@
 """The endpoints that the router answers itself: models, health, metrics, explain."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from router.access import GRANT, Access
 from router.config import BadRequest, NoReplica, RouterConfig, UnknownModel
 from router.explanation import explanation
 from router.feeds import authorization, fetch_models
@@ -26,6 +28,7 @@ class Api:
     proxy: Proxy
     counted: Metrics
     session: aiohttp.ClientSession
+    access: Access
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the replicas that are up serve, each model once, and aliases."""
@@ -42,18 +45,21 @@ class Api:
     async def health(self, request: web.Request) -> web.Response:
         """``GET /health``: 200 while at least one replica is up, else 503.
 
-        ``first_probes`` are under way until every replica has been found up or down.
+        ``first_probes`` are under way until every replica has been found up or down. Each replica
+        by its name and address only for the administration.
         """
         replicas = self.fleet.replicas.values()
         is_ok = any(each.state is State.UP for each in replicas)
         is_probed = all(each.state is not State.UNKNOWN for each in replicas)
-        body = {
+        body: dict[str, Any] = {
             "status": "ok" if is_ok else "no replica is up",
             "first_probes": "done" if is_probed else "under way",
-            "replicas": {
-                each.id: {"url": each.config.url, "state": str(each.state)} for each in replicas
-            },
+            "states": Counter(str(each.state) for each in replicas),
         }
+        if self.access.may_administer(request):
+            body["replicas"] = {
+                each.id: {"url": each.config.url, "state": str(each.state)} for each in replicas
+            }
         return as_json(body, status=200 if is_ok else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
@@ -74,8 +80,8 @@ class Api:
         return as_json(explanation(prompt, decision, self.fleet, model=asked.model))
 
     async def _merged_models(self, request: web.Request) -> list[dict[str, object]]:
-        client = request.headers.get("Authorization")
-        forwarded = {} if client is None else {"Authorization": client}
+        grant, client = request.get(GRANT), request.headers.get("Authorization")
+        forwarded = {} if client is None or grant is not None else {"Authorization": client}
         asked = (
             fetch_models(
                 self.session,
@@ -92,7 +98,8 @@ class Api:
         merged: dict[object, dict[str, object]] = {}
         for answer in answers:
             for each in answer or []:
-                merged.setdefault(each["id"], each)
+                if grant is None or grant.allows(str(each["id"])):
+                    merged.setdefault(each["id"], each)
         for alias, real in self.config.model_aliases.items():
             if real in merged:
                 merged[alias] = {**merged[real], "id": alias}

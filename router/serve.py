@@ -6,14 +6,16 @@ import logging
 import signal
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Final
 
 import uvloop
 from aiohttp import web
 
 from router.app import PARTS, create_app
-from router.config import RouterConfig, host_port
+from router.config import RouterConfig, host_port, is_loopback, server_context
 from router.controller import Controller
+from router.http import Site
 
 log = logging.getLogger("warmroute")
 
@@ -47,7 +49,7 @@ async def _serve(config: RouterConfig) -> None:
         # First: a program that waits for the router's line finds the controller there too.
         if controller is not None:
             await _serve_controller(controller, config, stack)
-        url = await _listen(runner, config.host, config.port, "port")
+        url = await _listen(runner, config, config.host, config.port, "port")
         log.info(
             "serving %d replicas at %s (policy %s); clients use OPENAI_BASE_URL=%s/v1",
             len(config.replicas),
@@ -55,6 +57,8 @@ async def _serve(config: RouterConfig) -> None:
             config.policy,
             url,
         )
+        if not config.access.keys and not is_loopback(f"http://{host_port(config.host, 1)}"):
+            log.warning("access.keys names no key: any client that reaches %s may use it", url)
         await stop.wait()
         log.info("stopping: running requests may take %g s more", config.timeouts.drain_s)
 
@@ -64,13 +68,14 @@ async def _serve_controller(
 ) -> None:
     settings = config.controller
     assert settings is not None
+    plain = replace(config, tls=None)  # replicas and LMCache servers speak plain HTTP to it
     urls = []
     for app, port, key in (
         (controller.api(), settings.port, "controller.port"),
         (controller.monitor(), settings.monitor_port, "controller.monitor_port"),
     ):
         runner = await _setup(app, _CONTROLLER_DRAIN_S, stack)
-        urls.append(await _listen(runner, settings.host, port, key))
+        urls.append(await _listen(runner, plain, settings.host, port, key))
     log.info("the controller's API is at %s; replicas register at %s", *urls)
 
 
@@ -80,7 +85,6 @@ async def _setup(app: web.Application, drain_s: float, stack: AsyncExitStack) ->
         # A client that goes away cancels its handler, and with it the request
         # to the replica.
         handler_cancellation=True,
-        access_log=None,
         shutdown_timeout=drain_s,
     )
     await runner.setup()
@@ -88,9 +92,12 @@ async def _setup(app: web.Application, drain_s: float, stack: AsyncExitStack) ->
     return runner
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int, key: str) -> str:
+async def _listen(
+    runner: web.AppRunner, config: RouterConfig, host: str, port: int, key: str
+) -> str:
     """Listen, and return the base URL; raise `PortTaken`."""
-    site = web.TCPSite(runner, host, port, backlog=1024)
+    tls = None if config.tls is None else server_context(config.tls)
+    site = Site(runner, host, port, idle_s=config.timeouts.idle_s, tls=tls)
     try:
         await site.start()
     except OSError as error:
@@ -98,7 +105,7 @@ async def _listen(runner: web.AppRunner, host: str, port: int, key: str) -> str:
         why = "is in use" if taken else f"cannot be listened on ({error.strerror})"
         raise PortTaken(key, f"{host}:{port} {why}") from None
     host, port = runner.addresses[0][:2]
-    return f"http://{host_port(host, port)}"
+    return f"http{'s' if tls else ''}://{host_port(host, port)}"
 
 
 def _stop_event() -> asyncio.Event:

@@ -17,6 +17,7 @@ ROUTER_ROOMS = {
     "residency": set(),
     "tasks": set(),
     "http": {"config"},
+    "access": {"config", "http"},
     "prompt": {"config"},
     "latency": {"config"},
     "launch": {"config"},
@@ -24,11 +25,11 @@ ROUTER_ROOMS = {
     "admission": {"config", "latency", "fleet"},
     "staging": {"config", "fleet", "tasks"},
     "record": {"residency", "fleet", "staging"},
-    "controller": {"config", "http", "staging"},
+    "controller": {"config", "http", "access", "staging"},
     "lmcache": {"config", "http", "residency", "fleet", "staging", "tasks"},
     "feeds": {"config", "prompt", "residency", "fleet", "staging", "record", "tasks"},
     "proxy": {
-        *("config", "http", "prompt", "residency", "latency", "fleet"),
+        *("config", "http", "access", "prompt", "residency", "latency", "fleet"),
         *("admission", "staging", "record"),
     },
 }
@@ -66,6 +67,8 @@ LARGEST_ROOM_MODULES = 12
 ROUTER_MAY_IMPORT_OF_ENGINE = {"cacheengine.keys", "cacheengine.wire"}
 
 PURE = (
+    "router.access.budget",
+    "router.access.grant",
     "router.fleet.policy",
     "router.fleet.placement",
     "router.fleet.assessment",

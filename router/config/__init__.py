@@ -3,7 +3,7 @@
 `RouterConfig` is read from YAML by `load_router_config` (`loading`); every key is checked
 against the dataclasses in `settings` by `schema`. `Judgment` is the one table of the decision's
 constants. `errors` holds each error that a client can get, with its status and code;
-`addresses` compares hosts, ports and URLs.
+`addresses` compares hosts, ports and URLs; `tls` makes contexts from files.
 
 Imported by every room; imports none.
 """
@@ -14,6 +14,7 @@ from router.config.errors import (
     BadRequest,
     ConfigError,
     Conflict,
+    Forbidden,
     MethodNotAllowed,
     NoReplica,
     NotFound,
@@ -22,6 +23,7 @@ from router.config.errors import (
     Place,
     RateLimited,
     TooLarge,
+    TooSlow,
     Unauthorized,
     UnknownModel,
     UpstreamFailed,
@@ -32,7 +34,9 @@ from router.config.judgment import DEFAULT, Judgment, Learning
 from router.config.loading import check_unique, load_router_config, router_config
 from router.config.schema import build, read_yaml, setting
 from router.config.settings import (
+    AccessConfig,
     CorsConfig,
+    KeyConfig,
     PolicyName,
     PrefetchConfig,
     RatesConfig,
@@ -41,15 +45,19 @@ from router.config.settings import (
     TimeoutsConfig,
     TokenizerConfig,
 )
+from router.config.tls import client_context, server_context
 
 __all__ = [
     "DEFAULT",
+    "AccessConfig",
     "ApiError",
     "BadRequest",
     "ConfigError",
     "Conflict",
     "CorsConfig",
+    "Forbidden",
     "Judgment",
+    "KeyConfig",
     "Learning",
     "MethodNotAllowed",
     "NoReplica",
@@ -66,12 +74,14 @@ __all__ = [
     "TimeoutsConfig",
     "TokenizerConfig",
     "TooLarge",
+    "TooSlow",
     "Unauthorized",
     "UnknownModel",
     "UpstreamFailed",
     "UpstreamTimeout",
     "build",
     "check_unique",
+    "client_context",
     "describe",
     "host_port",
     "is_loopback",
@@ -79,6 +89,7 @@ __all__ = [
     "load_router_config",
     "read_yaml",
     "router_config",
+    "server_context",
     "server_key",
     "setting",
 ]

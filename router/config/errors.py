@@ -8,6 +8,7 @@ OpenAI's and, for ``/v1/messages``, Anthropic's.
 # ruff: noqa: N818  (names as HTTP has them: BadRequest, NotFound, TooLarge)
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple
 
 
@@ -61,6 +62,7 @@ _OPENAI_TYPES: Final[dict[int, str]] = {
 _ANTHROPIC_TYPES: Final[dict[int, str]] = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -102,6 +104,11 @@ class ApiError(Exception):
         """Headers that belong to this error's response."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
+    @property
+    def logged(self) -> str:
+        """What the log says of it."""
+        return self.message
+
     def openai_body(self) -> dict[str, Any]:
         """Return the body that OpenAI's clients parse."""
         return {
@@ -124,6 +131,11 @@ class BadRequest(ApiError):
 
     status = 400
 
+    @property
+    def logged(self) -> str:
+        """Where the body is wrong; the message may quote it, and prompts do not belong in logs."""
+        return " ".join(each for each in ("bad request", self.code, self.param) if each)
+
 
 class UnknownModel(ApiError):
     """No replica serves the model asked for (404); the message names some that are served."""
@@ -139,11 +151,19 @@ class UnknownModel(ApiError):
 
 
 class Unauthorized(ApiError):
-    """The caller does not know the port's secret (401)."""
+    """The caller shows no key or secret that is known here (401)."""
 
     status = 401
     type = "authentication_error"
     default_code = "unauthorized"
+    headers = MappingProxyType({"WWW-Authenticate": "Bearer"})
+
+
+class Forbidden(ApiError):
+    """The caller is known, and may not do this (403)."""
+
+    status = 403
+    default_code = "forbidden"
 
 
 class NotFound(ApiError):
@@ -165,6 +185,13 @@ class NotSupported(ApiError):
 
     status = 501
     default_code = "not_supported"
+
+
+class TooSlow(ApiError):
+    """The request did not come whole in time (408)."""
+
+    status = 408
+    default_code = "request_timeout"
 
 
 class Conflict(ApiError):

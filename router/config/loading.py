@@ -1,14 +1,33 @@
 """Reading the router's settings, and checking what no single value shows to be wrong."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from router.config.addresses import host_port, is_loopback
 from router.config.errors import Place
 from router.config.schema import build, read_yaml
-from router.config.settings import ReplicaConfig, RouterConfig, TokenizerConfig
+from router.config.settings import (
+    AccessConfig,
+    KeyConfig,
+    ReplicaConfig,
+    ReplicaTlsConfig,
+    RouterConfig,
+    TlsConfig,
+    TokenizerConfig,
+)
+from router.config.tls import client_context, server_context
+
+_SHA256: Final = re.compile("[0-9a-f]{64}")
+_Tls = TypeVar("_Tls", TlsConfig, ReplicaTlsConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KeysFile:
+    keys: tuple[KeyConfig, ...]
 
 
 def load_router_config(path: Path | str) -> RouterConfig:
@@ -33,6 +52,15 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
             "controller.monitor_port": config.controller.monitor_port,
         }
         check_unique(((port, at.at(name).key) for name, port in ports.items()), path)
+    config = replace(
+        config,
+        access=_checked_access(config.access, at.at("access"), base),
+        tls=config.tls and _checked_tls(config.tls, server_context, at.at("tls"), base),
+        replica_tls=_checked_tls(config.replica_tls, client_context, at.at("replica_tls"), base),
+    )
+    if config.max_bodies_bytes < config.max_body_bytes:
+        found = f"{config.max_bodies_bytes} is less than one body may have"
+        raise at.at("max_bodies_bytes").error(found, "give at least max_body_bytes")
     _check_controller(config, at)
     _check_clients(config, at)
     stock = config.lmcache_coordinator
@@ -57,9 +85,10 @@ def _check_controller(config: RouterConfig, at: Place) -> None:
         if controller.secret == "":
             raise at.at("controller.secret").error("is empty", "set one, or leave it out")
         listens_at = f"http://{host_port(controller.host, 1)}"
-        if controller.secret is None and not is_loopback(listens_at):
+        is_guarded = controller.secret is not None or config.access.admin_sha256
+        if not is_guarded and not is_loopback(listens_at):
             found = f"{controller.host} is open to other machines, and there is no secret"
-            fix = "set controller.secret, or host: 127.0.0.1"
+            fix = "set controller.secret or access.admin_sha256, or host: 127.0.0.1"
             raise at.at("controller.host").error(found, fix)
     elif config.lmcache_coordinator is None:
         for index, each in enumerate(config.replicas):
@@ -150,6 +179,44 @@ def _checked_tokenizer(tokenizer: TokenizerConfig, at: Place, base: Path) -> Tok
         path=_existing(tokenizer.path, "directory", at.at("path"), base),
         chat_template=_existing(tokenizer.chat_template, "file", at.at("chat_template"), base),
     )
+
+
+def _checked_access(access: AccessConfig, at: Place, base: Path) -> AccessConfig:
+    """Return the settings with the keys of ``keys_file`` among them."""
+    places = [at.at("keys").item(index) for index in range(len(access.keys))]
+    file = _existing(access.keys_file, "file", at.at("keys_file"), base)
+    keys = access.keys
+    if file is not None:
+        more = build(_KeysFile, read_yaml(Path(file)), Place(file)).keys
+        if not more:  # which must not mean that everyone gets in
+            raise Place(file, "keys").error("names no key", "make one with 'warmroute key NAME'")
+        keys += more
+        places += [Place(file, "keys").item(index) for index in range(len(more))]
+    admins = [(at.at("admin_sha256").item(i), each) for i, each in enumerate(access.admin_sha256)]
+    shas = [(here.at("sha256"), each.sha256) for here, each in zip(places, keys, strict=True)]
+    for here, sha256 in [*shas, *admins]:
+        if not _SHA256.fullmatch(sha256):
+            fix = "write the 64 that 'warmroute key' printed"
+            raise here.error("is not a SHA-256 in lower-case hex digits", fix)
+    check_unique(((sha256, here.key) for here, sha256 in [*shas, *admins]), at.path)
+    named = zip(places, keys, strict=True)
+    check_unique(((each.name, here.at("name").key) for here, each in named), at.path)
+    return replace(access, keys=keys, keys_file=file)
+
+
+def _checked_tls(tls: _Tls, load: Callable[[_Tls], object], at: Place, base: Path) -> _Tls:
+    """Make the files' paths absolute, and see that they can be loaded."""
+    files = {name: value for name, value in vars(tls).items() if name.endswith("_file")}
+    found: dict[str, Any] = {
+        name: _existing(value, "file", at.at(name), base) for name, value in files.items()
+    }
+    tls = replace(tls, **found)
+    try:
+        load(tls)
+    except OSError as error:
+        fix = "give PEM files: certificates, and a private key that fits and has no password"
+        raise at.error(f"cannot be used ({error.strerror or error})", fix) from None
+    return tls
 
 
 def _existing(value: str | None, kind: str, at: Place, base: Path) -> str | None:

@@ -123,6 +123,54 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeyConfig:
+    """One client's key, which itself is not kept: ``warmroute key`` makes both."""
+
+    name: str
+    """For the log and the metrics."""
+    sha256: str
+    """Of the key, in hex digits."""
+    models: tuple[str, ...] | None = None
+    """The models that it may ask; by default all."""
+    requests_per_minute: int | None = setting(None, at_least=1)
+    tokens_per_minute: int | None = setting(None, at_least=1)
+    """Of prompts and answers together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessConfig:
+    """Who gets in. Without ``keys`` and ``keys_file`` every client does."""
+
+    keys: tuple[KeyConfig, ...] = ()
+    keys_file: str | None = None
+    """A YAML file with more ``keys:``."""
+    admin_sha256: tuple[str, ...] = ()
+    """Of the keys for ``/explain``, ``/metrics`` and the controller's API, and for what
+    ``/health`` tells of each replica. Without one these answer this machine alone."""
+    metrics: Literal["admin", "open"] = "admin"
+    """Whether ``/metrics`` answers everyone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """What the router shows its clients; PEM files."""
+
+    cert_file: str
+    """With its chain."""
+    key_file: str | None = None
+    """Without a password; by default in ``cert_file``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaTlsConfig:
+    """How ``https://`` replicas, and their agents, are known to be what they say."""
+
+    ca_file: str | None = None
+    """PEM file of the authorities that are trusted; by default the system's."""
+    verify: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimeoutsConfig:
     """How long to wait, for what."""
 
@@ -132,6 +180,12 @@ class TimeoutsConfig:
     since a long prompt on a busy replica may rightly take minutes."""
     health_interval_s: float = setting(2.0, above=0)
     health_timeout_s: float = setting(2.0, above=0)
+    body_s: float = setting(60.0, above=0)
+    """How long a request's body may take to come whole; then 408."""
+    idle_s: float = setting(75.0, above=0)
+    """After which a client's connection is closed that is between requests, or still sends a
+    request's headers. Longer than what load balancers keep one for, 60 s mostly: else they
+    send a request into a connection that is just being closed."""
     drain_s: float = setting(30.0, at_least=0)
     """How long running requests may go on after the router was told to stop."""
 
@@ -141,7 +195,7 @@ class ControllerConfig:
     """LMCache's controller, for moving, pinning and clearing KV by hand or program.
 
     Any program that reaches its ports can drop every replica's KV: without a
-    ``secret`` the API listens on this machine's loopback interface only.
+    ``secret`` or an admin key the API listens on this machine's loopback interface only.
     """
 
     host: str = "127.0.0.1"
@@ -150,7 +204,8 @@ class ControllerConfig:
     monitor_port: int = setting(9001, at_least=0, at_most=65535)
     """Where replicas register: their ``controller_url``."""
     secret: str | None = field(default=None, repr=False)
-    """Asked of every caller of the API, as the password of its URL or as a bearer token."""
+    """Asked of every caller of the API, as the password of its URL or as a bearer token; an
+    admin key does as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +226,8 @@ class RouterConfig:
     replicas: tuple[ReplicaConfig, ...]
     policy: PolicyName = "ttft"
     max_body_bytes: int = setting(64 * MIB, at_least=1024)
+    max_bodies_bytes: int = setting(2048 * MIB, at_least=1024)
+    """Of all requests that are being read or wait for their answer's beginning; then 503."""
     retries: int = setting(2, at_least=0, at_most=100)
     """How many other replicas a request that has not begun to be answered may try."""
     model_aliases: dict[str, str] = field(default_factory=dict)
@@ -186,6 +243,10 @@ class RouterConfig:
     index: IndexConfig = field(default_factory=IndexConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    access: AccessConfig = field(default_factory=AccessConfig)
+    tls: TlsConfig | None = None
+    """Off without the section: the router then speaks plain HTTP."""
+    replica_tls: ReplicaTlsConfig = field(default_factory=ReplicaTlsConfig)
     controller: ControllerConfig | None = None
     """Off without the section; on with it, be it empty (``controller: {}``)."""
     lmcache_coordinator: str | None = None

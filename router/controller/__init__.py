@@ -3,7 +3,8 @@
 Instances are configured or register themselves; lookups, moves, pins and clears are passed
 on to their agents.
 
-Started by the application on a port of its own. Imports config, http and staging.
+Started by the application on a port of its own. Imports config, http, access
+and staging.
 """
 
 from router.controller.controller import Controller

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from cacheengine.wire import Registration, TierName
 from router.config import BadRequest
-from router.http import as_json, read_body_soon
+from router.http import as_json, read_body
 
 Location = Literal["LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"]
 """LMCache's names of the tiers, fastest first."""
@@ -128,7 +128,7 @@ def answering(
 
 async def read_call(request: web.Request, kind: type[_T]) -> _T:
     """Return a request's body; raise `BadRequest` or `TooLarge`."""
-    body = await read_body_soon(request)
+    body = await read_body(request)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

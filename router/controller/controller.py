@@ -15,13 +15,14 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from router.config import Overloaded
+from router.access import Access
+from router.config import AccessConfig, Overloaded
 from router.controller.agents import AgentCalls
 from router.controller.api import ControllerApi
 from router.controller.monitor import MAX_BODY_BYTES, Monitor
 from router.controller.registry import Configured, Registry
 from router.controller.secret import check_secret
-from router.http import errors_answered
+from router.http import BODIES, Bodies, errors_answered
 
 log = logging.getLogger("warmroute.controller")
 
@@ -38,7 +39,9 @@ class Controller:
         session: aiohttp.ClientSession,
         *,
         limit_bytes: int,
+        body_s: float = 60.0,
         secret: str | None = None,
+        access: Access | None = None,
         beside: Sequence[web.RouteDef] = (),
         beside_instances: Callable[[], list[dict[str, Any]]] = list,
         clock: Callable[[], float] = time.monotonic,
@@ -47,11 +50,14 @@ class Controller:
         """``configured`` tells the configuration's instances, ``session`` reaches agents.
 
         ``beside`` are routes that are served on the API's port too, ``beside_instances`` tells
-        the instances that these know. With a ``secret`` that port asks every caller for it.
+        the instances that these know. With a ``secret``, or admin keys in ``access``, that port
+        asks every caller for it.
         """
         self.registry = Registry(configured)
         self._limit_bytes = limit_bytes
+        self._body_s = body_s
         self._secret = secret
+        self._access = access or Access(AccessConfig())
         self._beside = beside
         self._clock = clock
         self._api = ControllerApi(
@@ -62,21 +68,21 @@ class Controller:
     def api(self) -> web.Application:
         """Make the API's application."""
         routes = [*self._api.routes(), *self._beside]
-        return self._application(routes, self._limit_bytes, self._secret)
+        return self._application(routes, self._limit_bytes, is_guarded=True)
 
     def monitor(self) -> web.Application:
         """Make the monitor's application."""
-        return self._application(self._monitor.routes(), MAX_BODY_BYTES)
+        return self._application(self._monitor.routes(), MAX_BODY_BYTES, is_guarded=False)
 
     def _application(
-        self, routes: Sequence[web.RouteDef], limit_bytes: int, secret: str | None = None
+        self, routes: Sequence[web.RouteDef], limit_bytes: int, *, is_guarded: bool
     ) -> web.Application:
         under_way = asyncio.Semaphore(MAX_REQUESTS)
 
         @web.middleware
         async def admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if secret is not None:
-                check_secret(request, secret)
+            if is_guarded:
+                check_secret(request, self._secret, self._access)
             if under_way.locked():
                 raise Overloaded(f"{MAX_REQUESTS} requests are under way; ask again later")
             async with under_way:
@@ -86,5 +92,6 @@ class Controller:
                 return await handler(request)
 
         app = web.Application(middlewares=[errors_answered, admitted], client_max_size=limit_bytes)
+        app[BODIES] = Bodies(within_s=self._body_s, limit_bytes=MAX_REQUESTS * limit_bytes)
         app.add_routes(routes)
         return app

@@ -1,26 +1,35 @@
-"""HTTP of any of the router's applications: reading a body, and errors as answers.
+"""HTTP of any of the router's applications: connections, bodies, and errors as answers.
 
-`read_body` keeps to the limit of a body, `read_body_soon` to one of time too; `errors_answered` is
-the middleware that gives every error the shape that the path's clients parse (OpenAI's or
-Anthropic's); `as_json` makes an answer.
+`Site` listens: what is no HTTP is answered, idle connections are closed. `read_body` keeps to the
+limits of a body, and to those of all `Bodies` together; `errors_answered` is the middleware that
+gives every error the shape that the path's clients parse (OpenAI's or Anthropic's); `as_json`
+makes an answer.
 
-Called by proxy, controller, lmcache and the application. Imports config.
+Called by access, proxy, controller, lmcache and the application. Imports config.
 """
 
 from router.http.boundary import (
+    BODIES,
+    Bodies,
     as_json,
     error_body,
     errors_answered,
     is_anthropic,
+    leaves_body,
     read_body,
-    read_body_soon,
+    release_body,
 )
+from router.http.connections import Site
 
 __all__ = [
+    "BODIES",
+    "Bodies",
+    "Site",
     "as_json",
     "error_body",
     "errors_answered",
     "is_anthropic",
+    "leaves_body",
     "read_body",
-    "read_body_soon",
+    "release_body",
 ]

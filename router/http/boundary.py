@@ -1,20 +1,43 @@
-"""A request's body, read within its limit, and every error as an answer."""
+"""Requests' bodies, read within their bounds, and every error as an answer."""
 
 import asyncio
 import logging
+import traceback
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Final
 
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from router.config import ApiError, BadRequest, MethodNotAllowed, NotFound, TooLarge
+from router.config import (
+    ApiError,
+    BadRequest,
+    MethodNotAllowed,
+    NotFound,
+    Overloaded,
+    TooLarge,
+    TooSlow,
+)
 
 log = logging.getLogger("warmroute")
 
-BODY_S: Final = 60.0
-"""So long may a call's body take, where few calls are answered at once: one that never ends must
-not keep others out for ever."""
+
+@dataclass(kw_only=True)
+class Bodies:
+    """What the bodies of an application's requests may take, and take now."""
+
+    within_s: float
+    """For each. A body that never ends would else be kept for ever."""
+    limit_bytes: int
+    """For all that are being read, or have been and are not released yet."""
+    held_bytes: int = 0
+
+
+BODIES: Final = web.AppKey("bodies", Bodies)
+"""Every application whose handlers call `read_body` has this."""
+_HELD_BYTES: Final = web.RequestKey("held_bytes", int)
 
 
 @web.middleware
@@ -24,7 +47,7 @@ async def errors_answered(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except ApiError as error:
         response = error_response(request.path, error)
-        if isinstance(error, TooLarge):
+        if leaves_body(error):
             response.force_close()
         return response
     except web.HTTPNotFound:
@@ -38,11 +61,20 @@ async def errors_answered(request: web.Request, handler: Handler) -> web.StreamR
         return response
     except ConnectionResetError:
         raise  # the client has gone: no answer reaches it
-    except Exception:
-        # The last resort for defects of ours: the client gets an answer in
-        # its own shape, the log gets the trace.
-        log.exception("%s %s failed", request.method, request.path)
+    except Exception as error:  # noqa: BLE001
+        # The last resort for defects of ours: the client gets an answer in its own shape, the
+        # log gets the trace; not the exception's text, which may quote a prompt.
+        trace = "".join(traceback.format_tb(error.__traceback__))
+        kind = type(error).__name__
+        log.error("%s %s failed: %s\n%s", request.method, request.path, kind, trace)
         return error_response(request.path, ApiError("the router failed; see its log"))
+    finally:
+        release_body(request)
+
+
+def leaves_body(error: ApiError) -> bool:
+    """Whether the rest of a body may still come, so that the connection has to be closed."""
+    return isinstance(error, TooLarge | TooSlow | Overloaded)
 
 
 def is_anthropic(path: str) -> bool:
@@ -71,32 +103,46 @@ def as_json(value: object, status: int = 200) -> web.Response:
     return web.Response(status=status, body=body, content_type="application/json")
 
 
-async def read_body_soon(request: web.Request) -> bytes:
-    """Return what `read_body` does; raise `BadRequest` where that takes more than `BODY_S`."""
-    try:
-        async with asyncio.timeout(BODY_S):
-            return await read_body(request)
-    except TimeoutError:
-        raise BadRequest(f"the body did not come whole within {BODY_S:g} s") from None
-
-
 async def read_body(request: web.Request) -> bytes:
-    """Return the body; raise `TooLarge` as soon as it is known to be over its app's limit."""
+    """Return the body, which counts as held until `release_body`.
+
+    Raises `TooLarge` as soon as it is known to be over its app's limit, `TooSlow` or `Overloaded`.
+    """
     announced, limit_bytes = request.content_length, request.client_max_size
     if announced is not None and announced > limit_bytes:
         raise _too_large(limit_bytes, f"{announced} bytes were announced")
-    chunks, size = [], 0
+    bodies = request.app[BODIES]
+    # Most bodies have come with their headers, and a timer costs more than all else here.
+    is_here = request.content.is_eof()
     try:
-        # Not by request.read(): that keeps the body as long as the request.
-        while chunk := await request.content.readany():
-            size += len(chunk)
-            if size > limit_bytes:
-                raise _too_large(limit_bytes, "more was sent")
-            chunks.append(chunk)
+        async with nullcontext() if is_here else asyncio.timeout(bodies.within_s):
+            return await _read(request, bodies, limit_bytes)
+    except TimeoutError:
+        raise TooSlow(f"the body did not come whole within {bodies.within_s:g} s") from None
     except web.RequestPayloadError:
         raise BadRequest(
             "the body is not encoded as its Content-Encoding and Transfer-Encoding say"
         ) from None
+
+
+def release_body(request: web.Request) -> None:
+    """Note that a request's body is no longer held. Idempotent; also where none was read."""
+    if held_bytes := request.pop(_HELD_BYTES, 0):
+        request.app[BODIES].held_bytes -= held_bytes
+
+
+async def _read(request: web.Request, bodies: Bodies, limit_bytes: int) -> bytes:
+    chunks, size = [], 0
+    # Not by request.read(): that keeps the body as long as the request.
+    while chunk := await request.content.readany():
+        size += len(chunk)
+        if size > limit_bytes:
+            raise _too_large(limit_bytes, "more was sent")
+        if bodies.held_bytes + len(chunk) > bodies.limit_bytes:
+            raise Overloaded("the bodies of other requests take all memory that is for them")
+        bodies.held_bytes += len(chunk)
+        request[_HELD_BYTES] = size
+        chunks.append(chunk)
     return b"".join(chunks)
 
 

@@ -131,9 +131,14 @@ def load_fleet_file(path: Path | str) -> FleetPlan:
     router = router_config(settings, path=str(path), key="router", base=path.parent)
     if router.port == 0:
         raise at.at("router.port").error("0 is no port to wait at", "name one")
-    if "tokenizer" in settings:  # its paths are relative to this file, not to the one made here
-        found = {"path": router.tokenizer.path, "chat_template": router.tokenizer.chat_template}
-        settings["tokenizer"] = {**settings["tokenizer"], **found}
+    # Paths in these are relative to this file, not to the one made here.
+    for name in ("tokenizer", "access", "tls", "replica_tls"):
+        if (section := getattr(router, name)) is None or name not in settings:
+            continue
+        settings[name] = {
+            key: getattr(section, key) if isinstance(value, str) else value
+            for key, value in settings[name].items()
+        }
     host = "127.0.0.1" if router.host in ("0.0.0.0", "::", "") else router.host
     return FleetPlan(
         replicas=tuple(each.process for each in planned),
@@ -141,7 +146,7 @@ def load_fleet_file(path: Path | str) -> FleetPlan:
             name="router",
             argv=(*_WARMROUTE, "serve", "--config", str(log_dir / "router.yaml")),
             env={},
-            url=f"http://{host_port(host, router.port)}",
+            url=f"http{'s' if router.tls else ''}://{host_port(host, router.port)}",
             log_path=log_dir / "router.log",
         ),
         router_settings=settings,

@@ -30,14 +30,16 @@ step only asks for a value are not named.
     record.metrics.observe            the figures of the request
     record.records.log_record         its line in the log
 
-A try that fails before its first byte is made again from `admission` on, at the next best
-replica. `response_owners.Bindings` remember which replica keeps a response or a file.
+Where keys are configured, `access.guard` lets it in before the route, and its `Grant` is asked
+once the model and the prompt are known. A try that fails before its first byte is made again
+from `admission` on, at the next best replica. `response_owners.Bindings` remember which replica
+keeps a response or a file.
 
 What has no prompt goes the same way: `passing.passed` takes the place of `proxy.request.parse`,
 and nothing is read, held or staged.
 
-Called by the application. Imports config, http, prompt, residency, latency, fleet, admission,
-staging and record.
+Called by the application. Imports config, http, access, prompt, residency, latency, fleet,
+admission, staging and record.
 """
 
 from router.proxy.passing import METHODS, check_passes

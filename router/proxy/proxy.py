@@ -14,6 +14,7 @@ from typing import Final, NoReturn
 import aiohttp
 from aiohttp import web
 
+from router.access import GRANT
 from router.admission import Admission, Admitted
 from router.config import (
     ApiError,
@@ -24,7 +25,7 @@ from router.config import (
     UpstreamTimeout,
 )
 from router.fleet import Decision, Fleet, Ticket
-from router.http import read_body
+from router.http import read_body, release_body
 from router.latency import Promised
 from router.prompt import Prompt, PromptSource
 from router.proxy.hanging import unless_hung
@@ -82,8 +83,10 @@ class Proxy:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a request by a replica; raise `ApiError` for what the router refuses."""
+        grant = request.get(GRANT)
         record = RequestRecord(
             request_id=request.headers.get("X-Request-Id") or uuid.uuid4().hex,
+            key=None if grant is None else grant.name,
             endpoint=label(request.path),
             path=request.rel_url.raw_path,
             started_s=time.monotonic(),
@@ -92,7 +95,7 @@ class Proxy:
             return await self._answer(request, record)
         except ApiError as error:
             record.status = error.status
-            record.end(Outcome.REFUSED, error=error.message)
+            record.end(Outcome.REFUSED, error=error.logged)
             if isinstance(error, RateLimited):
                 record.rejected = error.cause
             raise
@@ -103,6 +106,9 @@ class Proxy:
             raise
         finally:
             record.ended_s = time.monotonic()
+            if grant is not None:
+                streamed_bytes = record.response_bytes if record.streamed else 0
+                grant.take_answer(record.output_tokens, streamed_bytes, record.ended_s)
             self._observe(record)
 
     async def decide(self, asked: Asked) -> tuple[Prompt | None, Decision]:
@@ -116,6 +122,7 @@ class Proxy:
         begun = await self._begin(request, record)
         # From here on no other replica is asked. The body, its fields and the prompt have been
         # released: an answer may take minutes, and thousands be under way.
+        release_body(request)
         if isinstance(begun, web.Response):
             record.status = begun.status
             record.end(Outcome.OK)
@@ -136,9 +143,14 @@ class Proxy:
         body = await read_body(request)
         await self._turnstile.enter()
         asked = self._asked(request, body)
+        if (grant := request.get(GRANT)) is not None:
+            grant.check_model(asked.model)
         began_s = time.monotonic()
-        keyring = PromptKeyring(await self._read(asked))
+        prompt = await self._read(asked)
         record.read_s = time.monotonic() - began_s
+        if grant is not None and prompt is not None:
+            grant.take_prompt(prompt.token_count, time.monotonic())
+        keyring = PromptKeyring(prompt)
         await self._locate(keyring)
         refusal: web.Response | None = None
         while True:
@@ -199,6 +211,7 @@ class Proxy:
                     request.headers,
                     request_id=record.request_id,
                     api_key=decision.picked.replica.config.api_key,
+                    is_keyed=GRANT in request,
                 ),
                 body=asked.body,
                 seeks=asked.seeks and self._bindings.replica_of(asked.ids) is None,

@@ -9,6 +9,7 @@ is how the replica learns that its answer is not wanted any more.
 # ruff: noqa: N818  (what happened, not "errors" of ours)
 import asyncio
 import io
+import ssl
 import time
 from collections.abc import AsyncGenerator, Mapping
 from types import SimpleNamespace
@@ -193,16 +194,17 @@ async def _refused(response: aiohttp.ClientResponse, cause: Cause) -> TryFailed:
     return TryFailed(cause, f"answered {response.status}", answer)
 
 
-def client_session() -> aiohttp.ClientSession:
+def client_session(tls: ssl.SSLContext | bool = True) -> aiohttp.ClientSession:
     """Make the session for requests to replicas: unlimited connections, bytes untouched.
 
-    Requests that pass no timeout of their own have ``_DEFAULT_TIMEOUT_S``.
+    ``tls`` says how replicas' certificates are verified. Requests that pass no timeout of their
+    own have ``_DEFAULT_TIMEOUT_S``.
     """
     trace = aiohttp.TraceConfig()
     trace.on_request_headers_sent.append(_note_sent)
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=_DEFAULT_TIMEOUT_S),
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=tls),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
         trace_configs=[trace],
@@ -211,14 +213,20 @@ def client_session() -> aiohttp.ClientSession:
 
 
 def forwarded_headers(
-    headers: CIMultiDictProxy[str], *, request_id: str, api_key: str | None
+    headers: CIMultiDictProxy[str], *, request_id: str, api_key: str | None, is_keyed: bool
 ) -> CIMultiDict[str]:
-    """Return the client's headers as the replica gets them."""
+    """Return the client's headers as the replica gets them.
+
+    Its key only where it is the replica's to check: where neither the router does (``is_keyed``)
+    nor the replica has one of its own.
+    """
     kept = _without(headers, _NOT_FORWARDED)
     kept["X-Request-Id"] = request_id
+    if is_keyed or api_key is not None:
+        for name in ("Authorization", "X-Api-Key"):
+            kept.popall(name, None)
     if api_key is not None:
         kept["Authorization"] = f"Bearer {api_key}"
-        kept.popall("X-Api-Key", None)
     return kept
 
 

@@ -101,6 +101,11 @@ _LMCACHE: Final = (
     "coordinator_failed"
 )
 
+_REFUSED: Final = (
+    "Requests that their key was refused for: key (none that is known), admin (not the "
+    "administration's), model (may not be asked), requests, tokens (used up for the moment)"
+)
+
 
 class Metrics(Collector):
     """All of the router's metrics, in a registry of their own."""
@@ -110,13 +115,16 @@ class Metrics(Collector):
         fleet: Fleet,
         sizes: Callable[[], dict[str, int]] = dict,
         lmcache: Mapping[str, int] = MappingProxyType({}),
+        refused: Mapping[tuple[str, str], int] = MappingProxyType({}),
     ) -> None:
         """``sizes`` tells how many entries each bounded table holds, by its name; ``lmcache`` is
-        read at each scrape: what was counted of LMCache's servers, by a word for each.
+        read at each scrape: what was counted of LMCache's servers, by a word for each. So is
+        ``refused``: requests by key and what they were refused for.
         """
         self._fleet = fleet
         self._sizes = sizes
         self._lmcache = lmcache
+        self._refused = refused
         registry = self._registry = CollectorRegistry()
         registry.register(self)
         self._counters = {
@@ -180,7 +188,10 @@ class Metrics(Collector):
         told = CounterMetricFamily("warmroute_lmcache", _LMCACHE, labels=["what"])
         for what, count in self._lmcache.items():
             told.add_metric([what], count)
-        return [*gauges.values(), told]
+        refused = CounterMetricFamily("warmroute_access_refused", _REFUSED, labels=["key", "cause"])
+        for labels, count in self._refused.items():
+            refused.add_metric(labels, count)
+        return [*gauges.values(), told, refused]
 
     def _observe_preparation(self, prepared: Preparation, replica: str) -> None:
         prefetch, copy = prepared.prefetch, prepared.copy

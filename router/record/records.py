@@ -70,6 +70,8 @@ class RequestRecord:
     """Its path where that is an endpoint of a known API, else ``other``."""
     path: str = ""
     """As the client wrote it: percent-encoded."""
+    key: str | None = None
+    """The name of the client's key."""
     started_s: float
     ended_s: float = nan
     read_s: float | None = None
@@ -154,6 +156,7 @@ def _line(record: RequestRecord) -> str:
     matched = ",".join(f"{tier}:{count}" for tier, count in record.matched_tokens.items() if count)
     tries = ",".join(f"{each.replica_id}:{each.cause}" for each in record.failed_tries)
     parts = {
+        "key": record.key,
         "status": record.status,
         "outcome": None if record.outcome is Outcome.OK else record.outcome,
         "replica": record.replica_id,

@@ -13,6 +13,7 @@ from blockbuster import blockbuster_ctx
 
 from router.app import PARTS, Parts, create_app
 from router.config.settings import ReplicaConfig, RouterConfig, TimeoutsConfig
+from router.http import Site
 from router.record.records import RequestRecord
 from tests.cacheengine.conftest import make_bench  # noqa: F401  (a fixture)
 from tests.router.scripted import Scripted, scripted
@@ -82,7 +83,7 @@ async def run_router(stack: AsyncExitStack, config: RouterConfig) -> Running:
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=config.timeouts.drain_s)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, config.host, config.port).start()
+    await Site(runner, config.host, config.port, idle_s=config.timeouts.idle_s).start()
     return Running(
         url=f"http://127.0.0.1:{runner.addresses[0][1]}",
         parts=app[PARTS],

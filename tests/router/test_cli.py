@@ -10,7 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from router import cli
+from router.access import sha256_of
 from router.cli import main
+from router.config import load_router_config
 
 
 def invoke(*args: str) -> tuple[int, str]:
@@ -28,12 +30,12 @@ def router_yaml(tmp_path: Path) -> Path:
 def test_help_lists_every_command_plugins_included() -> None:
     code, output = invoke("--help")
     assert code == 0
-    for command in ("serve", "up", "explain", "check-config", "replica"):
+    for command in ("serve", "up", "explain", "key", "check-config", "replica"):
         assert f"\n  {command} " in output
     assert "(unavailable" not in output
 
 
-@pytest.mark.parametrize("command", ["serve", "up", "explain", "check-config", "replica"])
+@pytest.mark.parametrize("command", ["serve", "up", "explain", "key", "check-config", "replica"])
 def test_each_command_has_help(command: str) -> None:
     code, output = invoke(command, "--help")
     assert code == 0
@@ -141,3 +143,23 @@ def test_python_m_router_is_the_command() -> None:
         [sys.executable, "-m", "router", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("warmroute, version ")
+
+
+def test_a_key_that_was_made_is_known_by_the_lines_that_came_with_it(tmp_path: Path) -> None:
+    for args, places in ((["team"], "keys"), (["--admin"], "admin_sha256")):
+        made = CliRunner().invoke(main, ["key", *args])
+        assert made.exit_code == 0
+        key = made.stderr.removeprefix("key: ").strip()
+        assert len(key) > 43 and key not in made.stdout
+        path = tmp_path / "router.yaml"
+        path.write_text("replicas: [{url: 'http://127.0.0.1:1'}]\n" + made.stdout)
+        access = load_router_config(path).access
+        known = access.admin_sha256 if places == "admin_sha256" else (access.keys[0].sha256,)
+        assert known == (sha256_of(key),)
+
+
+@pytest.mark.parametrize("args", [[], ["team", "--admin"]])
+def test_a_key_is_for_a_client_or_for_administration(args: list[str]) -> None:
+    code, output = invoke("key", *args)
+    assert code == 2
+    assert "give the client's NAME, or --admin" in output

@@ -146,3 +146,10 @@ def test_a_port_in_use_is_one_line() -> None:
     assert done.returncode == 2
     assert f"--port: 127.0.0.1:{port} is in use; choose another" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_router_that_everyone_may_use_says_so() -> None:
+    with serving("--port", "0", "--host", "0.0.0.0") as (process, url):
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert f"any client that reaches {url} may use it" in process.stderr.read()

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from router.config import ApiError, NotFound, TooLarge
-from router.http import as_json
+from router.config import ApiError, NotFound
+from router.http import as_json, leaves_body
 from router.lmcache.coordinator.cache_api import CacheApi
 from router.lmcache.coordinator.calls import (
     BlendCall,
@@ -189,8 +189,8 @@ class CoordinatorApi:
                     self._coordinator.counts["malformed"] += 1
                 response = as_json({"detail": error.message}, status=error.status)
                 response.headers.update(error.headers)
-                if isinstance(error, TooLarge):
-                    response.force_close()  # the rest of the body is not read
+                if leaves_body(error):
+                    response.force_close()
                 return response
 
         return web.route(route.method, route.path, handler)

@@ -10,7 +10,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from router.config import ApiError, BadRequest
-from router.http import read_body_soon
+from router.http import read_body
 from router.lmcache.wire import (
     EncodedKey,
     Name,
@@ -114,7 +114,7 @@ class QuotaConfigCall(msgspec.Struct, frozen=True, kw_only=True):
 
 async def read_call(request: web.Request, kind: type[_T]) -> _T:
     """Return a request's body; raise `Malformed` if it is no ``kind``."""
-    body = await read_body_soon(request)
+    body = await read_body(request)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

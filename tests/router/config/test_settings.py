@@ -182,3 +182,51 @@ def test_lmcache_wants_a_controller_and_no_agent_beside_it(tmp_path: Path) -> No
     assert config.replicas[0].lmcache == "http://r:8210"
     with pytest.raises(ConfigError, match="either our engine or LMCache"):
         load(tmp_path, f"{replica}, agent_url: 'http://r:8090'}}]\ncontroller: {{}}")
+
+
+SHA = "0123456789abcdef" * 4
+OTHER_SHA = "f" * 64
+
+
+def test_keys_of_a_file_are_taken_too(tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text(f"keys: [{{name: b, sha256: {OTHER_SHA}, models: [m]}}]")
+    keys = f"keys: [{{name: a, sha256: {SHA}}}], keys_file: keys.yaml"
+    access = load(tmp_path, f"{ONE}access: {{{keys}}}").access
+    assert [(each.name, each.sha256) for each in access.keys] == [("a", SHA), ("b", OTHER_SHA)]
+    assert access.keys[1].models == ("m",)
+
+
+@pytest.mark.parametrize(
+    ("access", "message"),
+    [
+        ("keys: [{name: a, sha256: secret}]", "access.keys[0].sha256: is not a SHA-256 in lower"),
+        (f"admin_sha256: [{SHA}, x]", "access.admin_sha256[1]: is not a SHA-256"),
+        (
+            f"keys: [{{name: a, sha256: {SHA}}}, {{name: b, sha256: {SHA}}}]",
+            f"access.keys[1].sha256: {SHA} is also access.keys[0].sha256; choose another",
+        ),
+        (
+            f"keys: [{{name: a, sha256: {SHA}}}], admin_sha256: [{SHA}]",
+            f"access.admin_sha256[0]: {SHA} is also access.keys[0].sha256",
+        ),
+        (
+            f"keys: [{{name: a, sha256: {SHA}}}, {{name: a, sha256: {OTHER_SHA}}}]",
+            "access.keys[1].name: a is also access.keys[0].name",
+        ),
+        ("keys_file: none.yaml", "access.keys_file: 'none.yaml' does not exist"),
+        ("keys_file: empty.yaml", "empty.yaml: keys: names no key; make one with 'warmroute key"),
+        ("metrics: opened", "access.metrics: unknown value 'opened'; did you mean 'open'?"),
+    ],
+)
+def test_access_that_cannot_be_meant_so(tmp_path: Path, access: str, message: str) -> None:
+    (tmp_path / "empty.yaml").write_text("keys: []")
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, f"{ONE}access: {{{access}}}")
+    assert message in str(caught.value)
+
+
+def test_a_controller_open_to_others_is_guarded_by_an_admin_key_too(tmp_path: Path) -> None:
+    open_to_others = f"{ONE}controller: {{host: 0.0.0.0}}\n"
+    with pytest.raises(ConfigError, match="there is no secret"):
+        load(tmp_path, open_to_others)
+    assert load(tmp_path, f"{open_to_others}access: {{admin_sha256: [{SHA}]}}").controller

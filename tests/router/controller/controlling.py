@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 from blockbuster import blockbuster_ctx
 
+from router.access import Access
 from router.controller.controller import Controller
 from router.controller.registry import Configured
 from router.proxy.upstream import client_session
@@ -65,7 +66,9 @@ class Controlled:
 
 
 @contextlib.asynccontextmanager
-async def controlled(limit_bytes: int = 1 << 20) -> AsyncIterator[Controlled]:
+async def controlled(
+    limit_bytes: int = 1 << 20, body_s: float = 60.0, access: Access | None = None
+) -> AsyncIterator[Controlled]:
     """Run a controller that knows nobody; its event loop must never block."""
     clock, configured = Clock(), list[Configured]()
     with blockbuster_ctx("router"):
@@ -74,6 +77,8 @@ async def controlled(limit_bytes: int = 1 << 20) -> AsyncIterator[Controlled]:
                 lambda: configured,
                 session,
                 limit_bytes=limit_bytes,
+                body_s=body_s,
+                access=access,
                 clock=clock,
                 wall_clock=lambda: clock() + 1e9,
             )

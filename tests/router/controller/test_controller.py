@@ -5,10 +5,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from aiohttp import encode_basic_auth
 
 from cacheengine import wire
+from router.access import Access, new_key, sha256_of
+from router.config import AccessConfig
 from tests.router.controller.control_agent import CHUNK_TOKENS, TIERS, ControlAgent
-from tests.router.controller.controlling import TOKENS, Controlled, move, with_agents
+from tests.router.controller.controlling import TOKENS, Controlled, controlled, move, with_agents
 from tests.router.staging.agent_server import serving
 
 CPU, DISK, REMOTE = "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"
@@ -363,17 +366,26 @@ async def test_an_agent_that_registers_at_the_wrong_port_is_told_the_right_one(
     assert "controller.monitor_port" in answer["error"]["message"]
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(
-    control: Controlled, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     """Or 128 such clients would keep all others out."""
-    monkeypatch.setattr("router.http.boundary.BODY_S", 0.05)
-    url = urlsplit(control.url)
-    reader, writer = await asyncio.open_connection(url.hostname, url.port)
-    writer.write(b"POST /lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-    answer = await asyncio.wait_for(reader.readuntil(b"did not come whole within"), 10)
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    writer.close()
+    async with controlled(body_s=0.05) as control:
+        url = urlsplit(control.url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(b"POST /lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        answer = await reader.readuntil(b"did not come whole within")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+async def test_an_admin_key_is_asked_for_as_a_secret_is() -> None:
+    key = new_key()
+    async with controlled(access=Access(AccessConfig(admin_sha256=(sha256_of(key),)))) as control:
+        assert (await control.get("/instances"))[0] == 401
+        for shown in (f"Bearer {key}", encode_basic_auth("any", key)):
+            headers = {"Authorization": shown}
+            async with control.session.get(f"{control.url}/instances", headers=headers) as answer:
+                assert answer.status == 200
+        assert (await control.tell("/register", {}))[0] == 400
 
 
 async def test_other_paths_and_methods(control: Controlled) -> None:

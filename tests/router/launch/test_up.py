@@ -64,6 +64,12 @@ def test_the_plan(engines: Path) -> None:
     ]
 
 
+def test_the_routers_files_are_found_beside_the_fleets(engines: Path) -> None:
+    (engines / "keys.yaml").write_text(f"keys: [{{name: a, sha256: {'f' * 64}}}]")
+    fleet = load(engines, FLEET.replace("policy: session", "access: {keys_file: keys.yaml}"))
+    assert fleet.router_settings["access"] == {"keys_file": str(engines / "keys.yaml")}
+
+
 def test_the_router_is_started_with_its_controller(engines: Path) -> None:
     fleet = load(engines, FLEET.replace("policy: session", "controller: {port: 9100}"))
     assert fleet.router_settings["controller"] == {"port": 9100}

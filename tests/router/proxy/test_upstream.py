@@ -192,11 +192,11 @@ def test_headers_of_one_connection_are_dropped() -> None:
 
 def test_the_clients_authorization_is_passed_unless_the_replica_has_its_own() -> None:
     headers = proxied(("Host", "router"), ("Authorization", "Bearer mine"), ("X-Api-Key", "mine"))
-    passed = forwarded_headers(headers, request_id="r1", api_key=None)
+    passed = forwarded_headers(headers, request_id="r1", api_key=None, is_keyed=False)
     assert dict(passed) == {
         "Authorization": "Bearer mine",
         "X-Api-Key": "mine",
         "X-Request-Id": "r1",
     }
-    own = forwarded_headers(headers, request_id="r1", api_key="theirs")
+    own = forwarded_headers(headers, request_id="r1", api_key="theirs", is_keyed=False)
     assert dict(own) == {"Authorization": "Bearer theirs", "X-Request-Id": "r1"}

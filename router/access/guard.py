@@ -1,0 +1,116 @@
+"""The middleware that lets requests in, by the keys that they show."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from ipaddress import IPv6Address, ip_address
+from typing import Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from router.access.grant import Grant
+from router.access.keys import sha256_of, shown_keys
+from router.config import AccessConfig, ApiError, Forbidden, Unauthorized
+
+log = logging.getLogger("warmroute.access")
+
+GRANT: Final = web.RequestKey("grant", Grant)
+"""What a request's key allows; no request has one where no keys are configured."""
+
+_METRICS: Final = "/metrics"
+_ADMIN: Final = frozenset({"/explain", _METRICS})
+_HEALTH: Final = "/health"
+_PROXIED: Final = ("Forwarded", "X-Forwarded-For")
+
+
+class Access:
+    """Who may ask what; everything that is not administration or health wants a client's key.
+
+    Keys are found by their SHA-256 in a table. The time that takes may tell of the digests, of
+    which a caller cannot choose any part, nor get from them to a key.
+    """
+
+    def __init__(
+        self, config: AccessConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.refused: Counter[tuple[str, str]] = Counter()
+        """Requests by key ("none" for an unknown one) and what they were refused for."""
+        self._grants = {each.sha256: Grant(each, self.refused) for each in config.keys}
+        self._admins = frozenset(config.admin_sha256)
+        self._metrics_are_open = config.metrics == "open"
+        self._clock = clock
+
+    @property
+    def has_admin_keys(self) -> bool:
+        """Whether administration wants a key."""
+        return bool(self._admins)
+
+    def is_admin_key(self, key: str) -> bool:
+        """Whether a key is for administration."""
+        return sha256_of(key) in self._admins
+
+    def may_administer(self, request: web.Request) -> bool:
+        """Whether a caller shows an admin key; where there is none, whether it is this machine."""
+        if self._admins:
+            return any(map(self.is_admin_key, shown_keys(request)))
+        return _is_from_here(request)
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Raise `Unauthorized`, `Forbidden` or `RateLimited` for what is not let in."""
+        try:
+            self._let_in(request)
+        except ApiError as error:
+            log.info(
+                "%s %s from %s: %s", request.method, request.path, request.remote, error.message
+            )
+            raise
+        return await handler(request)
+
+    def _let_in(self, request: web.Request) -> None:
+        # The path decides as the routes' table does: no two spellings lead to one handler.
+        path = request.path
+        if path in _ADMIN:
+            self._check_admin(request)
+        elif self._grants and path != _HEALTH:
+            request[GRANT] = grant = self._grant_of(request)
+            grant.take_request(self._clock())
+
+    def _check_admin(self, request: web.Request) -> None:
+        if self.may_administer(request):
+            return
+        if request.path == _METRICS and self._metrics_are_open:
+            return
+        self.refused["none", "admin"] += 1
+        if self._admins:
+            raise Unauthorized(
+                f"{request.path} asks for an admin key: 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )
+        mend = ", or 'access: {metrics: open}'" if request.path == _METRICS else ""
+        raise Forbidden(
+            f"{request.path} answers callers on the router's own machine alone, since no admin "
+            f"key is configured; set access.admin_sha256 ('warmroute key --admin' makes it){mend}"
+        )
+
+    def _grant_of(self, request: web.Request) -> Grant:
+        for key in shown_keys(request):
+            if (grant := self._grants.get(sha256_of(key))) is not None:
+                return grant
+        self.refused["none", "key"] += 1
+        raise Unauthorized(
+            "no known key was sent: the router asks for one, as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+        )
+
+
+def _is_from_here(request: web.Request) -> bool:
+    """Whether a caller is on this machine, and does not ask for another one that is not."""
+    if not request.remote or any(name in request.headers for name in _PROXIED):
+        return False
+    address = ip_address(request.remote.partition("%")[0])
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback

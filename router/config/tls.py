@@ -1,0 +1,20 @@
+"""TLS contexts from files."""
+
+import ssl
+
+from router.config.settings import ReplicaTlsConfig, TlsConfig
+
+
+def server_context(tls: TlsConfig) -> ssl.SSLContext:
+    """Return what a port with this certificate takes; raise OSError for files that do not fit."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    # A password is never asked for: the router would wait at a terminal that it may not have.
+    context.load_cert_chain(tls.cert_file, tls.key_file, password=lambda: "")
+    return context
+
+
+def client_context(tls: ReplicaTlsConfig) -> ssl.SSLContext | bool:
+    """Return what aiohttp's ``ssl`` takes; raise OSError for a file without certificates."""
+    if not tls.verify or tls.ca_file is None:
+        return tls.verify
+    return ssl.create_default_context(cafile=tls.ca_file)

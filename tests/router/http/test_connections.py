@@ -1,0 +1,155 @@
+"""Connections over which no whole request comes."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from router.config.settings import TimeoutsConfig
+from router.http import BODIES
+from tests.router.conftest import Fleet, Running, Wait
+from tests.router.scripted import chat_events, stream
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+SECRET = b"my secret prompt"
+HALF = HEAD + b"Content-Length: 100000\r\n\r\n" + b"{" * 1000
+
+
+@pytest.fixture(autouse=True)
+def level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+
+@pytest.fixture
+async def router(fleet: Fleet) -> AsyncIterator[Running]:
+    yield await fleet.router()
+
+
+@asynccontextmanager
+async def connected(
+    router: Running,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rsplit(":")[-1]))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def exchange(router: Running, *pieces: bytes) -> bytes:
+    """Send pieces, with a moment between them; return all that comes until the end."""
+    async with connected(router) as (reader, writer):
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0.05)
+        return await reader.read()
+
+
+def held_bytes(router: Running) -> int:
+    return router.runner.app[BODIES].held_bytes
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"\x00\x01 " + SECRET + b"\r\n\r\n",),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + SECRET * 20,),  # a TLS ClientHello
+        (HEAD + b"X: " + SECRET * 1000 + b"\r\n\r\n",),
+        (HEAD + b"X-Many: a\r\n" * 500 + b"\r\n",),
+        (HEAD + b"Content-Length: " + SECRET + b"\r\n\r\n",),
+        (CHUNKED + SECRET + b"\r\n",),
+        (CHUNKED + b"5\r\nhello\r\n", SECRET + b"\r\n"),
+    ],
+)
+async def test_what_is_no_http_is_a_line_and_an_error_of_the_api(
+    router: Running, caplog: pytest.LogCaptureFixture, pieces: tuple[bytes, ...]
+) -> None:
+    before = len(caplog.records)
+    answer = await exchange(router, *pieces)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith((b"HTTP/1.0 400 ", b"HTTP/1.1 400 "))
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    ours = ("warmroute.http", "warmroute.requests", "warmroute", "aiohttp.server")
+    assert [each.name in ours for each in caplog.records[before:]].count(True) == 1
+    assert SECRET.decode() not in caplog.text and "Traceback" not in caplog.text
+    assert router.in_flight() == 0
+
+
+async def test_a_body_that_is_not_compressed_as_it_says_leaves_no_traceback(
+    router: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = HEAD + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\n"
+    assert (await exchange(router, head + b"{" * 9)).startswith(b"HTTP/1.1 400 ")
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("piece", [b"", HEAD, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD])
+async def test_idle_connections_and_slow_headers_are_ended(fleet: Fleet, piece: bytes) -> None:
+    router = await fleet.router(timeouts=TimeoutsConfig(idle_s=0.2))
+    answers = b""
+    async with connected(router) as (reader, writer):
+        writer.write(piece)
+        # Bytes that go on coming keep no connection open, which ends by a reset then.
+        with suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"X-More: 1\r\n" if piece else b"")
+                with suppress(TimeoutError):
+                    answers += await asyncio.wait_for(reader.read(1000), 0.05)
+    assert answers.count(b"HTTP/1.1 ") == piece.count(b"GET")
+
+
+async def test_two_thousand_half_sent_bodies_are_ended(fleet: Fleet, eventually: Wait) -> None:
+    router = await fleet.router(timeouts=TimeoutsConfig(body_s=2.0))
+
+    async def half() -> bytes:
+        async with connected(router) as (reader, writer):
+            writer.write(HALF)
+            return await reader.readuntil(b"\r\n\r\n")
+
+    heads = await asyncio.gather(*(half() for _ in range(2000)))
+    assert {head.split(b"\r\n")[0] for head in heads} == {b"HTTP/1.1 408 Request Timeout"}
+    assert all(b"Connection: close" in head for head in heads)
+    await eventually(lambda: len(router.records) == 2000)
+    assert held_bytes(router) == 0
+
+
+async def test_all_bodies_together_have_a_bound(fleet: Fleet, eventually: Wait) -> None:
+    """One that does not fit is refused, and fits again when others have ended."""
+    router = await fleet.router(max_body_bytes=100_000, max_bodies_bytes=150_000)
+    large = HEAD + b"Content-Length: 60000\r\n\r\n" + b" " * 60_000
+    async with connected(router) as (reader, writer):
+        writer.write(HEAD + b"Content-Length: 100000\r\n\r\n" + b" " * 99_999)
+        await eventually(lambda: held_bytes(router) == 99_999)
+        async with connected(router) as (refused, other):
+            other.write(large)
+            answer = await refused.readuntil(b"overloaded")
+            assert answer.startswith(b"HTTP/1.1 503 ")
+        writer.write(b" ")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+    await eventually(lambda: held_bytes(router) == 0)
+    async with connected(router) as (reader, writer):
+        writer.write(large)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_a_body_is_held_until_its_answer_begins(fleet: Fleet) -> None:
+    gates = (asyncio.Event(), asyncio.Event())
+    fleet.one.will(stream(*chat_events("a", "b")[:2], gates=gates))
+    router = await fleet.router()
+    body = b'{"model": "m", "prompt": "x"}'
+    async with connected(router) as (reader, writer):
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await fleet.one.arrived.wait()
+        assert held_bytes(router) == len(body)
+        gates[0].set()
+        await reader.readuntil(b"data: ")
+        assert held_bytes(router) == 0
+        gates[1].set()
+        await router.record()
+    assert held_bytes(router) == 0

@@ -1,0 +1,103 @@
+"""TLS on both sides of the router, with a certificate that is made here."""
+
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from router.config import ConfigError, load_router_config
+from router.config.settings import ReplicaConfig, ReplicaTlsConfig, TlsConfig
+from router.config.tls import server_context
+from tests.router.conftest import Fleet
+from tests.router.test_serve import serving
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``cert.pem``, which is its own authority, ``key.pem`` and ``locked.pem``."""
+    folder = tmp_path_factory.mktemp("tls")
+    new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -days 2 -subj /CN=test"
+    names = "-addext subjectAltName=DNS:localhost,IP:127.0.0.1"
+    lock = "ec -in key.pem -aes128 -passout pass:x -out locked.pem"
+    for command in (f"{new} {names} -keyout key.pem -out cert.pem", lock):
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def test_the_router_is_reached_by_https_alone(files: Path) -> None:
+    path = files / "router.yaml"
+    path.write_text(
+        "replicas: [{url: 'http://127.0.0.1:1'}]\nport: 0\n"
+        "tls: {cert_file: cert.pem, key_file: key.pem}\n"
+    )
+    trusting = ssl.create_default_context(cafile=str(files / "cert.pem"))
+    with serving("--config", str(path)) as (process, url):
+        assert url.startswith("https://127.0.0.1:")
+        with urllib.request.urlopen(f"{url}/metrics", context=trusting) as response:
+            assert response.status == 200
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            urllib.request.urlopen(f"{url}/metrics")
+        with pytest.raises(OSError):
+            urllib.request.urlopen(f"http{url.removeprefix('https')}/metrics")
+        process.terminate()
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("ca_file", "verify", "status"),
+    [(None, True, 503), ("cert.pem", True, 200), (None, False, 200)],
+)
+async def test_a_replicas_certificate_is_verified(  # noqa: PLR0917  (fixtures)
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    files: Path,
+    ca_file: str | None,
+    verify: bool,
+    status: int,
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "m"}]})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    tls = TlsConfig(cert_file=str(files / "cert.pem"), key_file=str(files / "key.pem"))
+    async with AsyncExitStack() as stack:
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_context(tls)).start()
+        url = f"https://127.0.0.1:{runner.addresses[0][1]}"
+        ca = None if ca_file is None else str(files / ca_file)
+        router = await fleet.router(
+            replicas=(ReplicaConfig(url=url, instance_id="one"),),
+            replica_tls=ReplicaTlsConfig(ca_file=ca, verify=verify),
+        )
+        async with client.post(
+            f"{router.url}/v1/completions", json={"model": "m", "prompt": "x"}
+        ) as response:
+            assert response.status == status
+        await router.runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("tls", "said"),
+    [
+        ("tls: {cert_file: none.pem}", "tls.cert_file: 'none.pem' does not exist"),
+        ("tls: {cert_file: cert.pem}", "tls: cannot be used"),
+        ("tls: {cert_file: cert.pem, key_file: locked.pem}", "tls: cannot be used"),
+        ("replica_tls: {ca_file: key.pem}", "replica_tls: cannot be used"),
+    ],
+)
+def test_files_that_do_not_fit_are_told_at_start(files: Path, tls: str, said: str) -> None:
+    path = files / "wrong.yaml"
+    path.write_text(f"replicas: [{{url: 'http://a:1'}}]\n{tls}\n")
+    with pytest.raises(ConfigError, match=r"PEM files|existing file") as caught:
+        load_router_config(path)
+    assert said in str(caught.value)
