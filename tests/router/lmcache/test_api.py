@@ -49,13 +49,17 @@ class Caller:
 
 
 async def calling(
-    stack: AsyncExitStack, session: aiohttp.ClientSession, secret: str | None = None
+    stack: AsyncExitStack,
+    session: aiohttp.ClientSession,
+    secret: str | None = None,
+    body_s: float = 60.0,
 ) -> Caller:
     lmcache = Lmcache(make_fleet(), session)
     controller = Controller(
         list,
         session,
         limit_bytes=1 << 20,
+        body_s=body_s,
         secret=secret,
         beside=lmcache.routes(),
         beside_instances=lmcache.listing,
@@ -191,22 +195,23 @@ async def test_one_server_too_many_is_refused_and_the_others_go_on(
     assert (await caller.call("POST", "/instances", more))[0] == 200, "there is room again"
 
 
-async def test_half_a_body_holds_up_nobody(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http.boundary.BODY_S", 0.2)
-    await replay(caller)
-    url = urlsplit(caller.url)
-    for length, status, told in (
-        (90, 400, "the body did not come whole within 0.2 s"),
-        (1 << 21, 413, "the body may have 1048576 bytes and 2097152 bytes were announced"),
-    ):
-        reader, writer = await asyncio.open_connection(url.hostname, url.port)
-        head = f"POST /events HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{{"
-        writer.write(head.encode())
-        assert (await caller.call("PUT", "/instances/mp0/heartbeat"))[0] == 200
-        answer = (await asyncio.wait_for(reader.readuntil(b"}"), 10)).decode()
-        assert answer.startswith(f"HTTP/1.1 {status} ")
-        assert '{"detail":"' + told in answer
-        writer.close()
+async def test_half_a_body_holds_up_nobody(client: aiohttp.ClientSession) -> None:
+    async with AsyncExitStack() as stack:
+        caller = await calling(stack, client, body_s=0.2)
+        await replay(caller)
+        url = urlsplit(caller.url)
+        for length, status, told in (
+            (90, 408, "the body did not come whole within 0.2 s"),
+            (1 << 21, 413, "the body may have 1048576 bytes and 2097152 bytes were announced"),
+        ):
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            head = f"POST /events HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{{"
+            writer.write(head.encode())
+            assert (await caller.call("PUT", "/instances/mp0/heartbeat"))[0] == 200
+            answer = (await asyncio.wait_for(reader.readuntil(b"}"), 10)).decode()
+            assert answer.startswith(f"HTTP/1.1 {status} ")
+            assert '{"detail":"' + told in answer
+            writer.close()
 
 
 async def test_usage_of_all_and_of_one(caller: Caller) -> None:
