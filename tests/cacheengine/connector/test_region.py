@@ -17,6 +17,7 @@ from tests.huge_pages import counts, free_huge_pages, set_free_huge_pages
 pytest.importorskip("vllm")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("vllm"),  # the other huge pages of the machine
     # Importing vLLM and its dependencies warns about their own deprecations.
     pytest.mark.filterwarnings("default"),
 ]
