@@ -14,8 +14,8 @@ hypothesis.settings.load_profile("no-deadline")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of processes that share a run, give each file's tests to one; those that take long first.
 
-    Real replicas are one process's, and so are huge pages, of which the machine has one number:
-    marked ``vllm``, or ``xdist_group("vllm")``.
+    Real replicas are one process's, and so is whatever imports vLLM or uses the machine's huge
+    pages or shared memory, which are counted: marked ``vllm`` or ``xdist_group("vllm")``.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
