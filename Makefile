@@ -11,7 +11,7 @@ STAMP := $(VENV)/.warmroute-$(WARMROUTE_REPLICA)
 LOCKS := requirements/router.lock requirements/dev.lock requirements/$(WARMROUTE_REPLICA).lock
 PIP_INSTALL := $(BIN)/python -m pip install --no-deps --disable-pip-version-check
 # Tests share the cores; tests/conftest.py says which belong to one process.
-PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder
 SOURCES := router cacheengine bench tests tools
 ARGS ?=
 

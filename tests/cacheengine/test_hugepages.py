@@ -19,8 +19,6 @@ from cacheengine.memory import (
 from cacheengine.settings.loading import load_engine_config
 from tests.huge_pages import counts, free_huge_pages, set_free_huge_pages, set_total_huge_pages
 
-pytestmark = pytest.mark.xdist_group("vllm")  # the other huge pages of the machine
-
 
 def test_the_kernels_counts_are_read(tmp_path: Path) -> None:
     for name, number in (("nr", 9), ("free", 5), ("resv", 2)):

@@ -115,7 +115,6 @@ def test_an_engine_that_cannot_start_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("vllm")
 def test_ours_and_vllms_do_a_round(workload: Workload) -> None:
     """Real engines; every byte that comes back is checked."""
     pytest.importorskip("vllm")

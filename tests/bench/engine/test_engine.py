@@ -115,7 +115,6 @@ def test_a_part_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("vllm")
 @pytest.mark.filterwarnings("default")  # importing vLLM warns about its own deprecations
 def test_all_of_it_in_miniature(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -11,7 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"),
-    pytest.mark.xdist_group("vllm"),  # one process imports it
     pytest.mark.slow,
     # Importing vLLM and its dependencies warns about their own deprecations.
     pytest.mark.filterwarnings("default"),

@@ -17,7 +17,6 @@ from tests.huge_pages import counts, free_huge_pages, set_free_huge_pages
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"),
-    pytest.mark.xdist_group("vllm"),  # one process imports it, and has the huge pages
     pytest.mark.slow,
     # Importing vLLM and its dependencies warns about their own deprecations.
     pytest.mark.filterwarnings("default"),
