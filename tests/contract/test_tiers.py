@@ -63,6 +63,7 @@ def _mooncake(request: pytest.FixtureRequest) -> Callable[[Path], Tier]:
 
     def open_(root: Path) -> Tier:
         store = MooncakeStore.connect(url, {"global_segment_size": 0}, environment={})
+        wait_until(lambda: _answers(store))  # a busy machine takes seconds to connect it
         return RemoteTier(store, root.name, CHUNK_BYTES, make_serde("naive", "bfloat16"))
 
     return open_
