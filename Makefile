@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.warmroute-$(WARMROUTE_REPLICA)
 LOCKS := requirements/router.lock requirements/dev.lock requirements/$(WARMROUTE_REPLICA).lock
 PIP_INSTALL := $(BIN)/python -m pip install --no-deps --disable-pip-version-check
+# Tests share the cores; tests/conftest.py says which belong to one process.
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder
 SOURCES := router cacheengine bench tests tools
 ARGS ?=
 
@@ -49,14 +51,14 @@ servers: $(STAMP) ## Install the servers that tests run, where that is permitted
 	@$(BIN)/python -m tools.servers
 
 test: $(STAMP) servers ## Run all tests, those with real vLLM replicas included
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-lmcache: $(STAMP) ## Test against stock LMCache servers (installs them, 3.7 GB, apart)
 	$(BIN)/python -m bench.lmcache.environment
 	$(BIN)/python -m pytest -m lmcache tests/lmcache $(ARGS)
 
 check: lint servers ## Lint, types, fast tests, dependency audit
-	$(BIN)/python -m pytest -q -m 'not vllm and not slow'
+	$(PYTEST) -q -m 'not vllm and not slow'
 	@$(MAKE) --no-print-directory audit
 
 lint: $(STAMP) ## Lint, types

@@ -1,6 +1,7 @@
 """Real huge pages for tests, as many as they ask for, on machines where root may set their number.
 
-The number is the whole machine's: nothing else may use huge pages meanwhile.
+The number is the whole machine's: nothing else may use huge pages meanwhile, so that all
+tests that do belong to one process (`tests/conftest.py`).
 """
 
 from collections.abc import Iterator

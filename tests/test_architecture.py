@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,7 @@ IMPURE_IMPORTS = {
 }
 
 
+@cache
 def modules(package: str) -> dict[str, Path]:
     """Return the modules of a package with their files."""
     found = {}
@@ -138,9 +140,19 @@ def modules(package: str) -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, *, at_runtime: bool = True) -> Iterator[str]:
-    """Yield the names of what a file imports, as dotted modules."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return a file's syntax tree: parsing all files takes long, and every test here needs it."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path, *, at_runtime: bool = True) -> tuple[str, ...]:
+    """Return the names of what a file imports, as dotted modules."""
+    return tuple(_imports(parsed(path), at_runtime))
+
+
+def _imports(tree: ast.Module, at_runtime: bool) -> Iterator[str]:
     skipped = _type_checking_only(tree) if at_runtime else set()
     for node in ast.walk(tree):
         if node in skipped:
@@ -206,7 +218,7 @@ def test_every_room_is_listed_and_has_a_face(package: str) -> None:
     folders = {each.parent.name for each in (ROOT / package).glob("*/__init__.py")}
     assert folders <= set(ROOMS[package])
     for room, may_import in ROOMS[package].items():
-        told = ast.get_docstring(ast.parse(modules(package)[f"{package}.{room}"].read_text()))
+        told = ast.get_docstring(parsed(modules(package)[f"{package}.{room}"]))
         assert told is not None
         _, _, last = " ".join(told.split()).rpartition("Imports ")
         assert {each for each in may_import if each not in last} == set(), room
@@ -290,7 +302,7 @@ def test_no_module_keeps_state_in_globals() -> None:
     wrong = []
     for package in ("router", "cacheengine"):
         for name, path in modules(package).items():
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            tree = parsed(path)
             assigned = [each for each in tree.body if isinstance(each, ast.Assign | ast.AnnAssign)]
             wrong += [f"{name}:{each.lineno}" for each in assigned if _is_mutable_global(each)]
             said = [each for each in ast.walk(tree) if isinstance(each, ast.Global)]
@@ -311,7 +323,7 @@ def _is_mutable_global(node: ast.Assign | ast.AnnAssign) -> bool:
 def test_public_things_have_docstrings(package: str) -> None:
     missing = []
     for name, path in modules(package).items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         if tree.body and ast.get_docstring(tree) is None:
             missing.append(name)
         missing += [f"{name}.{each}" for each in _undocumented(tree)]

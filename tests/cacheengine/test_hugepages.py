@@ -15,14 +15,9 @@ from cacheengine.memory import (
     HugePagesMissing,
     check_huge_pages,
     make_huge_file,
-    pages_of,
 )
 from cacheengine.settings.loading import load_engine_config
 from tests.huge_pages import counts, free_huge_pages, set_free_huge_pages, set_total_huge_pages
-
-
-def test_a_started_page_is_a_whole_page() -> None:
-    assert [pages_of(size) for size in (1, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1)] == [1, 1, 2]
 
 
 def test_the_kernels_counts_are_read(tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ from cacheengine.tiers.stores.redis.redis import RedisStore
 from cacheengine.tiers.stores.redis.redis_server import RedisServer
 from cacheengine.tiers.stores.url import parse_remote_url
 from tests.cacheengine.tiers.fake_library import fake_library
-from tests.mooncake_master import running_master
-from tests.servers import redis_program, running, valkey_program
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
 MIB = 1024 * 1024
@@ -25,22 +23,19 @@ Open = Callable[[], BlobStore]
 
 
 @pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
-    with running(redis_program(), tmp_path_factory.mktemp("redis")) as server:
-        yield lambda: RedisStore(RedisServer.from_url(parse_remote_url(server.url)))
+def redis(redis_url: str) -> Open:
+    return lambda: RedisStore(RedisServer.from_url(parse_remote_url(redis_url)))
 
 
 @pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
-    with running(valkey_program(), tmp_path_factory.mktemp("valkey")) as server:
-        yield lambda: RedisStore(RedisServer.from_url(parse_remote_url(server.url)))
+def valkey(valkey_url: str) -> Open:
+    return lambda: RedisStore(RedisServer.from_url(parse_remote_url(valkey_url)))
 
 
 @pytest.fixture(scope="module")
-def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+def mooncake(mooncake_url: str) -> Open:
     extra = {"global_segment_size": 64 * MIB, "local_buffer_size": 64 * MIB}
-    with running_master(tmp_path_factory.mktemp("mooncake")) as master:
-        yield lambda: MooncakeStore.connect(master.url, extra, environment={})
+    return lambda: MooncakeStore.connect(mooncake_url, extra, environment={})
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ from cacheengine.tiers.stores.redis.redis import RedisStore
 from cacheengine.tiers.stores.redis.redis_server import RedisServer
 from cacheengine.tiers.stores.url import parse_remote_url
 from tests.cacheengine.building import key, keys, payload, wait_until
-from tests.mooncake_master import running_master
-from tests.servers import PATIENT, redis_program, running, valkey_program
+from tests.servers import PATIENT
 
 CHUNK_BYTES = 3 * 512 * 1024 + 17  # several pieces, the last one odd
 
@@ -28,21 +27,13 @@ MakeTier = Callable[[pytest.FixtureRequest], Callable[[Path], Tier]]
 
 
 @pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running(redis_program(), tmp_path_factory.mktemp("redis")) as server:
-        yield server.url
-
-
-@pytest.fixture(scope="module")
-def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running(valkey_program(), tmp_path_factory.mktemp("valkey")) as server:
-        yield server.url
-
-
-@pytest.fixture(scope="module")
-def mooncake_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_master(tmp_path_factory.mktemp("mooncake")) as master:
-        yield master.url
+def mooncake_keeper(mooncake_url: str) -> Iterator[str]:
+    """A client that keeps all chunks: those in a client's own segment go with it."""
+    extra = {"global_segment_size": 64 * 1024 * 1024}
+    keeper = MooncakeStore.connect(mooncake_url, extra, environment={})
+    wait_until(lambda: _answers(keeper))
+    yield mooncake_url
+    keeper.close()
 
 
 def _null(_request: pytest.FixtureRequest) -> Callable[[Path], Tier]:
@@ -68,14 +59,11 @@ def _remote(fixture: str, serde: str = "naive") -> MakeTier:
 
 
 def _mooncake(request: pytest.FixtureRequest) -> Callable[[Path], Tier]:
-    url = request.getfixturevalue("mooncake_url")
-    # What lies in a client's own segment goes with it: another keeps all.
-    keeper = MooncakeStore.connect(url, {"global_segment_size": 64 * 1024 * 1024}, environment={})
-    request.addfinalizer(keeper.close)
-    wait_until(lambda: _answers(keeper))
+    url = request.getfixturevalue("mooncake_keeper")
 
     def open_(root: Path) -> Tier:
         store = MooncakeStore.connect(url, {"global_segment_size": 0}, environment={})
+        wait_until(lambda: _answers(store))  # a busy machine takes seconds to connect it
         return RemoteTier(store, root.name, CHUNK_BYTES, make_serde("naive", "bfloat16"))
 
     return open_

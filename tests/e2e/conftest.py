@@ -60,6 +60,8 @@ def fleet(
                 "distributed_url": f"localhost:{ports[4 + i]}",
                 "lmcache_instance_id": f"lmcache_instance_{i + 1}",
                 "lmcache_worker_heartbeat_time": 1,
+                # Of which there are none: it serves all tests from ordinary ones.
+                "local_cpu_use_hugepages": i == 0,
             },
         )
         for i in range(2)

@@ -36,10 +36,7 @@ def text(*texts: str) -> list[dict[str, Any]]:
 
 
 BODIES: dict[str, dict[str, Any]] = {
-    "user": {"messages": [USER]},
-    "system": {"messages": [SYSTEM, USER]},
     "many turns": {"messages": [SYSTEM, *[USER, ANSWER] * 20, USER]},
-    "tools": {"messages": [USER], "tools": TOOLS},
     "calls": {
         "messages": [
             USER,
@@ -48,22 +45,12 @@ BODIES: dict[str, dict[str, Any]] = {
         ],
         "tools": TOOLS,
     },
-    "parts": {"messages": [{"role": "user", "content": text("one", " two\n", "", "four")}]},
-    "unicode": {"messages": [{"role": "user", "content": "日本語 café e\u0301 👩‍👩‍👧 \u3000 ﬁ İ"}]},
-    "empty": {"messages": [{"role": "user", "content": ""}]},
-    "empty answer": {"messages": [USER, {"role": "assistant", "content": ""}, USER]},
     "like special tokens": {
         "messages": [{"role": "user", "content": "<|begin|><|end|> <|user|>\n<|pad|><s>[INST]"}]
     },
-    "developer": {"messages": [{"role": "developer", "content": "Be kind."}, USER]},
-    "long": {"messages": [{"role": "user", "content": "A fox, a dog and 12 cats.\n" * 400}]},
-    "no generation prompt": {"messages": [USER, ANSWER], "add_generation_prompt": False},
-    "special tokens": {"messages": [USER], "add_special_tokens": True},
-    "prompt": {"prompt": "Hello world"},
-    "empty prompt": {"prompt": ""},
-    "prompt without special tokens": {"prompt": "Hello world", "add_special_tokens": False},
-    "long prompt": {"prompt": "def fox(dog: int) -> str:\n    return f'{dog} cats'\n\n" * 200},
+    "prompt": {"prompt": "日本語 café e\u0301 👩‍👩‍👧 \u3000 ﬁ İ"},
 }
+"""Every other shape is compared in `tests/router/prompt/test_reader_vllm.py`, without a model."""
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What is loaded is what was stored: answers from every tier, bit for bit.
 
 The reference is always vLLM's own GPU-tier hit of the same length: its hits
-differ from a cold prefill in the last bits of bfloat16 (`test_float32` has the cold one).
+differ from a cold prefill in the last bits of bfloat16 (`test_ranks` has the cold one).
 """
 
 import re
@@ -18,6 +18,7 @@ from tests.e2e.serving import (
     chunk_hexes,
     fresh_prompt,
 )
+from tests.huge_pages import counts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 # hold the same 1,280 tokens of it.
 PROMPT_TOKENS = 5 * CHUNK_TOKENS + 20
 HIT_TOKENS = 5 * CHUNK_TOKENS
+POOL_PAGES = 128  # 0.25 GB
 
 
 def warm_up(replica: Replica, prompt: list[int]) -> Answer:
@@ -46,6 +48,18 @@ def test_from_the_cpu_tier(replica: Replica, prompt: list[int]) -> None:
     reference = warm_up(replica, prompt)
     replica.empty_gpu()
     assert replica.ask(prompt) == reference
+
+
+def test_with_too_few_huge_pages_it_says_so_and_serves(replica: Replica) -> None:
+    """From a pool of ordinary pages, as all tests here show."""
+    free = counts().available
+    if free >= POOL_PAGES:
+        pytest.skip("this machine has huge pages to spare")
+    needed = f"{POOL_PAGES} huge pages of 2 MiB are needed and {free} are free"
+    before_vllm, inside, *_ = (line for line in replica.log.splitlines() if needed in line)
+    assert f"{replica.name}.yaml: local_cpu_use_hugepages: " in before_vllm
+    assert "ordinary pages" in inside
+    assert "sysctl -w vm.nr_hugepages=" in inside
 
 
 def test_from_disk(replica: Replica, prompt: list[int]) -> None:

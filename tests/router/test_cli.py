@@ -122,16 +122,6 @@ def test_plugins_are_commands() -> None:
     assert isinstance(main, click.Group)
 
 
-def test_importing_the_router_loads_neither_torch_nor_vllm() -> None:
-    code = (
-        "import sys, router, router.cli, router.serve;"
-        "heavy = {'torch', 'vllm', 'transformers', 'numpy'} & sys.modules.keys();"
-        "print(sorted(heavy))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
 def test_the_light_commands_do_not_load_the_server() -> None:
     code = "import sys, router.cli; print(sorted({'aiohttp', 'uvloop'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

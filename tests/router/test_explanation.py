@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from router.cli import main
 from router.config.settings import PolicyName
 from router.explain import table
-from router.explanation import SHOWN, explanation, seconds_text, why
+from router.explanation import SHOWN, explanation, why
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
 from router.latency.ttft_model import Part, Work
@@ -128,14 +128,6 @@ def test_the_only_one_needs_no_contrast() -> None:
     assert sentence(make_fleet(1), tokens(640)) == (
         "r0 is the only replica that can take it: it holds none of the 640 tokens."
     )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0004, "0 ms"), (0.031, "31 ms"), (0.25, "0.25 s"), (1.24, "1.2 s"), (1234.0, "1,234.0 s")],
-)
-def test_times_are_written_as_people_do(seconds: float, text: str) -> None:
-    assert seconds_text(seconds) == text
 
 
 def test_rates_are_written_with_the_unit_that_they_reach() -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from bench.calibration.replica import TOKENS, start_simulated_fleet
+from bench.calibration.under_load import fitting
 from bench.calibration.under_load.__main__ import (
     MACHINE,
     MODEL,
@@ -273,9 +274,12 @@ def test_a_kept_run_is_compared_with_the_model_at_other_rates(
 
 
 def test_rates_are_fitted_on_the_first_seed_and_the_others_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the real replicas were a fifth slower than the times taken of one alone."""
+    # Each candidate is a play of seconds: the nearest ones, and one far off.
+    monkeypatch.setattr(fitting, "SLOWDOWNS", (1.0, 1.175, 1.2, 1.225))
+    monkeypatch.setattr(fitting, "LONGER_STEPS", (1.0, 1.5))
     truth = with_rates(CORE, {**asdict(RATES), PREFILL: RATES.prefill_tokens_per_s / 1.2})
     run = _run({}, requests=60)
     played = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.discrete.contenders import CONTENDERS, ORACLE, OURS, PEERS, SHARED_CACHE, play
+from bench.discrete.contenders import CONTENDERS, ORACLE, OURS, SHARED_CACHE, play
 from bench.discrete.faults import Fault
 from bench.discrete.play import Contender, FleetOptions, StoppableRouter, play_with
 from bench.discrete.replica import ModelReplica
@@ -132,14 +132,6 @@ def test_a_routers_error_ends_the_play() -> None:
 
     with pytest.raises(RuntimeError, match="no route"):
         play_with(Contender(make=make), sessions(2), QUIET)
-
-
-def test_there_are_ours_and_its_variants_peers_and_bounds() -> None:
-    assert {OURS, ORACLE, SHARED_CACHE, *PEERS} <= {*CONTENDERS}
-    variants = [each for each in CONTENDERS if each.startswith(f"{OURS}-")]
-    assert len(variants) + len(PEERS) + 3 == len(CONTENDERS)
-    with pytest.raises(KeyError):
-        play("nginx-plus", [], QUIET)
 
 
 @pytest.mark.parametrize("name", CONTENDERS)

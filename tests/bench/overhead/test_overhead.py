@@ -31,12 +31,6 @@ from router.config.loading import load_router_config
 REPLICAS = [{"url": "http://127.0.0.1:8001"}, {"url": "http://127.0.0.1:8002"}]
 
 
-def test_every_default_contender_is_known_and_only_one_needs_telling_replicas() -> None:
-    known = entries(peers.PeersPython(None))
-    assert set(DEFAULT) <= set(known)
-    assert [name for name in DEFAULT if known[name].needs_telling] == [OURS_TOKENS]
-
-
 def test_ours_is_told_of_nothing_but_its_replicas(tmp_path: Path) -> None:
     """Its defaults are what is measured."""
     launch = entries(peers.PeersPython(None))[OURS_TEXT].contender.launch

@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from bench.overhead.case import DEFAULT, SHORT_TOKENS, WARM_UP, Case, cases, slow
+from bench.overhead.case import SHORT_TOKENS, Case, cases, slow
 from bench.overhead.prompts import Sequences, library_lines, read, sequences, write
 
 
@@ -69,13 +69,6 @@ def test_bodies_come_back_from_their_file(tmp_path: Path, lines: list[str]) -> N
     bodies = made(Case(prompt="conversation", answer="piece", requests=40), lines)
     write(tmp_path / "bodies", bodies)
     assert read(tmp_path / "bodies") == bodies
-
-
-def test_cases_have_names_of_their_own_and_the_defaults_are_among_them() -> None:
-    names = [each.name for each in cases(200, 200)]
-    assert len(set(names)) == len(names)
-    assert set(DEFAULT) <= set(names)
-    assert WARM_UP.requests > 1
 
 
 def test_slow_streams_come_first_and_are_all_open_before_the_first_one_ends() -> None:

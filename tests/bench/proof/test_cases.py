@@ -3,15 +3,10 @@
 import pytest
 
 from bench.discrete.contenders import PEERS
-from bench.proof.case import BOUNDS, DISK_TOKENS_PER_S, is_peer, is_variant
+from bench.proof.case import DISK_TOKENS_PER_S, is_peer, is_variant
 from bench.proof.cases import (
     FIRST_SEED,
-    HEADLINE_LOADS,
-    HEADLINE_RAM,
     LEADING,
-    LOADS,
-    LONG_PAUSES,
-    RAM,
     SIZES,
     TRACED,
     WORKLOADS,
@@ -19,31 +14,14 @@ from bench.proof.cases import (
     chosen,
 )
 from bench.ttft import BenchError
-from tests.bench.proof.scripted import BEST, LEFT_OUT, NAMES, NEXT
+from tests.bench.proof.scripted import LEFT_OUT, NAMES
 
 CASES = all_cases(NAMES)
-PEER_NAMES = (NEXT, BEST, "llm-d-affinity", "vllm-kv-aware", LEFT_OUT)
 
 
 def test_names_are_unique_and_every_set_has_cases() -> None:
     assert len({each.name for each in CASES}) == len(CASES)
     assert {each.set for each in CASES} == {*SIZES}
-
-
-def test_a_headline_has_the_requests_seeds_and_contenders_that_it_needs() -> None:
-    headline = [each for each in CASES if each.set == "headline"]
-    assert {(each.workload, each.ram, each.load) for each in headline} == {
-        (workload, ram, load)
-        for workload in TRACED
-        for ram in HEADLINE_RAM
-        for load in HEADLINE_LOADS
-    }
-    for each in headline:
-        assert each.requests >= 5_000
-        assert len(each.seeds) >= 5
-        two = {"agents": (NEXT, BEST), "conversation": ("llm-d-affinity", "vllm-kv-aware")}
-        cheap = ("shared-infinite-cache", "no-queue")
-        assert each.contenders == ("ours", *two[each.workload], *cheap)
 
 
 def test_two_peers_that_the_driver_has_lead_each_workload_wherever_it_is_compared() -> None:
@@ -59,18 +37,6 @@ def test_two_peers_that_the_driver_has_lead_each_workload_wherever_it_is_compare
             assert len(peers) == 2
 
 
-def test_the_traces_are_published_in_each_of_these_regimes_once() -> None:
-    found = [each.regime for each in CASES if each.set in ("headline", "regimes")]
-    assert len(found) == len({*found})
-    least, *more = RAM
-    wanted = {("agents", 1.0, "fast", LONG_PAUSES, 0.8)}
-    for workload in TRACED:
-        wanted |= {(workload, ram, "fast", 1.0, load) for ram in (least, 1.0) for load in LOADS}
-        wanted |= {(workload, ram, "fast", 1.0, load) for ram in more for load in HEADLINE_LOADS}
-        wanted |= {(workload, least, "slow", 1.0, 0.8)}
-    assert {*found} == wanted
-
-
 def test_ablations_have_ours_and_every_mechanism_and_nothing_else() -> None:
     ablated = [(each.workload, each.load) for each in CASES if each.set == "ablations"]
     traced = [(workload, load) for workload in TRACED for load in (0.8, 0.95)]
@@ -83,14 +49,6 @@ def test_ablations_have_ours_and_every_mechanism_and_nothing_else() -> None:
             assert not any(is_variant(name) for name in each.contenders)
 
 
-def test_one_set_has_all_peers_and_bounds_on_the_headlines_workloads() -> None:
-    assert {each.set for each in CASES if LEFT_OUT in each.contenders} == {"peers"}
-    some = chosen(CASES, ["peers"])
-    assert [(each.workload, each.load) for each in some] == [(name, 0.8) for name in TRACED]
-    for each in some:
-        assert each.contenders == ("ours", *PEER_NAMES, *BOUNDS)
-
-
 def test_a_case_says_how_often_a_workload_is_played() -> None:
     (one,) = chosen(CASES, ["goodput-agents-ram1"])
     # Between 0.4 and 1.1 loads that are 0.06 apart are found by four halvings.
@@ -101,11 +59,6 @@ def test_a_case_says_how_often_a_workload_is_played() -> None:
 
 def test_published_seeds_are_none_that_constants_are_tuned_on() -> None:
     assert all(min(each.seeds) >= FIRST_SEED > 200 for each in CASES)
-
-
-def test_kinds_of_contenders() -> None:
-    assert [each for each in NAMES if is_peer(each)] == [*PEER_NAMES]
-    assert not is_peer("ours-untold")
 
 
 def test_a_case_gives_its_machine_ram_and_disk() -> None:

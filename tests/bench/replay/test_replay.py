@@ -91,11 +91,6 @@ def test_a_time_scale_is_for_traces() -> None:
         Case(workload="unique", time_scale=0.8).work(FleetOptions(), None)
 
 
-def test_matrices_name_known_cases_with_titles_of_their_own() -> None:
-    for cases in MATRICES.values():
-        assert len({case.title for case in cases}) == len(cases)
-
-
 def test_a_matrix_can_be_cut_to_one_workload() -> None:
     agents = matrix("full", workload="agents", requests=10)
     assert {(each.workload, each.requests) for each in agents} == {("agents", 10)}

@@ -2,14 +2,15 @@
 
 import uuid
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
 pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"),
     pytest.mark.slow,
     # Importing vLLM and its dependencies warns about their own deprecations.
     pytest.mark.filterwarnings("default"),

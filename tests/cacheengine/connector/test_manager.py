@@ -1,13 +1,14 @@
 """The scheduler's face on a real engine: what vLLM's scheduler would do, call by call."""
 
 import dataclasses
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
 pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"),
     pytest.mark.slow,
     # Importing vLLM and its dependencies warns about their own deprecations.
     pytest.mark.filterwarnings("default"),

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import uuid
 from collections.abc import Iterator
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -14,8 +15,8 @@ import pytest
 
 from tests.huge_pages import counts, free_huge_pages, set_free_huge_pages
 
-pytest.importorskip("vllm")
 pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"),
     pytest.mark.slow,
     # Importing vLLM and its dependencies warns about their own deprecations.
     pytest.mark.filterwarnings("default"),

@@ -37,14 +37,15 @@ def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
 def open_store(master: MooncakeMaster) -> Iterator[Open]:
     """Open a store as a replica does; ``segment_bytes`` is what it contributes.
 
-    One that contributes anything is waited for: others find no room before.
+    It is waited for where there is a master: a busy machine takes seconds to connect it, and
+    others find no room before.
     """
     opened: list[MooncakeStore] = []
 
     def open_(segment_bytes: int = SEGMENT_BYTES, timeout_s: float = 2.0) -> MooncakeStore:
         extra = {"global_segment_size": segment_bytes, "local_buffer_size": 64 * MIB}
         opened.append(MooncakeStore.connect(master.url, extra, timeout_s, {}))
-        if master.is_running and segment_bytes:
+        if master.is_running:
             wait_until(lambda: answers(opened[-1]))
         return opened[-1]
 

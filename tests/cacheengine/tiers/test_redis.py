@@ -109,15 +109,6 @@ def test_a_blob_larger_than_its_target_tells_its_size_and_harms_no_other(
     assert _get(store, "small", 1000) == (1000, small)
 
 
-def test_a_blob_smaller_than_its_target_tells_its_size(
-    server: RedisProcess, open_store: OpenStore
-) -> None:
-    store = open_store(server.url)
-    store.put_many([Blob("small", [b"abc"]), Blob("next", [b"defg"])])
-    assert _get(store, "small", 10) == (3, b"abc" + bytes(7))
-    assert _get(store, "next", 4) == (4, b"defg")
-
-
 def test_find_and_remove_take_any_number_of_names(
     server: RedisProcess, open_store: OpenStore
 ) -> None:

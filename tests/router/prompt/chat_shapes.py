@@ -144,6 +144,7 @@ MESSAGES: dict[str, list[dict[str, Any]]] = {
     "turns": [SYSTEM, USER, ANSWER, {"role": "user", "content": "And what else?"}],
     "empty content": [{"role": "user", "content": ""}],
     "empty system": [{"role": "system", "content": ""}, USER],
+    "empty answer": [USER, {"role": "assistant", "content": ""}, USER],
     "no content": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT],
     "missing content": [USER, {"role": "assistant", "tool_calls": [CALL]}, RESULT],
     "two calls": [

@@ -8,7 +8,6 @@ which need no decoder.
 import base64
 import io
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from tokenizers import AddedToken
 
 from router.prompt.reader import PromptReader
 from tests.router.prompt.chat_shapes import TEMPLATES
+from tests.router.prompt.oracle import Oracle
 from tests.router.prompt.test_encoder import LONG
-from tests.router.prompt.test_reader_vllm import Oracle
 from tests.router.prompt.tokenizer_makers import llama3, write_model
 
 pytestmark = [
@@ -70,13 +69,6 @@ MODEL: dict[str, Any] = {
         "encoder_ffn_dim": 32,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Iterator[Oracle]:
-    running = Oracle()
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

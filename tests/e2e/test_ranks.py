@@ -1,17 +1,19 @@
-"""Replicas of one rank and of two, each with its slice of every chunk row.
+"""Replicas of one rank and of two, each with its slice of every chunk row; pools of huge pages.
 
 In float32, where a cold prefill and a hit give the same tokens: in bfloat16
-vLLM's own hits differ from it in the last bits.
+vLLM's own hits differ from it in the last bits. On huge pages, where root may
+set their number: they are used, and all of them come back.
 """
 
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from bench.replica.tiers import call
+from bench.replica.tiers import call, wait_until
 from router.launch.processes import ProcessGroup
 from tests.e2e.serving import (
     CHUNK_TOKENS,
@@ -21,6 +23,7 @@ from tests.e2e.serving import (
     replica_on_free_ports,
     start_together,
 )
+from tests.huge_pages import counts, free_huge_pages
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,6 +31,8 @@ CHUNKS = 5
 HIT_TOKENS = CHUNKS * CHUNK_TOKENS
 # 8 layers, keys and values, 4 heads of 64, 4 bytes each: what both ranks hold of a token.
 TOKEN_BYTES = 8 * 2 * 4 * 64 * 4
+POOL_PAGES = 128  # 0.25 GB
+SPARE_PAGES = 8
 
 
 class Pair(NamedTuple):
@@ -38,7 +43,21 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def has_huge_pages() -> Iterator[bool]:
+    """Whether there are huge pages for both pools: elsewhere they are of ordinary ones."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(free_huge_pages(2 * POOL_PAGES + SPARE_PAGES))
+            found = True
+        except pytest.skip.Exception:
+            found = False
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pair(
+    model_dir: Path, has_huge_pages: bool, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     """Replicas with tensor parallel size 1 and 2."""
     with ProcessGroup() as group:
 
@@ -49,6 +68,7 @@ def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 model_dir,
                 tmp_path_factory.mktemp(name),
                 vllm_args=["--dtype", "float32", *vllm_args],
+                config={"local_cpu_use_hugepages": has_huge_pages},
             )
 
         made = Pair(
@@ -105,3 +125,20 @@ def test_a_chunk_is_one_row_with_the_bytes_of_both_ranks(pair: Pair, prompt: lis
     # Every page of either rank was written, not only the first.
     pages = [half[at : at + 4096] for half in halves for at in range(0, len(half), 4096)]
     assert all(any(page) for page in pages)
+
+
+def test_both_pools_are_of_huge_pages_and_give_them_back(pair: Pair, has_huge_pages: bool) -> None:
+    """The last test here: it ends the replicas, one in order, one by killing its server alone."""
+    if not has_huge_pages:
+        pytest.skip("this machine cannot have the huge pages of two pools")
+    assert counts().available == SPARE_PAGES, "two ranks share a pool"
+    for each in pair:
+        assert f"the pool is made of {POOL_PAGES} huge pages" in each.log
+    pair.one_rank.stop()
+    wait_free(POOL_PAGES + SPARE_PAGES)
+    pair.two_ranks.kill()
+    wait_free(2 * POOL_PAGES + SPARE_PAGES)
+
+
+def wait_free(pages: int) -> None:
+    wait_until(f"{pages} pages are free", lambda: counts().available == pages)
