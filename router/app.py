@@ -152,6 +152,7 @@ def _controller(
         secret=config.controller.secret,
         beside=lmcache.routes(),
         beside_instances=lmcache.listing,
+        others=None if lmcache.workers is None else lmcache.workers.control,
     )
 
 
@@ -161,6 +162,7 @@ def _sizes(fleet: Fleet, admission: Admission, lmcache: Lmcache) -> dict[str, in
         "sessions": len(fleet.sessions),
         "waiting": len(admission),
         "lmcache": len(lmcache),
+        "lmcache_workers": 0 if lmcache.workers is None else len(lmcache.workers.registry),
     }
 
 

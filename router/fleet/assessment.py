@@ -194,6 +194,7 @@ class Assessor:
             + self._promised.work_s(replica.slot),
             backlog_s=max(0.0, replica.fetching_until_s - self._now_s),
             decoding=replica.decoding,
+            reads_late=not replica.can_prefetch,
         )
 
 

@@ -27,6 +27,7 @@ from router.residency import (
     GpuCleared,
     KvBatch,
     KvEvent,
+    LmcacheKeys,
     PrefixIndex,
     PromptKeyring,
     PromptView,
@@ -214,7 +215,7 @@ class Fleet:
     def apply_snapshot(self, replica_id: str, snapshot: Snapshot) -> None:
         """Replace what is known of a replica's lower tiers."""
         slot = self.replicas[replica_id].slot
-        self.index.forget(slot, LOWER_TIERS)
+        self.forget_lower(replica_id)
         for name, packed in snapshot.tiers.items():
             self.index.add(slot, _lower_tier(name), unpack_keys(packed))
 
@@ -231,11 +232,15 @@ class Fleet:
         change = self.index.add if stored else self.index.remove
         change(self.replicas[replica_id].slot, tier, keys)
 
-    def tie_lmcache(self, replica_id: str, chunk_tokens: int | None) -> None:
+    def forget_lower(self, replica_id: str, *tiers: Tier) -> None:
+        """Drop what is known of some of a replica's lower tiers, or of all."""
+        self.index.forget(self.replicas[replica_id].slot, tiers or LOWER_TIERS)
+
+    def tie_lmcache(self, replica_id: str, keys: LmcacheKeys | None) -> None:
         """Match a replica's lower tiers anew, by LMCache's chunks; None: it has no LMCache."""
         replica = self.replicas[replica_id]
-        replica.lmcache_chunk_tokens = chunk_tokens
-        self.index.forget(replica.slot, LOWER_TIERS)
+        replica.lmcache_keys = keys
+        self.forget_lower(replica_id)
         self._roster.changed()
 
     def rest(self, replica_id: str, rests: bool) -> None:

@@ -14,6 +14,7 @@ from router.lmcache.coordinator import Coordinator, CoordinatorApi
 from router.lmcache.prefetch import LmcachePrefetch
 from router.lmcache.stock import StockCoordinator
 from router.lmcache.watch import ServerWatch
+from router.lmcache.workers import LmcacheWorkers
 from router.residency import PromptKeyring
 
 
@@ -40,6 +41,11 @@ class Lmcache:
                 session,
                 members_changed=self._watch.members_changed,
             )
+        config = fleet.config.lmcache_workers
+        self.workers: LmcacheWorkers | None = None
+        """LMCache inside vLLM; None where the configuration has none."""
+        if config is not None:
+            self.workers = LmcacheWorkers(fleet, config, self.coordinator.counts)
         self._asker = Asker(fleet, self.coordinator, session)
         self._api = CoordinatorApi(
             self.coordinator, session, members_changed=self._watch.members_changed
@@ -55,7 +61,12 @@ class Lmcache:
         return self.coordinator.counts
 
     async def start(self) -> None:
-        """Find out which servers answer, and go on watching them."""
+        """Find out which servers answer, and go on watching them; wait for workers.
+
+        Raises `ConfigError` where a port for workers cannot be listened on.
+        """
+        if self.workers is not None:
+            await self.workers.start()
         if self._stock is not None:
             await self._stock.start()
         await self._watch.start()
@@ -66,14 +77,16 @@ class Lmcache:
             await self._stock.stop()
         await self._watch.stop()
         await self._asker.stop()
+        if self.workers is not None:
+            await self.workers.stop()
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes of LMCache's coordinator."""
         return self._api.routes()
 
     def listing(self) -> list[dict[str, Any]]:
-        """Return the servers that have registered."""
-        return self._api.listing()
+        """Return the servers and the workers' instances that have registered."""
+        return self._api.listing() + ([] if self.workers is None else self.workers.listing())
 
     async def ask(self, keyring: PromptKeyring) -> None:
         """Learn what servers hold of a prompt whose events were not all seen."""
