@@ -28,6 +28,8 @@ from router.residency import (
 _RECENT_ANSWERS: Final = 50
 
 
+SLOW_TIERS: Final = (Tier.DISK, Tier.REMOTE)
+"""KV in these is brought to CPU RAM first: fetched."""
 _TIERS: Final = (Tier.GPU, *LOWER_TIERS)
 _MEASURED_TIERS: Final = {Tier.CPU: Part.LOAD, Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
 _UNKNOWN_KEYS: Final = (
@@ -180,6 +182,10 @@ class Replica:
         """Whether it can be told to bring KV to CPU RAM."""
         lmcache = self.lmcache_keys
         return self.has_agent or (lmcache is not None and lmcache.is_server)
+
+    def reads_late(self, matched: Mapping[Tier, int]) -> bool:
+        """Whether it reads some of these tokens by itself, when it gets to their request."""
+        return not self.can_prefetch and any(matched.get(tier) for tier in SLOW_TIERS)
 
     @property
     def has_agent(self) -> bool:

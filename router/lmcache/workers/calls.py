@@ -35,9 +35,13 @@ class WorkerCalls:
         self._turns = asyncio.Semaphore(MAX_CALLS)
 
     async def ask(
-        self, worker: Worker, call: words.ToWorker, kind: type[_T], *, within_s: float = ANSWER_S
+        self, worker: Worker, call: words.ToWorker, kind: type[_T], *, within_s: float | None = None
     ) -> _T:
-        """Return a worker's answer, which is to be a ``kind``; raise `ApiError`."""
+        """Return a worker's answer, which is to be a ``kind``; raise `ApiError`.
+
+        It is waited for `ANSWER_S`, or ``within_s``.
+        """
+        within_s = ANSWER_S if within_s is None else within_s
         about = f"worker {worker.call.worker_id} of '{worker.call.instance_id}'"
         try:
             async with self._turns, asyncio.timeout(within_s):

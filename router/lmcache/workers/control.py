@@ -214,5 +214,5 @@ def _peer_urls(instance_id: str, workers: Mapping[int, Worker]) -> dict[int, str
     urls = {number: each.call.peer_init_url for number, each in workers.items()}
     known = {number: each for number, each in urls.items() if each is not None}
     if len(known) < len(urls):
-        raise _unsupported(f"moves chunks over P2P: set enable_p2p at '{instance_id}'")
+        raise _unsupported(f"moves chunks over P2P alone: set enable_p2p at '{instance_id}'")
     return known
