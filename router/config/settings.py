@@ -172,7 +172,7 @@ class LmcacheWorkersConfig:
     """The workers' ``controller_pull_url``; 0 picks a free port, here and below (it is logged)."""
     reply_port: int = setting(8400, at_least=0, at_most=65535)
     """Their ``controller_reply_url``."""
-    heartbeat_port: int = setting(8500, at_least=0, at_most=65535)
+    heartbeat_port: int = setting(8600, at_least=0, at_most=65535)
     """Told to them when they register."""
     timeout_s: float = setting(30.0, above=0)
     """After so long without a heartbeat a worker is forgotten: three times their
