@@ -90,6 +90,8 @@ class Lmcache:
 
     async def ask(self, keyring: PromptKeyring) -> None:
         """Learn what servers hold of a prompt whose events were not all seen."""
+        if self.workers is not None:
+            self.workers.registry.asked(keyring)
         await (self._stock or self._asker).ask(keyring)
 
     def hung(self, replica_id: str) -> asyncio.Future[None] | None:

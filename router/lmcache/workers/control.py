@@ -44,6 +44,7 @@ class WorkerControl:
                 "instance_id": each,
                 "replica": self._workers.replica_of(each),
                 "problem": self._workers.problems.get(each),
+                "keys": self._workers.agreement.state(self._workers.replica_of(each)),
                 "workers": [
                     {
                         "worker_id": number,

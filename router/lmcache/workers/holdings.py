@@ -133,6 +133,8 @@ class Holdings:
         if (replica := self._workers.followed(call)) is not None:
             numbers = [each & KEY64_MASK for each in keys]
             self._fleet.change_lower(replica, tier_of(location), numbers, stored=stored)
+            if stored:
+                self._workers.agreement.stored(replica, numbers)
 
     def _missed(self, call: words.BatchedKVOperationMsg, worker: Worker) -> None:
         """Have the keys of CPU RAM sent anew; of other locations LMCache 0.5 sends none."""

@@ -11,9 +11,10 @@ from typing import Final
 from router.config import Conflict, LmcacheWorkersConfig, Overloaded
 from router.fleet import Fleet
 from router.lmcache.workers import words
+from router.lmcache.workers.agreement import Agreement
 from router.lmcache.workers.binding import bound
 from router.lmcache.workers.worker import Worker
-from router.residency import LmcacheKeys
+from router.residency import LmcacheKeys, PromptKeyring
 
 log = logging.getLogger("warmroute.lmcache")
 
@@ -33,6 +34,7 @@ class Workers:
         """By instance why it has no replica."""
         self.counts = counts
         """What became of messages, by a word for each."""
+        self.agreement = Agreement()
         self._warned: set[str] = set()
 
     def __len__(self) -> int:
@@ -52,6 +54,11 @@ class Workers:
     def replica_of(self, instance_id: str) -> str | None:
         """Return the replica that an instance is inside of, if that is known."""
         return self._replica_of.get(instance_id)
+
+    def asked(self, keyring: PromptKeyring) -> None:
+        """Note a prompt that will be sent to some replica."""
+        followed = (self._fleet.replicas[each] for each in self._replica_of.values())
+        self.agreement.asked(followed, keyring)
 
     def register(self, call: words.RegisterMsg, now_s: float, wall_s: float) -> None:
         """Take in a worker that has started: what was known of it is gone.
@@ -163,6 +170,7 @@ class Workers:
             return
         self._replica_of[instance] = replica
         self._fleet.tie_lmcache(replica, keys)
+        self.agreement.tied(replica)
         leader = self._workers[instance, LEADER]
         if leader.has_told:
             leader.wants_sync = "its replica was not clear"

@@ -1,7 +1,7 @@
 """LMCache inside vLLM: its workers' messages over real ZeroMQ, through a whole router."""
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -69,8 +69,8 @@ class Rig:
         await self.eventually(lambda: counts[f"worker_{what}"] >= count)
         assert counts[f"worker_{what}"] == count
 
-    async def ask(self) -> aiohttp.ClientResponse:
-        body = {"model": "m", "prompt": PROMPT, "max_tokens": 1}
+    async def ask(self, prompt: Sequence[int] = PROMPT) -> aiohttp.ClientResponse:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 1}
         async with self.client.post(f"{self.running.url}/v1/completions", json=body) as response:
             await response.read()
             return response
@@ -311,6 +311,23 @@ async def test_keys_that_cannot_be_known_are_said_by_name(rig: Rig) -> None:
     (told,) = (await rig.ok("/instances"))["instances"]
     assert "PYTHONHASHSEED=0" in told["problem"]
     assert rig.held() == {}
+
+
+async def test_keys_that_are_no_prompts_are_noticed(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of another hash, seed or chunk size nothing would ever match, and nothing else say so."""
+    worker = await rig.registered()
+    for first in range(20):
+        assert (await rig.ask([first, *PROMPT])).status == 200
+    await worker.tell("admit", range(200))
+    await rig.counted("applied", 200)
+    assert "PYTHONHASHSEED another than" in caplog.text
+    assert (await rig.ok("/instances"))["instances"][0]["keys"] == "differ"
+    await rig.ask()
+    await worker.tell("admit", KEYS)
+    await rig.counted("applied", 204)
+    assert (await rig.ok("/instances"))["instances"][0]["keys"] == "seen"
 
 
 async def test_the_name_of_a_replica_with_an_agent_is_refused(fleet: Fleet) -> None:
