@@ -66,6 +66,7 @@ def create_app(
         async with client_session() as session:
             parts = _make_parts(config, session, prompts, observe)
             app[PARTS] = parts
+            parts.lmcache.listen()  # first: where that fails nothing else runs yet
             await parts.health.start()
             await parts.feeds.start()
             await parts.lmcache.start()

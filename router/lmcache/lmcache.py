@@ -19,7 +19,7 @@ from router.residency import PromptKeyring
 
 
 class Lmcache:
-    """The servers that replicas use, between `start` and `stop`."""
+    """The servers that replicas use, between `listen`, `start` and `stop`."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class Lmcache:
         """What was counted, by a word for each (`Coordinator.counts`)."""
         return self.coordinator.counts
 
-    async def start(self) -> None:
-        """Find out which servers answer, and go on watching them; wait for workers.
-
-        Raises `ConfigError` where a port for workers cannot be listened on.
-        """
+    def listen(self) -> None:
+        """Wait for workers; raise `ConfigError` where a port of theirs cannot be listened on."""
         if self.workers is not None:
-            await self.workers.start()
+            self.workers.listen()
+
+    async def start(self) -> None:
+        """Find out which servers answer, and go on watching them."""
         if self._stock is not None:
             await self._stock.start()
         await self._watch.start()

@@ -80,7 +80,9 @@ class Ports:
         try:
             socket.bind(f"tcp://{host_port(host, port)}")
         except zmq.ZMQError as error:
-            found = f"{host_port(host, port)} cannot be listened on ({error.strerror})"
+            found = (
+                f"{host_port(host, port)} cannot be listened on ({zmq.strerror(error.errno or 0)})"
+            )
             raise ConfigError("", f"lmcache_workers.{key}", found, "choose another") from None
         self.numbers[key] = int(str(socket.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2])
         return socket

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import zmq.asyncio
 
-from router.config import ApiError, LmcacheWorkersConfig
+from router.config import ApiError, ConfigError, LmcacheWorkersConfig
 from router.fleet import Fleet
 from router.lmcache.workers import words
 from router.lmcache.workers.calls import WorkerCalls, is_listening
@@ -31,7 +31,7 @@ _HEARTBEAT: Final = msgspec.msgpack.Decoder(words.HeartbeatMsg)
 
 
 class LmcacheWorkers:
-    """The workers, between `start` and `stop`."""
+    """The workers, between `listen` and `stop`."""
 
     def __init__(
         self,
@@ -53,10 +53,14 @@ class LmcacheWorkers:
         self.control = WorkerControl(fleet, self.registry, WorkerCalls(self._context))
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Listen; raise `ConfigError` where a port cannot be listened on."""
+    def listen(self) -> None:
+        """Listen; raise `ConfigError`, holding nothing, where a port cannot be listened on."""
         handlers = (self._take, self._answer, self._beat)
-        self.ports.open(*(partial(self._counted, each) for each in handlers))
+        try:
+            self.ports.open(*(partial(self._counted, each) for each in handlers))
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
         self._task = asyncio.create_task(self._watch(), name="lmcache-workers")
         numbers = ", ".join(f"{name} {port}" for name, port in self.ports.numbers.items())
         log.info(

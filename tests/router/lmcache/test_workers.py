@@ -350,8 +350,8 @@ async def test_a_port_that_is_taken_is_said_by_its_key(rig: Rig) -> None:
     fleet = make_fleet()
     again = LmcacheWorkers(fleet, LmcacheWorkersConfig(pull_port=0, reply_port=taken), Counter())
     with pytest.raises(ConfigError, match=rf"reply_port: 127.0.0.1:{taken} cannot be listened on"):
-        await again.start()
-    await again.stop()
+        again.listen()
+    assert all(each.closed for each in again._context._sockets)
 
 
 # --- the controller's API
