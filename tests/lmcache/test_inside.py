@@ -295,3 +295,21 @@ async def test_two_ranks_are_one_instance(stage: Stage) -> None:
     assert (status, pinned["num_tokens"]) == (200, WHOLE)
     status, infos = await stage.call("/query_worker_info", {"instance_id": "two"})
     assert [each["port"] for each in infos["worker_infos"]] == ports
+
+
+async def test_a_move_over_p2p_reaches_the_worker_that_holds_the_chunks(stage: Stage) -> None:
+    """Its channel is LMCache's own for tests; the real one, NIXL, wants RDMA or GPUs."""
+    await stage.start_router()
+    p2p = {"enable_p2p": True, "p2p_host": "127.0.0.1", "transfer_channel": "mock_memory"}
+    both = []
+    for name in ("one", "two"):
+        init, lookup = free_ports(2)
+        ports = {"p2p_init_ports": [init], "p2p_lookup_ports": [lookup]}
+        both.append(await stage.inside(name, **p2p, **ports))
+    await both[1].do("store", PROMPT)
+    await stage.until(lambda: stage.held("two").get("cpu") == 6)
+    body = {"old_position": ["two", CPU], "new_position": ["one", CPU], "tokens": PROMPT}
+    status, moved = await stage.call("/move", {**body, "copy": True})
+    assert (status, moved["num_tokens"]) == (200, WHOLE)
+    await stage.until(lambda: stage.held("one").get("cpu") == 6)
+    assert stage.held("two").get("cpu") == 6
