@@ -226,10 +226,8 @@ class ControllerApi:
 
         In seconds since 1970.
         """
-        event_id, since_wall_s = (
-            _new_event_id("QueryWorkerInfo"),
-            self._wall_clock() - self._clock(),
-        )
+        event_id = _new_event_id("QueryWorkerInfo")
+        since_wall_s = self._wall_clock() - self._clock()
         if others := self._other(call.instance_id):
             infos = others.worker_infos(call.instance_id, call.worker_ids, since_wall_s)
             return {"event_id": event_id, "worker_infos": infos}

@@ -305,7 +305,7 @@ async def test_a_move_over_p2p_reaches_the_worker_that_holds_the_chunks(stage: S
     for name in ("one", "two"):
         init, lookup = free_ports(2)
         ports = {"p2p_init_ports": [init], "p2p_lookup_ports": [lookup]}
-        both.append(await stage.inside(name, **p2p, **ports))
+        both.append(await stage.inside(name, 0, 1, **p2p, **ports))
     await both[1].do("store", PROMPT)
     await stage.until(lambda: stage.held("two").get("cpu") == 6)
     body = {"old_position": ["two", CPU], "new_position": ["one", CPU], "tokens": PROMPT}

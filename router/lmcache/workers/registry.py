@@ -125,12 +125,26 @@ class Workers:
         worker = self._workers[call.name] = Worker(
             call=call, registered_wall_s=wall_s, seen_s=now_s, from_start=from_start
         )
-        if known is not None and (replica := self.followed(call)) is not None:
-            self._fleet.forget_lower(replica)
+        if known is not None:
+            self._succeed(known, worker)
         if not from_start:
             worker.wants_sync = "the controller has restarted"
         self._bind()
         return worker
+
+    def _succeed(self, before: Worker, after: Worker) -> None:
+        """Have a worker take the place of one that had its name."""
+        if (replica := self.followed(after.call)) is not None:
+            self._fleet.forget_lower(replica)
+        # Two that beat in turn under one name must not be asked for their keys in turn.
+        after.sync_asked_s = before.sync_asked_s
+        old, new = ((each.call.ip, each.call.port) for each in (before, after))
+        if old != new:
+            log.warning(
+                "LMCache worker %s:%d is at %s:%d now, and was at %s:%d: two instances must not "
+                "have one lmcache_instance_id",
+                *(*after.call.name, *new, *old),
+            )
 
     def _check_name(self, instance_id: str) -> None:
         replica = self._fleet.replicas.get(instance_id)

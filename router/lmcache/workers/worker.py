@@ -60,7 +60,8 @@ class Worker:
     sync: Sync | None = None
     wants_sync: str | None = None
     """Why its keys are to be asked for."""
-    _sync_asked_s: float | None = None
+    sync_asked_s: float | None = None
+    """When that was done last."""
     _next: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -96,8 +97,8 @@ class Worker:
 
     def sync_due(self, now_s: float) -> str | None:
         """Return why its keys are to be asked for now; None if they are not."""
-        asked_s = self._sync_asked_s
+        asked_s = self.sync_asked_s
         if self.wants_sync is None or (asked_s is not None and now_s - asked_s < SYNC_AGAIN_S):
             return None
-        self._sync_asked_s = now_s
+        self.sync_asked_s = now_s
         return self.wants_sync

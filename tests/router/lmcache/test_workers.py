@@ -330,6 +330,16 @@ async def test_keys_that_are_no_prompts_are_noticed(
     assert (await rig.ok("/instances"))["instances"][0]["keys"] == "seen"
 
 
+async def test_two_instances_of_one_name_are_said_and_not_asked_in_turn(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each time that a worker sends all its keys it stores nothing for seconds."""
+    first, second = await rig.registered(), await rig.registered()
+    asked = [(await each.beat())["commands"] for each in (first, second, first, second)]
+    assert len([each for each in asked if each]) == 1
+    assert "two instances must not have one lmcache_instance_id" in caplog.text
+
+
 async def test_the_name_of_a_replica_with_an_agent_is_refused(fleet: Fleet) -> None:
     running = await fleet.router(
         replicas=(
