@@ -59,7 +59,11 @@ class HashScheme:
     @cached_property
     def root(self) -> bytes:
         """The parent of a chain's first block."""
-        return _ALGORITHMS[self.algorithm](self.seed)
+        return self.digest(self.seed)
+
+    def digest(self, value: object) -> bytes:
+        """Return the hash of a value of numbers, texts, bytes and tuples of these."""
+        return _ALGORITHMS[self.algorithm](value)
 
     def chain(
         self,

@@ -9,7 +9,8 @@ One KV event: `feeds` follows the stream of a replica's agent or of vLLM itself;
 `residency.kv_events` reads it, and `fleet` puts the keys into the `residency.PrefixIndex`.
 
 Stock LMCache servers report to `lmcache` as to their coordinator, on the `controller`'s port; it
-tells the fleet what they hold, and has them prefetch for `staging`.
+tells the fleet what they hold, and has them prefetch for `staging`. LMCache inside vLLM reports to
+`lmcache.workers` as to its controller.
 
 One restart: `cli` reads the `config`, `serve` opens the ports, `app` puts the rooms together;
 `feeds` fetches a snapshot of each replica, and its health says when it takes requests.

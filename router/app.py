@@ -71,6 +71,7 @@ def create_app(
         async with client_session(client_context(config.replica_tls)) as session:
             parts = _make_parts(config, session, prompts, access, observe)
             app[PARTS] = parts
+            parts.lmcache.listen()  # first: where that fails nothing else runs yet
             await parts.health.start()
             await parts.feeds.start()
             await parts.lmcache.start()
@@ -174,6 +175,7 @@ def _controller(
         access=access,
         beside=lmcache.routes(),
         beside_instances=lmcache.listing,
+        others=None if lmcache.workers is None else lmcache.workers.control,
     )
 
 
@@ -183,6 +185,7 @@ def _sizes(fleet: Fleet, admission: Admission, lmcache: Lmcache) -> dict[str, in
         "sessions": len(fleet.sessions),
         "waiting": len(admission),
         "lmcache": len(lmcache),
+        "lmcache_workers": 0 if lmcache.workers is None else len(lmcache.workers.registry),
     }
 
 

@@ -107,7 +107,10 @@ def _holds(picked: Candidate, prompt_tokens: int) -> str:
         return f"it holds none of the {prompt_tokens:,} tokens"
     (where, count), *others = found.items()
     told = [f"{count:,} of {prompt_tokens:,} tokens are {where}"]
-    return ", ".join(told + [f"{count:,} {where}" for where, count in others])
+    told += [f"{count:,} {where}" for where, count in others]
+    if picked.replica.reads_late(picked.matched_tokens):
+        told.append("read when it gets to the request, since it takes no prefetch")
+    return ", ".join(told)
 
 
 def _against(picked: Candidate, other: Candidate, name: str, judgment: Judgment) -> str:

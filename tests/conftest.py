@@ -31,7 +31,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give each file's tests to one process, which starts their servers once."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it is untyped
         # By mark, as --dist loadgroup does it, nothing is grouped under pytest 9.2
         # (pytest-xdist issue 1386).
         def _split_scope(self, nodeid: str) -> str:

@@ -39,19 +39,21 @@ def load_router_config(path: Path | str) -> RouterConfig:
 def router_config(value: object, *, path: str, key: str = "", base: Path = Path()) -> RouterConfig:
     """Build and check the settings in a mapping; relative files are relative to ``base``."""
     at = Place(path, key)
-    if isinstance(value, Mapping) and "controller" in value and value["controller"] is None:
-        fix = "write 'controller: {}' for its defaults, or leave it out for no controller"
-        raise at.at("controller").error("is empty", fix)
+    for name in ("controller", "lmcache_workers"):
+        if isinstance(value, Mapping) and name in value and value[name] is None:
+            fix = f"write '{name}: {{}}' for its defaults, or leave it out for none"
+            raise at.at(name).error("is empty", fix)
     config = build(RouterConfig, value, at)
     replicas = _checked_replicas(config.replicas, at.at("replicas"))
     tokenizer = _checked_tokenizer(config.tokenizer, at.at("tokenizer"), base)
-    if config.controller is not None:
-        ports = {
-            "port": config.port,
-            "controller.port": config.controller.port,
-            "controller.monitor_port": config.controller.monitor_port,
-        }
-        check_unique(((port, at.at(name).key) for name, port in ports.items()), path)
+    ports = {"port": config.port}
+    for section, own in (
+        ("controller", ("port", "monitor_port")),
+        ("lmcache_workers", ("pull_port", "reply_port", "heartbeat_port")),
+    ):
+        if (settings := getattr(config, section)) is not None:
+            ports |= {f"{section}.{name}": getattr(settings, name) for name in own}
+    check_unique(((port, at.at(name).key) for name, port in ports.items()), path)
     config = replace(
         config,
         access=_checked_access(config.access, at.at("access"), base),

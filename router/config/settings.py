@@ -14,6 +14,9 @@ from router.config.schema import setting
 MIB: Final = 1 << 20
 
 PolicyName = Literal["ttft", "longest-prefix", "session", "least-loaded", "round-robin"]
+PreCachingHash = Literal[
+    "builtin", "sha256", "sha256_cbor", "sha256_cbor_64bit", "xxhash", "xxhash_cbor"
+]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -36,7 +39,8 @@ class ReplicaConfig:
     api_key: str | None = field(default=None, repr=False)
     """Sent to this replica instead of the client's own Authorization."""
     hash_seed: str | None = None
-    """PYTHONHASHSEED of a replica without an agent; by default found out from its events."""
+    """PYTHONHASHSEED of a replica without an agent; by default found out from its events, but
+    not for the keys of LMCache inside it (``lmcache_workers``)."""
 
     @property
     def name(self) -> str:
@@ -217,6 +221,32 @@ class CorsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LmcacheWorkersConfig:
+    """LMCache inside vLLM (``LMCacheConnectorV1``), whose workers register here over ZeroMQ.
+
+    A replica's ``instance_id`` is to be its ``lmcache_instance_id``.
+    """
+
+    unauthenticated_host: str = "127.0.0.1"
+    """Where the three ports listen. LMCache's protocol knows no secret: each program that reaches
+    them can make the router believe anything of these replicas' KV, and connect anywhere. Other
+    than this machine's loopback interface: a private network's only."""
+    pull_port: int = setting(8300, at_least=0, at_most=65535)
+    """The workers' ``controller_pull_url``; 0 picks a free port, here and below (it is logged)."""
+    reply_port: int = setting(8400, at_least=0, at_most=65535)
+    """Their ``controller_reply_url``."""
+    heartbeat_port: int = setting(8600, at_least=0, at_most=65535)
+    """Told to them when they register."""
+    timeout_s: float = setting(30.0, above=0)
+    """After so long without a heartbeat a worker is forgotten: three times their
+    ``lmcache_worker_heartbeat_time`` at least."""
+    chunk_size: int = setting(256, at_least=1)
+    """Theirs, and so is the next one."""
+    pre_caching_hash_algorithm: PreCachingHash = "builtin"
+    """All but the two SHA ones want the replica's ``hash_seed`` too."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """All of ``router.yaml``."""
 
@@ -249,5 +279,7 @@ class RouterConfig:
     replica_tls: ReplicaTlsConfig = field(default_factory=ReplicaTlsConfig)
     controller: ControllerConfig | None = None
     """Off without the section; on with it, be it empty (``controller: {}``)."""
+    lmcache_workers: LmcacheWorkersConfig | None = None
+    """Off without the section; on with it, be it empty."""
     lmcache_coordinator: str | None = None
     """Base URL of a stock LMCache coordinator, where the servers report to that one."""

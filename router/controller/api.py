@@ -2,13 +2,13 @@
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from aiohttp import web
 
-from cacheengine.wire import ClearRequest, MoveRequest, MoveSource, PinReply, PinRequest
+from cacheengine.wire import ClearRequest, MoveRequest, MoveSource, PinRequest
 from router.config import ApiError, NotFound, UpstreamFailed
 from router.controller import calls
 from router.controller.agents import (
@@ -19,6 +19,7 @@ from router.controller.agents import (
     source_address,
 )
 from router.controller.calls import answering
+from router.controller.others import OtherInstances
 from router.controller.registry import Instance, Registry
 from router.http import as_json
 from router.staging import AgentClient
@@ -41,14 +42,17 @@ class ControllerApi:
         agents: AgentCalls,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        *,
         beside: Callable[[], list[dict[str, Any]]] = list,
+        others: OtherInstances | None = None,
     ) -> None:
-        """``beside`` tells the instances that are not the registry's."""
+        """``beside`` tells the instances that are not the registry's, ``others`` calls them."""
         self._registry = registry
         self._agents = agents
         self._clock = clock
         self._wall_clock = wall_clock
         self._beside = beside
+        self._others = others
         self._events: dict[str, AcceptedMove | int] = {}
         """What was asked, by event id: of what was done at once, how many tokens it was."""
 
@@ -58,8 +62,8 @@ class ControllerApi:
             answering("/lookup", calls.LookupCall, self.lookup),
             answering("/move", calls.MoveCall, self.move),
             answering("/check_finish", calls.CheckFinishCall, self.check_finish),
-            answering("/pin", calls.PinCall, partial(self._pin, "Pin", AgentClient.pin)),
-            answering("/unpin", calls.PinCall, partial(self._pin, "Unpin", AgentClient.unpin)),
+            answering("/pin", calls.PinCall, partial(self._pin, "Pin")),
+            answering("/unpin", calls.PinCall, partial(self._pin, "Unpin")),
             answering("/clear", calls.ClearCall, self.clear),
             answering("/health", calls.HealthCall, self.health),
             web.get("/health", self.own_health),
@@ -90,7 +94,10 @@ class ControllerApi:
                 raise answer
             elif answer is not None:
                 layout[each.id] = answer
-        if errors and len(errors) == len(instances):
+        if self._others is not None:
+            held, unknown = self._others.lookup(call.tokens, call.cache_salt)
+            layout, errors = held | layout, unknown | errors
+        elif errors and len(errors) == len(instances):
             raise UpstreamFailed("no instance answers: " + "; ".join(errors.values()))
         own = {"event_id": _new_event_id("Lookup"), "layout_info": layout}
         return {**layout, **own, **({"errors": errors} if errors else {})}
@@ -109,6 +116,15 @@ class ControllerApi:
         Or from another tier of its own.
         """
         (source_id, old), (target_id, new) = call.old_position, call.new_position
+        if others := self._other(source_id) or self._other(target_id):
+            tokens = await others.move(
+                call.old_position,
+                call.new_position,
+                call.tokens,
+                call.cache_salt,
+                copy=bool(call.copy),
+            )
+            return self._accepted("Move", tokens)
         source = self._found(source_id, "old_position")
         target = self._found(target_id, "new_position")
         check_in_reach(source, target)
@@ -151,13 +167,13 @@ class ControllerApi:
 
     # --- keeping and dropping
 
-    async def _pin(
-        self,
-        kind: str,
-        act: Callable[[AgentClient, PinRequest], Awaitable[PinReply]],
-        call: calls.PinCall,
-    ) -> Answer:
+    async def _pin(self, kind: Literal["Pin", "Unpin"], call: calls.PinCall) -> Answer:
         """Keep a prompt's chunks in a location until they are unpinned or cleared; or end that."""
+        if others := self._other(call.instance_id):
+            ask = others.pin if kind == "Pin" else others.unpin
+            where = (call.instance_id, call.location)
+            return self._accepted(kind, await ask(*where, call.tokens, call.cache_salt))
+        act = AgentClient.pin if kind == "Pin" else AgentClient.unpin
         tier = calls.TIER_OF[call.location]
         wanted = PinRequest(tokens=call.tokens, cache_salt=call.cache_salt, tier=tier)
         instance = self._found(call.instance_id)
@@ -170,20 +186,29 @@ class ControllerApi:
         ``num_tokens`` counts a chunk once for each location it was dropped
         from; ``dropped_tokens`` has them apart.
         """
+        if others := self._other(call.instance_id):
+            all_tokens = call.tokens is None
+            dropped = await others.clear(call.instance_id, call.names(), all_tokens=all_tokens)
+            return self._cleared(dropped)
         instance = self._found(call.instance_id)
         wanted = ClearRequest(tiers=call.tiers(), tokens=call.tokens, cache_salt=call.cache_salt)
         info = await self._agents.ask(instance, AgentClient.info)
         reply = await self._agents.ask(instance, lambda agent: agent.clear(wanted))
-        dropped = {
-            calls.LOCATION_OF.get(tier, tier): chunks * info.chunk_tokens
-            for tier, chunks in reply.dropped.items()
-        }
-        return self._accepted("Clear", sum(dropped.values()), success=True, dropped_tokens=dropped)
+        return self._cleared(
+            {
+                calls.LOCATION_OF.get(tier, tier): chunks * info.chunk_tokens
+                for tier, chunks in reply.dropped.items()
+            }
+        )
 
     # --- health
 
     async def health(self, call: calls.HealthCall) -> Answer:
-        """Answer an instance's error code, 0 if its agent is well."""
+        """Answer the error code of an instance's agent, or of each of its workers: 0 for well."""
+        if others := self._other(call.instance_id):
+            codes, errors = await others.health(call.instance_id)
+            found = {"event_id": _new_event_id("Health"), "error_codes": _by_text(codes)}
+            return found | ({"errors": _by_text(errors)} if errors else {})
         instance = self._found(call.instance_id)
         answer: Answer = {"event_id": _new_event_id("Health"), "error_codes": {"0": 0}}
         try:
@@ -194,18 +219,25 @@ class ControllerApi:
 
     async def own_health(self, request: web.Request) -> web.Response:
         """Answer a probe: the controller itself is well."""
-        return as_json({"status": "ok", "instances": len(self._registry.instances())})
+        return as_json({"status": "ok", "instances": len(self._names())})
 
     async def query_worker_info(self, call: calls.WorkerInfoCall) -> Answer:
-        """Answer where an instance's agent is, and when it registered (seconds since 1970)."""
+        """Answer where an instance's agent or workers are, and when they registered.
+
+        In seconds since 1970.
+        """
+        event_id = _new_event_id("QueryWorkerInfo")
+        since_wall_s = self._wall_clock() - self._clock()
+        if others := self._other(call.instance_id):
+            infos = others.worker_infos(call.instance_id, call.worker_ids, since_wall_s)
+            return {"event_id": event_id, "worker_infos": infos}
         instance = self._found(call.instance_id)
         if strange := [each for each in call.worker_ids if each != 0]:
             raise NotFound(
                 f"'{instance.id}' has no worker {strange[0]}: an instance has one agent, worker 0",
                 param="worker_ids",
             )
-        info = instance.worker_info(self._wall_clock() - self._clock())
-        return {"event_id": _new_event_id("QueryWorkerInfo"), "worker_infos": [info]}
+        return {"event_id": event_id, "worker_infos": [instance.worker_info(since_wall_s)]}
 
     async def register(self, request: web.Request) -> web.Response:
         """Say where that is done."""
@@ -219,13 +251,27 @@ class ControllerApi:
     def _found(self, name: str, param: str = "instance_id") -> Instance:
         instance = self._registry.find(name)
         if instance is None:
-            known = ", ".join(each.id for each in self._registry.instances()) or "none at all"
+            known = ", ".join(self._names()) or "none at all"
             raise NotFound(
                 f"no instance '{name}'; known are {known[:_LONGEST_NAMES]}",
                 param=param,
                 code="unknown_instance",
             )
         return instance
+
+    def _other(self, name: str) -> OtherInstances | None:
+        """Return what answers for an instance that has no agent; None for one that has."""
+        others = self._others
+        if others is None or name not in others.instances() or self._registry.find(name):
+            return None
+        return others
+
+    def _names(self) -> list[str]:
+        others = () if self._others is None else self._others.instances()
+        return [*(each.id for each in self._registry.instances()), *others]
+
+    def _cleared(self, dropped: dict[str, int]) -> Answer:
+        return self._accepted("Clear", sum(dropped.values()), success=True, dropped_tokens=dropped)
 
     def _accepted(
         self, kind: str, num_tokens: int, move: AcceptedMove | None = None, **more: object
@@ -235,6 +281,10 @@ class ControllerApi:
         if len(self._events) > MAX_EVENTS:
             del self._events[next(iter(self._events))]
         return {"event_id": event_id, "num_tokens": num_tokens, **more}
+
+
+def _by_text(values: Mapping[int, object]) -> Answer:
+    return {str(name): each for name, each in values.items()}
 
 
 def _new_event_id(kind: str) -> str:

@@ -70,8 +70,13 @@ class ClearCall(_Call, frozen=True):
 
     def tiers(self) -> list[TierName] | None:
         """Return the tiers to clear, None for all."""
+        names = self.names()
+        return None if names is None else [TIER_OF[each] for each in names]
+
+    def names(self) -> list[Location] | None:
+        """Return the locations to clear, each once; None for all."""
         locations = self.locations if self.location is None else [self.location]
-        return None if locations is None else [TIER_OF[each] for each in dict.fromkeys(locations)]
+        return None if locations is None else list(dict.fromkeys(locations))
 
 
 class MoveCall(_Call, frozen=True):

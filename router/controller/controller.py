@@ -20,6 +20,7 @@ from router.config import AccessConfig, Overloaded
 from router.controller.agents import AgentCalls
 from router.controller.api import ControllerApi
 from router.controller.monitor import MAX_BODY_BYTES, Monitor
+from router.controller.others import OtherInstances
 from router.controller.registry import Configured, Registry
 from router.controller.secret import check_secret
 from router.http import BODIES, Bodies, errors_answered
@@ -44,14 +45,15 @@ class Controller:
         access: Access | None = None,
         beside: Sequence[web.RouteDef] = (),
         beside_instances: Callable[[], list[dict[str, Any]]] = list,
+        others: OtherInstances | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """``configured`` tells the configuration's instances, ``session`` reaches agents.
 
         ``beside`` are routes that are served on the API's port too, ``beside_instances`` tells
-        the instances that these know. With a ``secret``, or admin keys in ``access``, that port
-        asks every caller for it.
+        the instances that these know, ``others`` calls instances that have no agent. With a
+        ``secret``, or admin keys in ``access``, that port asks every caller for it.
         """
         self.registry = Registry(configured)
         self._limit_bytes = limit_bytes
@@ -61,7 +63,12 @@ class Controller:
         self._beside = beside
         self._clock = clock
         self._api = ControllerApi(
-            self.registry, AgentCalls(session), clock, wall_clock, beside_instances
+            self.registry,
+            AgentCalls(session),
+            clock,
+            wall_clock,
+            beside=beside_instances,
+            others=others,
         )
         self._monitor = Monitor(self.registry, clock)
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Final
 
 from router.config import Judgment
-from router.fleet.candidate import SLOW_TIERS, Candidate, PeerSource
-from router.fleet.replica import Replica
+from router.fleet.candidate import Candidate, PeerSource
+from router.fleet.replica import SLOW_TIERS, Replica
 from router.latency import KvNeed, Part, Promised, Work
 from router.residency import ChunkRun, Match, PrefixIndex, PromptKeys, Tier
 
@@ -194,6 +194,7 @@ class Assessor:
             + self._promised.work_s(replica.slot),
             backlog_s=max(0.0, replica.fetching_until_s - self._now_s),
             decoding=replica.decoding,
+            reads_late=replica.reads_late(matched),
         )
 
 

@@ -3,15 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Final
 
 from router.config import Judgment
-from router.fleet.replica import Replica
+from router.fleet.replica import SLOW_TIERS, Replica
 from router.latency import NO_KV, Cost, KvNeed, Work
 from router.residency import ChunkRun, PromptKeys, Tier
-
-SLOW_TIERS: Final = (Tier.DISK, Tier.REMOTE)
-"""KV in these is brought to CPU RAM first: fetched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,7 @@
 """All that the router knows and may change: replicas, index, sessions, what is in flight.
 
-The only mutable centre, and synchronous: between two awaits of its callers
-no caller sees it half changed. It does no I/O and reads no clock; the feeds, the
-health checks and the proxy tell it what happened and when.
+The only mutable centre, and synchronous: between two awaits of its callers no caller sees it
+half changed. It does no I/O and reads no clock: feeds, health checks and proxy tell it of events.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,6 +26,7 @@ from router.residency import (
     GpuCleared,
     KvBatch,
     KvEvent,
+    LmcacheKeys,
     PrefixIndex,
     PromptKeyring,
     PromptView,
@@ -73,13 +73,11 @@ class Fleet:
     ) -> Decision:
         """Say which replica a request should go to, and change nothing but what time has ended.
 
-        A prompt that may be placed more than once comes as its keyring: its keys
-        are then made once.
-        ``bound_to`` is the only replica that can answer, ``exclude`` those
-        that have failed to, ``promised`` tells of requests that wait
-        in the router and go before this one, ``streamed`` whether the answer's first token
-        will be seen. Raises `UnknownModel`, or `NoReplica` when no replica that serves the
-        model takes requests.
+        A prompt that may be placed more than once comes as its keyring: its keys are then made
+        once. ``bound_to`` is the only replica that can answer, ``exclude`` are replicas that have
+        failed to, ``promised`` are requests that wait in the router and go before this one,
+        ``streamed`` says whether the answer's first token will be seen. Raises `UnknownModel`, or
+        `NoReplica` when no replica that serves the model takes requests.
         """
         self.unseen.pass_time(now_s)
         self.index.expire(now_s, _EXPIRED_KEYS_PER_PLACE)
@@ -146,8 +144,7 @@ class Fleet:
     def down(self, replica_id: str) -> None:
         """Note that a replica does not answer.
 
-        One that tells nothing is forgotten, since it may come back empty; of
-        the others their feeds know.
+        One that tells nothing is forgotten, since it may come back empty; feeds know of the others.
         """
         replica = self.replicas[replica_id]
         self._receive(replica, Signal.FAILED)
@@ -199,8 +196,7 @@ class Fleet:
     def apply_info(self, replica_id: str, info: InstanceInfo) -> bool:
         """Take over what an agent says of its replica; return whether it has started anew.
 
-        A replica that has is forgotten. One without a configured name gets the
-        agent's, unless that is taken.
+        A replica that has is forgotten. One without a name gets the agent's, unless that is taken.
         """
         replica = self.replicas[replica_id]
         if restarted := replica.take_info(info):
@@ -214,7 +210,7 @@ class Fleet:
     def apply_snapshot(self, replica_id: str, snapshot: Snapshot) -> None:
         """Replace what is known of a replica's lower tiers."""
         slot = self.replicas[replica_id].slot
-        self.index.forget(slot, LOWER_TIERS)
+        self.forget_lower(replica_id)
         for name, packed in snapshot.tiers.items():
             self.index.add(slot, _lower_tier(name), unpack_keys(packed))
 
@@ -231,11 +227,15 @@ class Fleet:
         change = self.index.add if stored else self.index.remove
         change(self.replicas[replica_id].slot, tier, keys)
 
-    def tie_lmcache(self, replica_id: str, chunk_tokens: int | None) -> None:
+    def forget_lower(self, replica_id: str, *tiers: Tier) -> None:
+        """Drop what is known of some of a replica's lower tiers, or of all."""
+        self.index.forget(self.replicas[replica_id].slot, tiers or LOWER_TIERS)
+
+    def tie_lmcache(self, replica_id: str, keys: LmcacheKeys | None) -> None:
         """Match a replica's lower tiers anew, by LMCache's chunks; None: it has no LMCache."""
         replica = self.replicas[replica_id]
-        replica.lmcache_chunk_tokens = chunk_tokens
-        self.index.forget(replica.slot, LOWER_TIERS)
+        replica.lmcache_keys = keys
+        self.forget_lower(replica_id)
         self._roster.changed()
 
     def rest(self, replica_id: str, rests: bool) -> None:

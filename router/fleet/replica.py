@@ -15,11 +15,21 @@ from cacheengine.keys import HashScheme
 from cacheengine.wire import MAX_PINNED_SHARE, InstanceInfo
 from router.config import DEFAULT, Judgment, RatesConfig, ReplicaConfig
 from router.latency import Part, PredictionErrors, Rates, RecentWork, ReplicaQueue
-from router.residency import LOWER_TIERS, FirstBlocks, KeyShape, Tier, explains, find_shape
+from router.residency import (
+    LOWER_TIERS,
+    FirstBlocks,
+    KeyShape,
+    LmcacheKeys,
+    Tier,
+    explains,
+    find_shape,
+)
 
 _RECENT_ANSWERS: Final = 50
 
 
+SLOW_TIERS: Final = (Tier.DISK, Tier.REMOTE)
+"""KV in these is brought to CPU RAM first: fetched."""
 _TIERS: Final = (Tier.GPU, *LOWER_TIERS)
 _MEASURED_TIERS: Final = {Tier.CPU: Part.LOAD, Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
 _UNKNOWN_KEYS: Final = (
@@ -84,8 +94,8 @@ class Replica:
     """Where it has its other models from (``--model``); empty until it told."""
     shape: KeyShape | None = None
     """None: its keys are not known, what it was sent is remembered by text."""
-    lmcache_chunk_tokens: int | None = None
-    """Tokens of a chunk of its LMCache server's; None where it has none, or none is known yet."""
+    lmcache_keys: LmcacheKeys | None = None
+    """Those of its LMCache; None where it has none, or none is known yet."""
     tokens_differ: bool = False
     """Whether it makes other tokens of prompts than the router: they are matched by text there."""
     shape_checked: bool = False
@@ -151,25 +161,31 @@ class Replica:
         """How the keys of prompts are made; None where they are matched by text."""
         if self.tokens_differ:
             return None
-        chunk_tokens = self.lmcache_chunk_tokens
-        if chunk_tokens is None:
+        lmcache = self.lmcache_keys
+        if lmcache is None:
             return self.shape
         if self.shape is None:
-            return KeyShape(scheme=None, block_tokens=chunk_tokens, lmcache=True)
-        step = max(1, chunk_tokens // self.shape.block_tokens)  # whole blocks, LMCache sees to it
-        return replace(self.shape, blocks_per_chunk=step, lmcache=True)
+            return KeyShape(scheme=None, block_tokens=lmcache.chunk_tokens, lmcache=lmcache)
+        # Whole blocks: LMCache sees to it.
+        step = max(1, lmcache.chunk_tokens // self.shape.block_tokens)
+        return replace(self.shape, blocks_per_chunk=step, lmcache=lmcache)
 
     @property
     def event_tiers(self) -> tuple[Tier, ...]:
         """The tiers that KV events tell of: the lower ones an agent or LMCache knows better."""
         config = self.config
-        has_lmcache = config.lmcache is not None or self.lmcache_chunk_tokens is not None
+        has_lmcache = config.lmcache is not None or self.lmcache_keys is not None
         return (Tier.GPU,) if has_lmcache or config.agent_url is not None else _TIERS
 
     @property
     def can_prefetch(self) -> bool:
         """Whether it can be told to bring KV to CPU RAM."""
-        return self.has_agent or self.lmcache_chunk_tokens is not None
+        lmcache = self.lmcache_keys
+        return self.has_agent or (lmcache is not None and lmcache.is_server)
+
+    def reads_late(self, matched: Mapping[Tier, int]) -> bool:
+        """Whether it reads some of these tokens by itself, when it gets to their request."""
+        return not self.can_prefetch and any(matched.get(tier) for tier in SLOW_TIERS)
 
     @property
     def has_agent(self) -> bool:

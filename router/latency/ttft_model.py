@@ -78,6 +78,9 @@ class Work:
     """Until it has fetched what it was told to fetch before."""
     decoding: int = 0
     """Decodes running there: their steps lengthen a prefill's."""
+    reads_late: bool = False
+    """Whether the replica cannot be told to fetch before it gets to the request: it does then,
+    and that takes its time like loading."""
 
     @property
     def attended(self) -> float:
@@ -183,12 +186,15 @@ class Rates:
             + seconds[Part.REMOTE] * work.remote_bytes
             + seconds[Part.PEER] * work.peer_bytes
         )
+        load_s = seconds[Part.LOAD] * work.load_bytes
+        if work.reads_late:
+            fetch_s, load_s = 0.0, load_s + fetch_s
         return Cost(
             base_s=seconds[Part.BASE],
             queue_s=work.queue_s,
             backlog_s=work.backlog_s if fetch_s else 0.0,
             fetch_s=fetch_s,
-            load_s=seconds[Part.LOAD] * work.load_bytes,
+            load_s=load_s,
             prefill_s=seconds[Part.PREFILL] * work.new_tokens
             + seconds[Part.ATTENTION] * work.attended
             + seconds[Part.DECODE] * work.new_tokens * work.decoding,
@@ -270,7 +276,7 @@ class Rates:
             Part.DECODE: work.new_tokens * work.decoding,
             Part.LOAD: work.load_bytes,
         }
-        if cost.fetched_s > cost.queue_s:
+        if work.reads_late or cost.fetched_s > cost.queue_s:
             amounts |= {
                 Part.DISK: work.disk_bytes,
                 Part.REMOTE: work.remote_bytes,

@@ -6,6 +6,8 @@ they serve (`members`, `ties`). `watch` sees that they live, `prefetch` has them
 to CPU RAM, `ask` finds out what they hold where events were missed; `server` speaks to one, in
 the words of `wire`.
 
+LMCache inside vLLM speaks another protocol, to a controller: `workers` stands in for that.
+
 Put together by the application. Imports config, http, residency, fleet, staging and tasks.
 """
 

@@ -14,11 +14,12 @@ from router.lmcache.coordinator import Coordinator, CoordinatorApi, L2Eviction
 from router.lmcache.prefetch import LmcachePrefetch
 from router.lmcache.stock import StockCoordinator
 from router.lmcache.watch import ServerWatch
+from router.lmcache.workers import LmcacheWorkers
 from router.residency import PromptKeyring
 
 
 class Lmcache:
-    """The servers that replicas use, between `start` and `stop`."""
+    """The servers that replicas use, between `listen`, `start` and `stop`."""
 
     def __init__(
         self,
@@ -41,6 +42,11 @@ class Lmcache:
                 members_changed=self._watch.members_changed,
             )
         self._eviction = L2Eviction(self.coordinator, session)
+        config = fleet.config.lmcache_workers
+        self.workers: LmcacheWorkers | None = None
+        """LMCache inside vLLM; None where the configuration has none."""
+        if config is not None:
+            self.workers = LmcacheWorkers(fleet, config, self.coordinator.counts)
         self._asker = Asker(fleet, self.coordinator, session)
         self._api = CoordinatorApi(
             self.coordinator, session, members_changed=self._watch.members_changed
@@ -54,6 +60,11 @@ class Lmcache:
     def counts(self) -> Mapping[str, int]:
         """Counters by name (`Coordinator.counts`)."""
         return self.coordinator.counts
+
+    def listen(self) -> None:
+        """Wait for workers; raise `ConfigError` where a port of theirs cannot be listened on."""
+        if self.workers is not None:
+            self.workers.listen()
 
     async def start(self) -> None:
         """Find out which servers answer, and go on watching them."""
@@ -69,17 +80,21 @@ class Lmcache:
         await self._eviction.stop()
         await self._watch.stop()
         await self._asker.stop()
+        if self.workers is not None:
+            await self.workers.stop()
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes of LMCache's coordinator."""
         return self._api.routes()
 
     def listing(self) -> list[dict[str, Any]]:
-        """Return the servers that have registered."""
-        return self._api.listing()
+        """Return the servers and the workers' instances that have registered."""
+        return self._api.listing() + ([] if self.workers is None else self.workers.listing())
 
     async def ask(self, keyring: PromptKeyring) -> None:
         """Learn what servers hold of a prompt whose events were not all seen."""
+        if self.workers is not None:
+            self.workers.registry.asked(keyring)
         await (self._stock or self._asker).ask(keyring)
 
     def hung(self, replica_id: str) -> asyncio.Future[None] | None:

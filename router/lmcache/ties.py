@@ -12,7 +12,7 @@ from router.fleet import Fleet
 from router.lmcache.coordinator.directory import Directory
 from router.lmcache.coordinator.records import Change
 from router.lmcache.wire import Batch, ObjectKey
-from router.residency import Tier, lmcache_key64
+from router.residency import LmcacheKeys, Tier, lmcache_key64
 
 log = logging.getLogger("warmroute.lmcache")
 
@@ -131,7 +131,8 @@ class Ties:
 
     def _tell_all(self, name: str) -> None:
         server = self._server_of.get(name)
-        self._fleet.tie_lmcache(name, None if server is None else server.chunk_tokens)
+        keys = None if server is None else LmcacheKeys(chunk_tokens=server.chunk_tokens)
+        self._fleet.tie_lmcache(name, keys)
         if server is not None:
             self._tell(name, self._held_by(self._owners(server)))
 

@@ -40,7 +40,11 @@ _COUNTERS: Final = {
     ),
     "prefetch_bytes": ("Bytes promoted before forwarding", ["replica"]),
     # Results are those of `router.staging.errand.Timing`: in-time, late, failed.
-    "prefetches": ("Prefetches that requests waited for, by how they ended", ["replica", "result"]),
+    "prefetches": (
+        "Prefetches that requests waited for, by how they ended (in-time, late, failed); "
+        "impossible: the replica takes none, and reads its slow tiers when it gets to the request",
+        ["replica", "result"],
+    ),
     "copies": ("Copies of other replicas' KV, by how they ended", ["replica", "result"]),
     "copy_bytes": ("Bytes copied from other replicas before forwarding", ["replica"]),
 }
@@ -98,7 +102,9 @@ _LMCACHE: Final = (
     "has not registered), malformed; gaps between batches; servers_lost (ended), silent (no "
     "heartbeats); chunks missing that were to be prefetched; prefetches not_ready (no vLLM has "
     "registered); servers asked what they hold of a prompt; of a stock coordinator: looked_up, "
-    "coordinator_failed"
+    "coordinator_failed. Of LMCache inside vLLM: worker_applied (chunks that came or went), "
+    "worker_late (told before), messages worker_unknown (not registered), worker_malformed, "
+    "worker_refused; worker_gaps between them, worker_synced (full syncs done), worker_silent"
 )
 
 _REFUSED: Final = (
@@ -158,6 +164,9 @@ class Metrics(Collector):
         self._time("ttft_seconds", record.ttft_s, replica, str(record.streamed).lower())
         self._time("request_seconds", record.total_s, replica)
         self._observe_preparation(record.prepared, replica)
+        known = self._fleet.replicas.get(replica)
+        if known is not None and known.reads_late(record.matched_tokens):
+            self._count("prefetches", replica, "impossible")
 
     def render(self) -> bytes:
         """Return the text that Prometheus scrapes."""

@@ -23,7 +23,12 @@ from router.residency.kv_events import (
     explains,
     find_shape,
 )
-from router.residency.lmcache_keys import LMCACHE_HASH, lmcache_chain, lmcache_key64
+from router.residency.lmcache_keys import (
+    LMCACHE_HASH,
+    LmcacheKeys,
+    lmcache_chain,
+    lmcache_key64,
+)
 from router.residency.matches import LOWER_TIERS, ChunkRun, Match
 from router.residency.prefix_index import PrefixIndex
 from router.residency.replica_sets import Depth, slots
@@ -44,6 +49,7 @@ __all__ = [
     "KvBatch",
     "KvEvent",
     "KvEventReader",
+    "LmcacheKeys",
     "Match",
     "PrefixIndex",
     "PromptKeyring",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from cacheengine.keys import HashScheme
-from router.residency.lmcache_keys import lmcache_chain, lmcache_key64
+from router.residency.lmcache_keys import lmcache_key64
 from router.residency.matches import ChunkRun
 from router.residency.tiers import KeyShape
 
@@ -136,7 +136,7 @@ def _by_text(prompt: PromptView) -> PromptKeys:
 
 
 def _by_tokens(prompt: PromptView, shape: KeyShape, lora: tuple[str, str] | None) -> PromptKeys:
-    chunk_chain = lmcache_chain(prompt.token_ids or (), shape.chunk_tokens) if shape.lmcache else []
+    chunk_chain = shape.lmcache.chain(prompt.token_ids or ()) if shape.lmcache else []
     chunk_keys = [lmcache_key64(each, prompt.cache_salt) for each in chunk_chain]
     chain, keys = chunk_chain, chunk_keys
     if shape.scheme is not None:

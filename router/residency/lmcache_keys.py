@@ -1,24 +1,94 @@
-"""The keys of LMCache's chunks: a chain of hashes of its own, apart from vLLM's. Pure.
+"""The keys of LMCache's chunks: chains of hashes of its own, apart from vLLM's. Pure.
 
-``h = blake3(h + uint32be(tokens))`` for each full chunk, from ``blake3(int64be(0) + uint32be(0))``.
-Source: ``TokenHasher`` of lmcache 0.5.6 (``v1/multiprocess/token_hasher.py``) with its default
-``--hash-algorithm``. Neither the model nor the cache salt is in the hash: LMCache's keys carry
-them beside it.
+Of a server (``lmcache server``): ``h = blake3(h + uint32be(tokens))`` for each full chunk, from
+``blake3(int64be(0) + uint32be(0))``. Source: ``TokenHasher`` of lmcache 0.5.6
+(``v1/multiprocess/token_hasher.py``) with its default ``--hash-algorithm``.
+
+Of LMCache inside vLLM: ``h = H((h, tuple(tokens), ()))``, from ``H(seed)``, an integer each: the
+first 8 bytes of a digest, or what Python's ``hash`` gives. Source: ``ChunkedTokenDatabase`` of
+lmcache 0.5.6 (``v1/token_database.py``); ``H`` and the seed are vLLM's (`HashScheme`).
+
+Neither the model nor the cache salt is in these hashes.
 """
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import xxhash
 from blake3 import blake3
 
-LMCACHE_HASH: Final = "blake3"
-"""The only ``--hash-algorithm`` of LMCache's that is known here."""
+from cacheengine.keys import DEFAULT_SEED, KEY64_MASK, HashScheme
+from router.residency.python_hash import hash_of_text
 
+LMCACHE_HASH: Final = "blake3"
+"""The only ``--hash-algorithm`` of its servers' that is known here."""
+
+_PYTHONS_OWN: Final = "builtin"
+_ALIASES: Final = {"sha256_cbor_64bit": "sha256_cbor"}
 _TOKEN_BYTES: Final = 4
 _ROOT: Final = blake3(bytes(8 + _TOKEN_BYTES)).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LmcacheKeys:
+    """How an LMCache cuts prompts into chunks, and makes their keys."""
+
+    chunk_tokens: int
+    algorithm: str = LMCACHE_HASH
+    """Inside vLLM: its ``pre_caching_hash_algorithm``."""
+    root: int = 0
+    """Inside vLLM: the parent of a chain's first chunk."""
+
+    @classmethod
+    def inside(cls, chunk_tokens: int, algorithm: str, hash_seed: str | None) -> "LmcacheKeys":
+        """Return those of LMCache inside a vLLM whose PYTHONHASHSEED is ``hash_seed``.
+
+        Raises ValueError where that process makes them of a seed that is its own.
+        """
+        algorithm = _ALIASES.get(algorithm, algorithm)
+        seed = hash_seed
+        if seed is None and algorithm.startswith("sha256"):
+            seed = DEFAULT_SEED
+        if seed is None or (algorithm == _PYTHONS_OWN and not seed.isdecimal()):
+            raise ValueError(
+                f"pre_caching_hash_algorithm '{algorithm}' makes other keys in every process: "
+                "start it with PYTHONHASHSEED=0 and write hash_seed: '0' here, or use sha256_cbor"
+            )
+        if algorithm == _PYTHONS_OWN:
+            root = hash_of_text(seed, int(seed))
+        else:
+            root = _first_bytes(HashScheme(algorithm, seed).root)
+        return cls(chunk_tokens=chunk_tokens, algorithm=algorithm, root=root)
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is a server, which can be told to prefetch; else it is inside vLLM."""
+        return self.algorithm == LMCACHE_HASH
+
+    def chain(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return the keys of the full chunks of a prompt, first to last."""
+        if self.is_server:
+            return lmcache_chain(token_ids, self.chunk_tokens)
+        step, previous, chain = self.chunk_tokens, self.root, []
+        digest = _hash(self.algorithm)
+        for start in range(0, len(token_ids) - step + 1, step):
+            previous = digest((previous, tuple(token_ids[start : start + step]), ()))
+            chain.append((previous & KEY64_MASK).to_bytes(8, "big"))
+        return chain
+
+
+def _hash(algorithm: str) -> Callable[[object], int]:
+    if algorithm == _PYTHONS_OWN:
+        return hash
+    scheme = HashScheme(algorithm)
+    return lambda value: _first_bytes(scheme.digest(value))
+
+
+def _first_bytes(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big")
 
 
 def lmcache_chain(token_ids: Sequence[int], chunk_tokens: int) -> list[bytes]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cacheengine.keys import HashScheme
+from router.residency.lmcache_keys import LmcacheKeys
 
 
 class Tier(StrEnum):
@@ -24,8 +25,8 @@ class KeyShape:
     block_tokens: int
     blocks_per_chunk: int = 1
     """1 where there is no agent: vLLM's own offloading reports block keys."""
-    lmcache: bool = False
-    """Whether chunks have LMCache's keys (`lmcache_chain`), not those of their last blocks."""
+    lmcache: LmcacheKeys | None = None
+    """How chunks have LMCache's keys; None: they have those of their last blocks."""
 
     @property
     def chunk_tokens(self) -> int:

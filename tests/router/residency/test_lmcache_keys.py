@@ -1,8 +1,10 @@
 """LMCache's keys, beside the keys of a real server's events, and matching by them."""
 
+import pytest
+
 from cacheengine.keys import HashScheme
 from router.residency.block_hashes import PromptKeyring
-from router.residency.lmcache_keys import lmcache_chain, lmcache_key64
+from router.residency.lmcache_keys import LmcacheKeys, lmcache_chain, lmcache_key64
 from router.residency.tiers import KeyShape
 from tests.router.lmcache.told import told_batches, transcript_tokens
 from tests.router.prompt.prompts_given import GivenPrompt
@@ -34,7 +36,12 @@ def test_a_salt_gives_other_index_keys() -> None:
 
 def test_blocks_have_vllms_keys_and_chunks_lmcaches() -> None:
     prompt = GivenPrompt(range(1000), cache_salt="tenant")
-    shape = KeyShape(scheme=HashScheme(), block_tokens=128, blocks_per_chunk=2, lmcache=True)
+    shape = KeyShape(
+        scheme=HashScheme(),
+        block_tokens=128,
+        blocks_per_chunk=2,
+        lmcache=LmcacheKeys(chunk_tokens=256),
+    )
     keys = PromptKeyring(prompt).of(shape, {})
     digests = lmcache_chain(range(1000), 256)
     assert keys.chain == HashScheme().chain(range(1000), 128)
@@ -45,7 +52,37 @@ def test_blocks_have_vllms_keys_and_chunks_lmcaches() -> None:
 
 def test_where_vllm_tells_no_keys_chunks_stand_for_blocks() -> None:
     keys = PromptKeyring(GivenPrompt(range(1000))).of(
-        KeyShape(scheme=None, block_tokens=256, lmcache=True), {}
+        KeyShape(scheme=None, block_tokens=256, lmcache=LmcacheKeys(chunk_tokens=256)), {}
     )
     assert keys.keys == keys.chunk_keys == [lmcache_key64(each) for each in keys.chain]
     assert keys.block_tokens == keys.chunk_tokens == 256
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seed", "keys"),
+    [
+        ("builtin", "0", (7970422559658606851, 7457580275484333644)),
+        ("builtin", "42", (-2839234038166191771, 901523477871014124)),
+        ("sha256", None, (16896651239437850140, 13583269533160715605)),
+        ("sha256", "0", (18207058901348288960, 10295771267258095012)),
+        ("sha256_cbor", None, (1929637065022821361, 2201949488118219114)),
+        ("sha256_cbor_64bit", "42", (5761807897051187880, 5859887647413313835)),
+        ("xxhash", "0", (4333974122780979004, 2592831889684230360)),
+    ],
+)
+def test_the_keys_are_those_of_lmcache_inside_vllm(
+    algorithm: str, seed: str | None, keys: tuple[int, int]
+) -> None:
+    """What ``ChunkedTokenDatabase`` of lmcache 0.5.6 gave beside vLLM 0.32, by PYTHONHASHSEED."""
+    chain = LmcacheKeys.inside(16, algorithm, seed).chain(range(40))
+    assert [lmcache_key64(each) for each in chain] == [each % 2**64 for each in keys]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seed"), [("builtin", None), ("builtin", "random"), ("xxhash_cbor", None)]
+)
+def test_keys_of_a_seed_that_a_process_keeps_for_itself_are_refused(
+    algorithm: str, seed: str | None
+) -> None:
+    with pytest.raises(ValueError, match="PYTHONHASHSEED"):
+        LmcacheKeys.inside(256, algorithm, seed)
