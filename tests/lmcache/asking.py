@@ -27,6 +27,15 @@ class Reply:
     def matched(self, tier: str) -> int:
         return int(self.headers[f"x-warmroute-matched-{tier}"])
 
+    @property
+    def asked_and_missing(self) -> tuple[int, int]:
+        """Chunks that were to be prefetched, and of these those that were not there.
+
+        How many of the others came before the request was forwarded is a matter of time.
+        """
+        counts = dict(each.split("=") for each in self.headers["x-warmroute-prefetch"].split(";"))
+        return int(counts["asked"]), int(counts["missing"])
+
 
 def ask(url: str, body: Mapping[str, Any]) -> Reply:
     """Ask a router, or a replica itself."""

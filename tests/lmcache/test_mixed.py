@@ -13,7 +13,7 @@ import pytest
 
 from bench.lmcache.environment import is_installed, python
 from bench.lmcache.ours import OurReplica
-from bench.lmcache.replica import LmcacheReplica, start_together
+from bench.lmcache.replica import CHUNK_TOKENS, LmcacheReplica, start_together
 from bench.replica.local import (
     REPLICA_READY_TIMEOUT_S,
     ROUTER_READY_TIMEOUT_S,
@@ -213,7 +213,7 @@ def test_a_second_turn_goes_where_the_first_is_in_a_lower_tier(
     mixed.wait_held(second, **{name: "disk"})
     on_disk = ask(mixed.router_url, second)
     assert (on_disk.replica, on_disk.matched("disk") >= LEAST_TOKENS) == (name, True)
-    assert on_disk.headers["x-warmroute-prefetch"].endswith("pending=0;missing=0")
+    assert on_disk.asked_and_missing == (on_disk.matched("disk") // CHUNK_TOKENS, 0)
     assert on_disk.text == in_ram.text
 
 
@@ -233,4 +233,4 @@ def test_one_decision_weighs_all_three(mixed: Mixed) -> None:
     mixed.wait_held(first, ours=None, lmcache="disk", plain=None)
     reply = ask(mixed.router_url, first)
     assert reply.replica == LMCACHE
-    assert reply.headers["x-warmroute-prefetch"].endswith("pending=0;missing=0")
+    assert reply.asked_and_missing == (reply.matched("disk") // CHUNK_TOKENS, 0)
