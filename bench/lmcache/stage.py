@@ -14,7 +14,7 @@ from bench.lmcache.replica import LmcacheReplica, Startable, start_together
 from bench.replica import local
 from bench.replica.demo import ANSWER_TOKENS, say
 from bench.replica.text import real_text
-from bench.replica.tiers import call, wait_until
+from bench.replica.tiers import call, metric, wait_until
 from bench.ttft import Answer, ask
 from cacheengine.launch.launch import free_ports
 from router.launch.processes import ProcessGroup
@@ -98,8 +98,9 @@ class Stage:
             config.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
             log = self._directory / f"{name}.log"
             self._group.start(name, local.router_command(config), None, log)
-            health = f"http://127.0.0.1:{settings['port']}/health"
-            self._group.wait_ready(name, health, local.ROUTER_READY_TIMEOUT_S)
+            # Without a replica that is up /health is 503.
+            url = f"http://127.0.0.1:{settings['port']}/metrics"
+            self._group.wait_ready(name, url, local.ROUTER_READY_TIMEOUT_S)
         self._start_replicas("cpu", "disk")
 
     def restart(self, *, whole: bool) -> None:
@@ -149,8 +150,7 @@ class Stage:
         self._warm_up(*tiers)
 
     def _all_up(self, url: str) -> bool:
-        states = call(f"{url}/health")["replicas"].values()
-        return all(each["state"] == "up" for each in states)
+        return metric(url, "warmroute_replica_up") == len(self.replicas)
 
     def _warm_up(self, *tiers: str) -> None:
         """Have each replica compute and load once: its first time of each is slower."""
