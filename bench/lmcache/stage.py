@@ -67,9 +67,9 @@ class Stage:
         self._directory = directory
         self.model = model
         ports = free_ports(4)
-        self._ports = {"router": ports[0], "router-without-prefetch": ports[1]}
+        self._ports = ports[:2]
         self._controller = {"port": ports[2], "monitor_port": ports[3]}
-        self.url, self.plain_url = (f"http://127.0.0.1:{port}" for port in self._ports.values())
+        self.url, self.plain_url = (f"http://127.0.0.1:{port}" for port in self._ports)
         self._is_lmcache = kind == LMCACHE
         make: Callable[..., Replica] = OurReplica
         if self._is_lmcache:
@@ -92,22 +92,20 @@ class Stage:
     def start(self) -> None:
         """Start everything; return when the routers know the replicas."""
         say(f"{', '.join(self.replicas)}: starting; logs in {self._directory}")
-        # The routers first: they miss nothing then of what LMCache's servers tell.
-        for name, settings in self._routers().items():
-            config = self._directory / f"{name}.yaml"
-            config.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
-            log = self._directory / f"{name}.log"
-            self._group.start(name, local.router_command(config), None, log)
-            # Without a replica that is up /health is 503.
-            url = f"http://127.0.0.1:{settings['port']}/metrics"
-            self._group.wait_ready(name, url, local.ROUTER_READY_TIMEOUT_S)
-        self._start_replicas("cpu", "disk")
+        first, plain = self._routers()
+        # Before LMCache's servers: it misses nothing then of what they tell.
+        self._start_router(first)
+        start_together(list(self.replicas.values()))
+        # After them: LMCache's models are learned when a server first answers.
+        self._start_router(plain)
+        self._warm_up("cpu", "disk")
 
     def restart(self, *, whole: bool) -> None:
         """Restart the vLLMs; where ``whole``, all that keeps KV, and drop the page cache."""
         for each in self.replicas.values():
             each.stop(whole=whole)
-        self._start_replicas("cpu")
+        start_together(list(self.replicas.values()))
+        self._warm_up("cpu")
 
     def end(self) -> None:
         """End everything, and leave nothing but logs."""
@@ -128,32 +126,40 @@ class Stage:
         found: dict[str, int] = call(f"{url}/explain", body)["matched_tokens"]
         return found
 
-    def _routers(self) -> dict[str, dict[str, Any]]:
+    def _routers(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the settings of both routers."""
         common = {
             "tokenizer": {"path": str(Path(self.model).resolve())},
             "replicas": [each.entry for each in self.replicas.values()],
         }
-        first, plain = (common | {"port": port} for port in self._ports.values())
+        first, plain = (common | {"port": port} for port in self._ports)
         plain["prefetch"] = {"enabled": False}
         if self._is_lmcache:
             first["controller"] = self._controller
             # LMCache's servers report to one coordinator only: the other router asks that one.
             plain["lmcache_coordinator"] = f"http://127.0.0.1:{self._controller['port']}"
-        return dict(zip(self._ports, (first, plain), strict=True))
+        return first, plain
 
-    def _start_replicas(self, *tiers: str) -> None:
-        """Start them, return when the routers know them, and have each loaded from some tiers."""
-        start_together(list(self.replicas.values()))
-        for url in (self.url, self.plain_url):
-            wait_until(f"{url}: knows its replicas", partial(self._all_up, url))
-        self._warm_up(*tiers)
+    def _start_router(self, settings: dict[str, Any]) -> None:
+        name = "router" if settings["port"] == self._ports[0] else "router-without-prefetch"
+        config = self._directory / f"{name}.yaml"
+        config.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
+        log = self._directory / f"{name}.log"
+        self._group.start(name, local.router_command(config), None, log)
+        # Without a replica that is up /health is 503.
+        url = f"http://127.0.0.1:{settings['port']}/metrics"
+        self._group.wait_ready(name, url, local.ROUTER_READY_TIMEOUT_S)
 
     def _all_up(self, url: str) -> bool:
         return metric(url, "warmroute_replica_up") == len(self.replicas)
 
     def _warm_up(self, *tiers: str) -> None:
-        """Have each replica compute and load once: its first time of each is slower."""
+        """Have each replica compute and load once: its first time of each is slower.
+
+        Begins when both routers know that the replicas are up.
+        """
+        for url in (self.url, self.plain_url):
+            wait_until(f"{url}: knows its replicas", partial(self._all_up, url))
         content = f"Warming up. {real_text(_WARM_UP_TOKENS, seed=0)}"
         for replica in self.replicas.values():
             say(f"{replica.name}: warming up")
