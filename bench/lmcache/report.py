@@ -60,7 +60,7 @@ def _beside(samples: Mapping[str, Sequence[Sample]]) -> str:
         lines.append(f"{line}  slower" if slower else line)
         if slower:
             notes.append(f"{label}: {_WHY_SLOWER.get(row, _NO_REASON)}")
-    return "\n".join([*lines, "", *notes]).strip()
+    return "\n".join([*lines, "", *notes]).rstrip()
 
 
 def _lost(samples: Mapping[str, Sequence[Sample]]) -> list[str]:
