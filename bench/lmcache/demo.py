@@ -2,228 +2,166 @@
 
 First two stock vLLM replicas, each with a stock LMCache server that reports to the router as
 to its coordinator; then, on the same machine and of the same texts, two replicas with the
-cache engine of this project. Prints one table of times to first token by tier.
+cache engine of this project. Both have the same sizes of chunks, CPU RAM and cores. In the end
+replicas are restarted: vLLM alone, then all that keeps KV. Prints a table of times to first
+token by tier for each kind as `make demo` does, and one with both.
 """
 
 import argparse
 import secrets
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-import openai
-
-from bench.command import write_report
+from bench.command import positive, write_report
 from bench.environments import NotInstalled
-from bench.lmcache.environment import python
-from bench.lmcache.replica import CHUNK_TOKENS, LmcacheReplica, start_together
-from bench.lmcache.report import report, table
-from bench.replica import demo, local
-from bench.replica.demo import ANSWER_TOKENS, WORK, say
-from bench.replica.demo_report import ROWS, Sample, lies_in, sample, strays
+from bench.lmcache.report import ROWS, report, strays, tables
+from bench.lmcache.stage import LMCACHE, OURS, Replica, Stage
+from bench.replica import local
+from bench.replica.demo import WORK, say
+from bench.replica.demo_report import Sample, lies_in, sample
 from bench.replica.model import make_model
 from bench.replica.text import real_text
-from bench.replica.tiers import NotThere, call, common_prefix, forget_pages, wait_until
-from bench.ttft import (
-    COLD_QUESTION,
-    WARM_QUESTION,
-    BenchError,
-    ask,
-)
-from cacheengine.launch.launch import free_ports
+from bench.replica.tiers import NotThere, call, common_prefix, wait_until
+from bench.ttft import COLD_QUESTION, WARM_QUESTION, BenchError
 from router.launch.processes import ChildFailed, ProcessGroup
 
-_SPARE_TOKENS: Final = 512
-_WARM_UP_TOKENS: Final = 2048
-_DIRECTORY: Final = WORK / "demo-lmcache"
+_SLACK_TOKENS: Final = 256
+"""A chunk: so much less than the shared prefix may be known of it."""
+_FOUND_AGAIN_S: Final = 20.0
+"""So long after a restart a router may take to know what a replica holds."""
 
 Tell = Callable[[Sample], None]
 
 
-class LmcacheStage:
-    """Two replicas with LMCache and the router, between `start` and the end of their group."""
-
-    def __init__(self, group: ProcessGroup, model: str, tokens: int) -> None:
-        self._group = group
-        port, controller_port, monitor_port = free_ports(3)
-        self.model = model
-        self.router_url = f"http://127.0.0.1:{port}"
-        self.replicas = {
-            name: LmcacheReplica(
-                group,
-                name,
-                python=python(),
-                model=model,
-                served_name=model,
-                directory=_DIRECTORY.resolve(),
-                coordinator_url=f"http://127.0.0.1:{controller_port}",
-                index=index,
-                of=2,
-                max_model_tokens=max(local.MAX_MODEL_TOKENS, tokens + _SPARE_TOKENS),
-            )
-            for index, name in enumerate(("lmcache1", "lmcache2"))
-        }
-        self._settings = {
-            "port": port,
-            "tokenizer": {"path": str(Path(model).resolve())},
-            "replicas": [
-                {"url": each.url, "instance_id": name, "lmcache": each.server_url}
-                for name, each in self.replicas.items()
-            ],
-            "controller": {"port": controller_port, "monitor_port": monitor_port},
-        }
-
-    def start(self) -> None:
-        """Start everything; return when the router knows the replicas."""
-        say(f"Stock vLLM and LMCache; logs in {_DIRECTORY}")
-        _DIRECTORY.mkdir(parents=True, exist_ok=True)
-        start_together(list(self.replicas.values()))
-        for each in self.replicas.values():
-            say(f"{each.name}: ready at {each.url}, its LMCache at {each.server_url}")
-            self._warm_up(each)
-        path = _DIRECTORY / "router.yaml"
-        path.write_text("{}")
-        config = local.variant(path, path, **self._settings)
-        log = _DIRECTORY / "router.log"
-        self._group.start("router", local.router_command(config), None, log)
-        health = f"{self.router_url}/health"
-        self._group.wait_ready("router", health, local.ROUTER_READY_TIMEOUT_S)
-
-        def knows() -> bool:
-            states = call(health)["replicas"].values()
-            return all(each["state"] == "up" for each in states)
-
-        wait_until("the router knows its replicas", knows)
-        say(f"router: ready at {self.router_url}")
-
-    def client(self, base_url: str) -> openai.OpenAI:
-        """Return a client of the router or of a replica itself."""
-        return openai.OpenAI(
-            base_url=f"{base_url}/v1", api_key="none", timeout=900.0, max_retries=0
-        )
-
-    def matched(self, content: str) -> dict[str, int]:
-        """Return what the router knows of a prompt, by tier."""
-        body = {"model": self.model, "messages": [{"role": "user", "content": content}]}
-        found: dict[str, int] = call(f"{self.router_url}/explain", body)["matched_tokens"]
-        return found
-
-    def _warm_up(self, replica: LmcacheReplica) -> None:
-        """Have a replica compute, store and load once: its first time of each is slower."""
-        content = f"Warming up. {real_text(_WARM_UP_TOKENS, seed=0)}"
-        chunks = len(replica.chat_tokens(content)) // CHUNK_TOKENS
-        for _ in range(3):
-            client = self.client(replica.url)
-            ask(client, model=self.model, content=content, max_tokens=ANSWER_TOKENS)
-            wait_until("it is stored", lambda: replica.files() >= chunks)
-            replica.empty_gpu()
-
-
-class LmcacheRound:
+class Round:
     """One text, asked about while its KV lies in one tier after the other."""
 
-    def __init__(self, stage: LmcacheStage, *, tokens: int, seed: int) -> None:
+    def __init__(self, stage: Stage, *, tokens: int, seed: int) -> None:
         self._stage = stage
         first = next(iter(stage.replicas.values()))
 
         def count(text: str) -> int:
-            body = {"model": stage.model, "prompt": text}
-            return int(call(f"{first.url}/tokenize", body)["count"])
+            return int(
+                call(f"{first.url}/tokenize", {"model": stage.model, "prompt": text})["count"]
+            )
 
         text = real_text(tokens, seed=seed, count=count)
         self._cold = f"{text}\n\n{COLD_QUESTION}"
         self._warm = f"{text}\n\n{WARM_QUESTION}"
-        self._shared = common_prefix(first.chat_tokens(self._cold), first.chat_tokens(self._warm))
+        tokens_of = first.chat_tokens
+        warm_tokens = tokens_of(self._warm)
+        self._shared = warm_tokens[: common_prefix(tokens_of(self._cold), warm_tokens)]
 
-    def run(self, tell: Tell) -> None:
-        """Measure every row, in order; raise what stands in the way."""
-        cold = self._ask("cold", self._cold)
+    def run(self, tell: Tell, *, plain_first: bool) -> None:
+        """Measure every row but those of restarts; raise what stands in the way.
+
+        The two of the disk take turns in being the first, so that none gains by its place.
+        """
+        stage = self._stage
+        cold = self._ask("cold", stage.url, self._cold)
         tell(cold)
-        holder = self._stage.replicas[cold.replica]
-        (other,) = [each for each in self._stage.replicas.values() if each is not holder]
-        self._wait("gpu")
-        tell(self._ask("gpu", self._warm))
+        holder = stage.replicas[cold.replica]
+        (other,) = [each for each in stage.replicas.values() if each is not holder]
+        holder.wait_stored(self._shared)
+        self._wait_known(stage.url, "gpu")
+        tell(self._ask("gpu", stage.url, self._warm))
         holder.empty_gpu()
-        self._wait("cpu")
-        tell(self._ask("cpu", self._warm))
-        for row, url in (("disk", None), ("disk-plain", holder.url)):
+        self._wait_known(stage.url, "cpu")
+        tell(self._ask("cpu", stage.url, self._warm))
+        disk = [("disk", stage.url), ("disk-plain", stage.plain_url)]
+        for row, url in reversed(disk) if plain_first else disk:
             holder.empty_gpu()
-            holder.empty_l1()
-            self._wait("disk")
-            forget_pages(holder.disk)
-            tell(self._ask(row, self._warm, directly=holder if url else None))
-        tell(self._ask("other", self._warm, directly=other))
+            holder.leave_on_disk(self._shared)
+            self._wait_known(url, "disk")
+            tell(self._ask(row, url, self._warm))
+        tell(self._ask("other", other.url, self._warm, directly=other))
+        other.wait_stored(self._shared)
 
-    def _wait(self, tier: str) -> None:
-        """Wait until the router knows the prefix to be in a tier and in no faster one."""
+    def ask_restarted(self, row: str) -> Sample:
+        """Ask after a restart, wherever the prefix is then known to be."""
+        with suppress(NotThere):  # then the table shows that nothing of it is known any more
+            wait_until("the prefix is known again", self._is_known, timeout_s=_FOUND_AGAIN_S)
+        return self._ask(row, self._stage.url, self._warm)
+
+    def _is_known(self) -> bool:
+        matched = self._stage.matched(self._stage.url, self._warm)
+        return sum(matched.values()) >= len(self._shared) - _SLACK_TOKENS
+
+    def _wait_known(self, url: str, tier: str) -> None:
+        """Wait until a router knows the prefix to be in a tier and in no faster one."""
 
         def is_known() -> bool:
-            return lies_in(self._stage.matched(self._warm), tier, self._shared - CHUNK_TOKENS)
+            matched = self._stage.matched(url, self._warm)
+            return lies_in(matched, tier, len(self._shared) - _SLACK_TOKENS)
 
-        wait_until(f"the router knows the prefix to be in {tier}", is_known)
+        wait_until(f"{url}: knows the prefix to be in {tier}", is_known)
 
-    def _ask(self, row: str, content: str, directly: LmcacheReplica | None = None) -> Sample:
-        url = directly.url if directly else self._stage.router_url
-        answer = ask(
-            self._stage.client(url),
-            model=self._stage.model,
-            content=content,
-            max_tokens=ANSWER_TOKENS,
-        )
+    def _ask(self, row: str, url: str, content: str, directly: Replica | None = None) -> Sample:
+        answer = self._stage.ask(url, content)
         return sample(row, answer, directly=directly.name if directly else None)
 
 
-def measure_lmcache(arguments: argparse.Namespace, tell: Tell) -> None:
-    """Measure stock LMCache behind the router."""
-    model = str(make_model(WORK / "model"))
+def measure(kind: str, arguments: argparse.Namespace, directory: Path, tell: Tell) -> None:
+    """Start replicas of a kind, measure every row, and end them."""
+    model = str(make_model(WORK / "model").resolve())
+    directory.mkdir()
     with ProcessGroup() as group:
-        stage = LmcacheStage(group, model, arguments.tokens)
+        stage = Stage(group, kind, model=model, tokens=arguments.tokens, directory=directory)
         try:
             stage.start()
-            for number in range(arguments.rounds):
-                seed = arguments.seed + number
-                LmcacheRound(stage, tokens=arguments.tokens, seed=seed).run(tell)
+            rounds = [
+                Round(stage, tokens=arguments.tokens, seed=arguments.seed + number)
+                for number in range(arguments.rounds)
+            ]
+            for number, each in enumerate(rounds):
+                each.run(tell, plain_first=number % 2 == 1)
+            for row in ("restart-vllm", "restart"):
+                say(f"{ROWS[row]}: restarting")
+                stage.restart(whole=row == "restart")
+                for each in rounds:
+                    tell(each.ask_restarted(row))
+        except (BenchError, NotThere, OSError):
+            group.check()  # a process that died is the better explanation
+            raise
         finally:
-            group.stop_all()
-            for each in stage.replicas.values():
-                each.tidy()
-
-
-def measure_ours(arguments: argparse.Namespace, tell: Tell) -> None:
-    """Measure this project's engine behind the router, of the same texts."""
-    with ProcessGroup() as group:
-        stage = demo.start(group, arguments)
-        for number in range(arguments.rounds):
-            seed = arguments.seed + number
-            demo.Round(stage, tokens=arguments.tokens, seed=seed).run(tell)
+            stage.end()
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.lmcache.demo", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=8_000, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="texts (default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=8_000, help="default: %(default)s")
+    parser.add_argument("--rounds", type=positive, default=3, help="texts (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="which texts (default: new ones each time)")
-    parser.add_argument("--alone", action="store_true", help="leave our own engine out")
+    parser.add_argument(
+        "--only", choices=(LMCACHE, OURS), help="leave the other kind of replica out"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there too")
     arguments = parser.parse_args(argv)
-    if arguments.tokens < 1024 or arguments.rounds < 1:
-        parser.error("--tokens: at least 1024 (some chunks); --rounds: at least 1")
+    if arguments.tokens < 1024:
+        parser.error("--tokens: at least 1024 (some chunks)")
     return arguments
 
 
-def run(arguments: argparse.Namespace) -> dict[str, list[Sample]]:
-    """Measure one after the other; raise what stood in the way."""
+def run(arguments: argparse.Namespace, directory: Path) -> dict[str, list[Sample]]:
+    """Measure one kind after the other; raise what stood in the way."""
+    if arguments.only != LMCACHE and local.find_platform() != "cpu":
+        # LMCache's environment has vLLM for CPUs: another one beside it would say nothing.
+        raise local.CannotStart("both kinds run on CPUs here: set WARMROUTE_REPLICA=vllm-cpu")
     samples: dict[str, list[Sample]] = {}
 
     def tell(kind: str, sample: Sample) -> None:
         samples.setdefault(kind, []).append(sample)
-        say(f"  {ROWS[sample.row]:<34}{sample.ttft_s:8.3f} s  {sample.replica}")
+        say(f"  {ROWS[sample.row]:<36}{sample.ttft_s:8.3f} s  {sample.replica}  {sample.matched}")
 
-    measure_lmcache(arguments, partial(tell, "LMCache 0.5.6"))
-    if not arguments.alone:
-        measure_ours(arguments, partial(tell, "warmroute"))
+    for kind in (LMCACHE, OURS):
+        if arguments.only in (None, kind):
+            measure(kind, arguments, directory / kind, partial(tell, kind))
     return samples
 
 
@@ -231,17 +169,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit code: 0 when every row went where it should."""
     arguments = _arguments(argv)
     arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
-    arguments.model = None
+    WORK.mkdir(exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix="demo-lmcache-", dir=WORK)).resolve()
     failures = (ChildFailed, local.CannotStart, NotInstalled, BenchError, NotThere, OSError)
     try:
-        samples = run(arguments)
+        samples = run(arguments, directory)
     except (*failures, ValueError) as error:
-        say(f"\nThe demo failed: {error}\nLogs are in {_DIRECTORY} and {WORK / 'demo'}.")
+        say(f"\nThe demo failed: {error}\nLogs are in {directory}.")
         return 1
     except KeyboardInterrupt:
         say("\nInterrupted; everything that was started has been ended.")
         return 130
-    print(table(samples, arguments.rounds))
+    shutil.rmtree(directory)
+    print(tables(samples))
     if arguments.json:
         write_report(arguments.json, report(arguments, samples))
     found = [stray for each in samples.values() for stray in strays(each)]

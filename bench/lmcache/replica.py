@@ -8,19 +8,20 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from bench.replica.local import (
     REPLICA_READY_TIMEOUT_S,
     platform_arguments,
     replica_environment,
 )
-from bench.replica.tiers import call, wait_until
+from bench.replica.tiers import Vllm, call, forget_pages, wait_until
 from cacheengine.launch.launch import free_ports
 from router.launch.processes import ProcessGroup
+from router.residency import lmcache_chain
 
 CHUNK_TOKENS: Final = 256
 _SHARED_MEMORY: Final = Path("/dev/shm")
@@ -29,8 +30,8 @@ _NOTICES_S: Final = 30.0
 """vLLM sees within two heartbeats of 10 s that a server has ended."""
 
 
-class LmcacheReplica:
-    """A vLLM at ``url``, and its LMCache server at ``server_url``, which has a disk too."""
+class LmcacheReplica(Vllm):
+    """A vLLM, and its LMCache server at ``server_url``, which has a disk too."""
 
     def __init__(
         self,
@@ -48,10 +49,8 @@ class LmcacheReplica:
     ) -> None:
         """``python`` is the interpreter of LMCache's environment."""
         ports = free_ports(6)
-        self.name = name
-        self.model = served_name
+        super().__init__(name=name, url=f"http://127.0.0.1:{ports[0]}", model=served_name)
         self.model_path = model
-        self.url = f"http://127.0.0.1:{ports[0]}"
         self.server_url = f"http://127.0.0.1:{ports[1]}"
         self.disk = directory / f"disk-{name}"
         self._group = group
@@ -99,9 +98,15 @@ class LmcacheReplica:
             *("--kv-events-config", json.dumps(events)),
         ]
 
+    @property
+    def entry(self) -> dict[str, str]:
+        """The replica in a router's configuration."""
+        return {"url": self.url, "instance_id": self.name, "lmcache": self.server_url}
+
     def start(self) -> None:
-        """Start both; `wait_ready` follows."""
-        self.start_server()
+        """Start what does not run yet; `wait_ready` follows."""
+        if not self._server_pid:
+            self.start_server()
         log = self._directory / f"{self.name}.log"
         self._pid = self._group.start(self.name, self._vllm_command, self._environment, log)
 
@@ -124,10 +129,29 @@ class LmcacheReplica:
                 if os.getsid(pid) == self._pid:
                     self._segments.add(path)
 
+    def stop(self, *, whole: bool) -> None:
+        """End vLLM, and where ``whole`` its LMCache server too, whose files stay."""
+        self._group.stop(self.name)
+        self._forget_segments()
+        if whole:
+            self._group.stop(self._server_name)
+            self._server_pid = 0
+            forget_pages(self.disk)
+
+    @contextmanager
+    def stopped_vllm(self) -> Iterator[None]:
+        """Have vLLM stand still, all of its processes, while its LMCache server runs."""
+        os.killpg(self._pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self._pid, signal.SIGCONT)
+
     def kill_server(self) -> None:
         """End the LMCache server as by ``kill -9``, and return at once."""
         os.kill(self._server_pid, signal.SIGKILL)
         self._group.stop(self._server_name, kill=True)
+        self._server_pid = 0
 
     def wait_noticed(self) -> None:
         """Return when vLLM has seen its server come back, and registered there again."""
@@ -137,16 +161,6 @@ class LmcacheReplica:
             lambda: bool(call(f"{self.server_url}/status").get(contexts)),
             timeout_s=_NOTICES_S,
         )
-
-    def empty_gpu(self) -> None:
-        """Empty vLLM's own cache, and have it tell so: it does when it steps."""
-        url = f"{self.url}/reset_prefix_cache"
-        wait_until(
-            f"{self.name}: GPU tier emptied",
-            lambda: bool(call(url, {}, method="POST")["success"]),
-        )
-        body = {"model": self.model, "prompt": "Step.", "max_tokens": 1}
-        call(f"{self.url}/v1/completions", body)
 
     def empty_l1(self) -> None:
         """Empty the LMCache server's RAM; its disk stays."""
@@ -161,24 +175,53 @@ class LmcacheReplica:
         found: dict[str, Any] = call(f"{self.server_url}/status")["storage_manager"]
         return found
 
-    def files(self) -> int:
-        """Return how many chunks are on the LMCache server's disk."""
-        return sum(1 for _ in self.disk.glob("*.data"))
+    def wait_stored(self, tokens: Sequence[int]) -> None:
+        """Wait until every full chunk of a prompt is on the LMCache server's disk."""
+        wanted = {each.hex() for each in lmcache_chain(tokens, CHUNK_TOKENS)}
 
-    def chat_tokens(self, content: str) -> list[int]:
-        """Return the tokens of a chat prompt with one message of a user's."""
-        body = {"model": self.model, "messages": [{"role": "user", "content": content}]}
-        tokens: list[int] = call(f"{self.url}/tokenize", body)["tokens"]
-        return tokens
+        def all_there() -> bool:
+            return wanted <= {_chunk_hash(each) for each in self.disk.glob("*.data")}
+
+        wait_until(f"{self.name}: {len(wanted)} chunks on disk", all_there)
+
+    def leave_on_disk(self, tokens: Sequence[int]) -> None:
+        """Have a prompt's chunks on disk alone, and out of the page cache."""
+        self.wait_stored(tokens)
+
+        def emptied() -> bool:
+            self.empty_l1()
+            return self.l1_objects() == 0
+
+        wait_until(f"{self.name}: L1 emptied", emptied)
+        forget_pages(self.disk)
 
     def tidy(self) -> None:
         """Remove what vLLM leaves in shared memory when it ends (1 GiB), and the disk."""
-        for path in self._segments:
-            path.unlink(missing_ok=True)
+        self._forget_segments()
         shutil.rmtree(self.disk, ignore_errors=True)
 
+    def _forget_segments(self) -> None:
+        for path in self._segments:
+            path.unlink(missing_ok=True)
+        self._segments.clear()
 
-def start_together(replicas: Sequence[LmcacheReplica]) -> None:
+
+def _chunk_hash(path: Path) -> str:
+    """Return the chunk that a file of LMCache's holds: MODEL@RANK@GROUP@HASH.data."""
+    return path.stem.split("@")[3]
+
+
+class Startable(Protocol):
+    """A replica that is started in two steps."""
+
+    def start(self) -> None:
+        """Start it; `wait_ready` follows."""
+
+    def wait_ready(self) -> None:
+        """Return when it answers."""
+
+
+def start_together(replicas: Sequence[Startable]) -> None:
     """Start replicas at once; return when all of them answer."""
     for each in replicas:
         each.start()

@@ -61,12 +61,12 @@ def lies_in(matched: Mapping[str, int], tier: str, least_tokens: int) -> bool:
     return fastest == tier and sum(matched.values()) >= least_tokens
 
 
-def table(samples: Sequence[Sample]) -> str:
+def table(samples: Sequence[Sample], rows: Mapping[str, str] = ROWS) -> str:
     """Return the table of medians over the rounds, with the ratio to cold."""
     header = f"{'':<34}{'TTFT s':>9}{'ratio':>8}  {'served by':<11}{'why':<19}known to the router"
     lines = [header, "-" * len(header)]
     cold_s = _median(samples, "cold")
-    for row, label in ROWS.items():
+    for row, label in rows.items():
         mine = [each for each in samples if each.row == row]
         if not mine:
             continue

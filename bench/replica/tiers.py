@@ -75,25 +75,49 @@ def wait_until(what: str, check: Callable[[], bool], *, timeout_s: float = 60.0)
         time.sleep(_POLL_S)
 
 
-class ReplicaTiers:
-    """The tiers of one running replica, for who measures them.
+class Vllm:
+    """A running vLLM and its GPU tier, for who measures it.
 
-    ``url`` is its OpenAI server's, ``agent_url`` its agent's, ``disk`` the
-    directory of its disk tier. It must be idle while this is used.
+    ``url`` is its OpenAI server's. It must be idle while this is used.
     """
 
-    def __init__(self, *, name: str, url: str, agent_url: str, model: str, disk: Path) -> None:
+    def __init__(self, *, name: str, url: str, model: str) -> None:
         self.name = name
         self.url = url
-        self.agent_url = agent_url
         self.model = model
-        self.disk = disk
 
     def chat_tokens(self, content: str) -> list[int]:
         """Return the tokens of a chat prompt with one message of a user's."""
         body = {"model": self.model, "messages": [{"role": "user", "content": content}]}
         tokens: list[int] = call(f"{self.url}/tokenize", body)["tokens"]
         return tokens
+
+    def empty_gpu(self) -> None:
+        """Empty the GPU tier, and have vLLM tell so to whom it tells its events.
+
+        vLLM refuses while a transfer still holds blocks, and publishes events
+        only when it steps: hence the tiny request.
+        """
+        url = f"{self.url}/reset_prefix_cache"
+
+        def emptied() -> bool:
+            return bool(call(url, {}, method="POST")["success"])
+
+        wait_until(f"{self.name}: GPU tier emptied", emptied)
+        body = {"model": self.model, "prompt": "Step.", "max_tokens": 1}
+        call(f"{self.url}/v1/completions", body)
+
+
+class ReplicaTiers(Vllm):
+    """The tiers of one running replica with our engine, for who measures them.
+
+    ``agent_url`` is its agent's, ``disk`` the directory of its disk tier.
+    """
+
+    def __init__(self, *, name: str, url: str, agent_url: str, model: str, disk: Path) -> None:
+        super().__init__(name=name, url=url, model=model)
+        self.agent_url = agent_url
+        self.disk = disk
 
     def chunk_tokens(self) -> int:
         """Return how many tokens a chunk has."""
@@ -112,21 +136,6 @@ class ReplicaTiers:
             return self.tiers_of(tokens) == [tier] * chunks
 
         wait_until(f"{self.name}: {chunks} chunks in {tier}", all_there, timeout_s=timeout_s)
-
-    def empty_gpu(self) -> None:
-        """Empty the GPU tier, and have vLLM tell so to whom it tells its events.
-
-        vLLM refuses while a transfer still holds blocks, and publishes events
-        only when it steps: hence the tiny request.
-        """
-        url = f"{self.url}/reset_prefix_cache"
-
-        def emptied() -> bool:
-            return bool(call(url, {}, method="POST")["success"])
-
-        wait_until(f"{self.name}: GPU tier emptied", emptied)
-        body = {"model": self.model, "prompt": "Step.", "max_tokens": 1}
-        call(f"{self.url}/v1/completions", body)
 
     def wait_running(self, requests: int) -> None:
         """Wait until vLLM computes at least so many requests at once."""

@@ -18,8 +18,8 @@ from bench.replica.model import make_model
 from bench.replica.tiers import call, wait_until
 from cacheengine.launch.launch import free_ports
 from router.launch.processes import ProcessGroup
+from tests.lmcache.asking import MODEL
 
-MODEL = "m"
 SECRET = "s3cret"
 
 
@@ -71,7 +71,7 @@ class Stage:
             each.empty_gpu()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     if not is_installed():
         pytest.skip("LMCache's environment is not there: make test-lmcache installs it")

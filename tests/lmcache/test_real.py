@@ -1,65 +1,19 @@
 """Stock vLLM with stock LMCache servers behind the router: nothing of it is patched or mocked."""
 
-import json
-import random
 import time
-import urllib.request
-from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from bench.lmcache.replica import CHUNK_TOKENS, LmcacheReplica
-from bench.replica.tiers import metric, wait_until
-from tests.lmcache.conftest import MODEL, Stage
+from bench.replica.tiers import wait_until
+from tests.lmcache.asking import TOKENS, ask, chat, next_turn, prompt
+from tests.lmcache.conftest import Stage
 
 pytestmark = [pytest.mark.vllm, pytest.mark.lmcache, pytest.mark.timeout(600)]
 
-TOKENS = 3000
 WHOLE = TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer of the router's."""
-
-    seconds: float
-    headers: Mapping[str, str]
-    text: str
-
-    @property
-    def replica(self) -> str:
-        return self.headers["x-warmroute-replica"]
-
-    def matched(self, tier: str) -> int:
-        return int(self.headers[f"x-warmroute-matched-{tier}"])
-
-
-def ask(stage: Stage, body: dict[str, Any]) -> Reply:
-    path = "chat/completions" if "messages" in body else "completions"
-    data = json.dumps({"model": MODEL, "max_tokens": 8, "temperature": 0} | body).encode()
-    request = urllib.request.Request(
-        f"{stage.router_url}/v1/{path}", data, {"content-type": "application/json"}
-    )
-    began_s = time.monotonic()
-    with urllib.request.urlopen(request, timeout=120) as response:
-        answer = json.loads(response.read())
-    choice = answer["choices"][0]
-    text = choice["text"] if "text" in choice else choice["message"]["content"]
-    return Reply(time.monotonic() - began_s, dict(response.headers), text)
-
-
-def prompt(seed: int, tokens: int = TOKENS) -> dict[str, Any]:
-    """Return a request for a prompt of its own."""
-    chance = random.Random(seed)
-    return {"prompt": [chance.randrange(10, 4000) for _ in range(tokens)]}
-
-
-def chat(seed: int) -> dict[str, Any]:
-    chance = random.Random(seed)
-    text = " ".join(str(chance.randrange(1000)) for _ in range(1200))
-    return {"messages": [{"role": "user", "content": text}]}
 
 
 def stored(stage: Stage, holder: LmcacheReplica, body: dict[str, Any]) -> None:
@@ -82,15 +36,15 @@ def leave_on_disk(stage: Stage, holder: LmcacheReplica, body: dict[str, Any]) ->
 
 @pytest.mark.parametrize("body", [prompt(1), chat(2)], ids=["tokens", "chat"])
 def test_a_prompt_goes_where_it_is_in_whatever_tier(stage: Stage, body: dict[str, Any]) -> None:
-    cold = ask(stage, body)
+    cold = ask(stage.router_url, body)
     holder = stage.replicas[cold.replica]
     stored(stage, holder, body)
-    on_gpu = ask(stage, body)
+    on_gpu = ask(stage.router_url, body)
     assert (on_gpu.replica, on_gpu.matched("gpu") > WHOLE // 2) == (cold.replica, True)
 
     stage.empty_gpus()
     stage.wait_known(body, "cpu", WHOLE // 2)
-    in_l1 = ask(stage, body)
+    in_l1 = ask(stage.router_url, body)
     assert in_l1.replica == cold.replica
     assert in_l1.matched("cpu") > WHOLE // 2
 
@@ -99,48 +53,44 @@ def test_a_prompt_goes_where_it_is_in_whatever_tier(stage: Stage, body: dict[str
     stage.wait_known(body, "disk", WHOLE // 2)
     chunks = holder.l1_objects()
     assert chunks == 0
-    in_l2 = ask(stage, body)
-    asked = in_l2.matched("disk") // CHUNK_TOKENS
+    in_l2 = ask(stage.router_url, body)
     assert in_l2.replica == cold.replica
-    told = f"asked={asked};promoted={asked};pending=0;missing=0"
-    assert in_l2.headers["x-warmroute-prefetch"] == told
+    assert in_l2.asked_and_missing == (in_l2.matched("disk") // CHUNK_TOKENS, 0)
     # For the same matched length: of another the sums are rounded otherwise.
     assert in_l1.text == in_l2.text
 
 
 def test_a_chats_second_turn_finds_the_first_after_the_gpu_was_emptied(stage: Stage) -> None:
     first = chat(3)
-    cold = ask(stage, first)
-    turns = [*first["messages"], {"role": "assistant", "content": cold.text}]
-    second = {"messages": [*turns, {"role": "user", "content": "And then?"}]}
+    cold = ask(stage.router_url, first)
+    second = next_turn(first, cold.text)
     stage.empty_gpus()
     stage.wait_known(second, "cpu", WHOLE // 2)
-    warm = ask(stage, second)
+    warm = ask(stage.router_url, second)
     assert warm.replica == cold.replica
     assert warm.matched("cpu") > WHOLE // 2
 
 
 def test_a_prefetch_has_l2_in_l1_before_the_request_arrives(stage: Stage) -> None:
-    """LMCache's own status says so: its L1 fills, and vLLM's lookup finds all of it there."""
+    """LMCache's own status says so, while vLLM is stopped and cannot have looked anything up."""
     body = prompt(4)
-    holder = stage.replicas[ask(stage, body).replica]
-    wait_until("it is stored", lambda: holder.l1_objects() >= WHOLE // CHUNK_TOKENS)
+    holder = stage.replicas[ask(stage.router_url, body).replica]
     stored(stage, holder, body)
     leave_on_disk(stage, holder, body)
-    before = metric(stage.router_url, "warmroute_prefetch_bytes_total", replica=holder.name)
-    warm = ask(stage, body)
-    assert warm.headers["x-warmroute-prefetch"].endswith("pending=0;missing=0")
-    assert holder.l1_objects() >= WHOLE // CHUNK_TOKENS
-    after = metric(stage.router_url, "warmroute_prefetch_bytes_total", replica=holder.name)
-    assert after - before == WHOLE * 8192
+    with ThreadPoolExecutor(1) as thread:
+        with holder.stopped_vllm():
+            warm = thread.submit(ask, stage.router_url, body)
+            wait_until("L2 is in L1", lambda: holder.l1_objects() == WHOLE // CHUNK_TOKENS)
+            assert not warm.done()
+        assert warm.result().asked_and_missing == (WHOLE // CHUNK_TOKENS, 0)
 
 
 def test_a_restarted_router_learns_all_tiers_anew(stage: Stage) -> None:
     in_l1, in_l2 = prompt(5), prompt(6)
-    first = ask(stage, in_l2)
+    first = ask(stage.router_url, in_l2)
     stored(stage, stage.replicas[first.replica], in_l2)
     leave_on_disk(stage, stage.replicas[first.replica], in_l2)
-    second = ask(stage, in_l1)
+    second = ask(stage.router_url, in_l1)
     wait_until(
         "it is stored",
         lambda: stage.replicas[second.replica].l1_objects() >= WHOLE // CHUNK_TOKENS,
@@ -148,7 +98,7 @@ def test_a_restarted_router_learns_all_tiers_anew(stage: Stage) -> None:
     stage.empty_gpus()
     stage.restart_router()
     for cold, body in ((first, in_l2), (second, in_l1)):
-        warm = ask(stage, body)
+        warm = ask(stage.router_url, body)
         assert warm.replica == cold.replica
         assert warm.matched("cpu") == WHOLE, "asked, it brings up what lies on disk"
 
@@ -156,13 +106,13 @@ def test_a_restarted_router_learns_all_tiers_anew(stage: Stage) -> None:
 def test_a_server_that_is_killed_costs_a_cold_answer_elsewhere(stage: Stage) -> None:
     """And is known again, with what lies on its disk, once it is back."""
     body = prompt(7)
-    cold = ask(stage, body)
+    cold = ask(stage.router_url, body)
     holder = stage.replicas[cold.replica]
     stored(stage, holder, body)
     stage.empty_gpus()
     stage.wait_known(body, "cpu", WHOLE)
     holder.kill_server()
-    elsewhere = ask(stage, body)
+    elsewhere = ask(stage.router_url, body)
     assert elsewhere.replica != cold.replica
     assert elsewhere.seconds < 2 * cold.seconds + 2, "vLLM itself hangs for 20 seconds there"
     time.sleep(22)  # so long vLLM takes to see it; back before that, its LMCache is lost to it
