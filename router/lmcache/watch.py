@@ -167,6 +167,10 @@ class ServerWatch:
             async with asyncio.timeout(_ANSWER_S):
                 if known is None:
                     found = await self._learn(asked, watched)
+                elif self._lacks_model(watched.url):
+                    # Its vLLM may register after the router has found the server.
+                    found = known
+                    found.worlds.update((await asked.status()).worlds())
                 else:
                     await asked.health()
                     found = known
@@ -180,6 +184,11 @@ class ServerWatch:
             return f"LMCache server {watched.url} does not answer"
         watched.misses = 0
         return found
+
+    def _lacks_model(self, url: str) -> bool:
+        """Whether the server at a URL is not known to have the model of a replica of its."""
+        ties = self._coordinator.ties
+        return any(ties.model_of(name) is None for name, at in self._urls.items() if at == url)
 
     async def _learn(self, asked: LmcacheServer, watched: _Watched) -> Server | str:
         instance_id, status = await asyncio.gather(asked.instance_id(), asked.status())
@@ -201,12 +210,11 @@ class ServerWatch:
         watched.lost_s = -inf
         self._coordinator.expect(instance_id, self._clock())
         self._coordinator.chunk_tokens = status.chunk_size
-        contexts = filter(None, status.cache_context_meta.values())
         return Server(
             url=url,
             instance_id=instance_id,
             chunk_tokens=status.chunk_size,
-            worlds={each.model_name: each.world_size for each in contexts},
+            worlds=status.worlds(),
         )
 
     def _keep_line(self, watched: _Watched) -> None:

@@ -167,6 +167,11 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     hash_algorithm: str
     cache_context_meta: dict[str, CacheContext | None] = {}
 
+    def worlds(self) -> dict[str, int]:
+        """Return the world sizes of the models whose KV caches have been registered."""
+        registered = filter(None, self.cache_context_meta.values())
+        return {each.model_name: each.world_size for each in registered}
+
 
 class _MpConfig(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: str

@@ -26,6 +26,8 @@ class StandIn:
     """Why its L2 deletes nothing."""
     gate: asyncio.Event | None = None
     """Until when a prefetch is pending."""
+    registered: bool = True
+    """Whether its vLLM has told it of its model."""
     busy: asyncio.Event | None = None
     """Until when it does not answer whether it is well."""
     url: str = ""
@@ -47,12 +49,13 @@ class StandIn:
         return web.json_response({"mp": {"instance_id": self.instance_id, "chunk_size": CHUNK}})
 
     async def status(self, request: web.Request) -> web.Response:
+        contexts = {"1": {"model_name": MODEL, "world_size": 1}} if self.registered else {}
         return web.json_response(
             {
                 "is_healthy": True,
                 "chunk_size": CHUNK,
                 "hash_algorithm": self.hash_algorithm,
-                "cache_context_meta": {"1": {"model_name": MODEL, "world_size": 1}, "2": None},
+                "cache_context_meta": {**contexts, "2": None},
             }
         )
 

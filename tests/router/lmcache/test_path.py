@@ -72,7 +72,7 @@ async def rig(
             policy="ttft",
             replicas=replicas,
             controller=ControllerConfig(port=0, monitor_port=0),
-            prefetch=PrefetchConfig(wait_cap_s=0.3),
+            prefetch=PrefetchConfig(wait_cap_s=2.0),
         )
         controller = running.parts.controller
         assert controller is not None
@@ -256,7 +256,7 @@ async def test_a_router_that_has_missed_events_asks_before_it_places_a_prompt(
 
 
 async def test_a_stock_coordinator_is_asked_where_a_fleet_has_one(
-    fleet: Fleet, client: aiohttp.ClientSession, server: StandIn
+    fleet: Fleet, client: aiohttp.ClientSession, server: StandIn, eventually: Wait
 ) -> None:
     """Another router of ours stands in for it here; the real one is in ``tests/lmcache``."""
     async with AsyncExitStack() as stack:
@@ -270,6 +270,7 @@ async def test_a_stock_coordinator_is_asked_where_a_fleet_has_one(
         other.coordinator.apply(on_disk())
         root: dict[str, object] = {"id": "m", "object": "model", "root": MODEL}
         fleet.one.entries = fleet.two.entries = [root]
+        server.registered = False  # the router is here before vLLM has registered
         running = await fleet.router(
             policy="ttft",
             replicas=(
@@ -278,6 +279,9 @@ async def test_a_stock_coordinator_is_asked_where_a_fleet_has_one(
             ),
             lmcache_coordinator=stock,
         )
+        server.registered = True
+        ties = running.parts.lmcache.coordinator.ties
+        await eventually(lambda: ties.model_of("one") is not None)
         rig = Rig(fleet=fleet, running=running, server=server, controller_url="", client=client)
         answer = await rig.ask()
         assert answer.headers["x-warmroute-replica"] == "one"
