@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from router.config.settings import ControllerConfig, PrefetchConfig, ReplicaConfig
+from router.config.settings import ControllerConfig, PrefetchConfig, RatesConfig, ReplicaConfig
 from router.controller.controller import Controller
 from router.lmcache.lmcache import Lmcache
 from router.residency.tiers import Tier
@@ -22,6 +22,10 @@ from tests.router.staging.agent_server import serving
 
 Patch = pytest.MonkeyPatch
 PROMPT = list(range(4 * CHUNK))
+
+
+_SLOW_RATES = RatesConfig(prefill_tokens_per_s=300)
+"""So that a prefetch is worth more time than a busy machine takes for it."""
 
 
 @dataclass(kw_only=True)
@@ -72,6 +76,7 @@ async def rig(
             policy="ttft",
             replicas=replicas,
             controller=ControllerConfig(port=0, monitor_port=0),
+            rates=_SLOW_RATES,
             prefetch=PrefetchConfig(wait_cap_s=2.0),
         )
         controller = running.parts.controller
@@ -256,9 +261,14 @@ async def test_a_router_that_has_missed_events_asks_before_it_places_a_prompt(
 
 
 async def test_a_stock_coordinator_is_asked_where_a_fleet_has_one(
-    fleet: Fleet, client: aiohttp.ClientSession, server: StandIn, eventually: Wait
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    server: StandIn,
+    eventually: Wait,
+    monkeypatch: Patch,
 ) -> None:
     """Another router of ours stands in for it here; the real one is in ``tests/lmcache``."""
+    monkeypatch.setattr("router.lmcache.stock._WAIT_S", 10.0)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(standing_in(server))
         other = Lmcache(make_fleet(), client)
@@ -277,6 +287,7 @@ async def test_a_stock_coordinator_is_asked_where_a_fleet_has_one(
                 ReplicaConfig(url=fleet.two.url, instance_id="two"),
                 ReplicaConfig(url=fleet.one.url, instance_id="one", lmcache=server.url),
             ),
+            rates=_SLOW_RATES,
             lmcache_coordinator=stock,
         )
         server.registered = True
