@@ -21,7 +21,7 @@ from router.http import errors_answered
 from router.lmcache import Lmcache
 from router.own_endpoints import Api
 from router.prompt import PromptSource
-from router.proxy import PROMPTED, PROMPTLESS, Proxy, client_session
+from router.proxy import PROMPTED, PROMPTLESS, Judge, Proxy, client_session
 from router.record import Metrics, RequestRecord, log_record
 from router.staging import AgentClient, Preparer
 
@@ -40,6 +40,7 @@ class Parts:
     health: HealthMonitor
     prompts: PromptSource
     preparer: Preparer
+    judge: Judge
     proxy: Proxy
     api: Api
     controller: Controller | None
@@ -106,9 +107,8 @@ def _make_parts(
         for read in readers:
             read(done)
 
-    proxy = Proxy(
+    judge = Judge(
         config,
-        session,
         fleet=fleet,
         admission=admission,
         prompts=prompts,
@@ -116,7 +116,6 @@ def _make_parts(
         observe=record,
         suspect=health.suspect,
         locate=lmcache.ask,
-        hung=lmcache.hung,
     )
     return Parts(
         fleet=fleet,
@@ -125,8 +124,9 @@ def _make_parts(
         health=health,
         prompts=prompts,
         preparer=preparer,
-        proxy=proxy,
-        api=Api(config=config, fleet=fleet, proxy=proxy, counted=metrics, session=session),
+        judge=judge,
+        proxy=Proxy(judge, session, hung=lmcache.hung),
+        api=Api(config=config, fleet=fleet, judge=judge, counted=metrics, session=session),
         controller=_controller(config, fleet, session, lmcache),
         lmcache=lmcache,
     )

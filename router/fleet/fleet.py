@@ -67,6 +67,7 @@ class Fleet:
         session: str | None,
         bound_to: str | None = None,
         exclude: Collection[str] = (),
+        among: Collection[str] | None = None,
         promised: Promised | None = None,
         streamed: bool = True,
         now_s: float,
@@ -76,9 +77,9 @@ class Fleet:
         A prompt that may be placed more than once comes as its keyring: its keys
         are then made once.
         ``bound_to`` is the only replica that can answer, ``exclude`` those
-        that have failed to, ``promised`` tells of requests that wait
-        in the router and go before this one, ``streamed`` whether the answer's first token
-        will be seen. Raises `UnknownModel`, or `NoReplica` when no replica that serves the
+        that have failed to, ``among`` those that may be asked, ``promised`` tells of requests
+        that wait in the router and go before this one, ``streamed`` whether the answer's first
+        token will be seen. Raises `UnknownModel`, or `NoReplica` when no replica that serves the
         model takes requests.
         """
         self.unseen.pass_time(now_s)
@@ -93,7 +94,7 @@ class Fleet:
             streamed=streamed,
             now_s=now_s,
         )
-        eligible = self._roster.eligible(model, exclude, bound_to)
+        eligible = self._roster.eligible(model, exclude, bound_to, among)
         decision = decide(ask, eligible, self.index, self.config, self.judgment)
         if bound_to is not None:
             return replace(decision, reason=Reason.BOUND)

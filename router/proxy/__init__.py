@@ -16,7 +16,7 @@ step only asks for a value are not named.
     prompt.tokenizer.encoder.cut      into pieces, of which the known ones are looked up  return 2
     admission.async_gate.admit        waits until the request may go
     admission.gate.arrive             may it go, or does it wait in the queue?
-    fleet.fleet.place                 which replica, by what is known now (by way of `Proxy._place`)
+    fleet.fleet.place                 which replica, by what is known now (by way of `Judge._place`)
     fleet.placement.decide            the replicas that may answer, as candidates
     residency.prefix_index.depths     how much of the prompt each of them holds
     fleet.assessment.assess           the ways to get the rest there, and their costs
@@ -37,6 +37,7 @@ Called by the application. Imports config, http, prompt, residency, latency, fle
 staging and record.
 """
 
+from router.proxy.judge import Judge
 from router.proxy.proxy import Proxy
 from router.proxy.request import PROMPTED, PROMPTLESS, json_object, parse
 from router.proxy.upstream import client_session
@@ -44,6 +45,7 @@ from router.proxy.upstream import client_session
 __all__ = [
     "PROMPTED",
     "PROMPTLESS",
+    "Judge",
     "Proxy",
     "client_session",
     "json_object",
