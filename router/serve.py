@@ -12,8 +12,9 @@ import uvloop
 from aiohttp import web
 
 from router.app import PARTS, create_app
-from router.config import RouterConfig, host_port
+from router.config import RouterConfig, describe, host_port
 from router.controller import Controller
+from router.proxy import Judge
 
 log = logging.getLogger("warmroute")
 
@@ -28,17 +29,20 @@ class PortTaken(Exception):  # noqa: N818  (what happened, in words for a person
         self.key = key
 
 
-def run(config: RouterConfig) -> None:
-    """Serve until SIGINT or SIGTERM, then drain; raise `PortTaken`."""
+def run(config: RouterConfig, *, picks: bool = False) -> None:
+    """Serve until SIGINT or SIGTERM, then drain; raise `PortTaken`.
+
+    ``picks``: behind a gateway, as its endpoint picker.
+    """
     logging.basicConfig(
         level=config.log_level.upper(),
         stream=sys.stderr,
         format="%(asctime)s %(levelname)-7s %(name)s %(message)s",
     )
-    uvloop.run(_serve(config))
+    uvloop.run(_serve(config, picks=picks))
 
 
-async def _serve(config: RouterConfig) -> None:
+async def _serve(config: RouterConfig, *, picks: bool) -> None:
     app = create_app(config)
     stop = _stop_event()
     async with AsyncExitStack() as stack:
@@ -47,16 +51,41 @@ async def _serve(config: RouterConfig) -> None:
         # First: a program that waits for the router's line finds the controller there too.
         if controller is not None:
             await _serve_controller(controller, config, stack)
-        url = await _listen(runner, config.host, config.port, "port")
-        log.info(
-            "serving %d replicas at %s (policy %s); clients use OPENAI_BASE_URL=%s/v1",
-            len(config.replicas),
-            url,
-            config.policy,
-            url,
-        )
+        if picks:
+            await _serve_picker(app[PARTS].judge, runner, stack)
+        else:
+            url = await _listen(runner, config.host, config.port, "port")
+            log.info(
+                "serving %d replicas at %s (policy %s); clients use OPENAI_BASE_URL=%s/v1",
+                len(config.replicas),
+                url,
+                config.policy,
+                url,
+            )
         await stop.wait()
         log.info("stopping: running requests may take %g s more", config.timeouts.drain_s)
+
+
+async def _serve_picker(judge: Judge, runner: web.AppRunner, stack: AsyncExitStack) -> None:
+    # An extra of its own, which only gateways need.
+    from router.picker import Picker  # noqa: PLC0415
+
+    config = judge.config
+    settings = config.picker
+    url = await _listen(runner, settings.host, settings.http_port, "picker.http_port")
+    picker = Picker(judge)
+    try:
+        port = await picker.start()
+    except OSError as error:
+        raise PortTaken("picker.port", describe(error)) from None
+    stack.push_async_callback(picker.stop, config.timeouts.drain_s)
+    log.info(
+        "picking one of %d replicas at %s (policy %s); its own endpoints are at %s",
+        len(config.replicas),
+        host_port(settings.host, port),
+        config.policy,
+        url,
+    )
 
 
 async def _serve_controller(

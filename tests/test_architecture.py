@@ -19,7 +19,8 @@ ROUTER_ROOMS = {
     "http": {"config"},
     "prompt": {"config"},
     "latency": {"config"},
-    "launch": {"config"},
+    "envoy": {"config"},
+    "launch": {"config", "envoy"},
     "fleet": {"config", "residency", "latency"},
     "admission": {"config", "latency", "fleet"},
     "staging": {"config", "fleet", "tasks"},
@@ -30,6 +31,9 @@ ROUTER_ROOMS = {
     "proxy": {
         *("config", "http", "prompt", "residency", "latency", "fleet"),
         *("admission", "staging", "record"),
+    },
+    "picker": {
+        *("config", "envoy", "http", "residency", "fleet", "record", "proxy", "tasks"),
     },
 }
 ENGINE_ROOMS = {

@@ -31,6 +31,7 @@ from router.config.judgment import DEFAULT, Judgment, Learning
 from router.config.loading import check_unique, load_router_config, router_config
 from router.config.schema import build, read_yaml, setting
 from router.config.settings import (
+    PickerConfig,
     PolicyName,
     PrefetchConfig,
     RatesConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "NoReplica",
     "NotFound",
     "Overloaded",
+    "PickerConfig",
     "Place",
     "PolicyName",
     "PrefetchConfig",

@@ -1,6 +1,6 @@
 """Reading the router's settings, and checking what no single value shows to be wrong."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from router.config.addresses import host_port, is_loopback
 from router.config.errors import Place
 from router.config.schema import build, read_yaml
-from router.config.settings import ReplicaConfig, RouterConfig, TokenizerConfig
+from router.config.settings import PickerConfig, ReplicaConfig, RouterConfig, TokenizerConfig
 
 
 def load_router_config(path: Path | str) -> RouterConfig:
@@ -26,17 +26,23 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
     config = build(RouterConfig, value, at)
     replicas = _checked_replicas(config.replicas, at.at("replicas"))
     tokenizer = _checked_tokenizer(config.tokenizer, at.at("tokenizer"), base)
-    if config.controller is not None:
-        ports = {
-            "port": config.port,
-            "controller.port": config.controller.port,
-            "controller.monitor_port": config.controller.monitor_port,
-        }
-        check_unique(((port, at.at(name).key) for name, port in ports.items()), path)
+    check_unique(((port, at.at(name).key) for name, port in _ports(config)), path)
+    picker = _checked_picker(config.picker, at.at("picker"), base)
     _check_controller(config, at)
     stock = config.lmcache_coordinator
     stock = stock and _normal_url(stock, at.at("lmcache_coordinator"))
-    return replace(config, replicas=replicas, tokenizer=tokenizer, lmcache_coordinator=stock)
+    return replace(
+        config, replicas=replicas, tokenizer=tokenizer, picker=picker, lmcache_coordinator=stock
+    )
+
+
+def _ports(config: RouterConfig) -> Iterator[tuple[str, int]]:
+    yield "port", config.port
+    yield "picker.port", config.picker.port
+    yield "picker.http_port", config.picker.http_port
+    if config.controller is not None:
+        yield "controller.port", config.controller.port
+        yield "controller.monitor_port", config.controller.monitor_port
 
 
 def check_unique(claims: Iterable[tuple[int | str | None, str]], path: str) -> None:
@@ -133,6 +139,17 @@ def _checked_tokenizer(tokenizer: TokenizerConfig, at: Place, base: Path) -> Tok
         tokenizer,
         path=_existing(tokenizer.path, "directory", at.at("path"), base),
         chat_template=_existing(tokenizer.chat_template, "file", at.at("chat_template"), base),
+    )
+
+
+def _checked_picker(picker: PickerConfig, at: Place, base: Path) -> PickerConfig:
+    """Make the paths of its certificate absolute."""
+    if (picker.certificate is None) is not (picker.key is None):
+        raise at.error("certificate and key go together", "set both, or leave both out")
+    return replace(
+        picker,
+        certificate=_existing(picker.certificate, "file", at.at("certificate"), base),
+        key=_existing(picker.key, "file", at.at("key"), base),
     )
 
 

@@ -4,7 +4,7 @@
 where one ends, all are ended. `processes` has groups of child processes, none of which is left
 running.
 
-Called by the command line (and by the benchmarks). Imports config.
+Called by the command line (and by the benchmarks). Imports config and envoy.
 """
 
 from router.launch.fleet_file import load_any, load_fleet_file

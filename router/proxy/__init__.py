@@ -33,20 +33,24 @@ step only asks for a value are not named.
 A try that fails before its first byte is made again from `admission` on, at the next best
 replica. `response_owners.Bindings` remember which replica owns a stored response.
 
-Called by the application. Imports config, http, prompt, residency, latency, fleet, admission,
-staging and record.
+Called by the application, and for `Judge` by picker. Imports config, http, prompt, residency,
+latency, fleet, admission, staging and record.
 """
 
 from router.proxy.judge import Judge
 from router.proxy.proxy import Proxy
-from router.proxy.request import PROMPTED, PROMPTLESS, json_object, parse
-from router.proxy.upstream import client_session
+from router.proxy.request import PROMPTED, PROMPTLESS, Asked, json_object, parse
+from router.proxy.upstream import RETRYABLE, client_session
+from router.proxy.usage import UsageReader
 
 __all__ = [
     "PROMPTED",
     "PROMPTLESS",
+    "RETRYABLE",
+    "Asked",
     "Judge",
     "Proxy",
+    "UsageReader",
     "client_session",
     "json_object",
     "parse",

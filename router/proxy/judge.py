@@ -57,6 +57,15 @@ class Judge:
     def recording(self, record: RequestRecord) -> Iterator[None]:
         """Hand out the record at the end, with what the request ended by."""
         try:
+            with self.noting_end(record):
+                yield
+        finally:
+            self.hand_out(record)
+
+    @contextmanager
+    def noting_end(self, record: RequestRecord) -> Iterator[None]:
+        """Note when and by what a request ends."""
+        try:
             yield
         except ApiError as error:
             record.status = error.status
@@ -71,7 +80,10 @@ class Judge:
             raise
         finally:
             record.ended_s = time.monotonic()
-            self._observe(record)
+
+    def hand_out(self, record: RequestRecord) -> None:
+        """Tell of a request that has ended; once for each."""
+        self._observe(record)
 
     async def read(self, asked: Asked, record: RequestRecord) -> PromptKeyring:
         """Return the prompt of a request, as its keys are made of it."""
@@ -86,18 +98,23 @@ class Judge:
         prompt = await self._prompt(asked)
         keyring = PromptKeyring(prompt)
         await self._locate(keyring)
-        return prompt, self._place(asked, keyring, Promised(), time.monotonic())
+        return prompt, self._place(
+            asked, keyring, Promised(), time.monotonic(), streamed=asked.streamed
+        )
 
     async def admit(
         self,
         asked: Asked,
         keyring: PromptKeyring,
         record: RequestRecord,
+        *,
         among: Collection[str] | None = None,
+        sees_tokens: bool = True,
     ) -> Admitted:
         """Wait until the request may go, to one ``among`` these replicas; a retry does not wait.
 
         Nor does what only one replica can answer, or what no replica computes a prompt for.
+        ``sees_tokens``: whether the first token of a streamed answer will be seen.
         Nothing may be awaited between this and a ``try`` that releases the ticket.
         """
         failed = tuple(each.replica_id for each in record.failed_tries)
@@ -105,7 +122,15 @@ class Judge:
 
         def place(now_s: float, promised: Promised) -> Decision:
             began_s = time.monotonic()
-            decision = self._place(asked, keyring, promised, now_s, exclude=failed, among=among)
+            decision = self._place(
+                asked,
+                keyring,
+                promised,
+                now_s,
+                exclude=failed,
+                among=among,
+                streamed=asked.streamed and sees_tokens,
+            )
             record.place_s = time.monotonic() - began_s
             return decision
 
@@ -183,6 +208,7 @@ class Judge:
         *,
         exclude: Collection[str] = (),
         among: Collection[str] | None = None,
+        streamed: bool = True,
     ) -> Decision:
         return self.fleet.place(
             keyring,
@@ -192,6 +218,6 @@ class Judge:
             exclude=exclude,
             among=among,
             promised=promised,
-            streamed=asked.streamed,
+            streamed=streamed,
             now_s=now_s,
         )

@@ -20,7 +20,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from router.config import TimeoutsConfig, describe
 from router.record import Cause
 
-_RETRYABLE: Final = frozenset({502, 503, 504})
+RETRYABLE: Final = frozenset({502, 503, 504})
+"""Statuses of a replica that could not answer; another may."""
 _OWN_HEADERS: Final = "x-warmroute-"
 """How the headers begin in which the router itself tells of a request."""
 
@@ -170,7 +171,7 @@ class Upstream:
 
 
 async def _refuse_retryable(response: aiohttp.ClientResponse) -> None:
-    if response.status not in _RETRYABLE:
+    if response.status not in RETRYABLE:
         return
     body = bytearray()
     while len(body) < _FAILURE_BODY_BYTES and (chunk := await response.content.readany()):
