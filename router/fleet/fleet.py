@@ -76,11 +76,10 @@ class Fleet:
 
         A prompt that may be placed more than once comes as its keyring: its keys
         are then made once.
-        ``bound_to`` is the only replica that can answer, ``exclude`` those
-        that have failed to, ``among`` those that may be asked, ``promised`` tells of requests
-        that wait in the router and go before this one, ``streamed`` whether the answer's first
-        token will be seen. Raises `UnknownModel`, or `NoReplica` when no replica that serves the
-        model takes requests.
+        ``bound_to`` is the only replica that can answer, ``exclude`` those that have failed to,
+        ``among`` those that may be asked, ``promised`` tells of requests that wait in the router
+        and go before this one, ``streamed`` whether the answer's first token will be seen.
+        Raises `UnknownModel`, or `NoReplica` when no replica that serves the model takes requests.
         """
         self.unseen.pass_time(now_s)
         self.index.expire(now_s, _EXPIRED_KEYS_PER_PLACE)
