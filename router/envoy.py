@@ -6,10 +6,13 @@ access logs are Envoy's to do, in Envoy's own words. The names in it that the pi
 Called by launch, picker and the command line. Imports config.
 """
 
+import shutil
+import sys
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from router.config import Place, RouterConfig
+from router.config import PickerConfig, Place, RouterConfig, reachable
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
 """Of a header, and in `LB_METADATA`: where the request goes (endpoint picker protocol)."""
@@ -30,12 +33,18 @@ _NO_ANSWER_SLACK_S: Final = 30.0
 """The picker may take so much longer than it holds requests, to read their prompts."""
 
 
-def configuration(config: RouterConfig, picker: str, at: Place) -> dict[str, Any]:
-    """Return the bootstrap of an Envoy at the router's host and port.
+def program() -> str | None:
+    """Return the path of Envoy: the machine's, or that of the wheel beside Python."""
+    return shutil.which("envoy") or shutil.which("envoy", path=str(Path(sys.executable).parent))
 
-    ``picker`` is the host:port of the picker. Raises `ConfigError` for replicas that it cannot
-    reach as they stand; ``at`` is where those are configured.
+
+def configuration(config: RouterConfig, at: Place) -> dict[str, Any]:
+    """Return the bootstrap of an Envoy at the router's host and port, which asks its picker.
+
+    Raises `ConfigError` for replicas that it cannot reach as they stand; ``at`` is where those
+    are configured.
     """
+    picker = config.picker or PickerConfig()
     for index, each in enumerate(config.replicas):
         parts = urlsplit(each.url)
         if parts.scheme != "http" or parts.path:
@@ -45,7 +54,7 @@ def configuration(config: RouterConfig, picker: str, at: Place) -> dict[str, Any
         "node": {"id": "warmroute", "cluster": "warmroute"},
         "static_resources": {
             "listeners": [_listener(config)],
-            "clusters": [_replicas(config), _picker(config, picker)],
+            "clusters": [_replicas(config), _picker(picker)],
         },
     }
 
@@ -204,10 +213,10 @@ def _replicas(config: RouterConfig) -> dict[str, Any]:
     }
 
 
-def _picker(config: RouterConfig, picker: str) -> dict[str, Any]:
-    host, _, port = picker.rpartition(":")
-    found = _cluster("picker", [(host.strip("[]"), int(port))])
-    if config.picker.certificate is not None:
+def _picker(picker: PickerConfig) -> dict[str, Any]:
+    host = reachable(picker.host)
+    found = _cluster("picker", [(host, picker.port)])
+    if picker.certificate is not None:
         tls = {"@type": f"{_TYPES}transport_sockets.tls.v3.UpstreamTlsContext"}
         found["transport_socket"] = {"name": "tls", "typed_config": tls}
     return {**found, **_protocol({}, "http2_protocol_options")}

@@ -12,7 +12,7 @@ import uvloop
 from aiohttp import web
 
 from router.app import PARTS, create_app
-from router.config import RouterConfig, describe, host_port
+from router.config import PickerConfig, RouterConfig, describe, host_port
 from router.controller import Controller
 from router.proxy import Judge
 
@@ -71,9 +71,9 @@ async def _serve_picker(judge: Judge, runner: web.AppRunner, stack: AsyncExitSta
     from router.picker import Picker  # noqa: PLC0415
 
     config = judge.config
-    settings = config.picker
+    settings = config.picker or PickerConfig()
     url = await _listen(runner, settings.host, settings.http_port, "picker.http_port")
-    picker = Picker(judge)
+    picker = Picker(judge, settings)
     try:
         port = await picker.start()
     except OSError as error:

@@ -38,8 +38,9 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
 
 def _ports(config: RouterConfig) -> Iterator[tuple[str, int]]:
     yield "port", config.port
-    yield "picker.port", config.picker.port
-    yield "picker.http_port", config.picker.http_port
+    if config.picker is not None:
+        yield "picker.port", config.picker.port
+        yield "picker.http_port", config.picker.http_port
     if config.controller is not None:
         yield "controller.port", config.controller.port
         yield "controller.monitor_port", config.controller.monitor_port
@@ -142,8 +143,10 @@ def _checked_tokenizer(tokenizer: TokenizerConfig, at: Place, base: Path) -> Tok
     )
 
 
-def _checked_picker(picker: PickerConfig, at: Place, base: Path) -> PickerConfig:
+def _checked_picker(picker: PickerConfig | None, at: Place, base: Path) -> PickerConfig | None:
     """Make the paths of its certificate absolute."""
+    if picker is None:
+        return None
     if (picker.certificate is None) is not (picker.key is None):
         raise at.error("certificate and key go together", "set both, or leave both out")
     return replace(

@@ -190,7 +190,8 @@ class RouterConfig:
     shares_replicas: bool = False
     """Whether other routers or pickers send to these replicas too: then a session whose home is
     not known has it by rendezvous hashing, and replicas are asked how much they have to do."""
-    picker: PickerConfig = field(default_factory=PickerConfig)
+    picker: PickerConfig | None = None
+    """Used by ``warmroute picker``, which has all defaults without the section."""
     controller: ControllerConfig | None = None
     """Off without the section; on with it, be it empty (``controller: {}``)."""
     lmcache_coordinator: str | None = None

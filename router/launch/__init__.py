@@ -1,6 +1,7 @@
 """Starting a router with its replicas on one machine, and ending them.
 
-`fleet_file` plans the processes of a fleet's file. `run_fleet` starts them and restarts none:
+`fleet_file` plans the processes of a fleet's file (`plan`), with an Envoy in front if that is
+asked for (`gateway`). `run_fleet` starts them and restarts none:
 where one ends, all are ended. `processes` has groups of child processes, none of which is left
 running.
 

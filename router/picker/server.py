@@ -30,8 +30,9 @@ _OVERHEAD_BYTES: Final = 1 << 20
 class Picker:
     """Serves gateways between `start` and `stop`."""
 
-    def __init__(self, judge: Judge) -> None:
+    def __init__(self, judge: Judge, settings: PickerConfig) -> None:
         self._judge = judge
+        self._settings = settings
         self._endpoints = Endpoints(judge.fleet)
         limit_bytes = judge.config.max_body_bytes + _OVERHEAD_BYTES
         self._server = grpc.aio.server(
@@ -51,7 +52,7 @@ class Picker:
         await self._endpoints.start()
         add_ExternalProcessorServicer_to_server(self._processor, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        port = self._listen(self._judge.config.picker)
+        port = self._listen()
         for name in _LIVENESS:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self._tell_readiness()
@@ -67,7 +68,8 @@ class Picker:
         self._processor.close()
         await self._endpoints.stop()
 
-    def _listen(self, config: PickerConfig) -> int:
+    def _listen(self) -> int:
+        config = self._settings
         address = host_port(config.host, config.port)
         try:
             if config.certificate is None or config.key is None:

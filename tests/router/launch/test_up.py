@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from router.config.errors import ConfigError
-from router.launch.fleet_file import FleetPlan, PlannedProcess, load_fleet_file
+from router.envoy import program
+from router.launch.fleet_file import load_fleet_file
+from router.launch.plan import FleetPlan, PlannedProcess
 from router.launch.processes import ChildDied
 from router.launch.up import commands_text, run
+from tests.servers import missing
 
 
 @pytest.fixture
@@ -62,6 +65,22 @@ def test_the_plan(engines: Path) -> None:
         },
         {"url": "http://127.0.0.1:8002", "instance_id": "replica2"},
     ]
+
+
+def test_with_envoy_the_router_is_its_picker(engines: Path) -> None:
+    """Clients find Envoy where the router was; settings of its own are merged in."""
+    if program() is None:
+        missing("envoy")
+    (engines / "own.yaml").write_text("admin: {profile_path: /tmp/x}\n")
+    (engines / "fleet.yaml").write_text(FLEET + "envoy: own.yaml\n")
+    fleet = load_fleet_file(engines / "fleet.yaml", by_envoy=True)
+    assert [each.name for each in fleet.processes] == ["one", "replica2", "router", "envoy"]
+    assert (fleet.router.argv[3], fleet.router.url) == ("picker", "http://127.0.0.1:9003")
+    assert fleet.url == "http://127.0.0.1:8088"
+    assert fleet.gateway_settings is not None
+    assert fleet.gateway_settings["admin"] == {"profile_path": "/tmp/x"}
+    [listener] = fleet.gateway_settings["static_resources"]["listeners"]
+    assert listener["address"]["socket_address"]["port_value"] == 8088
 
 
 def test_the_router_is_started_with_its_controller(engines: Path) -> None:
@@ -142,6 +161,10 @@ def test_the_plan_can_be_printed(engines: Path) -> None:
             ("policy: session", "controller: {port: 8088}"),
             "router.controller.port: 8088 is also router.port; choose another",
         ),
+        (
+            ("policy: session", "picker: {port: 8001}"),
+            "replicas[0].port: 8001 is also router.picker.port; choose another",
+        ),
         (("gpus: [0, 1]", "gpus: 0"), "replicas[0].gpus: expected a list, got 0"),
         (("port: 8088", "port: [1]"), "router.port: expected a whole number, got a list;"),
         (("policy: session", "polcy: x"), "router.polcy: unknown key; did you mean 'policy'?"),
@@ -206,7 +229,7 @@ def test_it_tells_how_to_use_it_and_ends_on_sigterm(
     ports = [unused_tcp_port_factory() for _ in range(2)]
     code = (
         "import sys; from pathlib import Path; from router.launch.up import run\n"
-        "from router.launch.fleet_file import FleetPlan, PlannedProcess\n"
+        "from router.launch.plan import FleetPlan, PlannedProcess\n"
         "def part(name, port):\n"
         f"    folder = Path({str(tmp_path)!r})\n"
         f"    argv = (sys.executable, '-c', {SERVER!r}, str(port))\n"

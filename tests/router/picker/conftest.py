@@ -3,9 +3,7 @@
 import asyncio
 import importlib.util
 import json
-import shutil
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -17,7 +15,7 @@ from blockbuster import blockbuster_ctx
 
 from cacheengine.launch.launch import free_ports
 from router.config import PickerConfig, Place, ReplicaConfig, RouterConfig, TimeoutsConfig
-from router.envoy import configuration
+from router.envoy import configuration, program
 from tests.processes import ServerProcess
 from tests.router.conftest import Running, run_router
 from tests.router.scripted import Scripted, scripted
@@ -25,12 +23,6 @@ from tests.servers import missing
 
 Settings = dict[str, Any]
 Change = Callable[[Settings], Settings]
-
-
-def envoy_program() -> str:
-    """Envoy: the machine's, or that of the wheel among the packages for tests."""
-    beside = Path(sys.executable).with_name("envoy")
-    return shutil.which("envoy") or (str(beside) if beside.exists() else missing("envoy"))
 
 
 class Envoy(ServerProcess):
@@ -44,7 +36,7 @@ class Envoy(ServerProcess):
 
     def start(self) -> None:
         options = ["--concurrency", "1", "--log-level", "warning", "--use-dynamic-base-id"]
-        self.run([envoy_program(), "-c", str(self._path), *options], self._answers)
+        self.run([program() or missing("envoy"), "-c", str(self._path), *options], self._answers)
 
     def _answers(self) -> bool:
         """Whether it listens, which it does once it knows its clusters."""
@@ -91,7 +83,8 @@ class Gateway:
         from router.picker import Picker
 
         running = await run_router(self.stack, replace(config, port=0))
-        picker = Picker(running.parts.judge)
+        assert config.picker is not None
+        picker = Picker(running.parts.judge, config.picker)
         await picker.start()
         self.stack.push_async_callback(picker.stop, config.timeouts.drain_s)
         known = vars(running) | {"url": f"http://127.0.0.1:{config.port}"}
@@ -99,8 +92,7 @@ class Gateway:
 
     async def envoy(self, config: RouterConfig, change: Change | None = None) -> Envoy:
         """Run an Envoy that asks a picker; a test may change its settings."""
-        picker = f"127.0.0.1:{config.picker.port}"
-        settings = configuration(config, picker, Place("test"))
+        settings = configuration(config, Place("test"))
         directory = self.directory / str(config.port)
         directory.mkdir()
         envoy = Envoy(directory, settings if change is None else change(settings), config.port)

@@ -94,6 +94,7 @@ async def test_it_is_ready_while_a_replica_is_up(
 ) -> None:
     config = gateway.config()
     await gateway.picker(config)
+    assert config.picker is not None
     async with grpc.aio.insecure_channel(f"127.0.0.1:{config.picker.port}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
         ask = health_pb2.HealthCheckRequest(service=service)
