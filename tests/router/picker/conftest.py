@@ -106,11 +106,19 @@ class Gateway:
         return await self.picker(config), await self.envoy(config, change)
 
 
-@pytest.fixture
-async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
-    """The picker's event loop must never block: blockbuster fails the test if it does."""
+@pytest.fixture(scope="session")
+def grpc_stays() -> None:
+    """Else gRPC ends its thread, and waits for it, whenever the last server is collected."""
     if importlib.util.find_spec("grpc_health") is None:
         missing("grpcio-health-checking")
+    import grpc
+
+    grpc.aio.init_grpc_aio()
+
+
+@pytest.fixture
+async def gateway(grpc_stays: None, tmp_path: Path) -> AsyncIterator[Gateway]:
+    """The picker's event loop must never block: blockbuster fails the test if it does."""
     with blockbuster_ctx("router"):
         async with AsyncExitStack() as stack:
             one = await stack.enter_async_context(scripted())
