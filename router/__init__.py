@@ -5,6 +5,9 @@ its prompt by `prompt` (tokens or text), and asks `admission` for a place. The `
 what `residency` knows of its prefix and what `latency` predicts. `staging` has KV promoted or
 copied, `proxy.upstream` forwards, `proxy.relay` passes the answer on, `record` tells of it.
 
+Behind a gateway `picker` stands in for `proxy`: it says where a request goes, and `envoy` has the
+configuration of an Envoy that asks it and carries the bytes.
+
 One KV event: `feeds` follows the stream of a replica's agent or of vLLM itself;
 `residency.kv_events` reads it, and `fleet` puts the keys into the `residency.PrefixIndex`.
 
@@ -15,7 +18,7 @@ tells the fleet what they hold, and has them prefetch for `staging`. LMCache ins
 One restart: `cli` reads the `config`, `serve` opens the ports, `app` puts the rooms together;
 `feeds` fetches a snapshot of each replica, and its health says when it takes requests.
 
-Directions: launch and the files here -> feeds -> proxy -> admission, staging, prompt ->
+Directions: launch and the files here -> feeds, picker -> proxy -> admission, staging, prompt ->
 fleet -> latency, residency -> config; controller, lmcache -> staging, http; controller,
 proxy -> access -> http -> config;
 `tasks` is below them all.

@@ -23,7 +23,7 @@ from router.http import BODIES, Bodies, errors_answered
 from router.lmcache import Lmcache
 from router.own_endpoints import Api
 from router.prompt import PromptSource
-from router.proxy import METHODS, PROMPTED, Proxy, check_passes, client_session
+from router.proxy import METHODS, PROMPTED, Judge, Proxy, check_passes, client_session
 from router.record import Metrics, RequestRecord, log_record
 from router.staging import AgentClient, Preparer
 
@@ -42,6 +42,7 @@ class Parts:
     health: HealthMonitor
     prompts: PromptSource
     preparer: Preparer
+    judge: Judge
     proxy: Proxy
     api: Api
     controller: Controller | None
@@ -116,9 +117,8 @@ def _make_parts(
         for read in readers:
             read(done)
 
-    proxy = Proxy(
+    judge = Judge(
         config,
-        session,
         fleet=fleet,
         admission=admission,
         prompts=prompts,
@@ -126,7 +126,6 @@ def _make_parts(
         observe=record,
         suspect=health.suspect,
         locate=lmcache.ask,
-        hung=lmcache.hung,
     )
     return Parts(
         fleet=fleet,
@@ -135,11 +134,12 @@ def _make_parts(
         health=health,
         prompts=prompts,
         preparer=preparer,
-        proxy=proxy,
+        judge=judge,
+        proxy=Proxy(judge, session, hung=lmcache.hung),
         api=Api(
             config=config,
             fleet=fleet,
-            proxy=proxy,
+            judge=judge,
             counted=metrics,
             session=session,
             access=access,
@@ -204,7 +204,7 @@ def _add_routes(app: web.Application, passthrough: Sequence[str]) -> None:
         return await request.app[PARTS].proxy.handle(request)
 
     async def passed(request: web.Request) -> web.StreamResponse:
-        check_passes(request, passthrough)
+        check_passes(request.method, request.path, request.headers, passthrough)
         return await proxied(request)
 
     def own(path: str, handler: Callable[[Api], Handler], *methods: str) -> None:

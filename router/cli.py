@@ -11,7 +11,15 @@ from typing import Any, Final
 import click
 import yaml
 
-from router.config import ConfigError, RouterConfig, load_router_config, router_config
+from router.config import (
+    ConfigError,
+    PickerConfig,
+    Place,
+    RouterConfig,
+    load_router_config,
+    router_config,
+)
+from router.envoy import configuration
 from router.explain import ask, table
 from router.launch import ChildFailed, commands_text, load_any, load_fleet_file, run_fleet
 
@@ -82,15 +90,14 @@ def main() -> None:
     """
 
 
-@main.command(short_help="Run the router.")
-@click.option(
+_CONFIG: Final = click.option(
     "-c",
     "--config",
     "config_path",
     type=click.Path(path_type=Path),
     help="The router's YAML file (see configs/router.yaml).",
 )
-@click.option(
+_REPLICAS: Final = click.option(
     "-r",
     "--replica",
     "urls",
@@ -98,6 +105,11 @@ def main() -> None:
     metavar="URL",
     help="A replica's base URL; repeat it for each. Instead of, or on top of, the file's.",
 )
+
+
+@main.command(short_help="Run the router.")
+@_CONFIG
+@_REPLICAS
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1, or the file's]")
 @click.option(
     "--port",
@@ -116,15 +128,53 @@ def serve(
     Ctrl-C or SIGTERM stops it once running requests have ended
     (timeouts.drain_s at most); a second one stops it at once.
     """
-    config = _config(config_path, urls, host, port)
-    # aiohttp and uvloop take a while to import; no other command needs them.
-    from router.serve import PortTaken, run  # noqa: PLC0415
+    config = _config("serve", config_path, urls)
+    config = replace(
+        config,
+        host=config.host if host is None else host,
+        port=config.port if port is None else port,
+    )
+    _run(config, config_path)
 
-    try:
-        run(config)
-    except PortTaken as error:
-        where = (str(config_path), error.key) if config_path else ("--port", "")
-        raise ConfigError(*where, str(error), "choose another") from None
+
+@main.command(short_help="Pick replicas for a gateway, like Envoy.")
+@_CONFIG
+@_REPLICAS
+@click.option("--host", help="Address to listen on.  [default: 127.0.0.1, or the file's]")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    help="Port for gRPC, 0 for a free one.  [default: 9002, or the file's]",
+)
+@click.option(
+    "--print-envoy", is_flag=True, help="Print a configuration of Envoy that asks it, and stop."
+)
+def picker(
+    config_path: Path | None,
+    urls: tuple[str, ...],
+    host: str | None,
+    port: int | None,
+    print_envoy: bool,
+) -> None:
+    """Run the router as the endpoint picker of a gateway, which carries the requests.
+
+    It speaks the protocol of the Gateway API Inference Extension (Envoy's
+    external processing). Its own /health, /metrics and /explain are at
+    picker.http_port.
+    """
+    config = _config("picker", config_path, urls)
+    settings = config.picker or PickerConfig()
+    settings = replace(
+        settings,
+        host=settings.host if host is None else host,
+        port=settings.port if port is None else port,
+    )
+    config = replace(config, picker=settings)
+    if print_envoy:
+        made = configuration(config, Place(str(config_path or "--replica"), "replicas"))
+        click.echo(yaml.safe_dump(made, sort_keys=False), nl=False)
+        return
+    _run(config, config_path, picks=True)
 
 
 @main.command("check-config", short_help="Check a YAML file; print what would be used.")
@@ -147,15 +197,20 @@ def check_config(config_path: Path) -> None:
     type=click.Path(path_type=Path),
     help="The fleet's YAML file (see configs/fleet.yaml).",
 )
+@click.option(
+    "--gateway",
+    type=click.Choice(["envoy"]),
+    help="Let Envoy carry the requests, where the router's port is; the router is its picker.",
+)
 @click.option("--print-commands", is_flag=True, help="Print what would be started, and stop.")
-def up(config_path: Path, print_commands: bool) -> None:
+def up(config_path: Path, gateway: str | None, print_commands: bool) -> None:
     """Run a whole fleet on this machine: replicas, and the router in front.
 
     The file (see configs/fleet.yaml) names the model, the replicas with their
     GPUs, and the router's settings. Everything is ended together: on Ctrl-C,
     on SIGTERM, or when one of the processes dies.
     """
-    fleet = load_fleet_file(config_path)
+    fleet = load_fleet_file(config_path, by_envoy=gateway == "envoy")
     if print_commands:
         click.echo(commands_text(fleet))
         return
@@ -222,22 +277,32 @@ def key(name: str | None, admin: bool) -> None:
     click.echo(yaml.safe_dump({"access": access}, sort_keys=False), nl=False)
 
 
-def _config(
-    path: Path | None, urls: tuple[str, ...], host: str | None, port: int | None
-) -> RouterConfig:
+def _run(config: RouterConfig, path: Path | None, *, picks: bool = False) -> None:
+    # aiohttp and uvloop take a while to import; no other command needs them.
+    from router.serve import PortTaken, run  # noqa: PLC0415
+
+    try:
+        run(config, picks=picks)
+    except PortTaken as error:
+        where = (str(path), error.key) if path else ("--port", "")
+        raise ConfigError(*where, str(error), "choose another") from None
+    except ModuleNotFoundError as error:
+        if not picks:
+            raise
+        fix = "install the extra: pip install 'warmroute[gateway]'"
+        raise ConfigError("warmroute picker", "", str(error), fix) from None
+
+
+def _config(command: str, path: Path | None, urls: tuple[str, ...]) -> RouterConfig:
     if path is None and not urls:
         fix = "give --config FILE or --replica URL"
-        raise ConfigError("warmroute serve", "", "knows no replica", fix)
+        raise ConfigError(f"warmroute {command}", "", "knows no replica", fix)
     config = RouterConfig(replicas=()) if path is None else load_router_config(path)
     if urls:
         named = {"replicas": [{"url": url} for url in urls]}
         given = router_config(named, path="--replica").replicas
         config = replace(config, replicas=config.replicas + given)
-    return replace(
-        config,
-        host=config.host if host is None else host,
-        port=config.port if port is None else port,
-    )
+    return config
 
 
 def _without_secrets(settings: Any) -> dict[str, Any]:

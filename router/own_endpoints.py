@@ -15,7 +15,7 @@ from router.explanation import explanation
 from router.feeds import authorization, fetch_models
 from router.fleet import Fleet, State
 from router.http import as_json, read_body
-from router.proxy import PROMPTED, Proxy, json_object, parse
+from router.proxy import PROMPTED, Judge, json_object, parse
 from router.record import CONTENT_TYPE, Metrics
 
 
@@ -25,7 +25,7 @@ class Api:
 
     config: RouterConfig
     fleet: Fleet
-    proxy: Proxy
+    judge: Judge
     counted: Metrics
     session: aiohttp.ClientSession
     access: Access
@@ -76,7 +76,7 @@ class Api:
         endpoint = _endpoint(request.query.get("endpoint"), json_object(body))
         config = self.config
         asked = parse(endpoint, body, request.headers, config.sessions.header, config.model_aliases)
-        prompt, decision = await self.proxy.decide(asked)
+        prompt, decision = await self.judge.decide(asked)
         return as_json(explanation(prompt, decision, self.fleet, model=asked.model))
 
     async def _merged_models(self, request: web.Request) -> list[dict[str, object]]:

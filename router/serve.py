@@ -13,9 +13,17 @@ import uvloop
 from aiohttp import web
 
 from router.app import PARTS, create_app
-from router.config import RouterConfig, host_port, is_loopback, server_context
+from router.config import (
+    PickerConfig,
+    RouterConfig,
+    describe,
+    host_port,
+    is_loopback,
+    server_context,
+)
 from router.controller import Controller
 from router.http import Site
+from router.proxy import Judge
 
 log = logging.getLogger("warmroute")
 
@@ -30,17 +38,20 @@ class PortTaken(Exception):  # noqa: N818  (what happened, in words for a person
         self.key = key
 
 
-def run(config: RouterConfig) -> None:
-    """Serve until SIGINT or SIGTERM, then drain; raise `PortTaken`."""
+def run(config: RouterConfig, *, picks: bool = False) -> None:
+    """Serve until SIGINT or SIGTERM, then drain; raise `PortTaken`.
+
+    ``picks``: behind a gateway, as its endpoint picker.
+    """
     logging.basicConfig(
         level=config.log_level.upper(),
         stream=sys.stderr,
         format="%(asctime)s %(levelname)-7s %(name)s %(message)s",
     )
-    uvloop.run(_serve(config))
+    uvloop.run(_serve(config, picks=picks))
 
 
-async def _serve(config: RouterConfig) -> None:
+async def _serve(config: RouterConfig, *, picks: bool) -> None:
     app = create_app(config)
     stop = _stop_event()
     async with AsyncExitStack() as stack:
@@ -49,18 +60,48 @@ async def _serve(config: RouterConfig) -> None:
         # First: a program that waits for the router's line finds the controller there too.
         if controller is not None:
             await _serve_controller(controller, config, stack)
-        url = await _listen(runner, config, config.host, config.port, "port")
-        log.info(
-            "serving %d replicas at %s (policy %s); clients use OPENAI_BASE_URL=%s/v1",
-            len(config.replicas),
-            url,
-            config.policy,
-            url,
-        )
-        if not config.access.keys and not is_loopback(f"http://{host_port(config.host, 1)}"):
-            log.warning("access.keys names no key: any client that reaches %s may use it", url)
+        if picks:
+            await _serve_picker(app[PARTS].judge, runner, stack)
+        else:
+            await _serve_clients(runner, config)
         await stop.wait()
         log.info("stopping: running requests may take %g s more", config.timeouts.drain_s)
+
+
+async def _serve_picker(judge: Judge, runner: web.AppRunner, stack: AsyncExitStack) -> None:
+    # An extra of its own, which only gateways need.
+    from router.picker import Picker  # noqa: PLC0415
+
+    config = judge.config
+    settings = config.picker or PickerConfig()
+    plain = replace(config, tls=None)  # clients' TLS ends at the gateway
+    url = await _listen(runner, plain, settings.host, settings.http_port, "picker.http_port")
+    picker = Picker(judge, settings)
+    try:
+        port = await picker.start()
+    except OSError as error:
+        raise PortTaken("picker.port", describe(error)) from None
+    stack.push_async_callback(picker.stop, config.timeouts.drain_s)
+    log.info(
+        "picking one of %d replicas at %s (policy %s); its own endpoints are at %s",
+        len(config.replicas),
+        host_port(settings.host, port),
+        config.policy,
+        url,
+    )
+
+
+async def _serve_clients(runner: web.AppRunner, config: RouterConfig) -> None:
+    url = await _listen(runner, config, config.host, config.port, "port")
+    log.info(
+        "serving %d replicas at %s (policy %s); clients use OPENAI_BASE_URL=%s/v1",
+        len(config.replicas),
+        url,
+        config.policy,
+        url,
+    )
+    if not config.access.keys and not is_loopback(f"http://{host_port(config.host, 1)}"):
+        log.warning("access.keys names no key: any client that reaches %s may use it", url)
 
 
 async def _serve_controller(

@@ -48,6 +48,13 @@ class ServerProcess:
             self._process.wait()
             self._process = None
 
+    def terminate(self) -> None:
+        """Ask it to end, and wait for that. Idempotent."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+            self._process = None
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let it keep its connections and do nothing; entered when all its threads have stopped."""

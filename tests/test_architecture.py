@@ -21,7 +21,8 @@ ROUTER_ROOMS = {
     "access": {"config", "http"},
     "prompt": {"config"},
     "latency": {"config"},
-    "launch": {"config"},
+    "envoy": {"config"},
+    "launch": {"config", "envoy"},
     "fleet": {"config", "residency", "latency"},
     "admission": {"config", "latency", "fleet"},
     "staging": {"config", "fleet", "tasks"},
@@ -32,6 +33,9 @@ ROUTER_ROOMS = {
     "proxy": {
         *("config", "http", "access", "prompt", "residency", "latency", "fleet"),
         *("admission", "staging", "record"),
+    },
+    "picker": {
+        *("config", "envoy", "http", "residency", "fleet", "record", "proxy", "tasks"),
     },
 }
 ENGINE_ROOMS = {

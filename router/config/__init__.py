@@ -8,7 +8,7 @@ constants. `errors` holds each error that a client can get, with its status and 
 Imported by every room; imports none.
 """
 
-from router.config.addresses import host_port, is_loopback, is_same_url, server_key
+from router.config.addresses import host_port, is_loopback, is_same_url, reachable, server_key
 from router.config.errors import (
     ApiError,
     BadRequest,
@@ -38,6 +38,7 @@ from router.config.settings import (
     CorsConfig,
     KeyConfig,
     LmcacheWorkersConfig,
+    PickerConfig,
     PolicyName,
     PrefetchConfig,
     RatesConfig,
@@ -66,6 +67,7 @@ __all__ = [
     "NotFound",
     "NotSupported",
     "Overloaded",
+    "PickerConfig",
     "Place",
     "PolicyName",
     "PrefetchConfig",
@@ -89,6 +91,7 @@ __all__ = [
     "is_loopback",
     "is_same_url",
     "load_router_config",
+    "reachable",
     "read_yaml",
     "router_config",
     "server_context",

@@ -11,6 +11,11 @@ def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def reachable(host: str) -> str:
+    """Return where a server on this machine is reached that listens at an address."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+
+
 def is_loopback(url: str) -> bool:
     """Whether a URL means the machine that uses it, whichever that is."""
     return server_key(url)[1] == "loopback"

@@ -1,7 +1,7 @@
 """Reading the router's settings, and checking what no single value shows to be wrong."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -13,6 +13,7 @@ from router.config.schema import build, read_yaml
 from router.config.settings import (
     AccessConfig,
     KeyConfig,
+    PickerConfig,
     ReplicaConfig,
     ReplicaTlsConfig,
     RouterConfig,
@@ -46,14 +47,8 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
     config = build(RouterConfig, value, at)
     replicas = _checked_replicas(config.replicas, at.at("replicas"))
     tokenizer = _checked_tokenizer(config.tokenizer, at.at("tokenizer"), base)
-    ports = {"port": config.port}
-    for section, own in (
-        ("controller", ("port", "monitor_port")),
-        ("lmcache_workers", ("pull_port", "reply_port", "heartbeat_port")),
-    ):
-        if (settings := getattr(config, section)) is not None:
-            ports |= {f"{section}.{name}": getattr(settings, name) for name in own}
-    check_unique(((port, at.at(name).key) for name, port in ports.items()), path)
+    check_unique(((port, at.at(name).key) for name, port in _ports(config)), path)
+    picker = _checked_picker(config.picker, at.at("picker"), base)
     config = replace(
         config,
         access=_checked_access(config.access, at.at("access"), base),
@@ -67,7 +62,19 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
     _check_clients(config, at)
     stock = config.lmcache_coordinator
     stock = stock and _normal_url(stock, at.at("lmcache_coordinator"))
-    return replace(config, replicas=replicas, tokenizer=tokenizer, lmcache_coordinator=stock)
+    return replace(
+        config, replicas=replicas, tokenizer=tokenizer, picker=picker, lmcache_coordinator=stock
+    )
+
+
+def _ports(config: RouterConfig) -> Iterator[tuple[str, int]]:
+    yield "port", config.port
+    if config.picker is not None:
+        yield "picker.port", config.picker.port
+        yield "picker.http_port", config.picker.http_port
+    if config.controller is not None:
+        yield "controller.port", config.controller.port
+        yield "controller.monitor_port", config.controller.monitor_port
 
 
 def check_unique(claims: Iterable[tuple[int | str | None, str]], path: str) -> None:
@@ -219,6 +226,19 @@ def _checked_tls(tls: _Tls, load: Callable[[_Tls], object], at: Place, base: Pat
         fix = "give PEM files: certificates, and a private key that fits and has no password"
         raise at.error(f"cannot be used ({error.strerror or error})", fix) from None
     return tls
+
+
+def _checked_picker(picker: PickerConfig | None, at: Place, base: Path) -> PickerConfig | None:
+    """Make the paths of its certificate absolute."""
+    if picker is None:
+        return None
+    if (picker.certificate is None) is not (picker.key is None):
+        raise at.error("certificate and key go together", "set both, or leave both out")
+    return replace(
+        picker,
+        certificate=_existing(picker.certificate, "file", at.at("certificate"), base),
+        key=_existing(picker.key, "file", at.at("key"), base),
+    )
 
 
 def _existing(value: str | None, kind: str, at: Place, base: Path) -> str | None:

@@ -247,6 +247,20 @@ class LmcacheWorkersConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PickerConfig:
+    """The endpoint picker that a gateway asks (``warmroute picker``)."""
+
+    host: str = "127.0.0.1"
+    port: int = setting(9002, at_least=0, at_most=65535)
+    """Where the gateway calls it by gRPC; 0 picks a free port (it is printed)."""
+    http_port: int = setting(9003, at_least=0, at_most=65535)
+    """Of its own ``/health``, ``/metrics`` and ``/explain``."""
+    certificate: str | None = None
+    """A PEM file with its certificate, for gateways that call it by TLS; ``key`` beside it."""
+    key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """All of ``router.yaml``."""
 
@@ -277,6 +291,11 @@ class RouterConfig:
     tls: TlsConfig | None = None
     """Off without the section: the router then speaks plain HTTP."""
     replica_tls: ReplicaTlsConfig = field(default_factory=ReplicaTlsConfig)
+    shares_replicas: bool = False
+    """Whether other routers or pickers send to these replicas too: then a session whose home is
+    not known has it by rendezvous hashing, and replicas are asked how much they have to do."""
+    picker: PickerConfig | None = None
+    """Used by ``warmroute picker``, which has all defaults without the section."""
     controller: ControllerConfig | None = None
     """Off without the section; on with it, be it empty (``controller: {}``)."""
     lmcache_workers: LmcacheWorkersConfig | None = None

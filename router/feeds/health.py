@@ -7,7 +7,9 @@ the others and come back by the first good answer.
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,6 +34,8 @@ _MODELS_EVERY_PROBES: Final = 15
 _CACHE_CONFIG: Final = "vllm:cache_config_info"
 """vLLM's gauge whose labels are its cache's settings; one for each engine of a replica."""
 
+_LOAD: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+
 
 @dataclass
 class _Watched:
@@ -55,6 +59,7 @@ class HealthMonitor:
     ) -> None:
         self._watched = {each.name: _Watched(each) for each in config.replicas}
         self._timeouts = config.timeouts
+        self._asks_load = config.shares_replicas
         self._fleet = fleet
         self._prompts = prompts
         self._session = session
@@ -112,6 +117,8 @@ class HealthMonitor:
             # Before it is called up: its first request finds its model known.
             await self._ask_models(config)
             await self._ask_kv_capacity(config)
+        if self._asks_load:
+            await self._ask_load(config)
         watched.probes += 1
         was_up, watched.up = watched.up, True
         if not was_up:
@@ -176,6 +183,12 @@ class HealthMonitor:
             return
         if tokens is not None:
             self._fleet.set_kv_capacity(config.name, tokens)
+
+    async def _ask_load(self, config: ReplicaConfig) -> None:
+        timeout_s = self._timeouts.health_timeout_s
+        told = await fetch(self._session, config, "/metrics", timeout_s=timeout_s)
+        running, waiting = load((told or b"").decode(errors="replace"))
+        self._fleet.replicas[config.name].note_load(running, waiting, time.monotonic())
 
 
 async def fetch_models(
@@ -251,6 +264,18 @@ def served_models(entries: Sequence[Mapping[str, object]]) -> list[ServedModel]:
 def authorization(config: ReplicaConfig) -> dict[str, str]:
     """Return the header for the router's own requests to a replica."""
     return {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
+
+
+def load(metrics: str) -> tuple[int, int]:
+    """Return how many requests run and wait, from vLLM's gauges; none where it does not tell."""
+    counts = dict.fromkeys(_LOAD, 0)
+    for line in metrics.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in counts:
+            with suppress(ValueError, OverflowError):  # no number: other engines' are counted
+                counts[name] += int(float(line.rpartition(" ")[2]))
+    running, waiting = counts.values()
+    return running, waiting
 
 
 def kv_capacity(metrics: str) -> int | None:

@@ -83,7 +83,9 @@ class Assessor:
             work=deep,
             cost=replica.rates.cost(deep),
             kv=self._kv_need(keys),
-            waiting=replica.waiting + self._promised.requests(replica.slot),
+            waiting=replica.waiting
+            + replica.others_waiting
+            + self._promised.requests(replica.slot),
             busy_share=(replica.recent.share(self._now_s) + self._busy_share) / 2,
         )
         slow = [tier for tier in SLOW_TIERS if matched.get(tier)]
@@ -193,7 +195,7 @@ class Assessor:
             queue_s=replica.queue.wait_s(self._now_s, self._kv_need(keys))
             + self._promised.work_s(replica.slot),
             backlog_s=max(0.0, replica.fetching_until_s - self._now_s),
-            decoding=replica.decoding,
+            decoding=replica.decoding + replica.others_running,
             reads_late=replica.reads_late(matched),
         )
 

@@ -54,8 +54,8 @@ class Candidate:
 
     @property
     def in_flight(self) -> int:
-        """Requests under way at the replica."""
-        return self.replica.in_flight
+        """Requests under way at the replica, as far as is known."""
+        return self.replica.in_flight + self.replica.others_waiting + self.replica.others_running
 
     @property
     def matched(self) -> int:

@@ -125,20 +125,30 @@ class Roster:
         self.version += 1
 
     def eligible(
-        self, model: str | None, exclude: Collection[str], bound_to: str | None
+        self,
+        model: str | None,
+        exclude: Collection[str],
+        bound_to: str | None,
+        among: Collection[str] | None,
     ) -> Eligible:
         """Return the replicas that may answer; raise `UnknownModel` or `NoReplica` for none."""
-        if exclude or bound_to is not None:
-            return self._find(model, exclude, bound_to)
+        if exclude or bound_to is not None or among is not None:
+            return self._find(model, exclude, bound_to, among)
         view = self._views.get(model)
         if view is None:
-            view = self._find(model, (), None)
+            view = self._find(model, (), None, None)
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             self._views[model] = view
         return view
 
-    def _find(self, model: str | None, exclude: Collection[str], bound_to: str | None) -> Eligible:
+    def _find(
+        self,
+        model: str | None,
+        exclude: Collection[str],
+        bound_to: str | None,
+        among: Collection[str] | None,
+    ) -> Eligible:
         serving = [each for each in self._replicas.values() if each.serves(model)]
         if not serving:
             raise UnknownModel(model, self.models())
@@ -148,6 +158,9 @@ class Roster:
         if bound_to is not None:
             bound = self._replicas[bound_to]
             left = [each for each in left if each is bound]
+        if among is not None:
+            named = [self._replicas[each] for each in among]
+            left = [each for each in left if each in named]
         for state in (State.UP, State.UNKNOWN):
             if in_state := [each for each in left if each.state is state]:
                 eligible = [each for each in in_state if not each.rests] or in_state

@@ -67,6 +67,7 @@ class Fleet:
         session: str | None,
         bound_to: str | None = None,
         exclude: Collection[str] = (),
+        among: Collection[str] | None = None,
         promised: Promised | None = None,
         streamed: bool = True,
         now_s: float,
@@ -75,9 +76,9 @@ class Fleet:
 
         A prompt that may be placed more than once comes as its keyring: its keys are then made
         once. ``bound_to`` is the only replica that can answer, ``exclude`` are replicas that have
-        failed to, ``promised`` are requests that wait in the router and go before this one,
-        ``streamed`` says whether the answer's first token will be seen. Raises `UnknownModel`, or
-        `NoReplica` when no replica that serves the model takes requests.
+        failed to, ``among`` all that may be asked, ``promised`` are requests that wait in the
+        router and go before this one, ``streamed`` says whether the answer's first token will be
+        seen. Raises `UnknownModel`, or `NoReplica` when no replica of the model takes requests.
         """
         self.unseen.pass_time(now_s)
         self.index.expire(now_s, _EXPIRED_KEYS_PER_PLACE)
@@ -91,7 +92,7 @@ class Fleet:
             streamed=streamed,
             now_s=now_s,
         )
-        eligible = self._roster.eligible(model, exclude, bound_to)
+        eligible = self._roster.eligible(model, exclude, bound_to, among)
         decision = decide(ask, eligible, self.index, self.config, self.judgment)
         if bound_to is not None:
             return replace(decision, reason=Reason.BOUND)

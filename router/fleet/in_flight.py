@@ -56,6 +56,7 @@ class Ticket:
         self._was_alone = not replica.waiting
         replica.waiting += 1
         replica.started += 1
+        replica.note_work(self._cost.busy_s)
         self._number = replica.started
         self._ready_s = 0.0
         """When its KV will be there."""

@@ -12,7 +12,7 @@ from router.fleet.assessment import Assessor
 from router.fleet.candidate import Candidate
 from router.fleet.decision import Decision, KvCopy, Reason
 from router.fleet.eligibility import Eligible
-from router.fleet.policy import Question, pick
+from router.fleet.policy import Question, pick, rendezvous_score, salt_of
 from router.fleet.replica import Replica
 from router.fleet.shortlist import MAX_WEIGHED, Field, shortlist
 from router.latency import Promised, Work
@@ -48,9 +48,13 @@ def decide(
     """Return where a request should go; ``eligible`` must not be empty."""
     keyring, now_s = ask.keyring, ask.now_s
     field = Field(eligible, keyring, index)
+    affinity = xxhash.xxh3_64_intdigest(keyring.affinity(ask.session))
     home = None if ask.home is None else eligible.by_slot.get(ask.home)
+    if home is None and ask.session is not None and config.shares_replicas:
+        # Another router may have had its turns: all of them take this one for its home.
+        home = max(eligible, key=lambda each: rendezvous_score(affinity, salt_of(each.id)))
     question = Question(
-        affinity=xxhash.xxh3_64_intdigest(keyring.affinity(ask.session)),
+        affinity=affinity,
         home=None if home is None else home.id,
         turn=ask.turn,
         judgment=judgment,

@@ -25,7 +25,8 @@ from router.residency import (
     find_shape,
 )
 
-_RECENT_ANSWERS: Final = 50
+_RECENT: Final = 50
+"""So many requests averages are of, about."""
 
 
 SLOW_TIERS: Final = (Tier.DISK, Tier.REMOTE)
@@ -124,14 +125,20 @@ class Replica:
     """Of its TTFTs."""
     started: int = 0
     """Requests that it was given, ever."""
+    work_s: float = 0.0
+    """What each of them was to take of its time, on average of the last `_RECENT`."""
     waiting: int = 0
     """Requests sent whose first token has not come."""
     decoding: int = 0
     """Requests between first token and end."""
+    others_waiting: int = 0
+    """Requests that other routers gave it, as it told last: those it has not begun."""
+    others_running: int = 0
+    """The others of those."""
     answers: int = 0
     """Answers that have ended, of which the prefill's end was told."""
     _answer_s: float = 0.0
-    """How long they took after that, on average of the last `_RECENT_ANSWERS`."""
+    """How long they took after that, on average of the last `_RECENT`."""
 
     @classmethod
     def new(
@@ -243,8 +250,22 @@ class Replica:
     def note_answer(self, seconds: float) -> None:
         """Learn how long answers take, from their first tokens to their ends."""
         self.answers += 1
-        self._answer_s += (seconds - self._answer_s) / min(self.answers, _RECENT_ANSWERS)
+        self._answer_s += (seconds - self._answer_s) / min(self.answers, _RECENT)
         self.queue.set_answer_s(self._answer_s)
+
+    def note_work(self, busy_s: float) -> None:
+        """Note what one more of the requests that it is given takes of its time."""
+        self.work_s += (busy_s - self.work_s) / min(self.started, _RECENT)
+
+    def note_load(self, running: int, waiting: int, now_s: float) -> None:
+        """Note how many requests it has in all: what this router did not give it others did.
+
+        Which of the waiting ones those are it does not tell: in each state as many as of all. Each
+        is taken for as much work as this router's own were on average.
+        """
+        share = max(0.0, 1.0 - self.in_flight / (running + waiting)) if running + waiting else 0.0
+        self.others_waiting, self.others_running = round(share * waiting), round(share * running)
+        self.queue.set_others(share * waiting * self.work_s, now_s)
 
     def receive(self, signal: Signal) -> bool:
         """Move to the next state; return whether that is another one."""

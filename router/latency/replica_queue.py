@@ -102,6 +102,7 @@ class ReplicaQueue:
         """When the first prefill began, as far as is known."""
         self._capacity_tokens = inf
         self._answer_s = 0.0
+        self._others_until_s = 0.0
         self._is_stale = False
         self._plan_again_s = inf
         # What follows from the above: when a newcomer's turn comes, and how much KV memory is
@@ -119,6 +120,10 @@ class ReplicaQueue:
         """Note how long an answer takes from its first token to its end, on average."""
         self._answer_s = answer_s
         self._is_stale = True
+
+    def set_others(self, work_s: float, now_s: float) -> None:
+        """Note how much work others gave the replica, beside what has joined here."""
+        self._others_until_s = now_s + work_s
 
     # --- predictions
 
@@ -138,7 +143,7 @@ class ReplicaQueue:
                     break
                 begin_s = max(begin_s, release_s)
                 free += tokens
-        return begin_s - now_s
+        return begin_s - now_s + max(0.0, self._others_until_s - now_s)
 
     def _lacking(self, kv: KvNeed) -> float:
         """Return the tokens of a prompt that no request here holds."""

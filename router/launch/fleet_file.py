@@ -5,9 +5,8 @@ replicas: those are the ones started here. Each becomes an ordinary
 ``warmroute`` command, so what runs is what a person would start by hand.
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -20,16 +19,18 @@ from router.config import (
     host_port,
     is_loopback,
     load_router_config,
+    reachable,
     read_yaml,
     router_config,
     setting,
 )
+from router.launch.gateway import behind_envoy, router_process
+from router.launch.plan import WARMROUTE, FleetPlan, PlannedProcess
 
 _AGENT_PORT_KEY: Final = "lmcache_worker_port"
 _TRANSFER_KEY: Final = "distributed_url"
 _NAME_KEY: Final = "lmcache_instance_id"
 _CONTROLLER_KEY: Final = "controller_url"
-_WARMROUTE: Final = (sys.executable, "-m", "router")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,39 +60,12 @@ class FleetFile:
     env: dict[str, str] = field(default_factory=dict)
     """Environment for every replica, on top of this process's."""
     router: dict[str, Any] = field(default_factory=dict)
+    envoy: str | None = None
+    """Settings of Envoy's own, merged over those that ``--gateway envoy`` makes."""
     log_dir: str = ".warmroute/logs"
     """Where each process's output goes; relative to where the command runs."""
     ready_timeout_s: float = setting(900.0, above=0)
     """How long a replica may take to load its model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedProcess:
-    """One process of the fleet."""
-
-    name: str
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    """What is added to this process's environment."""
-    url: str
-    """Its base URL; ``/health`` under it says when it is ready."""
-    log_path: Path
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetPlan:
-    """What `run` starts."""
-
-    replicas: tuple[PlannedProcess, ...]
-    router: PlannedProcess
-    router_settings: dict[str, Any]
-    log_dir: Path
-    ready_timeout_s: float
-
-    @property
-    def processes(self) -> tuple[PlannedProcess, ...]:
-        """All processes, in the order in which they are started."""
-        return (*self.replicas, self.router)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +92,11 @@ def load_any(path: Path) -> RouterConfig | FleetFile:
     return build(FleetFile, value, Place(str(path)))
 
 
-def load_fleet_file(path: Path | str) -> FleetPlan:
-    """Read ``fleet.yaml`` and plan its processes; raise `ConfigError`."""
+def load_fleet_file(path: Path | str, *, by_envoy: bool = False) -> FleetPlan:
+    """Read ``fleet.yaml`` and plan its processes; raise `ConfigError`.
+
+    ``by_envoy``: whether an Envoy carries the requests, and the router is its picker.
+    """
     path = Path(path)
     at = Place(str(path))
     file = build(FleetFile, read_yaml(path), at)
@@ -127,6 +104,8 @@ def load_fleet_file(path: Path | str) -> FleetPlan:
         raise at.at("replicas").error("names no replica", "add at least one")
     log_dir = Path(file.log_dir).expanduser()
     planned = [_planned_replica(file, index, path, log_dir) for index in range(len(file.replicas))]
+    if by_envoy:
+        file = replace(file, router={"picker": {}, **file.router})
     settings = _router_settings(file, planned, path)
     router = router_config(settings, path=str(path), key="router", base=path.parent)
     if router.port == 0:
@@ -139,20 +118,15 @@ def load_fleet_file(path: Path | str) -> FleetPlan:
             key: getattr(section, key) if isinstance(value, str) else value
             for key, value in settings[name].items()
         }
-    host = "127.0.0.1" if router.host in ("0.0.0.0", "::", "") else router.host
-    return FleetPlan(
+    url = f"http{'s' if router.tls else ''}://{host_port(reachable(router.host), router.port)}"
+    plan = FleetPlan(
         replicas=tuple(each.process for each in planned),
-        router=PlannedProcess(
-            name="router",
-            argv=(*_WARMROUTE, "serve", "--config", str(log_dir / "router.yaml")),
-            env={},
-            url=f"http{'s' if router.tls else ''}://{host_port(host, router.port)}",
-            log_path=log_dir / "router.log",
-        ),
+        router=router_process("serve", url, log_dir),
         router_settings=settings,
         log_dir=log_dir,
         ready_timeout_s=file.ready_timeout_s,
     )
+    return behind_envoy(plan, router, at, own=file.envoy) if by_envoy else plan
 
 
 def _router_settings(
@@ -186,7 +160,7 @@ def _planned_replica(file: FleetFile, index: int, path: Path, log_dir: Path) -> 
     process = PlannedProcess(
         name=name,
         argv=(
-            *(*_WARMROUTE, "replica", "--config", str(engine_path), "--"),
+            *(*WARMROUTE, "replica", "--config", str(engine_path), "--"),
             *("--model", file.model, "--port", str(replica.port)),
             *(*file.vllm_args, *replica.vllm_args),
         ),
@@ -243,6 +217,10 @@ def _claims(
     if router.controller is not None:
         yield router.controller.port, "router.controller.port"
         yield router.controller.monitor_port, "router.controller.monitor_port"
+    if router.picker is not None:
+        yield router.picker.port, "router.picker.port"
+        yield router.picker.http_port, "router.picker.http_port"
+        yield "envoy", "the gateway"
     for index, (replica, each) in enumerate(zip(file.replicas, planned, strict=True)):
         key = f"replicas[{index}]"
         yield replica.port, f"{key}.port"

@@ -3,10 +3,12 @@
 import json
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from router.config import Place
-from router.launch.fleet_file import FleetPlan
+from router.launch.plan import FleetPlan
 from router.launch.processes import ProcessGroup
 
 
@@ -16,8 +18,9 @@ def commands_text(fleet: FleetPlan) -> str:
     for process in fleet.processes:
         env = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
         lines.append(" ".join([*env, shlex.join(process.argv)]))
-    settings = json.dumps(fleet.router_settings, indent=2)
-    return "\n".join([*lines, f"# {fleet.log_dir / 'router.yaml'}:", settings])
+    for path, settings in _files(fleet):
+        lines += [f"# {path}:", json.dumps(settings, indent=2)]
+    return "\n".join(lines)
 
 
 def run(fleet: FleetPlan, *, say: Callable[[str], None]) -> None:
@@ -26,7 +29,7 @@ def run(fleet: FleetPlan, *, say: Callable[[str], None]) -> None:
     Returns on Ctrl-C or SIGTERM; raises `ChildFailed` when a process dies or
     does not get ready. Nothing that was started is left running.
     """
-    _write_router_config(fleet)
+    _write_files(fleet)
     try:
         with ProcessGroup() as group:
             for process in fleet.processes:
@@ -37,21 +40,27 @@ def run(fleet: FleetPlan, *, say: Callable[[str], None]) -> None:
                 url = f"{process.url}/health"
                 took_s = group.wait_ready(process.name, url, fleet.ready_timeout_s, say)
                 say(f"{process.name}: ready at {process.url} after {took_s:.0f} s")
-            say(f"All is ready: OPENAI_BASE_URL={fleet.router.url}/v1 (Ctrl-C ends everything)")
+            say(f"All is ready: OPENAI_BASE_URL={fleet.url}/v1 (Ctrl-C ends everything)")
             group.wait()
     except KeyboardInterrupt:
         say("Ended: everything that was started has been stopped.")
 
 
-def _write_router_config(fleet: FleetPlan) -> None:
-    path = fleet.log_dir / "router.yaml"
+def _files(fleet: FleetPlan) -> Iterator[tuple[Path, dict[str, Any]]]:
+    yield fleet.log_dir / "router.yaml", fleet.router_settings
+    if fleet.gateway_settings is not None:
+        yield fleet.log_dir / "envoy.yaml", fleet.gateway_settings
+
+
+def _write_files(fleet: FleetPlan) -> None:
     try:
         fleet.log_dir.mkdir(parents=True, exist_ok=True)
-        # JSON is YAML. The file may carry an api_key: only for its owner, also where a fleet
-        # before this one has left a file that others may read.
-        path.unlink(missing_ok=True)
-        path.touch(mode=0o600)
-        path.write_text(json.dumps(fleet.router_settings, indent=2), encoding="utf-8")
+        for path, settings in _files(fleet):
+            # JSON is YAML. The file may carry an api_key: only for its owner, also where a fleet
+            # before this one has left a file that others may read.
+            path.unlink(missing_ok=True)
+            path.touch(mode=0o600)
+            path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
         raise Place(str(fleet.log_dir)).error(problem, "set log_dir") from None

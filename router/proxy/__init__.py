@@ -16,7 +16,7 @@ step only asks for a value are not named.
     prompt.tokenizer.encoder.cut      into pieces, of which the known ones are looked up  return 2
     admission.async_gate.admit        waits until the request may go
     admission.gate.arrive             may it go, or does it wait in the queue?
-    fleet.fleet.place                 which replica, by what is known now (by way of `Proxy._place`)
+    fleet.fleet.place                 which replica, by what is known now (by way of `Judge._place`)
     fleet.placement.decide            the replicas that may answer, as candidates
     residency.prefix_index.depths     how much of the prompt each of them holds
     fleet.assessment.assess           the ways to get the rest there, and their costs
@@ -38,21 +38,30 @@ keeps a response or a file.
 What has no prompt goes the same way: `passing.passed` takes the place of `proxy.request.parse`,
 and nothing is read, held or staged.
 
-Called by the application. Imports config, http, access, prompt, residency, latency, fleet,
-admission, staging and record.
+Called by the application, and for `Judge` by picker. Imports config, http, access, prompt,
+residency, latency, fleet, admission, staging and record.
 """
 
-from router.proxy.passing import METHODS, check_passes
+from router.proxy.judge import Judge
+from router.proxy.passing import METHODS, check_passes, keeps, label, passed
 from router.proxy.proxy import Proxy
-from router.proxy.request import PROMPTED, json_object, parse
-from router.proxy.upstream import client_session
+from router.proxy.request import PROMPTED, Asked, json_object, parse
+from router.proxy.upstream import RETRYABLE, client_session
+from router.proxy.usage import UsageReader
 
 __all__ = [
     "METHODS",
     "PROMPTED",
+    "RETRYABLE",
+    "Asked",
+    "Judge",
     "Proxy",
+    "UsageReader",
     "check_passes",
     "client_session",
     "json_object",
+    "keeps",
+    "label",
     "parse",
+    "passed",
 ]

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import orjson
-from aiohttp import web
 
 from router.config import NotFound, NotSupported
 from router.proxy.request import PROMPTED, Asked, named_session
@@ -46,28 +45,41 @@ _MODEL_PART: Final = re.compile(
 )
 
 
-def check_passes(request: web.Request, allowed: Sequence[str]) -> None:
+def check_passes(
+    method: str, path: str, headers: Mapping[str, str], allowed: Sequence[str]
+) -> None:
     """Raise `NotFound` for what replicas are not asked, `NotSupported` for a WebSocket.
 
-    ``allowed`` are paths that pass beside those of vLLM's APIs; a ``*`` at the end stands for any.
+    ``path`` is decoded. ``allowed`` are paths that pass beside those of vLLM's APIs; a ``*`` at
+    the end stands for any.
     """
-    path = request.path
     # Servers and proxies behind the router may resolve dots and empty segments: to any path.
     plain = not any(each in ("", ".", "..") for each in path[1:].split("/"))
     by_default = path not in _ADMIN and _matches(path, _PASSED)
     if not plain or not (by_default or _matches(path, allowed)):
         raise NotFound(
-            f"the router passes no {request.method} {path} to replicas; where clients may reach "
+            f"the router passes no {method} {path} to replicas; where clients may reach "
             "it there, its operator allows it with 'passthrough' in the router's configuration"
         )
-    if request.headers.get("Upgrade", "").lower() == "websocket":
+    if headers.get("upgrade", "").lower() == "websocket":
         raise NotSupported(f"the router has no WebSockets, which {path} was asked for")
 
 
-def passed(request: web.Request, body: bytes, header: str, aliases: Mapping[str, str]) -> Asked:
-    """Return what routing needs of such a request; a body that cannot be read is the replica's."""
+def passed(
+    method: str,
+    path: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    *,
+    session_header: str,
+    aliases: Mapping[str, str],
+) -> Asked:
+    """Return what routing needs of such a request; a body that cannot be read is the replica's.
+
+    ``path`` is decoded; ``headers`` find theirs by names in lower case.
+    """
     fields: dict[str, Any] = {}
-    boundary = _BOUNDARY.match(request.headers.get("Content-Type", ""))
+    boundary = _BOUNDARY.match(headers.get("content-type", ""))
     if boundary:
         model, body = _form_model(body, boundary[1].encode(errors="surrogateescape"), aliases)
     else:
@@ -77,16 +89,15 @@ def passed(request: web.Request, body: bytes, header: str, aliases: Mapping[str,
         if model is not None and model in aliases:
             fields["model"] = model = aliases[model]
             body = orjson.dumps(fields)
-    path = request.path
     return Asked(
         endpoint=path,
         body=body,
         fields=fields,
         model=model,
-        session=named_session(fields, request.headers.get(header)),
+        session=named_session(fields, headers.get(session_header)),
         has_prompt=False,
         ids=(*path.split("/")[3:], *_named_ids(fields)),
-        repeatable=request.method in _IDEMPOTENT or path in _COMPUTED,
+        repeatable=method in _IDEMPOTENT or path in _COMPUTED,
         seeks=not body,
     )
 

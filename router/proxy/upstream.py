@@ -23,7 +23,8 @@ from yarl import URL
 from router.config import TimeoutsConfig, describe
 from router.record import Cause
 
-_RETRYABLE: Final = frozenset({502, 503, 504})
+RETRYABLE: Final = frozenset({502, 503, 504})
+"""Statuses of a replica that could not answer; another may."""
 _OWN_HEADERS: Final = ("x-warmroute-", "access-control-")
 """How the headers begin in which the router alone speaks: of a request, and of other origins."""
 _LARGE_BODY_BYTES: Final = 1 << 20
@@ -153,7 +154,7 @@ class Upstream:
                     ),
                 )
                 headers_s = time.monotonic()
-                if response.status in _RETRYABLE:
+                if response.status in RETRYABLE:
                     raise await _refused(response, Cause.STATUS)
                 if seeks and response.status == web.HTTPNotFound.status_code:
                     raise await _refused(response, Cause.ABSENT)

@@ -26,6 +26,9 @@ class Outcome(StrEnum):
     """The router answered with an error of its own; no replica had begun to answer."""
     CUT = "cut"
     """The replica's answer broke off after its first byte."""
+    ENDED = "ended"
+    """The answer had begun when its gateway ended the request: its client has all of it or has
+    gone, which the gateway does not tell."""
     CLIENT_GONE = "client-gone"
     """The client went away before the answer's end, which the replica had not broken off."""
     FAILED = "failed"
@@ -43,6 +46,8 @@ class Cause(StrEnum):
     """The replica answered 502, 503 or 504."""
     HUNG = "hung"
     """What the replica waits for has ended: its LMCache server."""
+    GATEWAY = "gateway"
+    """The gateway went on to another replica, and does not tell why."""
     TIMEOUT = "timeout"
     """No first byte within ``timeouts.first_byte_s``."""
     ABSENT = "absent"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from router import cli
@@ -30,12 +31,14 @@ def router_yaml(tmp_path: Path) -> Path:
 def test_help_lists_every_command_plugins_included() -> None:
     code, output = invoke("--help")
     assert code == 0
-    for command in ("serve", "up", "explain", "key", "check-config", "replica"):
+    for command in ("serve", "picker", "up", "explain", "key", "check-config", "replica"):
         assert f"\n  {command} " in output
     assert "(unavailable" not in output
 
 
-@pytest.mark.parametrize("command", ["serve", "up", "explain", "key", "check-config", "replica"])
+@pytest.mark.parametrize(
+    "command", ["serve", "picker", "up", "explain", "key", "check-config", "replica"]
+)
 def test_each_command_has_help(command: str) -> None:
     code, output = invoke(command, "--help")
     assert code == 0
@@ -153,3 +156,11 @@ def test_a_key_is_for_a_client_or_for_administration(args: list[str]) -> None:
     code, output = invoke("key", *args)
     assert code == 2
     assert "give the client's NAME, or --admin" in output
+
+
+def test_a_configuration_of_envoy_is_printed(router_yaml: Path) -> None:
+    made = yaml.safe_load(invoke("picker", "-c", str(router_yaml), "--print-envoy")[1])
+    clusters = {each["name"]: each for each in made["static_resources"]["clusters"]}
+    assert set(clusters) == {"replicas", "picker"}
+    code, output = invoke("picker", "-r", "https://host/base", "--print-envoy")
+    assert code == 2 and "replicas[0].url: 'https://host/base' is more than a host" in output

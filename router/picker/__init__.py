@@ -1,0 +1,20 @@
+"""The judgment behind a gateway: an endpoint picker of the Gateway API Inference Extension.
+
+The gateway (Envoy, or what is built on it) carries all bytes. For each request it calls the
+picker by gRPC, with Envoy's external processing protocol, and tells of headers, body and answer:
+
+    server.Picker               the port, TLS, gRPC's health checks
+    service.Processor           one call: what the gateway tells in, what it should do out
+    stream.Stream               its messages, and that it may end at any time
+    words                       what messages say
+    exchange.Exchange           one request: asked, picked, answered, ended
+    proxy.judge                 reads, admits, stages, learns: the proxy asks it too
+    endpoints.Endpoints         which ip:port is which replica
+
+Needs the extra ``gateway``. Called by `router.serve`. Imports config, envoy, http, residency,
+fleet, record, proxy and tasks.
+"""
+
+from router.picker.server import Picker
+
+__all__ = ["Picker"]

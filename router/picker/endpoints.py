@@ -1,0 +1,98 @@
+"""The addresses at which a gateway knows replicas: ``ip:port``, where the router has URLs."""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterable
+from typing import Final
+from urllib.parse import urlsplit
+
+from router.config import describe, host_port
+from router.fleet import Fleet, Replica
+from router.tasks import end_all
+
+log = logging.getLogger("warmroute.picker")
+
+_LOOK_UP_EVERY_S: Final = 5.0
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+class Endpoints:
+    """Which endpoint each replica has; names are looked up anew every few seconds."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._of: dict[int, str] = {}
+        """By slot."""
+        self._at: dict[str, Replica] = {}
+        """By any address that a replica's name has."""
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Look all names up, and go on doing so."""
+        await self._look_up()
+        self._task = asyncio.create_task(self._keep_looking(), name="endpoints")
+
+    async def stop(self) -> None:
+        """End that."""
+        if self._task is not None:
+            await end_all([self._task])
+
+    def of(self, replica: Replica) -> str | None:
+        """Return where the gateway finds a replica; None while its name is not known."""
+        return self._of.get(replica.slot)
+
+    def at(self, endpoint: str) -> Replica | None:
+        """Return the replica at an endpoint."""
+        return self._at.get(endpoint)
+
+    def eligible(self, named: Iterable[str] | None) -> list[str] | None:
+        """Return the ids of the replicas that may be picked; None for all.
+
+        ``named`` are the endpoints that the gateway chooses from, None where it names none.
+        """
+        if named is not None:
+            found = (self._at.get(each) for each in named)
+            return [each.id for each in found if each is not None]
+        if len(self._of) == len(self._fleet.replicas):
+            return None
+        return [each.id for each in self._fleet.replicas.values() if each.slot in self._of]
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_UP_EVERY_S)
+            try:
+                await self._look_up()
+            except Exception:  # else a replica that moves would never be found again
+                log.exception("looking up the replicas' addresses failed")
+
+    async def _look_up(self) -> None:
+        replicas = list(self._fleet.replicas.values())
+        found = await asyncio.gather(*(_addresses(each.config.url) for each in replicas))
+        at: dict[str, Replica] = {}
+        for replica, addresses in zip(replicas, found, strict=True):
+            former = self._of.get(replica.slot)
+            # What was found before holds while its name cannot be looked up.
+            known = addresses or ([former] if former else [])
+            at.update(dict.fromkeys(known, replica))
+            if known and former not in known:
+                self._of[replica.slot] = known[0]
+        self._at = at
+
+
+async def _addresses(url: str) -> list[str]:
+    """Return the endpoints that a URL means, IPv4 first; none where its name is not known."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+    try:
+        return [host_port(str(ipaddress.ip_address(host)), port)]
+    except ValueError:
+        pass  # a name
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        log.warning("the address of %s is not known: %s", host, describe(error))
+        return []
+    found.sort(key=lambda each: each[0] is not socket.AF_INET)
+    return [host_port(str(each[4][0]), port) for each in found]

@@ -1,0 +1,245 @@
+"""One request that a gateway carries: asked, picked, answered, ended."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isnan
+from typing import Final
+from urllib.parse import unquote
+
+from router.config import ApiError, NoReplica
+from router.fleet import Decision, Reason, Replica, Ticket
+from router.picker.endpoints import Endpoints
+from router.proxy import (
+    PROMPTED,
+    RETRYABLE,
+    Asked,
+    Judge,
+    UsageReader,
+    check_passes,
+    keeps,
+    label,
+    parse,
+    passed,
+)
+from router.record import Cause, Outcome, RequestRecord, answer_headers
+from router.residency import PromptKeyring
+
+_TOLD_WHOLE_BYTES: Final = 64 << 10
+"""An answer that is not streamed is looked at for its usage up to this size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picked:
+    """Where a request goes."""
+
+    endpoints: tuple[str, ...]
+    """The replica's, then those of the next best, which are tried if it cannot be reached."""
+    api_key: str | None
+    """Sent to all of them instead of the client's own."""
+    streamed: bool
+    """Whether the answer's first bytes are its first token."""
+
+
+class Exchange:
+    """One request, from its headers to the end of its answer; `close` must be called at its end."""
+
+    def __init__(
+        self,
+        judge: Judge,
+        endpoints: Endpoints,
+        headers: Mapping[str, str],
+        *,
+        named: Iterable[str] | None,
+        sees_tokens: bool,
+    ) -> None:
+        """``named`` are the endpoints to choose from, None for all.
+
+        ``sees_tokens``: whether the gateway will tell when a streamed answer's first bytes come.
+        """
+        self.method = headers.get(":method", "")
+        raw_path = headers.get(":path", "").partition("?")[0]
+        self.path = unquote(raw_path)
+        self.record = RequestRecord(
+            request_id=headers.get("x-request-id") or uuid.uuid4().hex,
+            endpoint=label(self.path),
+            path=raw_path,
+            started_s=time.monotonic(),
+        )
+        self._judge = judge
+        self._endpoints = endpoints
+        self._headers = headers
+        self._named = named
+        self._sees_tokens = sees_tokens
+        self._asked: tuple[Asked, PromptKeyring] | None = None
+        """Until the answer begins: another replica than the picked one may give it."""
+        self._ticket: Ticket | None = None
+        self._replica: Replica | None = None
+        self._picked_s = 0.0
+        self._streamed = False
+        self._first_byte_s: float | None = None
+        """Of the answer, streamed or not."""
+        self._reader = UsageReader(any_id=keeps(self.method, self.path))
+
+    # --- the request
+
+    async def pick(self, body: bytes) -> Picked:
+        """Return where the request goes, once it may; raise `ApiError`."""
+        await self._judge.turnstile.enter()
+        asked = self._parse(body)
+        keyring = await self._judge.read(asked, self.record)
+        among = self._endpoints.eligible(self._named)
+        if among is not None and not among:
+            raise NoReplica("none of the endpoints that the gateway names is a replica's")
+        admitted = await self._judge.admit(
+            asked, keyring, self.record, among=among, sees_tokens=self._sees_tokens
+        )
+        self._ticket, self._asked = admitted.ticket, (asked, keyring)
+        self._replica = admitted.decision.picked.replica
+        await self._judge.prepare(admitted, self.record)
+        self._picked_s = time.monotonic()
+        return self._picked(admitted.decision, streamed=asked.streamed)
+
+    def _parse(self, body: bytes) -> Asked:
+        """Return what routing needs of the request. No alias is replaced: the gateway has the body.
+
+        Raises `ApiError` for what no replica is to be asked.
+        """
+        config, headers = self._judge.config, self._headers
+        check_passes(self.method, self.path, headers, config.passthrough)
+        header = config.sessions.header.lower()
+        if self.path in PROMPTED and self.method == "POST":
+            return parse(self.path, body, headers, header, {})
+        return passed(self.method, self.path, headers, body, session_header=header, aliases={})
+
+    def _picked(self, decision: Decision, *, streamed: bool) -> Picked:
+        """Return the decision's replica and the next best, by their scores."""
+        picked, judgment = decision.picked, self._judge.fleet.judgment
+        api_key = picked.replica.config.api_key
+        others = [
+            each
+            for each in decision.candidates
+            if each is not picked and each.replica.config.api_key == api_key
+            if decision.reason is not Reason.BOUND
+        ]
+        others.sort(key=lambda each: each.score_s(judgment))
+        found = [self._endpoints.of(each.replica) for each in (picked, *others)]
+        known = [each for each in found if each is not None]
+        return Picked(
+            endpoints=tuple(known[: self._judge.config.retries + 1]),
+            api_key=api_key,
+            streamed=streamed,
+        )
+
+    # --- the answer
+
+    async def answered(self, headers: Mapping[str, str], served: str | None) -> dict[str, str]:
+        """Note the headers of the answer; return those to be added.
+
+        ``served`` is the endpoint that gave it, None where the gateway does not tell.
+        """
+        record = self.record
+        await self._note_served(served)
+        self._asked = None
+        record.status = int(headers.get(":status", "0"))
+        self._streamed = headers.get("content-type", "").startswith("text/event-stream")
+        if record.status in RETRYABLE and record.replica_id is not None:
+            self._judge.failed(record, Cause.STATUS, f"answered {record.status}")
+        if self._is_ok and not self._streamed:
+            self._began(time.monotonic())
+        elif self._is_ok and self._first_byte_s is not None:
+            self._began(self._first_byte_s)
+        return answer_headers(record)
+
+    def wants_body(self, headers: Mapping[str, str]) -> bool:
+        """Whether an answer is worth to be told whole: it is short, and tells of the request."""
+        length = headers.get("content-length", "")
+        is_short = length.isdecimal() and int(length) <= _TOLD_WHOLE_BYTES
+        return self._is_ok and not self._streamed and is_short and self.path in PROMPTED
+
+    def came(self, part: bytes, *, is_last: bool) -> None:
+        """Note a part of the answer's body."""
+        if part and self._first_byte_s is None:
+            self._first_byte_s = time.monotonic()
+            # It may be told before the headers are: that is another call.
+            if self._is_ok and self._streamed:
+                self._began(self._first_byte_s)
+        self._reader.feed(part)
+        self.record.response_bytes += len(part)
+        if is_last:
+            self.record.end(Outcome.OK)
+
+    @property
+    def awaits_first_byte(self) -> bool:
+        """Whether the call with the first byte is still to come."""
+        return self._is_ok and self._streamed and self._first_byte_s is None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the call for the whole request has ended."""
+        return not isnan(self.record.ended_s)
+
+    @contextmanager
+    def noting_end(self) -> Iterator[None]:
+        """Note when and by what the call for the whole request ends."""
+        with self._judge.noting_end(self.record):
+            try:
+                yield
+            except (asyncio.CancelledError, ConnectionResetError):
+                self._gateway_ended()
+                raise
+            self._gateway_ended()
+
+    def _gateway_ended(self) -> None:
+        has_begun = self.record.status is not None
+        self.record.end(Outcome.ENDED if has_begun else Outcome.CLIENT_GONE)
+
+    def close(self) -> None:
+        """Release the request, whatever its end is, and hand out its record."""
+        record, ticket = self.record, self._ticket
+        if ticket is not None and record.status is None:
+            self._judge.release(ticket)
+        elif ticket is not None:
+            if self._is_ok:
+                # Of an answer whose first token was not seen: it did begin, but when is not known.
+                ticket.first_byte(time.monotonic(), streamed=False)
+            self._judge.finish(ticket, record, self._reader.read(), ok=self._is_ok)
+        self._judge.hand_out(record)
+
+    @property
+    def _is_ok(self) -> bool:
+        return self.record.status is not None and self.record.status < 400
+
+    def _began(self, began_s: float) -> None:
+        if self._ticket is not None:
+            lag_s = self._picked_s - self._ticket.started_s - self.record.prepared.waited_s
+            self._judge.began(
+                self._ticket,
+                self.record,
+                began_s=began_s,
+                streamed=self._streamed,
+                lag_s=lag_s,
+            )
+
+    async def _note_served(self, served: str | None) -> None:
+        """Move the request to the replica that answers, where that is not the picked one."""
+        replica = None if served is None else self._endpoints.at(served)
+        ticket = self._ticket
+        # By replica, not by id: it may have got its name since it was picked.
+        if replica is None or replica is self._replica or ticket is None or self._asked is None:
+            return
+        self._ticket = None
+        self._judge.release(ticket)
+        self._judge.failed(self.record, Cause.GATEWAY, f"the gateway went on to {replica.id}")
+        asked, keyring = self._asked
+        try:
+            admitted = await self._judge.admit(
+                asked, keyring, self.record, among=(replica.id,), sees_tokens=self._sees_tokens
+            )
+        except ApiError:
+            return  # believed to be down, and yet it answers: not counted
+        self._ticket, self._replica = admitted.ticket, replica
+        self._picked_s = admitted.ticket.started_s

@@ -1,0 +1,93 @@
+"""The picker's port: gRPC, TLS if it is set up, and health checks."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Final
+
+import grpc
+from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
+    add_ExternalProcessorServicer_to_server,
+)
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from router.config import PickerConfig, host_port
+from router.fleet import State
+from router.picker.endpoints import Endpoints
+from router.picker.service import Processor
+from router.proxy import Judge
+from router.tasks import end_all
+
+log = logging.getLogger("warmroute.picker")
+
+_LIVENESS: Final = ("", "liveness")
+_READINESS: Final = ("readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
+_CHECK_S: Final = 0.5
+_OVERHEAD_BYTES: Final = 1 << 20
+"""Of a message beside the body in it."""
+
+
+class Picker:
+    """Serves gateways between `start` and `stop`."""
+
+    def __init__(self, judge: Judge, settings: PickerConfig) -> None:
+        self._judge = judge
+        self._settings = settings
+        self._endpoints = Endpoints(judge.fleet)
+        limit_bytes = judge.config.max_body_bytes + _OVERHEAD_BYTES
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", limit_bytes),
+                ("grpc.max_send_message_length", limit_bytes),
+                # A second picker at this port would get half of the calls.
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        self._processor = Processor(judge, self._endpoints)
+        self._health = health.aio.HealthServicer()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> int:
+        """Listen; return the port. Raises OSError where that cannot be."""
+        await self._endpoints.start()
+        add_ExternalProcessorServicer_to_server(self._processor, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        port = self._listen()
+        for name in _LIVENESS:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._tell_readiness()
+        await self._server.start()
+        self._tasks = [asyncio.create_task(self._keep_telling(), name="readiness")]
+        return port
+
+    async def stop(self, drain_s: float) -> None:
+        """Call it not ready; let calls under way end, for so long at most."""
+        await end_all(self._tasks)
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(drain_s)
+        self._processor.close()
+        await self._endpoints.stop()
+
+    def _listen(self) -> int:
+        config = self._settings
+        address = host_port(config.host, config.port)
+        try:
+            if config.certificate is None or config.key is None:
+                return int(self._server.add_insecure_port(address))
+            pair = (Path(config.key).read_bytes(), Path(config.certificate).read_bytes())
+            return int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+        except RuntimeError as error:  # all that gRPC raises, and it says why
+            raise OSError(str(error)) from None
+
+    async def _keep_telling(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            await self._tell_readiness()
+
+    async def _tell_readiness(self) -> None:
+        """Ready is a picker that knows a replica which answers."""
+        replicas = self._judge.fleet.replicas.values()
+        is_ready = any(each.state is State.UP for each in replicas)
+        status = health_pb2.HealthCheckResponse
+        for name in _READINESS:
+            await self._health.set(name, status.SERVING if is_ready else status.NOT_SERVING)

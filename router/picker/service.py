@@ -1,0 +1,171 @@
+"""The calls of a gateway: what each message asks, and what answers it."""
+
+import asyncio
+import logging
+from contextlib import closing
+from itertools import count
+from typing import Any, Final
+
+from router.config import ApiError, TooLarge
+from router.envoy import MAX_RETRIES
+from router.picker import words
+from router.picker.endpoints import Endpoints
+from router.picker.exchange import Exchange
+from router.picker.stream import Stream
+from router.picker.words import Message
+from router.proxy import Judge
+
+_OVERTAKEN_S: Final = 0.25
+"""So long after its end an answer's first byte may be told."""
+
+log = logging.getLogger("warmroute.picker")
+
+
+class Processor:
+    """Serves ``envoy.service.ext_proc.v3.ExternalProcessor``: one call for each request.
+
+    An Envoy with our own configuration makes a second, short call for a streamed answer, which
+    tells its first bytes only: a call that told all of them would cost more than to proxy them.
+    """
+
+    def __init__(self, judge: Judge, endpoints: Endpoints) -> None:
+        self._judge = judge
+        self._endpoints = endpoints
+        self._numbers = count()
+        self._exchanges: dict[str, Exchange] = {}
+        """Those that have not been closed, by the names that calls for first bytes tell."""
+
+    async def Process(self, _: object, context: Any) -> None:  # noqa: N802  (the protocol's name)
+        """Answer one call."""
+        with closing(Stream(context)) as stream:
+            first = await stream.read()
+            if first is None:
+                return
+            if first.HasField("request_headers"):
+                await self._serve(first, stream)
+            else:
+                await self._note_first_byte(first, stream)
+
+    def close(self) -> None:
+        """Wait for no more calls."""
+        for name in list(self._exchanges):
+            self._close(name)
+
+    def _close(self, name: str) -> None:
+        if (exchange := self._exchanges.pop(name, None)) is not None:
+            exchange.close()
+
+    async def _serve(self, first: Message, stream: Stream) -> None:
+        headers = words.headers_of(first.request_headers)
+        exchange = Exchange(
+            self._judge,
+            self._endpoints,
+            headers,
+            named=words.named_endpoints(first, headers),
+            sees_tokens=stream.is_ours or words.tells_answer(first),
+        )
+        name = str(next(self._numbers))
+        self._exchanges[name] = exchange
+        try:
+            with exchange.noting_end():
+                await _Conversation(self._judge, exchange, first, stream, name).run()
+        except ConnectionResetError:
+            pass  # the client has gone: no answer reaches it
+        except ApiError as error:
+            await stream.write(words.refusal(exchange.path, error))
+        except Exception:
+            # The last resort for defects of ours: the client gets an answer in its own shape.
+            log.exception("%s failed", exchange.path)
+            failed = ApiError("the router failed; see its log")
+            await stream.write(words.refusal(exchange.path, failed))
+        finally:
+            # A short answer's end overtakes the call with its first byte.
+            if stream.is_ours and exchange.awaits_first_byte:
+                asyncio.get_running_loop().call_later(_OVERTAKEN_S, self._close, name)
+            else:
+                self._close(name)
+
+    async def _note_first_byte(self, message: Message, stream: Stream) -> None:
+        name = words.first_byte_of(message) or ""
+        exchange = self._exchanges.get(name)
+        # Not known: its client has gone in the meantime, or another picker has it.
+        if exchange is not None and message.HasField("response_body"):
+            exchange.came(message.response_body.body, is_last=False)
+            if exchange.has_ended:
+                self._close(name)
+        if not message.observability_mode:
+            await stream.write(words.go_on(message.WhichOneof("request")))
+
+
+class _Conversation:
+    """One call for a whole request."""
+
+    def __init__(
+        self, judge: Judge, exchange: Exchange, first: Message, stream: Stream, name: str
+    ) -> None:
+        self._judge = judge
+        self._exchange = exchange
+        self._first = first
+        self._stream = stream
+        self._name = name
+
+    async def run(self) -> None:
+        """Answer all messages of the call."""
+        if words.has_streamed_body(self._first):
+            await self._pick_by_parts()
+        else:
+            await self._pick()
+        while (message := await self._stream.read()) is not None:
+            await self._stream.write(await self._reply(message))
+
+    async def _pick(self) -> None:
+        """Answer the request's last message with where it goes."""
+        kind, body = "request_headers", b""
+        if words.has_whole_body(self._first):
+            await self._stream.write(words.go_on(kind))
+            kind = "request_body"
+            body = (await self._stream.must_read(kind)).request_body.body
+        await self._send_on(kind, body)
+
+    async def _pick_by_parts(self) -> None:
+        """Take the body in parts; answer with where it goes and, after that, the parts."""
+        parts: list[Message] = []
+        left_bytes = self._judge.config.max_body_bytes
+        is_last = False
+        while not is_last:
+            message = await self._stream.must_read("request_body", "request_trailers")
+            if is_last := message.HasField("request_trailers"):
+                parts.append(words.go_on("request_trailers"))
+                break
+            parts.append(words.same_body("request_body", message.request_body))
+            left_bytes -= len(message.request_body.body)
+            if left_bytes < 0:
+                raise TooLarge("the body is too large (max_body_bytes in the router's settings)")
+            is_last = message.request_body.end_of_stream
+        await self._send_on("request_headers", words.whole_body(parts))
+        for each in parts:
+            await self._stream.write(each)
+
+    async def _send_on(self, kind: str, body: bytes) -> None:
+        picked = await self._stream.unless_ended(self._exchange.pick(body))
+        headers = {} if picked.api_key is None else {"authorization": f"Bearer {picked.api_key}"}
+        name = None
+        if self._stream.is_ours:
+            headers[MAX_RETRIES] = str(len(picked.endpoints) - 1)
+            name = self._name if picked.streamed else None
+        await self._stream.write(words.destination(kind, picked.endpoints, headers, name))
+
+    async def _reply(self, message: Message) -> Message:
+        kind = message.WhichOneof("request")
+        if kind == "response_headers":
+            headers = words.headers_of(message.response_headers)
+            served = words.served_endpoint(message)
+            added = await self._exchange.answered(headers, served)
+            wants_body = self._stream.is_ours and self._exchange.wants_body(headers)
+            return words.answer_headers(added, wants_body=wants_body)
+        if kind == "response_body":
+            told = message.response_body
+            self._exchange.came(told.body, is_last=told.end_of_stream)
+            if words.is_streamed_back(self._first):
+                return words.same_body(kind, told)
+        return words.go_on(kind)

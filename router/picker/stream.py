@@ -1,0 +1,71 @@
+"""One call as a stream of messages, which may end while its request is being placed."""
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+from grpc import aio
+
+from router.envoy import MARK
+from router.picker.words import Message
+
+T = TypeVar("T")
+
+_OVER: Final = "the gateway has ended the request"
+
+
+class Stream:
+    """The messages of one call; `close` must be called at its end."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._reading: asyncio.Task[Message] | None = None
+        """A message that is being waited for already."""
+        self.is_ours = MARK in (context.invocation_metadata() or ())
+        """Whether the gateway is an Envoy with our own configuration."""
+
+    async def read(self) -> Message | None:
+        """Return the next message, None at the call's end."""
+        reading, self._reading = self._reading, None
+        message = await (self._context.read() if reading is None else reading)
+        return None if message is aio.EOF else message
+
+    async def must_read(self, *kinds: str) -> Message:
+        """Return the next message, one of these kinds.
+
+        Raises ConnectionResetError where there is none: the gateway has ended the call, or
+        answers the request itself, as one whose body is too large.
+        """
+        message = await self.read()
+        if message is None or message.WhichOneof("request") not in kinds:
+            raise ConnectionResetError(_OVER)
+        return message
+
+    async def write(self, message: Message) -> None:
+        """Send a message."""
+        await self._context.write(message)
+
+    async def unless_ended(self, placing: Coroutine[Any, Any, T]) -> T:
+        """Return what a coroutine returns; raise ConnectionResetError where the call ends before.
+
+        When a client leaves, its gateway ends the call: the request must not be held any more.
+        All of the request has been told, so any message means that the gateway answers it itself.
+        """
+        task = asyncio.create_task(placing)
+        self._reading = asyncio.create_task(self._context.read())
+        try:
+            await asyncio.wait({task, self._reading}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ConnectionResetError(_OVER)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    def close(self) -> None:
+        """Wait for no more messages."""
+        if self._reading is not None:
+            self._reading.cancel()

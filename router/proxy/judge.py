@@ -1,0 +1,230 @@
+"""What becomes of any request, whether the proxy or a gateway carries its bytes.
+
+`Judge` reads its prompt, places it when it may go, has its KV staged, and learns from its answer.
+A request counts as in flight from `Judge.admit` on. Its `Ticket` is given back by
+`Judge.release`, whether the answer was passed on, cut, refused or not waited for.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
+
+from router.admission import Admission, Admitted
+from router.config import ApiError, RateLimited, RouterConfig
+from router.fleet import Decision, Fleet, Ticket
+from router.latency import Promised
+from router.prompt import Prompt, PromptSource
+from router.proxy.request import Asked, Turnstile
+from router.proxy.response_owners import Bindings
+from router.proxy.usage import NO_USAGE, Usage
+from router.record import Cause, FailedTry, Outcome, RequestRecord
+from router.residency import PromptKeyring
+from router.staging import Preparation, Preparer
+
+
+class Judge:
+    """The judgment of one router, as those that answer requests ask it."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        fleet: Fleet,
+        admission: Admission,
+        prompts: PromptSource,
+        preparer: Preparer,
+        observe: Callable[[RequestRecord], None],
+        suspect: Callable[[str, Cause], None],
+        locate: Callable[[PromptKeyring], Awaitable[None]],
+    ) -> None:
+        """``observe`` is called once for each request, at its end; ``suspect`` when a try at a
+        replica (its id) has failed. ``locate`` finds out where a prompt's KV is, where that is not
+        known.
+        """
+        self.config = config
+        self.fleet = fleet
+        self.turnstile = Turnstile()
+        self._admission = admission
+        self._prompts = prompts
+        self._preparer = preparer
+        self._bindings = Bindings()
+        self._observe = observe
+        self._suspect = suspect
+        self._locate = locate
+
+    @contextmanager
+    def recording(self, record: RequestRecord) -> Iterator[None]:
+        """Hand out the record at the end, with what the request ended by."""
+        try:
+            with self.noting_end(record):
+                yield
+        finally:
+            self.hand_out(record)
+
+    @contextmanager
+    def noting_end(self, record: RequestRecord) -> Iterator[None]:
+        """Note when and by what a request ends."""
+        try:
+            yield
+        except ApiError as error:
+            record.status = error.status
+            record.end(Outcome.REFUSED, error=error.logged)
+            if isinstance(error, RateLimited):
+                record.rejected = error.cause
+            raise
+        except (asyncio.CancelledError, ConnectionResetError):
+            # aiohttp cancels the handler when the client's connection is lost;
+            # a write that was under way may notice it first.
+            record.end(Outcome.CLIENT_GONE)
+            raise
+        finally:
+            record.ended_s = time.monotonic()
+
+    def hand_out(self, record: RequestRecord) -> None:
+        """Tell of a request that has ended; once for each."""
+        self._observe(record)
+
+    async def read(self, asked: Asked, record: RequestRecord) -> PromptKeyring:
+        """Return the prompt of a request, as its keys are made of it."""
+        began_s = time.monotonic()
+        keyring = PromptKeyring(await self._prompt(asked))
+        record.read_s = time.monotonic() - began_s
+        await self._locate(keyring)
+        return keyring
+
+    async def decide(self, asked: Asked) -> tuple[Prompt | None, Decision]:
+        """Return where a request would go, without sending it."""
+        prompt = await self._prompt(asked)
+        keyring = PromptKeyring(prompt)
+        await self._locate(keyring)
+        return prompt, self._place(
+            asked, keyring, Promised(), time.monotonic(), streamed=asked.streamed
+        )
+
+    async def admit(
+        self,
+        asked: Asked,
+        keyring: PromptKeyring,
+        record: RequestRecord,
+        *,
+        among: Collection[str] | None = None,
+        sees_tokens: bool = True,
+    ) -> Admitted:
+        """Wait until the request may go, to one ``among`` these replicas; a retry does not wait.
+
+        Nor does what only one replica can answer, or what no replica computes a prompt for.
+        ``sees_tokens``: whether the first token of a streamed answer will be seen.
+        Nothing may be awaited between this and a ``try`` that releases the ticket.
+        """
+        failed = tuple(each.replica_id for each in record.failed_tries)
+        bound_to = self.bound_to(asked)
+
+        def place(now_s: float, promised: Promised) -> Decision:
+            began_s = time.monotonic()
+            decision = self._place(
+                asked,
+                keyring,
+                promised,
+                now_s,
+                exclude=failed,
+                among=among,
+                streamed=asked.streamed and sees_tokens,
+            )
+            record.place_s = time.monotonic() - began_s
+            return decision
+
+        admitted = await self._admission.admit(
+            place,
+            model=asked.model,
+            at_once=bool(failed) or bound_to is not None or not asked.has_prompt,
+            max_wait_s=asked.max_wait_s,
+        )
+        record.held_s = (record.held_s or 0.0) + admitted.waited_s
+        record.decided(admitted.decision)
+        return admitted
+
+    def bound_to(self, asked: Asked) -> str | None:
+        """Return the replica that keeps what a request names, if one is known to."""
+        return self._bindings.replica_of(asked.ids)
+
+    async def prepare(self, admitted: Admitted, record: RequestRecord) -> None:
+        """Have the KV brought to the replica, while waiting for it gains time."""
+        decision, ticket = admitted.decision, admitted.ticket
+        record.prepared = await self._preparer.prepare(decision)
+        if decision.is_staged or record.prepared.waited_s > 0:
+            ticket.sent(time.monotonic(), is_staged=record.prepared.is_staged)
+
+    def began(
+        self,
+        ticket: Ticket,
+        record: RequestRecord,
+        *,
+        began_s: float,
+        streamed: bool,
+        lag_s: float = 0.0,
+    ) -> None:
+        """Note when an answer began: its first token if it is ``streamed``, else its headers.
+
+        ``lag_s`` is what the router took to send the request, beside what it waited for.
+        """
+        record.streamed, record.first_byte_s = streamed, began_s
+        # Without a prompt, neither the time to the first byte nor `usage` tells of prefills.
+        is_token = streamed and bool(record.prompt_tokens)
+        ticket.first_byte(began_s, streamed=is_token, lag_s=lag_s)
+        self._admission.wake()
+
+    def failed(self, record: RequestRecord, cause: Cause, detail: str) -> None:
+        """Note that a try has failed, at the replica that was asked last."""
+        assert record.replica_id is not None
+        record.failed_tries.append(
+            FailedTry(replica_id=record.replica_id, cause=cause, detail=detail)
+        )
+        record.prepared = Preparation()  # what was prepared was for that replica
+        if cause is not Cause.ABSENT:
+            self._suspect(record.replica_id, cause)
+
+    def finish(self, ticket: Ticket, record: RequestRecord, usage: Usage, *, ok: bool) -> None:
+        """Release a request whose answer had begun, with what that told of itself."""
+        record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
+        self.release(ticket, ok=ok, usage=usage if record.prompt_tokens else NO_USAGE)
+        if ok and usage.kept_id is not None and record.replica_id is not None:
+            self._bindings.bind(usage.kept_id, record.replica_id)
+
+    def release(self, ticket: Ticket, *, ok: bool = False, usage: Usage = NO_USAGE) -> None:
+        """Give back a ticket: the one place for it, whatever the request's end was."""
+        ticket.finish(
+            time.monotonic(),
+            ok=ok,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+        )
+        self._admission.wake()
+
+    async def _prompt(self, asked: Asked) -> Prompt | None:
+        if not asked.has_prompt:
+            return None
+        return await self._prompts.reader_for(asked.model).read(asked.endpoint, dict(asked.fields))
+
+    def _place(
+        self,
+        asked: Asked,
+        keyring: PromptKeyring,
+        promised: Promised,
+        now_s: float,
+        *,
+        exclude: Collection[str] = (),
+        among: Collection[str] | None = None,
+        streamed: bool = True,
+    ) -> Decision:
+        return self.fleet.place(
+            keyring,
+            model=asked.model,
+            session=asked.session,
+            bound_to=self.bound_to(asked),
+            exclude=exclude,
+            among=among,
+            promised=promised,
+            streamed=streamed,
+            now_s=now_s,
+        )

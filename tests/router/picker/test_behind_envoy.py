@@ -1,0 +1,339 @@
+"""The picker behind a real Envoy, as clients and replicas see the two."""
+
+import asyncio
+import json
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.config.settings import AdmissionConfig, RatesConfig, ReplicaConfig, TimeoutsConfig
+from router.envoy import merge
+from router.record.records import Cause, Outcome
+from tests.router.conftest import Running, Wait
+from tests.router.picker.conftest import Gateway, Settings
+from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, scripted, stream
+from tests.servers import make_certificates
+
+CHAT = "/v1/chat/completions"
+SUBSET = "x-gateway-destination-endpoint-subset"
+RARELY = TimeoutsConfig(health_interval_s=60.0, drain_s=1.0)
+
+
+def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
+
+
+def by_parts(settings: Settings) -> Settings:
+    """Make of our Envoy what other gateways are: all bodies are streamed through the picker."""
+    [listener] = settings["static_resources"]["listeners"]
+    http = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    ask, _, router = http["http_filters"]
+    del ask["typed_config"]["grpc_service"]["initial_metadata"]
+    ask["typed_config"]["processing_mode"] = {
+        **dict.fromkeys(("request_body_mode", "response_body_mode"), "FULL_DUPLEX_STREAMED"),
+        **dict.fromkeys(("request_header_mode", "response_header_mode"), "SEND"),
+        **dict.fromkeys(("request_trailer_mode", "response_trailer_mode"), "SEND"),
+    }
+    http["http_filters"] = [ask, router]
+    host = http["route_config"]["virtual_hosts"][0]
+    host["routes"] = [{key: host["routes"][1][key] for key in ("match", "route")}]
+    return settings
+
+
+def as_it_is(settings: Settings) -> Settings:
+    return settings
+
+
+@pytest.mark.parametrize("change", [as_it_is, by_parts])
+async def test_an_answer_comes_through_as_the_replica_gave_it(
+    gateway: Gateway, client: aiohttp.ClientSession, change: Any
+) -> None:
+    gate = asyncio.Event()
+    events = chat_events("a", "b", "c" * 50_000)
+    gateway.one.will(stream(*events, gates=(gate,)))
+    picker, _ = await gateway.both(change)
+    ask = chat("hello " * 20_000, stream=True)
+    async with client.post(picker.url + CHAT, json=ask) as answer:
+        assert answer.headers["x-warmroute-replica"] == "one"
+        [replica, _] = picker.parts.fleet.replicas.values()
+        assert (replica.waiting, replica.decoding) == (1, 0), "vLLM sends headers at once"
+        gate.set()
+        assert await answer.read() == b"".join(events)
+    record = await picker.record()
+    assert (record.streamed, record.status, picker.in_flight()) == (True, 200, 0)
+    assert record.outcome is (Outcome.OK if change is by_parts else Outcome.ENDED)
+    assert replica.rates.observations == 1, "the time to first token was learned"
+    [seen] = gateway.one.seen
+    assert json.loads(seen.body) == ask
+
+
+@pytest.mark.parametrize("change", [as_it_is, by_parts])
+async def test_a_whole_answer_tells_of_the_request(
+    gateway: Gateway, client: aiohttp.ClientSession, change: Any
+) -> None:
+    gateway.one.will(json_answer(CHAT_ANSWER))
+    picker, _ = await gateway.both(change)
+    async with client.post(picker.url + CHAT, json=chat()) as answer:
+        assert await answer.json() == CHAT_ANSWER
+    record = await picker.record()
+    assert (record.cached_tokens, record.output_tokens, record.outcome) == (8, 1, Outcome.OK)
+    assert picker.in_flight() == 0
+
+
+async def test_the_second_turn_goes_where_the_first_is(
+    gateway: Gateway, client: aiohttp.ClientSession
+) -> None:
+    picker, _ = await gateway.both(policy="ttft")
+    for replica in (gateway.one, gateway.two):
+        replica.will(json_answer(CHAT_ANSWER))
+    for text in ("a long question " * 200, "another question " * 200):
+        turns = [{"role": "user", "content": text}]
+        async with client.post(picker.url + CHAT, json={"messages": turns}) as first:
+            home = first.headers["x-warmroute-replica"]
+        turns += [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "and?"}]
+        async with client.post(picker.url + CHAT, json={"messages": turns}) as second:
+            assert second.headers["x-warmroute-replica"] == home
+            assert int(second.headers["x-warmroute-matched-gpu"]) > 500
+
+
+async def test_a_replica_that_refuses_is_made_good_by_the_next(
+    gateway: Gateway, client: aiohttp.ClientSession
+) -> None:
+    async with scripted() as gone:
+        replicas = tuple(
+            ReplicaConfig(url=url, instance_id=name)
+            for name, url in (("gone", gone.url), ("two", gateway.two.url))
+        )
+        picker, _ = await gateway.both(replicas=replicas, timeouts=RARELY)
+    gateway.two.will(stream(*chat_events("a")))
+    async with client.post(picker.url + CHAT, json=chat(stream=True)) as answer:
+        assert await answer.read() == b"".join(chat_events("a"))
+        assert answer.headers["x-warmroute-replica"] == "two"
+    record = await picker.record()
+    assert [(each.replica_id, each.cause) for each in record.failed_tries] == [
+        ("gone", Cause.GATEWAY)
+    ]
+    assert (record.replica_id, picker.in_flight()) == ("two", 0)
+    assert picker.parts.fleet.replicas["two"].rates.observations == 1
+
+
+async def test_a_request_is_tried_no_more_often_than_there_are_destinations(
+    gateway: Gateway, client: aiohttp.ClientSession
+) -> None:
+    gateway.one.will(json_answer({"error": "not now"}, status=503))
+    picker, _ = await gateway.both()
+    headers = {SUBSET: gateway.one.url.removeprefix("http://")}
+    async with client.post(picker.url + CHAT, json=chat(), headers=headers) as answer:
+        assert answer.status == 503 and await answer.json() == {"error": "not now"}
+    assert (len(gateway.one.seen), len(gateway.two.seen)) == (1, 0)
+    record = await picker.record()
+    assert record.failed_tries[0].cause is Cause.STATUS and picker.in_flight() == 0
+
+
+async def test_only_an_endpoint_that_the_gateway_names_is_picked(
+    gateway: Gateway, client: aiohttp.ClientSession
+) -> None:
+    """By metadata, as gateways do it, and over the header that a client may set."""
+
+    def hinting(settings: Settings) -> Settings:
+        hint = {SUBSET: [gateway.two.url.removeprefix("http://"), "10.0.0.1:8000"]}
+        entry = {"metadata_namespace": "envoy.lb.subset_hint", "value": hint}
+        kind = "type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config"
+        chosen = {"@type": kind, "metadata": [entry]}
+        filters = [{"name": "hint", "typed_config": chosen}]
+        return dict(merge(settings, in_http({"http_filters": filters})))
+
+    picker, _ = await gateway.both(hinting)
+    headers = {SUBSET: gateway.one.url.removeprefix("http://")}
+    for _ in range(3):
+        async with client.post(picker.url + CHAT, json=chat(), headers=headers) as answer:
+            assert answer.headers["x-warmroute-replica"] == "two"
+            assert answer.headers["x-warmroute-reason"] != "retry"
+
+
+def in_http(own: Settings) -> Settings:
+    """Return settings of Envoy's HTTP connection manager as an operator writes them."""
+    chain = {"name": "clients", "filters": [{"name": "http", "typed_config": own}]}
+    return {"static_resources": {"listeners": [{"name": "clients", "filter_chains": [chain]}]}}
+
+
+async def test_what_is_refused_is_told_in_the_clients_words(
+    gateway: Gateway, client: aiohttp.ClientSession
+) -> None:
+    picker, _ = await gateway.both()
+    prompt: dict[str, Any] = {"prompt": "hello"}
+    for path, body, headers, status, said in (
+        (CHAT, b"{", {}, 400, "invalid_json"),
+        ("/v1/messages", b"{}{", {}, 400, "invalid_request_error"),
+        ("/v1/completions", {**prompt, "model": "x"}, {}, 404, "model_not_found"),
+        ("/v1/completions", prompt, {SUBSET: "10.0.0.1:1"}, 503, "no_replica"),
+        ("/v1/completions", prompt, {SUBSET: ""}, 503, "no_replica"),
+    ):
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        async with client.post(picker.url + path, data=data, headers=headers) as answer:
+            assert (answer.status, answer.content_type) == (status, "application/json")
+            error = (await answer.json())["error"]
+            assert said in (error.get("code"), error["type"])
+    await picker.record(5)
+    assert {each.outcome for each in picker.records} == {Outcome.REFUSED}
+    assert not gateway.one.seen and picker.in_flight() == 0
+
+
+async def test_a_full_queue_is_429_and_says_when_to_come_again(
+    gateway: Gateway, client: aiohttp.ClientSession
+) -> None:
+    gate = asyncio.Event()
+    picker = await busy(gateway, gate, AdmissionConfig(max_waiting=0))
+    first = asyncio.create_task(post(client, picker))
+    await gateway.one.arrived.wait()
+    async with client.post(picker.url + CHAT, json=chat()) as answer:
+        assert answer.status == 429 and int(answer.headers["Retry-After"]) > 0
+        assert (await answer.json())["error"]["code"] == "rate_limit_exceeded"
+    gate.set()
+    assert await first == 200
+
+
+async def test_a_client_that_leaves_the_queue_is_not_sent_on(
+    gateway: Gateway, client: aiohttp.ClientSession, eventually: Wait
+) -> None:
+    gate = asyncio.Event()
+    picker = await busy(gateway, gate, AdmissionConfig())
+    first = asyncio.create_task(post(client, picker))
+    await gateway.one.arrived.wait()
+    leaving = asyncio.create_task(post(client, picker))
+    await eventually(lambda: len(picker.parts.admission) == 1)
+    leaving.cancel()
+    await eventually(lambda: len(picker.parts.admission) == 0)
+    gate.set()
+    assert await first == 200
+    await picker.record(2)
+    assert [each.outcome for each in picker.records] == [Outcome.CLIENT_GONE, Outcome.ENDED]
+    assert len(gateway.one.seen) == 1 and picker.in_flight() == 0
+
+
+async def busy(gateway: Gateway, gate: asyncio.Event, admission: AdmissionConfig) -> Running:
+    """A picker whose one replica takes so long, as it believes, that all but one are held."""
+    gateway.one.will(stream(*chat_events("a"), gates=(gate,)))
+    picker, _ = await gateway.both(
+        policy="ttft",
+        admission=admission,
+        rates=RatesConfig(prefill_tokens_per_s=0.1),
+        replicas=(ReplicaConfig(url=gateway.one.url),),
+    )
+    for each in picker.parts.fleet.replicas.values():
+        each.rates.observations = 1
+    return picker
+
+
+async def post(client: aiohttp.ClientSession, picker: Running) -> int:
+    async with client.post(picker.url + CHAT, json=chat(stream=True)) as answer:
+        await answer.read()
+        return answer.status
+
+
+@pytest.mark.parametrize("change", [as_it_is, by_parts])
+async def test_a_client_that_leaves_its_answer_is_released(
+    gateway: Gateway, client: aiohttp.ClientSession, eventually: Wait, change: Any
+) -> None:
+    gateway.one.will(stream(*chat_events("a", "b"), gates=(None, asyncio.Event())))
+    picker, _ = await gateway.both(change)
+    answer = await client.post(picker.url + CHAT, json=chat(stream=True))
+    await answer.content.readany()
+    assert picker.in_flight() == 1
+    answer.close()
+    await gateway.one.aborted.wait()
+    await eventually(lambda: picker.in_flight() == 0)
+    assert (await picker.record()).outcome is Outcome.ENDED
+
+
+async def test_what_a_killed_gateway_carried_is_released(
+    gateway: Gateway, client: aiohttp.ClientSession, eventually: Wait
+) -> None:
+    never = asyncio.Event()
+    for replica in (gateway.one, gateway.two):
+        replica.will(stream(*chat_events("a", "b"), gates=(None, never)))
+    picker, envoy = await gateway.both()
+    answers = [await client.post(picker.url + CHAT, json=chat(stream=True)) for _ in range(5)]
+    for answer in answers:
+        await answer.content.readany()
+    assert picker.in_flight() == 5
+    envoy.kill()
+    await eventually(lambda: picker.in_flight() == 0)
+    await picker.record(5)
+    for answer in answers:
+        with pytest.raises(aiohttp.ClientError):
+            await answer.read()
+
+
+async def test_answers_go_on_without_their_picker(
+    gateway: Gateway, client: aiohttp.ClientSession, eventually: Wait
+) -> None:
+    gate = asyncio.Event()
+    events = chat_events("a", "b")
+    gateway.one.will(stream(*events, gates=(None, gate)))
+    gateway.two.will(json_answer(CHAT_ANSWER))
+    picker, _ = await gateway.both()
+    answer = await client.post(picker.url + CHAT, json=chat(stream=True))
+    first = await answer.content.readany()
+    await picker.picker.stop(0.0)
+    await eventually(lambda: picker.in_flight() == 0)
+    gate.set()
+    assert first + await answer.read() == b"".join(events)
+    async with client.post(picker.url + CHAT, json=chat()) as other:
+        assert other.status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/models", None),
+        ("GET", "/anything?at=all", None),
+        ("POST", "/v1/audio/transcriptions", b"\x00 no JSON"),
+        ("POST", "/tokenize", b'{"model": "m", "prompt": "a"}'),
+    ],
+)
+async def test_what_has_no_prompt_is_answered_by_any_replica(
+    gateway: Gateway,
+    client: aiohttp.ClientSession,
+    method: str,
+    path: str,
+    body: bytes | None,
+) -> None:
+    picker, _ = await gateway.both()
+    async with client.request(method, picker.url + path, data=body) as answer:
+        assert answer.headers["x-warmroute-replica"] == "one"
+        await answer.read()
+    assert (await picker.record()).reason == "round-robin" and picker.in_flight() == 0
+
+
+async def test_an_operators_own_settings_are_merged_in(
+    gateway: Gateway, client: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    """TLS, a limit and an access log, in Envoy's own words."""
+    made = make_certificates(tmp_path)
+    log = tmp_path / "access"
+    kinds = "type.googleapis.com/envoy.extensions"
+    pair = {"certificate_chain": {"filename": made.server}, "private_key": {"filename": made.key}}
+    tls = {
+        "@type": f"{kinds}.transport_sockets.tls.v3.DownstreamTlsContext",
+        "common_tls_context": {"tls_certificates": [pair]},
+    }
+    to_file = {"@type": f"{kinds}.access_loggers.file.v3.FileAccessLog", "path": log}
+    own = in_http({"access_log": [{"name": "file", "typed_config": to_file}]})
+    [listener] = own["static_resources"]["listeners"]
+    listener["per_connection_buffer_limit_bytes"] = 1000
+    listener["filter_chains"][0]["transport_socket"] = {"name": "tls", "typed_config": tls}
+    picker, envoy = await gateway.both(
+        lambda settings: merge(settings, json.loads(json.dumps(own, default=str)))
+    )
+    trusting = ssl.create_default_context(cafile=str(made.ca))
+    url = picker.url.replace("http:", "https:") + CHAT
+    async with client.post(url, json=chat(), ssl=trusting) as answer:
+        assert answer.status == 200
+    async with client.post(url, json=chat("hello " * 1000), ssl=trusting) as answer:
+        assert answer.status == 413
+    envoy.terminate()
+    assert f"POST {CHAT} HTTP/1.1" in log.read_text()
