@@ -15,6 +15,7 @@ from router.record.records import Cause, Outcome
 from tests.router.conftest import Running, Wait
 from tests.router.picker.conftest import Gateway, Settings
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, scripted, stream
+from tests.router.staging.test_prefetch_path import ASK, running_agent
 from tests.servers import make_certificates
 
 CHAT = "/v1/chat/completions"
@@ -88,7 +89,7 @@ async def test_the_second_turn_goes_where_the_first_is(
 ) -> None:
     picker, _ = await gateway.both(policy="ttft")
     for replica in (gateway.one, gateway.two):
-        replica.will(json_answer(CHAT_ANSWER))
+        replica.will(json_answer({"ok": True}))  # nothing of how long it took is learned
     for text in ("a long question " * 200, "another question " * 200):
         turns = [{"role": "user", "content": text}]
         async with client.post(picker.url + CHAT, json={"messages": turns}) as first:
@@ -97,6 +98,27 @@ async def test_the_second_turn_goes_where_the_first_is(
         async with client.post(picker.url + CHAT, json={"messages": turns}) as second:
             assert second.headers["x-warmroute-replica"] == home
             assert int(second.headers["x-warmroute-matched-gpu"]) > 500
+
+
+async def test_what_lies_on_disk_is_promoted_before_the_gateway_is_told(
+    gateway: Gateway, client: aiohttp.ClientSession, eventually: Wait
+) -> None:
+    """A client that leaves meanwhile is released."""
+    agent = await gateway.stack.enter_async_context(running_agent())
+    replica = ReplicaConfig(url=gateway.one.url, instance_id="one", agent_url=agent.url)
+    picker, _ = await gateway.both(policy="ttft", replicas=(replica,))
+    agent.gate = asyncio.Event()
+    url = f"{picker.url}/v1/completions"
+    leaving = asyncio.create_task(client.post(url, json=ASK).__aenter__())
+    await agent.arrived.wait()
+    assert picker.in_flight() == 1
+    leaving.cancel()
+    await eventually(lambda: picker.in_flight() == 0)
+    agent.gate.set()
+    assert not gateway.one.seen
+    async with client.post(url, json=ASK) as answer:
+        assert answer.headers["x-warmroute-prefetch"].startswith("asked=")
+    assert len(agent.asked) == 2 and len(gateway.one.seen) == 1
 
 
 async def test_a_replica_that_refuses_is_made_good_by_the_next(
