@@ -59,7 +59,7 @@ BESIDE_THE_ROOMS = {
     "router": (
         ("__main__",),
         ("cli",),
-        ("serve", "explain"),
+        ("serve", "explain", "plugins"),
         ("app",),
         ("own_endpoints", "cors"),
         ("explanation",),

@@ -9,6 +9,7 @@ Imported by every room; imports none.
 """
 
 from router.config.addresses import host_port, is_loopback, is_same_url, reachable, server_key
+from router.config.clients import AccessConfig, CorsConfig, KeyConfig
 from router.config.errors import (
     ApiError,
     BadRequest,
@@ -34,9 +35,6 @@ from router.config.judgment import DEFAULT, Judgment, Learning
 from router.config.loading import check_unique, load_router_config, router_config
 from router.config.schema import build, read_yaml, setting
 from router.config.settings import (
-    AccessConfig,
-    CorsConfig,
-    KeyConfig,
     LmcacheWorkersConfig,
     PickerConfig,
     PolicyName,

@@ -8,18 +8,10 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from router.config.addresses import host_port, is_loopback
+from router.config.clients import AccessConfig, KeyConfig, ReplicaTlsConfig, TlsConfig
 from router.config.errors import Place
 from router.config.schema import build, read_yaml
-from router.config.settings import (
-    AccessConfig,
-    KeyConfig,
-    PickerConfig,
-    ReplicaConfig,
-    ReplicaTlsConfig,
-    RouterConfig,
-    TlsConfig,
-    TokenizerConfig,
-)
+from router.config.settings import PickerConfig, ReplicaConfig, RouterConfig, TokenizerConfig
 from router.config.tls import client_context, server_context
 
 _SHA256: Final = re.compile("[0-9a-f]{64}")

@@ -2,7 +2,7 @@
 
 import ssl
 
-from router.config.settings import ReplicaTlsConfig, TlsConfig
+from router.config.clients import ReplicaTlsConfig, TlsConfig
 
 
 def server_context(tls: TlsConfig) -> ssl.SSLContext:

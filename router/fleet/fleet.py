@@ -256,7 +256,7 @@ class Fleet:
             replica.rates.observe_rate(Part.PEER, nbytes / seconds)
 
     def copy_failed(self, replica_id: str, now_s: float) -> None:
-        """Note which replica a copy failed at: for a while nothing is copied from or to it."""
+        """Note where a copy failed: for a while nothing is copied from or to that replica."""
         self.replicas[replica_id].no_copies_until_s = now_s + _REST_FROM_COPIES_S
 
     # --- what KV events tell
@@ -269,11 +269,10 @@ class Fleet:
         """Take over a message of vLLM's KV events, of the tiers of `Replica.event_tiers`."""
         replica = self.replicas[replica_id]
         for event in batch.events:
-            if isinstance(event, FirstBlocks):
-                if replica.check_shape(event):
-                    self._roster.changed()
-            else:
+            if not isinstance(event, FirstBlocks):
                 self._apply_kv_event(replica, event, now_s)
+            elif replica.check_shape(event):
+                self._roster.changed()
 
     def lost_kv(self, replica_id: str) -> None:
         """Forget what KV events told: their publisher is gone, began anew, or left a gap."""

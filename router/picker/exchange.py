@@ -28,6 +28,8 @@ from router.proxy import (
 from router.record import Cause, Outcome, RequestRecord, answer_headers
 from router.residency import PromptKeyring
 
+_HEALTH: Final = "/health"
+"""Asked of a gateway, it tells whether a request gets through to a replica."""
 _TOLD_WHOLE_BYTES: Final = 64 << 10
 """An answer that is not streamed is looked at for its usage up to this size."""
 
@@ -109,7 +111,7 @@ class Exchange:
         Raises `ApiError` for what no replica is to be asked.
         """
         config, headers = self._judge.config, self._headers
-        check_passes(self.method, self.path, headers, config.passthrough)
+        check_passes(self.method, self.path, headers, (_HEALTH, *config.passthrough))
         header = config.sessions.header.lower()
         if self.path in PROMPTED and self.method == "POST":
             return parse(self.path, body, headers, header, {})

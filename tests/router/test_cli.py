@@ -10,7 +10,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from router import cli
+from router import plugins
 from router.access import sha256_of
 from router.cli import main
 from router.config import load_router_config
@@ -49,7 +49,7 @@ def test_a_plugin_that_cannot_be_imported_spares_the_rest(monkeypatch: pytest.Mo
     from importlib.metadata import EntryPoint
 
     broken = EntryPoint("broken", "no_such_package.cli:run", "warmroute.commands")
-    monkeypatch.setattr(cli, "_plugins", lambda: [broken])
+    monkeypatch.setattr(plugins, "_plugins", lambda: [broken])
     code, output = invoke("--help")
     assert code == 0
     assert "broken" in output and "(unavailable: No module named" in output

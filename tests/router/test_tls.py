@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 
 from router.config import ConfigError, load_router_config
-from router.config.settings import ReplicaConfig, ReplicaTlsConfig, TlsConfig
+from router.config.clients import ReplicaTlsConfig, TlsConfig
+from router.config.settings import ReplicaConfig
 from router.config.tls import server_context
 from tests.router.conftest import Fleet
 from tests.router.test_serve import serving

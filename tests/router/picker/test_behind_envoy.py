@@ -312,7 +312,7 @@ async def test_answers_go_on_without_their_picker(
     ("method", "path", "body"),
     [
         ("GET", "/v1/models", None),
-        ("GET", "/anything?at=all", None),
+        ("GET", "/v1/files?limit=1", None),
         ("POST", "/v1/audio/transcriptions", b"\x00 no JSON"),
         ("POST", "/tokenize", b'{"model": "m", "prompt": "a"}'),
     ],
@@ -329,6 +329,19 @@ async def test_what_has_no_prompt_is_answered_by_any_replica(
         assert answer.headers["x-warmroute-replica"] == "one"
         await answer.read()
     assert (await picker.record()).reason == "round-robin" and picker.in_flight() == 0
+
+
+async def test_what_controls_a_replica_does_not_pass(
+    gateway: Gateway, client: aiohttp.ClientSession
+) -> None:
+    picker, _ = await gateway.both()
+    async with client.post(picker.url + "/sleep?level=2") as answer:
+        assert answer.status == 404
+        assert (
+            "'passthrough' in the router's configuration"
+            in (await answer.json())["error"]["message"]
+        )
+    assert picker.in_flight() == 0
 
 
 async def test_an_operators_own_settings_are_merged_in(
