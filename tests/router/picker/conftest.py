@@ -1,6 +1,7 @@
 """A picker behind a real Envoy, before scripted replicas."""
 
 import asyncio
+import gc
 import importlib.util
 import json
 import socket
@@ -106,21 +107,16 @@ class Gateway:
         return await self.picker(config), await self.envoy(config, change)
 
 
-@pytest.fixture(scope="session")
-def grpc_stays() -> None:
-    """Else gRPC ends its thread, and waits for it, whenever the last server is collected."""
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
+    """The picker's event loop must never block: blockbuster fails the test if it does."""
     if importlib.util.find_spec("grpc_health") is None:
         missing("grpcio-health-checking")
-    import grpc
-
-    grpc.aio.init_grpc_aio()
-
-
-@pytest.fixture
-async def gateway(grpc_stays: None, tmp_path: Path) -> AsyncIterator[Gateway]:
-    """The picker's event loop must never block: blockbuster fails the test if it does."""
     with blockbuster_ctx("router"):
         async with AsyncExitStack() as stack:
             one = await stack.enter_async_context(scripted())
             two = await stack.enter_async_context(scripted())
             yield Gateway(one=one, two=two, stack=stack, directory=tmp_path)
+    # With the last server gRPC ends its thread, and waits for that: here, in its own event loop,
+    # and not in that of whichever test comes to collect it.
+    gc.collect()
