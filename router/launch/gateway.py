@@ -39,7 +39,7 @@ def behind_envoy(plan: FleetPlan, router: RouterConfig, at: Place, *, own: str |
     url = f"http://{host_port(reachable(picker.host), picker.http_port)}"
     gateway = PlannedProcess(
         name="envoy",
-        argv=(found, "--config-path", str(plan.log_dir / "envoy.yaml"), "--use-dynamic-base-id"),
+        argv=(found, "--config-path", str(plan.log_dir / "envoy.yaml"), "--disable-hot-restart"),
         env={},
         url=plan.router.url,
         log_path=plan.log_dir / "envoy.log",

@@ -36,7 +36,7 @@ class Envoy(ServerProcess):
         self._path.write_text(json.dumps(settings))
 
     def start(self) -> None:
-        options = ["--concurrency", "1", "--log-level", "warning", "--use-dynamic-base-id"]
+        options = ["--concurrency", "1", "--log-level", "warning", "--disable-hot-restart"]
         self.run([program() or missing("envoy"), "-c", str(self._path), *options], self._answers)
 
     def _answers(self) -> bool:
