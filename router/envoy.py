@@ -17,7 +17,7 @@ from router.config import PickerConfig, Place, RouterConfig, reachable
 DESTINATION: Final = "x-gateway-destination-endpoint"
 """Of a header, and in `LB_METADATA`: where the request goes (endpoint picker protocol)."""
 SERVED: Final = "x-gateway-destination-endpoint-served"
-"""In `LB_METADATA`: who answered."""
+"""In `LB_METADATA`: the endpoint that answered."""
 LB_METADATA: Final = "envoy.lb"
 OWN_METADATA: Final = "warmroute"
 FIRST_BYTE_OF: Final = "exchange"

@@ -17,7 +17,7 @@ from cacheengine.launch.launch import free_ports
 from router.launch.processes import ProcessGroup
 
 _CHUNK_TOKENS: Final = 256
-"""What LMCache has; the sizes below are those that `replica` gives it, too."""
+"""LMCache's default; the sizes below equal the ones in `replica`."""
 _CPU_GB: Final = 1.0
 _DISK_GB: Final = 8.0
 

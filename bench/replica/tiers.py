@@ -76,7 +76,7 @@ def wait_until(what: str, check: Callable[[], bool], *, timeout_s: float = 60.0)
 
 
 class Vllm:
-    """A running vLLM and its GPU tier, for who measures it.
+    """A running vLLM and its GPU tier, to be measured.
 
     ``url`` is its OpenAI server's. It must be idle while this is used.
     """
@@ -109,7 +109,7 @@ class Vllm:
 
 
 class ReplicaTiers(Vllm):
-    """The tiers of one running replica with our engine, for who measures them.
+    """The tiers of one running replica with our engine, to be measured.
 
     ``agent_url`` is its agent's, ``disk`` the directory of its disk tier.
     """

@@ -1,4 +1,4 @@
-"""Who gets in: clients by their keys, each within its rates; administration by its own key.
+"""Access: clients get in by their keys, each within its rates; administration by its own key.
 
 `Access.guard` is the middleware that lets a request through or refuses it; what the key of a
 request allows, the proxy asks its `Grant`. `keys` makes keys and reads those that callers show,

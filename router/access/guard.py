@@ -26,7 +26,7 @@ _PROXIED: Final = ("Forwarded", "X-Forwarded-For")
 
 
 class Access:
-    """Who may ask what; everything that is not administration or health wants a client's key.
+    """Lets requests in: all but administration and health want a client's key.
 
     Keys are found by their SHA-256 in a table. The time that takes may tell of the digests, of
     which a caller cannot choose any part, nor get from them to a key.

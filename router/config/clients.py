@@ -1,4 +1,4 @@
-"""Settings of who gets in, and how connections are protected."""
+"""Settings of clients' access, and of how connections are protected."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +23,7 @@ class KeyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AccessConfig:
-    """Who gets in. Without ``keys`` and ``keys_file`` every client does."""
+    """Which clients get in. Without ``keys`` and ``keys_file`` every one does."""
 
     keys: tuple[KeyConfig, ...] = ()
     keys_file: str | None = None

@@ -62,14 +62,19 @@ async def errors_answered(request: web.Request, handler: Handler) -> web.StreamR
     except ConnectionResetError:
         raise  # the client has gone: no answer reaches it
     except Exception as error:  # noqa: BLE001
-        # The last resort for defects of ours: the client gets an answer in its own shape, the
-        # log gets the trace; not the exception's text, which may quote a prompt.
-        trace = "".join(traceback.format_tb(error.__traceback__))
-        kind = type(error).__name__
-        log.error("%s %s failed: %s\n%s", request.method, request.path, kind, trace)
-        return error_response(request.path, ApiError("the router failed; see its log"))
+        return error_response(request.path, defect(f"{request.method} {request.path}", error))
     finally:
         release_body(request)
+
+
+def defect(what: str, error: Exception) -> ApiError:
+    """Log an error that no part has foreseen; return the one that the client gets.
+
+    The log gets the trace, not the exception's text, which may quote a prompt.
+    """
+    trace = "".join(traceback.format_tb(error.__traceback__))
+    log.error("%s failed: %s\n%s", what, type(error).__name__, trace)
+    return ApiError("the router failed; see its log")
 
 
 def leaves_body(error: ApiError) -> bool:

@@ -1,13 +1,13 @@
 """The calls of a gateway: what each message asks, and what answers it."""
 
 import asyncio
-import logging
 from contextlib import closing
 from itertools import count
 from typing import Any, Final
 
 from router.config import ApiError, TooLarge
 from router.envoy import MAX_RETRIES
+from router.http import defect
 from router.picker import words
 from router.picker.endpoints import Endpoints
 from router.picker.exchange import Exchange
@@ -17,8 +17,6 @@ from router.proxy import Judge
 
 _OVERTAKEN_S: Final = 0.25
 """So long after its end an answer's first byte may be told."""
-
-log = logging.getLogger("warmroute.picker")
 
 
 class Processor:
@@ -33,7 +31,7 @@ class Processor:
         self._endpoints = endpoints
         self._numbers = count()
         self._exchanges: dict[str, Exchange] = {}
-        """Those that have not been closed, by the names that calls for first bytes tell."""
+        """Requests that have not been closed, by the names that calls for first bytes tell."""
 
     async def Process(self, _: object, context: Any) -> None:  # noqa: N802  (the protocol's name)
         """Answer one call."""
@@ -73,11 +71,8 @@ class Processor:
             pass  # the client has gone: no answer reaches it
         except ApiError as error:
             await stream.write(words.refusal(exchange.path, error))
-        except Exception:
-            # The last resort for defects of ours: the client gets an answer in its own shape.
-            log.exception("%s failed", exchange.path)
-            failed = ApiError("the router failed; see its log")
-            await stream.write(words.refusal(exchange.path, failed))
+        except Exception as error:  # noqa: BLE001  (the client gets an answer in its own shape)
+            await stream.write(words.refusal(exchange.path, defect(exchange.path, error)))
         finally:
             # A short answer's end overtakes the call with its first byte.
             if stream.is_ours and exchange.awaits_first_byte:

@@ -24,7 +24,7 @@ from router.staging import Preparation, Preparer
 
 
 class Judge:
-    """The judgment of one router, as those that answer requests ask it."""
+    """The judgment of one router, as the proxy and the picker ask it."""
 
     def __init__(
         self,

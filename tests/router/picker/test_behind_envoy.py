@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import pytest
@@ -329,6 +329,25 @@ async def test_what_has_no_prompt_is_answered_by_any_replica(
         assert answer.headers["x-warmroute-replica"] == "one"
         await answer.read()
     assert (await picker.record()).reason == "round-robin" and picker.in_flight() == 0
+
+
+async def test_a_defect_leaves_no_text_of_the_request_in_the_log(
+    gateway: Gateway,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def quoting(*args: object) -> NoReturn:
+        raise ValueError(f"it begins with {'my'} {'secret'}")  # the trace has this very line
+
+    monkeypatch.setattr("router.picker.exchange.parse", quoting)
+    picker, _ = await gateway.both()
+    async with client.post(picker.url + CHAT, json=chat()) as answer:
+        assert answer.status == 500
+        assert "the router failed" in (await answer.json())["error"]["message"]
+    assert "ValueError" in caplog.text and "quoting" in caplog.text
+    assert "my secret" not in caplog.text
+    assert picker.in_flight() == 0
 
 
 async def test_what_controls_a_replica_does_not_pass(
