@@ -14,7 +14,7 @@ from aiohttp.typedefs import Handler
 
 from router.access import Access
 from router.admission import Admission, Gate
-from router.config import RouterConfig, client_context
+from router.config import PROMPTED, RouterConfig, client_context
 from router.controller import Configured, Controller
 from router.cors import allow_origins
 from router.feeds import Feeds, HealthMonitor
@@ -23,7 +23,7 @@ from router.http import BODIES, Bodies, errors_answered
 from router.lmcache import Lmcache
 from router.own_endpoints import Api
 from router.prompt import PromptSource
-from router.proxy import METHODS, PROMPTED, Judge, Proxy, check_passes, client_session
+from router.proxy import METHODS, Judge, Proxy, check_passes, client_session
 from router.record import Metrics, RequestRecord, log_record
 from router.staging import AgentClient, Preparer
 

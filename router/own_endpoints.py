@@ -10,12 +10,12 @@ import aiohttp
 from aiohttp import web
 
 from router.access import GRANT, Access
-from router.config import BadRequest, NoReplica, RouterConfig, UnknownModel
+from router.config import PROMPTED, BadRequest, NoReplica, RouterConfig, UnknownModel
 from router.explanation import explanation
 from router.feeds import authorization, fetch_models
 from router.fleet import Fleet, State
 from router.http import as_json, read_body
-from router.proxy import PROMPTED, Judge, json_object, parse
+from router.proxy import Judge, json_object, parse
 from router.record import CONTENT_TYPE, Metrics
 
 

@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ BARE_PROXY: Final = "aiohttp-proxy"
 OURS_TEXT: Final = "ours-text"
 OURS_TOKENS: Final = "ours-tokens"
 PICKER: Final = "picker"
+PICKER_TEXT: Final = "picker-text"
 ENVOY: Final = "envoy"
 PEERS: Final = ("sglang-cache-aware", "vllm-round-robin")
 """The policy that its users have by default, and the one that looks at no prompt."""
@@ -49,6 +51,7 @@ def entries(python: peers.PeersPython) -> dict[str, Entry]:
         Entry(contender=text),
         Entry(contender=tokens, needs_telling=True),
         Entry(contender=Contender(name=PICKER, launch=_picker), needs_telling=True),
+        Entry(contender=Contender(name=PICKER_TEXT, launch=partial(_picker, knows_tokens=False))),
         Entry(contender=Contender(name=ENVOY, launch=_envoy)),
     ]
     return {each.contender.name: each for each in made}
@@ -106,7 +109,7 @@ def _bare_proxy(to: Fleet, directory: Path) -> Launch:
     return Launch(command=command, url=url, is_ready=is_ready)
 
 
-def _picker(to: Fleet, directory: Path) -> Launch:
+def _picker(to: Fleet, directory: Path, *, knows_tokens: bool = True) -> Launch:
     """Start Envoy and the picker that it asks, as `warmroute up --gateway envoy` does."""
     port, picker_port, http_port = free_ports(3)
     path = directory / "picker.json"
@@ -124,13 +127,16 @@ def _picker(to: Fleet, directory: Path) -> Launch:
     load = {"endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}]}
     own = {"name": "own", "load_assignment": {"cluster_name": "own", **load}}
     settings["static_resources"]["clusters"].append(own)
-    off = host["routes"][-1]["typed_per_filter_config"]["first-byte"]
+    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
+    off = {"@type": kind, "disabled": True}
     host["routes"].insert(
         0,
         {
             "match": {"path": "/explain"},
             "route": {"cluster": "own"},
-            "typed_per_filter_config": {"picker": off, "first-byte": off},
+            # The picker explains to callers on its own machine, and takes others' word for theirs.
+            "request_headers_to_remove": ["x-forwarded-for"],
+            "typed_per_filter_config": {"picker": off},
         },
     )
     envoy = _write_envoy(directory / "envoy.json", settings)
@@ -139,8 +145,10 @@ def _picker(to: Fleet, directory: Path) -> Launch:
 
     def is_ready() -> bool:
         told = fetch(f"http://127.0.0.1:{http_port}/explain", asked)
-        knows_all = len(told["candidates"]) == len(to.replicas) and told["exact_tokens"]
-        return knows_all and bool(fetch(f"http://127.0.0.1:{port}/v1/models")["data"])
+        knows_all = len(told["candidates"]) == len(to.replicas)
+        if not knows_all or told["exact_tokens"] is not knows_tokens:
+            return False
+        return bool(fetch(f"http://127.0.0.1:{port}/v1/models")["data"])
 
     # Envoy is the shell's child, the picker the shell itself: both are counted, and end together.
     command = ["sh", "-c", f"{shlex.join(envoy)} & exec {shlex.join(picker)}"]

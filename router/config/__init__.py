@@ -33,6 +33,7 @@ from router.config.errors import (
 )
 from router.config.judgment import DEFAULT, Judgment, Learning
 from router.config.loading import check_unique, load_router_config, router_config
+from router.config.requests import MAX_WAIT_HEADER, PROMPTED
 from router.config.schema import build, read_yaml, setting
 from router.config.settings import (
     LmcacheWorkersConfig,
@@ -49,6 +50,8 @@ from router.config.tls import client_context, server_context
 
 __all__ = [
     "DEFAULT",
+    "MAX_WAIT_HEADER",
+    "PROMPTED",
     "AccessConfig",
     "ApiError",
     "BadRequest",

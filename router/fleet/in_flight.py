@@ -82,13 +82,20 @@ class Ticket:
         else:
             self._move(Event.SENT, now_s)
 
-    def first_byte(self, now_s: float, *, streamed: bool = True, lag_s: float = 0.0) -> None:
+    def first_byte(
+        self,
+        began_s: float,
+        *,
+        streamed: bool = True,
+        lag_s: float = 0.0,
+        told_s: float | None = None,
+    ) -> None:
         """Note that the answer has begun; later calls change nothing.
 
         ``streamed``: whether this was the first token. The headers of an
         answer that is not streamed come with its last, and teach nothing.
         ``lag_s``: what the router itself took to send the request, beside what it waited
-        for; that is not the replica's.
+        for; that is not the replica's. ``told_s`` is now, where that is later than ``began_s``.
         """
         if self.phase is Phase.ENDED or self._has_begun:
             return
@@ -96,9 +103,10 @@ class Ticket:
         self._lag_s = max(0.0, lag_s)
         self._was_alone &= self._replica.started == self._number
         if streamed:
-            self._ttft_s = now_s - self.started_s
+            self._ttft_s = began_s - self.started_s
+        now_s = began_s if told_s is None else told_s
         self._move(Event.FIRST_TOKEN, now_s)
-        self._leave_prefill(now_s, just_now=streamed)
+        self._leave_prefill(now_s, just_now=streamed and told_s is None)
 
     def finish(
         self,

@@ -39,9 +39,10 @@ class Endpoints:
         if self._task is not None:
             await end_all([self._task])
 
-    def of(self, replica: Replica) -> str | None:
-        """Return where the gateway finds a replica; None while its name is not known."""
-        return self._of.get(replica.slot)
+    def known(self, replica: Replica) -> tuple[str, str] | None:
+        """Return where the gateway finds a replica, and its id; None while its name is unknown."""
+        endpoint = self._of.get(replica.slot)
+        return None if endpoint is None else (endpoint, replica.id)
 
     def at(self, endpoint: str) -> Replica | None:
         """Return the replica at an endpoint."""

@@ -10,11 +10,11 @@ from math import isnan
 from typing import Final
 from urllib.parse import unquote
 
-from router.config import ApiError, NoReplica
+from router.config import PROMPTED, ApiError, NoReplica
 from router.fleet import Decision, Reason, Replica, Ticket
+from router.picker.answers import Told
 from router.picker.endpoints import Endpoints
 from router.proxy import (
-    PROMPTED,
     RETRYABLE,
     Asked,
     Judge,
@@ -30,8 +30,6 @@ from router.residency import PromptKeyring
 
 _HEALTH: Final = "/health"
 """Asked of a gateway, it tells whether a request gets through to a replica."""
-_TOLD_WHOLE_BYTES: Final = 64 << 10
-"""An answer that is not streamed is looked at for its usage up to this size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +40,8 @@ class Picked:
     """The replica's, then those of the next best, which are tried if it cannot be reached."""
     api_key: str | None
     """Sent to all of them instead of the client's own."""
-    streamed: bool
-    """Whether the answer's first bytes are its first token."""
+    replicas: tuple[str, ...]
+    """Their ids."""
 
 
 class Exchange:
@@ -80,16 +78,19 @@ class Exchange:
         """Until the answer begins: another replica than the picked one may give it."""
         self._ticket: Ticket | None = None
         self._replica: Replica | None = None
-        self._picked_s = 0.0
+        self._asked_s = self._picked_s = 0.0
         self._streamed = False
-        self._first_byte_s: float | None = None
-        """Of the answer, streamed or not."""
+        self._was_moved = False
+        """Whether another replica than the picked one answers."""
+        self.is_told = False
+        """Whether all of the answer has been told by Envoy's log."""
         self._reader = UsageReader(any_id=keeps(self.method, self.path))
 
     # --- the request
 
     async def pick(self, body: bytes) -> Picked:
         """Return where the request goes, once it may; raise `ApiError`."""
+        self._asked_s = time.monotonic()
         await self._judge.turnstile.enter()
         asked = self._parse(body)
         keyring = await self._judge.read(asked, self.record)
@@ -103,7 +104,7 @@ class Exchange:
         self._replica = admitted.decision.picked.replica
         await self._judge.prepare(admitted, self.record)
         self._picked_s = time.monotonic()
-        return self._picked(admitted.decision, streamed=asked.streamed)
+        return self._picked(admitted.decision)
 
     def _parse(self, body: bytes) -> Asked:
         """Return what routing needs of the request. No alias is replaced: the gateway has the body.
@@ -117,7 +118,7 @@ class Exchange:
             return parse(self.path, body, headers, header, {})
         return passed(self.method, self.path, headers, body, session_header=header, aliases={})
 
-    def _picked(self, decision: Decision, *, streamed: bool) -> Picked:
+    def _picked(self, decision: Decision) -> Picked:
         """Return the decision's replica and the next best, by their scores."""
         picked, judgment = decision.picked, self._judge.fleet.judgment
         api_key = picked.replica.config.api_key
@@ -128,13 +129,17 @@ class Exchange:
             if decision.reason is not Reason.BOUND
         ]
         others.sort(key=lambda each: each.score_s(judgment))
-        found = [self._endpoints.of(each.replica) for each in (picked, *others)]
-        known = [each for each in found if each is not None]
+        found = [self._endpoints.known(each.replica) for each in (picked, *others)]
+        known = [each for each in found if each is not None][: self._judge.config.retries + 1]
         return Picked(
-            endpoints=tuple(known[: self._judge.config.retries + 1]),
+            endpoints=tuple(endpoint for endpoint, _ in known),
+            replicas=tuple(replica_id for _, replica_id in known),
             api_key=api_key,
-            streamed=streamed,
         )
+
+    def answer_headers(self) -> dict[str, str]:
+        """Return the headers in which the answer tells of the decision."""
+        return answer_headers(self.record)
 
     # --- the answer
 
@@ -143,41 +148,41 @@ class Exchange:
 
         ``served`` is the endpoint that gave it, None where the gateway does not tell.
         """
-        record = self.record
-        await self._note_served(served)
-        self._asked = None
-        record.status = int(headers.get(":status", "0"))
+        await self._note_status(int(headers.get(":status", "0")), served)
         self._streamed = headers.get("content-type", "").startswith("text/event-stream")
-        if record.status in RETRYABLE and record.replica_id is not None:
-            self._judge.failed(record, Cause.STATUS, f"answered {record.status}")
         if self._is_ok and not self._streamed:
             self._began(time.monotonic())
-        elif self._is_ok and self._first_byte_s is not None:
-            self._began(self._first_byte_s)
-        return answer_headers(record)
-
-    def wants_body(self, headers: Mapping[str, str]) -> bool:
-        """Whether an answer is worth to be told whole: it is short, and tells of the request."""
-        length = headers.get("content-length", "")
-        is_short = length.isdecimal() and int(length) <= _TOLD_WHOLE_BYTES
-        return self._is_ok and not self._streamed and is_short and self.path in PROMPTED
+        return self.answer_headers()
 
     def came(self, part: bytes, *, is_last: bool) -> None:
         """Note a part of the answer's body."""
-        if part and self._first_byte_s is None:
-            self._first_byte_s = time.monotonic()
-            # It may be told before the headers are: that is another call.
-            if self._is_ok and self._streamed:
-                self._began(self._first_byte_s)
+        if part and not self.record.response_bytes and self._is_ok and self._streamed:
+            self._began(time.monotonic())
         self._reader.feed(part)
         self.record.response_bytes += len(part)
         if is_last:
             self.record.end(Outcome.OK)
 
+    async def told(self, told: Told) -> None:
+        """Note what the log of our own Envoy tells, which it does late."""
+        record, now_s = self.record, time.monotonic()
+        if record.status is None and told.status:
+            await self._note_status(told.status, told.served)
+        if self._is_ok and told.first_byte_after_s is not None:
+            self._streamed = not self._was_moved  # else it is not known when it was sent there
+            self._began(self._asked_s + told.first_byte_after_s, told_s=now_s)
+        if told.outcome is not None:
+            self.is_told = True
+            if self._is_ok:
+                self._began(now_s, told_s=now_s)
+            self._reader.feed(told.envelope)
+            record.response_bytes = told.response_bytes
+            record.end(told.outcome)
+
     @property
-    def awaits_first_byte(self) -> bool:
-        """Whether the call with the first byte is still to come."""
-        return self._is_ok and self._streamed and self._first_byte_s is None
+    def is_picked(self) -> bool:
+        """Whether the request has gone to a replica."""
+        return self._ticket is not None
 
     @property
     def has_ended(self) -> bool:
@@ -186,22 +191,25 @@ class Exchange:
 
     @contextmanager
     def noting_end(self) -> Iterator[None]:
-        """Note when and by what the call for the whole request ends."""
+        """Note when the call for the whole request ends, and by what where none was picked.
+
+        What became of an answer is known once all of it has been told: `close` notes the rest.
+        """
+        ended: BaseException | None = None
         with self._judge.noting_end(self.record):
             try:
                 yield
-            except (asyncio.CancelledError, ConnectionResetError):
-                self._gateway_ended()
-                raise
-            self._gateway_ended()
-
-    def _gateway_ended(self) -> None:
-        has_begun = self.record.status is not None
-        self.record.end(Outcome.ENDED if has_begun else Outcome.CLIENT_GONE)
+            except (asyncio.CancelledError, ConnectionResetError) as error:
+                if not self.is_picked:
+                    raise
+                ended = error
+        if ended is not None:
+            raise ended
 
     def close(self) -> None:
         """Release the request, whatever its end is, and hand out its record."""
         record, ticket = self.record, self._ticket
+        record.end(Outcome.CLIENT_GONE if record.status is None else Outcome.ENDED)
         if ticket is not None and record.status is None:
             self._judge.release(ticket)
         elif ticket is not None:
@@ -215,7 +223,7 @@ class Exchange:
     def _is_ok(self) -> bool:
         return self.record.status is not None and self.record.status < 400
 
-    def _began(self, began_s: float) -> None:
+    def _began(self, began_s: float, *, told_s: float | None = None) -> None:
         if self._ticket is not None:
             lag_s = self._picked_s - self._ticket.started_s - self.record.prepared.waited_s
             self._judge.began(
@@ -224,7 +232,16 @@ class Exchange:
                 began_s=began_s,
                 streamed=self._streamed,
                 lag_s=lag_s,
+                told_s=told_s,
             )
+
+    async def _note_status(self, status: int, served: str | None) -> None:
+        await self._note_served(served)
+        self._asked = None
+        record = self.record
+        record.status = status
+        if status in RETRYABLE and record.replica_id is not None:
+            self._judge.failed(record, Cause.STATUS, f"answered {status}")
 
     async def _note_served(self, served: str | None) -> None:
         """Move the request to the replica that answers, where that is not the picked one."""
@@ -233,7 +250,7 @@ class Exchange:
         # By replica, not by id: it may have got its name since it was picked.
         if replica is None or replica is self._replica or ticket is None or self._asked is None:
             return
-        self._ticket = None
+        self._ticket, self._was_moved = None, True
         self._judge.release(ticket)
         self._judge.failed(self.record, Cause.GATEWAY, f"the gateway went on to {replica.id}")
         asked, keyring = self._asked

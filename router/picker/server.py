@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 import grpc
+from envoy.service.accesslog.v3.als_pb2_grpc import add_AccessLogServiceServicer_to_server
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
     add_ExternalProcessorServicer_to_server,
 )
@@ -13,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from router.config import PickerConfig, host_port
 from router.fleet import State
+from router.picker.answers import AnswersLog
 from router.picker.endpoints import Endpoints
 from router.picker.service import Processor
 from router.proxy import Judge
@@ -51,6 +53,7 @@ class Picker:
         """Listen; return the port. Raises OSError where that cannot be."""
         await self._endpoints.start()
         add_ExternalProcessorServicer_to_server(self._processor, self._server)
+        add_AccessLogServiceServicer_to_server(AnswersLog(self._processor.note), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         port = self._listen()
         for name in _LIVENESS:

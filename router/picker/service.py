@@ -1,48 +1,55 @@
 """The calls of a gateway: what each message asks, and what answers it."""
 
 import asyncio
+import uuid
 from contextlib import closing
 from itertools import count
 from typing import Any, Final
 
 from router.config import ApiError, TooLarge
-from router.envoy import MAX_RETRIES
 from router.http import defect
 from router.picker import words
+from router.picker.answers import Told
 from router.picker.endpoints import Endpoints
 from router.picker.exchange import Exchange
 from router.picker.stream import Stream
 from router.picker.words import Message
 from router.proxy import Judge
 
-_OVERTAKEN_S: Final = 0.25
-"""So long after its end an answer's first byte may be told."""
+_UNTOLD_S: Final = 1.0
+"""So long after a request's end Envoy's log may tell of it."""
 
 
 class Processor:
     """Serves ``envoy.service.ext_proc.v3.ExternalProcessor``: one call for each request.
 
-    An Envoy with our own configuration makes a second, short call for a streamed answer, which
-    tells its first bytes only: a call that told all of them would cost more than to proxy them.
+    Of answers an Envoy with our own configuration tells nothing there, but in its log (`note`).
     """
 
     def __init__(self, judge: Judge, endpoints: Endpoints) -> None:
         self._judge = judge
         self._endpoints = endpoints
+        # Of this run: Envoy may tell of requests that a picker before this one placed.
+        self._run = uuid.uuid4().hex[:8]
         self._numbers = count()
         self._exchanges: dict[str, Exchange] = {}
-        """Requests that have not been closed, by the names that calls for first bytes tell."""
+        """Requests that have not been closed, by the names that the log tells."""
 
     async def Process(self, _: object, context: Any) -> None:  # noqa: N802  (the protocol's name)
         """Answer one call."""
         with closing(Stream(context)) as stream:
             first = await stream.read()
-            if first is None:
-                return
-            if first.HasField("request_headers"):
+            if first is not None:
                 await self._serve(first, stream)
-            else:
-                await self._note_first_byte(first, stream)
+
+    async def note(self, told: Told) -> None:
+        """Take over what the log tells; nothing of requests that are closed, or another's."""
+        exchange = self._exchanges.get(told.exchange)
+        if exchange is None:
+            return
+        await exchange.told(told)
+        if exchange.is_told and exchange.has_ended:
+            self._close(told.exchange)
 
     def close(self) -> None:
         """Wait for no more calls."""
@@ -54,15 +61,15 @@ class Processor:
             exchange.close()
 
     async def _serve(self, first: Message, stream: Stream) -> None:
-        headers = words.headers_of(first.request_headers)
+        headers = words.request_headers(first)
         exchange = Exchange(
             self._judge,
             self._endpoints,
             headers,
             named=words.named_endpoints(first, headers),
-            sees_tokens=stream.is_ours or words.tells_answer(first),
+            sees_tokens=not stream.is_ours and words.tells_answer(first),
         )
-        name = str(next(self._numbers))
+        name = f"{self._run}-{next(self._numbers)}"
         self._exchanges[name] = exchange
         try:
             with exchange.noting_end():
@@ -74,22 +81,11 @@ class Processor:
         except Exception as error:  # noqa: BLE001  (the client gets an answer in its own shape)
             await stream.write(words.refusal(exchange.path, defect(exchange.path, error)))
         finally:
-            # A short answer's end overtakes the call with its first byte.
-            if stream.is_ours and exchange.awaits_first_byte:
-                asyncio.get_running_loop().call_later(_OVERTAKEN_S, self._close, name)
+            # The call's end overtakes the log that tells of it.
+            if stream.is_ours and exchange.is_picked and not exchange.is_told:
+                asyncio.get_running_loop().call_later(_UNTOLD_S, self._close, name)
             else:
                 self._close(name)
-
-    async def _note_first_byte(self, message: Message, stream: Stream) -> None:
-        name = words.first_byte_of(message) or ""
-        exchange = self._exchanges.get(name)
-        # Not known: its client has gone in the meantime, or another picker has it.
-        if exchange is not None and message.HasField("response_body"):
-            exchange.came(message.response_body.body, is_last=False)
-            if exchange.has_ended:
-                self._close(name)
-        if not message.observability_mode:
-            await stream.write(words.go_on(message.WhichOneof("request")))
 
 
 class _Conversation:
@@ -116,7 +112,9 @@ class _Conversation:
     async def _pick(self) -> None:
         """Answer the request's last message with where it goes."""
         kind, body = "request_headers", b""
-        if words.has_whole_body(self._first):
+        if self._first.HasField("request_body"):
+            kind, body = "request_body", self._first.request_body.body
+        elif words.has_whole_body(self._first):
             await self._stream.write(words.go_on(kind))
             kind = "request_body"
             body = (await self._stream.must_read(kind)).request_body.body
@@ -144,20 +142,17 @@ class _Conversation:
     async def _send_on(self, kind: str, body: bytes) -> None:
         picked = await self._stream.unless_ended(self._exchange.pick(body))
         headers = {} if picked.api_key is None else {"authorization": f"Bearer {picked.api_key}"}
-        name = None
+        own = None
         if self._stream.is_ours:
-            headers[MAX_RETRIES] = str(len(picked.endpoints) - 1)
-            name = self._name if picked.streamed else None
-        await self._stream.write(words.destination(kind, picked.endpoints, headers, name))
+            own = words.own_words(self._name, picked.replicas, self._exchange.answer_headers())
+        await self._stream.write(words.destination(kind, picked.endpoints, headers, own))
 
     async def _reply(self, message: Message) -> Message:
         kind = message.WhichOneof("request")
         if kind == "response_headers":
             headers = words.headers_of(message.response_headers)
             served = words.served_endpoint(message)
-            added = await self._exchange.answered(headers, served)
-            wants_body = self._stream.is_ours and self._exchange.wants_body(headers)
-            return words.answer_headers(added, wants_body=wants_body)
+            return words.answer_headers(await self._exchange.answered(headers, served))
         if kind == "response_body":
             told = message.response_body
             self._exchange.came(told.body, is_last=told.end_of_stream)

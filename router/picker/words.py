@@ -4,7 +4,7 @@ Messages: ``envoy.service.ext_proc.v3``. Names of headers and metadata: endpoint
 1.0.0 (proposal 004 of the Gateway API Inference Extension).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
@@ -12,20 +12,56 @@ from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import Proces
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 
 from router.config import ApiError
-from router.envoy import DESTINATION, FIRST_BYTE_OF, LB_METADATA, OWN_METADATA, SERVED
+from router.envoy import (
+    ANSWER_HEADERS,
+    DESTINATION,
+    EXCHANGE,
+    HEADER_ATTRIBUTE,
+    LB_METADATA,
+    MAX_RETRIES,
+    OWN_METADATA,
+    REPLICAS,
+    SERVED,
+    SUBSET,
+    SUBSET_METADATA,
+)
 from router.http import error_body
 
 Message = Any
 """The generated classes have no types."""
 
-_SUBSET_METADATA: Final = "envoy.lb.subset_hint"
-_SUBSET: Final = "x-gateway-destination-endpoint-subset"
+_ATTRIBUTES: Final = "envoy.filters.http.ext_proc"
+_HEADER_OF: Final = {
+    "request.method": ":method",
+    "request.path": ":path",
+    "request.id": "x-request-id",
+}
 _UNTOLD: Final = -1
 _FULL_DUPLEX: Final = ProcessingMode.FULL_DUPLEX_STREAMED
 _WHOLE: Final = (ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL, _UNTOLD)
 
 
 # --- what the gateway tells
+
+
+def request_headers(request: Message) -> dict[str, str]:
+    """Return the headers of a request, by the first message of its call.
+
+    Where an Envoy with our own configuration sends the body at once, those that are read here.
+    """
+    if request.HasField("request_headers"):
+        return headers_of(request.request_headers)
+    told = request.attributes.get(_ATTRIBUTES)
+    fields = {} if told is None else told.fields
+    return {
+        _HEADER_OF.get(name) or _named_in(name): value.string_value
+        for name, value in fields.items()
+    }
+
+
+def _named_in(attribute: str) -> str:
+    before, after = HEADER_ATTRIBUTE.split("{}")
+    return attribute.removeprefix(before).removesuffix(after)
 
 
 def headers_of(told: Message) -> dict[str, str]:
@@ -59,22 +95,17 @@ def is_streamed_back(request: Message) -> bool:
 def named_endpoints(request: Message, headers: Mapping[str, str]) -> list[str] | None:
     """Return the endpoints to choose from, None where the gateway names none."""
     told = request.metadata_context.filter_metadata
-    if _SUBSET_METADATA in told and _SUBSET in told[_SUBSET_METADATA].fields:
-        value = told[_SUBSET_METADATA].fields[_SUBSET]
+    if SUBSET_METADATA in told and SUBSET in told[SUBSET_METADATA].fields:
+        value = told[SUBSET_METADATA].fields[SUBSET]
         if value.HasField("list_value"):
             return [each.string_value.strip() for each in value.list_value.values]
         return _listed(value.string_value)
-    return _listed(headers[_SUBSET]) if _SUBSET in headers else None
+    return _listed(headers[SUBSET]) if SUBSET in headers else None
 
 
 def served_endpoint(request: Message) -> str | None:
     """Return the endpoint that answered, if the gateway tells."""
     return _metadata(request, LB_METADATA, SERVED)
-
-
-def first_byte_of(request: Message) -> str | None:
-    """Return the name of the exchange that a call for the first byte only belongs to."""
-    return _metadata(request, OWN_METADATA, FIRST_BYTE_OF)
 
 
 def _body_mode(request: Message) -> int:
@@ -83,7 +114,12 @@ def _body_mode(request: Message) -> int:
 
 
 def _metadata(request: Message, namespace: str, key: str) -> str | None:
-    told = request.metadata_context.filter_metadata
+    return metadata_of(request.metadata_context, namespace, key)
+
+
+def metadata_of(context: Message, namespace: str, key: str) -> str | None:
+    """Return a text of Envoy's dynamic metadata, None where it is not there."""
+    told = context.filter_metadata
     if namespace not in told or key not in told[namespace].fields:
         return None
     return str(told[namespace].fields[key].string_value)
@@ -104,11 +140,14 @@ def go_on(kind: str) -> Message:
 
 
 def destination(
-    kind: str, endpoints: Iterable[str], headers: Mapping[str, str], exchange: str | None
+    kind: str,
+    endpoints: Iterable[str],
+    headers: Mapping[str, str],
+    own: Mapping[str, str] | None = None,
 ) -> Message:
     """Return where the request goes, as the answer to its headers or body (``kind``).
 
-    ``headers`` are set on the request. A call for the first byte will name the ``exchange``.
+    ``headers`` are set on the request; ``own`` is told to an Envoy with our own configuration.
     """
     value = ",".join(endpoints)
     answer = ext_proc.ProcessingResponse()
@@ -116,10 +155,23 @@ def destination(
     _set_headers(common.header_mutation, {DESTINATION: value, **headers})
     common.clear_route_cache = True
     metadata = {LB_METADATA: {DESTINATION: value}}
-    if exchange is not None:
-        metadata[OWN_METADATA] = {FIRST_BYTE_OF: exchange}
-    answer.dynamic_metadata.update(metadata)
+    answer.dynamic_metadata.update({**metadata, OWN_METADATA: own} if own else metadata)
     return answer
+
+
+def own_words(exchange: str, replicas: Sequence[str], headers: Mapping[str, str]) -> dict[str, str]:
+    """Return what our own Envoy is told: names for its log, and headers for the answer."""
+    lines = (f"{name}: {_one_line(value)}" for name, value in headers.items())
+    return {
+        EXCHANGE: exchange,
+        MAX_RETRIES: str(len(replicas) - 1),
+        REPLICAS: "\n".join(map(_one_line, replicas)),
+        ANSWER_HEADERS: "\n".join(lines),
+    }
+
+
+def _one_line(value: str) -> str:
+    return " ".join(value.splitlines())
 
 
 def same_body(kind: str, told: Message) -> Message:
@@ -136,13 +188,10 @@ def whole_body(parts: Iterable[Message]) -> bytes:
     return b"".join(each.streamed_response.body for each in bodies)
 
 
-def answer_headers(headers: Mapping[str, str], *, wants_body: bool) -> Message:
-    """Return what is added to the answer's headers, and whether its whole body is to be told."""
+def answer_headers(headers: Mapping[str, str]) -> Message:
+    """Return what is added to the answer's headers."""
     answer = ext_proc.ProcessingResponse()
     _set_headers(answer.response_headers.response.header_mutation, headers)
-    if wants_body:
-        answer.mode_override.response_body_mode = ProcessingMode.BUFFERED
-        answer.mode_override.response_trailer_mode = ProcessingMode.SEND
     return answer
 
 

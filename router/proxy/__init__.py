@@ -45,13 +45,12 @@ residency, latency, fleet, admission, staging and record.
 from router.proxy.judge import Judge
 from router.proxy.passing import METHODS, check_passes, keeps, label, passed
 from router.proxy.proxy import Proxy
-from router.proxy.request import PROMPTED, Asked, json_object, parse
+from router.proxy.request import Asked, json_object, parse
 from router.proxy.upstream import RETRYABLE, client_session
 from router.proxy.usage import UsageReader
 
 __all__ = [
     "METHODS",
-    "PROMPTED",
     "RETRYABLE",
     "Asked",
     "Judge",

@@ -163,15 +163,19 @@ class Judge:
         began_s: float,
         streamed: bool,
         lag_s: float = 0.0,
+        told_s: float | None = None,
     ) -> None:
         """Note when an answer began: its first token if it is ``streamed``, else its headers.
 
-        ``lag_s`` is what the router took to send the request, beside what it waited for.
+        ``lag_s`` is what the router took to send the request, beside what it waited for;
+        ``told_s`` is now, where that is later. Later calls for the same request change nothing.
         """
+        if record.first_byte_s is not None:
+            return
         record.streamed, record.first_byte_s = streamed, began_s
         # Without a prompt, neither the time to the first byte nor `usage` tells of prefills.
         is_token = streamed and bool(record.prompt_tokens)
-        ticket.first_byte(began_s, streamed=is_token, lag_s=lag_s)
+        ticket.first_byte(began_s, streamed=is_token, lag_s=lag_s, told_s=told_s)
         self._admission.wake()
 
     def failed(self, record: RequestRecord, cause: Cause, detail: str) -> None:

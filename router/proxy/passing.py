@@ -1,6 +1,6 @@
 """Requests of which a replica gets every byte and the router reads only where they go.
 
-All but the endpoints in `request.PROMPTED`: rerank, audio, files, what else a replica offers.
+All but the endpoints in `PROMPTED`: rerank, audio, files, what else a replica offers.
 """
 
 import re
@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import orjson
 
-from router.config import NotFound, NotSupported
-from router.proxy.request import PROMPTED, Asked, named_session
+from router.config import PROMPTED, NotFound, NotSupported
+from router.proxy.request import Asked, named_session
 
 METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 

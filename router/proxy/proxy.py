@@ -11,14 +11,14 @@ import aiohttp
 from aiohttp import web
 
 from router.access import GRANT
-from router.config import NoReplica, UpstreamFailed, UpstreamTimeout
+from router.config import PROMPTED, NoReplica, UpstreamFailed, UpstreamTimeout
 from router.fleet import Ticket
 from router.http import read_body, release_body
 from router.proxy.hanging import unless_hung
 from router.proxy.judge import Judge
 from router.proxy.passing import keeps, label, passed
 from router.proxy.relay import relay
-from router.proxy.request import PROMPTED, Asked, parse
+from router.proxy.request import Asked, parse
 from router.proxy.upstream import Answer, TryFailed, Upstream, forwarded_headers
 from router.proxy.usage import UsageReader
 from router.record import Cause, Outcome, RequestRecord

@@ -10,14 +10,7 @@ from typing import Any, Final
 import orjson
 import xxhash
 
-from router.config import BadRequest
-
-PROMPTED: Final = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"}
-)
-"""Endpoints, all POST, whose prompt's KV is worth looking for."""
-
-MAX_WAIT_HEADER: Final = "x-warmroute-max-wait-s"
+from router.config import MAX_WAIT_HEADER, BadRequest
 
 _SESSION_FIELDS: Final = ("prompt_cache_key", "session_id", "user")
 _LONGEST_SESSION: Final = 128

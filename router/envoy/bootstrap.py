@@ -1,34 +1,42 @@
-"""The configuration of an Envoy that carries the requests, and asks the picker where they go.
-
-`configuration` makes it, and an operator's own file is merged into it: TLS, limits, retries and
-access logs are Envoy's to do, in Envoy's own words. The names in it that the picker reads are here.
-
-Called by launch, picker and the command line. Imports config.
-"""
+"""The bootstrap of an Envoy at the router's address, which asks the router's picker."""
 
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from router.config import PickerConfig, Place, RouterConfig, reachable
-
-DESTINATION: Final = "x-gateway-destination-endpoint"
-"""Of a header, and in `LB_METADATA`: where the request goes (endpoint picker protocol)."""
-SERVED: Final = "x-gateway-destination-endpoint-served"
-"""In `LB_METADATA`: the endpoint that answered."""
-LB_METADATA: Final = "envoy.lb"
-OWN_METADATA: Final = "warmroute"
-FIRST_BYTE_OF: Final = "exchange"
-"""In `OWN_METADATA`: which exchange a call for the first byte belongs to."""
-MAX_RETRIES: Final = "x-envoy-max-retries"
-"""A header that Envoy takes from the picker: no more retries than there are destinations."""
-MARK: Final = ("x-warmroute-gateway", "generated")
-"""Metadata of each call by an Envoy with this configuration."""
+from router.config import (
+    MAX_WAIT_HEADER,
+    PROMPTED,
+    PickerConfig,
+    Place,
+    RouterConfig,
+    reachable,
+)
+from router.envoy.answers import answers_log, notes_answers
+from router.envoy.names import (
+    DESTINATION,
+    HEADER_ATTRIBUTE,
+    LB_METADATA,
+    MARK,
+    OWN_METADATA,
+    SERVED,
+    SUBSET,
+    SUBSET_METADATA,
+)
 
 _TYPES: Final = "type.googleapis.com/envoy.extensions."
 _HTTP_FILTERS: Final = f"{_TYPES}filters.http."
+_PICKER: Final = "picker"
+_MODE: Final[Mapping[str, str]] = {
+    "request_header_mode": "SEND",
+    "request_body_mode": "BUFFERED",
+    "response_header_mode": "SKIP",
+    "response_body_mode": "NONE",
+    "response_trailer_mode": "SEND",
+}
 _NO_ANSWER_SLACK_S: Final = 30.0
 """The picker may take so much longer than it holds requests, to read their prompts."""
 
@@ -59,34 +67,6 @@ def configuration(config: RouterConfig, at: Place) -> dict[str, Any]:
     }
 
 
-def merge(base: Any, own: Any) -> Any:
-    """Return ``base`` with an operator's own settings over it.
-
-    Mappings are merged key by key and lists of things with a ``name`` thing by thing; one that is
-    not there is added at the end, except filters of HTTP, which go before the first: the last
-    one there must be the router. All else is replaced.
-    """
-    if isinstance(base, dict) and isinstance(own, dict):
-        return {
-            **base,
-            **{key: merge(base[key], own[key]) if key in base else own[key] for key in own},
-        }
-    if _are_named(base) and _are_named(own):
-        mine = {each["name"]: each for each in base}
-        theirs = {each["name"]: each for each in own}
-        merged = [
-            merge(each, theirs[name]) if name in theirs else each for name, each in mine.items()
-        ]
-        added = [each for name, each in theirs.items() if name not in mine]
-        is_chain = bool(merged) and merged[-1]["name"] == "router"
-        return [*added, *merged] if is_chain else [*merged, *added]
-    return own
-
-
-def _are_named(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(e, dict) and "name" in e for e in value)
-
-
 def _listener(config: RouterConfig) -> dict[str, Any]:
     timeouts = config.timeouts
     # A prompt may rightly wait and compute for minutes before the first byte of its answer.
@@ -97,13 +77,14 @@ def _listener(config: RouterConfig) -> dict[str, Any]:
         "use_remote_address": True,
         "preserve_external_request_id": True,
         "stream_idle_timeout": f"{idle_s:g}s",
+        **answers_log(_PICKER),
         "route_config": {
             "name": "replicas",
             "virtual_hosts": [{"name": "replicas", "domains": ["*"], "routes": _routes(config)}],
         },
         "http_filters": [
             {"name": "picker", "typed_config": _ask(config)},
-            {"name": "first-byte", "typed_config": _tell_first_byte()},
+            notes_answers(),
             {"name": "router", "typed_config": {"@type": f"{_HTTP_FILTERS}router.v3.Router"}},
         ],
     }
@@ -117,76 +98,61 @@ def _listener(config: RouterConfig) -> dict[str, Any]:
 
 
 def _routes(config: RouterConfig) -> list[dict[str, Any]]:
-    """Return one route for answers whose first byte is to be told, and one for all others."""
+    """Return one route for requests whose body says all, and one for the others."""
     to: dict[str, Any] = {"cluster": "replicas", "timeout": "0s"}
     if config.retries:
         retry_on = "connect-failure,refused-stream,reset,gateway-error"
         to["retry_policy"] = {"retry_on": retry_on, "num_retries": config.retries}
-    told = {
-        "filter": OWN_METADATA,
-        "path": [{"key": FIRST_BYTE_OF}],
-        "value": {"present_match": True},
+    is_post = {"name": ":method", "string_match": {"exact": "POST"}}
+    without_headers = {
+        "@type": f"{_HTTP_FILTERS}ext_proc.v3.ExtProcPerRoute",
+        "overrides": {"processing_mode": {**_MODE, "request_header_mode": "SKIP"}},
     }
-    off = {"@type": f"{_HTTP_FILTERS}ext_proc.v3.ExtProcPerRoute", "disabled": True}
-    return [
-        {"name": "streamed", "match": {"prefix": "/", "dynamic_metadata": [told]}, "route": to},
+    # A replica's key is set on the request as a header, which only its headers' answer can.
+    has_keys = any(each.api_key for each in config.replicas)
+    prompted = [
         {
-            "name": "whole",
-            "match": {"prefix": "/"},
+            "name": path,
+            "match": {"path": path, "headers": [is_post]},
             "route": to,
-            "typed_per_filter_config": {"first-byte": off},
-        },
+            "typed_per_filter_config": {"picker": without_headers},
+        }
+        for path in ([] if has_keys else sorted(PROMPTED))
     ]
+    return [*prompted, {"name": "all", "match": {"prefix": "/"}, "route": to}]
 
 
 def _ask(config: RouterConfig) -> dict[str, Any]:
-    """Return the filter that asks where a request goes, and tells how it is answered.
+    """Return the filter that asks where a request goes.
 
-    Of the answer's body it tells nothing unless the picker asks for it. Since trailers might
-    come, the call stays open to the end of the answer: that is how the picker learns of it.
+    Of the answer it tells nothing. Since trailers might come, the call stays open to the end of
+    the answer: that is how the picker learns of it, whatever becomes of Envoy.
     """
+    headers = (MAX_WAIT_HEADER, SUBSET, config.sessions.header.lower())
     return {
         "@type": f"{_HTTP_FILTERS}ext_proc.v3.ExternalProcessor",
         "grpc_service": _call(),
         # Without a picker replicas take turns, and answers that have begun go on.
         "failure_mode_allow": True,
         "message_timeout": f"{_held_s(config) + _NO_ANSWER_SLACK_S:g}s",
-        "allow_mode_override": True,
         "mutation_rules": {"allow_envoy": True},
         "metadata_options": {
-            "forwarding_namespaces": {"untyped": [LB_METADATA, "envoy.lb.subset_hint"]},
+            "forwarding_namespaces": {"untyped": [LB_METADATA, SUBSET_METADATA]},
             "receiving_namespaces": {"untyped": [LB_METADATA, OWN_METADATA]},
         },
-        "processing_mode": {
-            "request_header_mode": "SEND",
-            "request_body_mode": "BUFFERED",
-            "response_header_mode": "SEND",
-            "response_body_mode": "NONE",
-            "response_trailer_mode": "SEND",
-        },
-    }
-
-
-def _tell_first_byte() -> dict[str, Any]:
-    """Return the filter that tells of a streamed answer's first bytes, and waits for no reply."""
-    return {
-        "@type": f"{_HTTP_FILTERS}ext_proc.v3.ExternalProcessor",
-        "grpc_service": _call(),
-        "failure_mode_allow": True,
-        "observability_mode": True,
-        "metadata_options": {"forwarding_namespaces": {"untyped": [OWN_METADATA]}},
-        "processing_mode": {
-            "request_header_mode": "SKIP",
-            "response_header_mode": "SKIP",
-            "response_body_mode": "STREAMED",
-        },
+        # For requests whose headers are not sent: what of them the picker reads.
+        "request_attributes": [
+            *("request.method", "request.path", "request.id"),
+            *(HEADER_ATTRIBUTE.format(name) for name in headers),
+        ],
+        "processing_mode": _MODE,
     }
 
 
 def _call() -> dict[str, Any]:
     key, value = MARK
     return {
-        "envoy_grpc": {"cluster_name": "picker"},
+        "envoy_grpc": {"cluster_name": _PICKER},
         "initial_metadata": [{"key": key, "value": value}],
     }
 
@@ -215,7 +181,7 @@ def _replicas(config: RouterConfig) -> dict[str, Any]:
 
 def _picker(picker: PickerConfig) -> dict[str, Any]:
     host = reachable(picker.host)
-    found = _cluster("picker", [(host, picker.port)])
+    found = _cluster(_PICKER, [(host, picker.port)])
     if picker.certificate is not None:
         tls = {"@type": f"{_TYPES}transport_sockets.tls.v3.UpstreamTlsContext"}
         found["transport_socket"] = {"name": "tls", "typed_config": tls}

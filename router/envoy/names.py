@@ -1,0 +1,30 @@
+"""Names by which Envoy and picker know what they tell each other."""
+
+from typing import Final
+
+DESTINATION: Final = "x-gateway-destination-endpoint"
+"""Of a header, and in `LB_METADATA`: where the request goes (endpoint picker protocol)."""
+SUBSET: Final = "x-gateway-destination-endpoint-subset"
+"""Of a header, and in `SUBSET_METADATA`: the endpoints to choose from."""
+SUBSET_METADATA: Final = "envoy.lb.subset_hint"
+SERVED: Final = "x-gateway-destination-endpoint-served"
+"""In `LB_METADATA`: the endpoint that answered."""
+LB_METADATA: Final = "envoy.lb"
+MAX_RETRIES: Final = "x-envoy-max-retries"
+"""Of a header, and in `OWN_METADATA`: no more retries than there are destinations."""
+MARK: Final = ("x-warmroute-gateway", "generated")
+"""Metadata of each call by an Envoy with this configuration."""
+HEADER_ATTRIBUTE: Final = "request.headers['{}']"
+"""How an attribute is called that is a request's header (CEL)."""
+
+OWN_METADATA: Final = "warmroute"
+EXCHANGE: Final = "exchange"
+"""In `OWN_METADATA`, by the picker: the name of the exchange, which the access log repeats."""
+ANSWER_HEADERS: Final = "headers"
+"""The same: what the answer's headers are to tell, a line of ``name: value`` each."""
+REPLICAS: Final = "replicas"
+"""The same: the replicas' ids, a line each, in the order of the destinations."""
+FIRST_BYTE_MS: Final = "first_byte_ms"
+"""In `OWN_METADATA`, by Envoy: when the first byte of a streamed answer's body came (Unix time)."""
+ENVELOPE: Final = "envelope"
+"""The same: of an answer the ``id`` and ``usage``, as JSON."""

@@ -1,0 +1,95 @@
+"""What our own Envoy's access log tells of answers: many requests in one message.
+
+Messages: ``envoy.service.accesslog.v3`` and ``envoy.data.accesslog.v3``.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from envoy.data.accesslog.v3.accesslog_pb2 import DownstreamEnd
+from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsResponse
+
+from router.config import host_port
+from router.envoy import ENVELOPE, EXCHANGE, FIRST_BYTE_MS, OWN_METADATA
+from router.picker.words import Message, metadata_of
+from router.record import Outcome
+
+_MS: Final = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """One answer as it stood when Envoy told of it."""
+
+    exchange: str
+    status: int
+    """0 where it had not begun."""
+    served: str | None
+    """The endpoint that gave it; None where Envoy gave it itself."""
+    first_byte_after_s: float | None
+    """From when the picker was asked to the first byte of the body; of streamed answers only."""
+    envelope: bytes
+    """Of the body, the parts that `UsageReader` reads."""
+    response_bytes: int
+    outcome: Outcome | None
+    """None while the answer is under way."""
+
+
+class AnswersLog:
+    """Serves ``envoy.service.accesslog.v3.AccessLogService``."""
+
+    def __init__(self, note: Callable[[Told], Awaitable[None]]) -> None:
+        """``note`` is called for each answer that is told of, in their order."""
+        self._note = note
+
+    async def StreamAccessLogs(  # noqa: N802  (the protocol's name)
+        self, messages: AsyncIterator[Message], _: Any
+    ) -> Message:
+        """Read one Envoy's log to its end."""
+        async for message in messages:
+            for entry in message.http_logs.log_entry:
+                if (told := read(entry)) is not None:
+                    await self._note(told)
+        return StreamAccessLogsResponse()
+
+
+def read(entry: Message) -> Told | None:
+    """Return what an ``HTTPAccessLogEntry`` tells; None for a request that was not picked for."""
+    common = entry.common_properties
+    exchange = metadata_of(common.metadata, OWN_METADATA, EXCHANGE)
+    if exchange is None:
+        return None
+    envelope = metadata_of(common.metadata, OWN_METADATA, ENVELOPE) or ""
+    return Told(
+        exchange=exchange,
+        status=entry.response.response_code.value,
+        served=_served(common),
+        first_byte_after_s=_first_byte_after_s(common),
+        envelope=envelope.encode(errors="replace"),
+        response_bytes=entry.response.response_body_bytes,
+        outcome=_outcome(common) if common.access_log_type == DownstreamEnd else None,
+    )
+
+
+def _served(common: Message) -> str | None:
+    address = common.upstream_remote_address.socket_address
+    return host_port(address.address, address.port_value) if address.address else None
+
+
+def _first_byte_after_s(common: Message) -> float | None:
+    """Return when the first byte came, by Envoy's clock alone: the picker's may be another."""
+    told = metadata_of(common.metadata, OWN_METADATA, FIRST_BYTE_MS)
+    if told is None or not told.isdecimal():
+        return None
+    asked_ms = common.start_time.ToMilliseconds() + common.time_to_last_rx_byte.ToMilliseconds()
+    return max(0.0, (int(told) - int(asked_ms)) * _MS)
+
+
+def _outcome(common: Message) -> Outcome:
+    flags = common.response_flags
+    if flags.downstream_connection_termination:
+        return Outcome.CLIENT_GONE
+    if flags.upstream_connection_termination or flags.stream_idle_timeout:
+        return Outcome.CUT
+    return Outcome.OK
