@@ -14,6 +14,8 @@ A chunk loaded: it is held while `connector.copy_worker` copies it to the GPU, a
 A chunk moved or copied: a router or controller asks the `agent` of one replica, whose
 `transfer` fetches it from the other's.
 
-Directions: launch -> settings; connector -> agent -> transfer -> engine -> settings,
+`simulator` is a fleet with all of this but a GPU.
+
+Directions: launch -> settings; simulator, connector -> agent -> transfer -> engine -> settings,
 residency -> tiers, memory, identity, record -> keys, wire, values, address.
 """

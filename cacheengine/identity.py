@@ -4,7 +4,7 @@
 `model_options_digest` tell models apart whose names are equal. Chunks are only loaded,
 copied or fetched where all three agree.
 
-Called by connector, engine and launch. Imports nothing of the engine.
+Called by connector, engine, launch and simulator. Imports nothing of the engine.
 """
 
 import hashlib

@@ -7,7 +7,7 @@ file without a name (`memfd_create`): that needs neither root nor a mounted
 hugetlbfs, and the kernel takes the pages back with the file's last user,
 however that one ends.
 
-Called by engine, settings and connector. Imports nothing of the engine.
+Called by engine, settings, connector and simulator. Imports nothing of the engine.
 """
 
 import mmap

@@ -4,7 +4,7 @@
 the last changes of keys with their numbers, for agents' callers and vLLM's stream, and says
 when one has been missed. The caller serializes calls, but for `TransferMeter`'s.
 
-Called by residency, engine, transfer, agent and connector. Imports keys and wire.
+Called by residency, engine, transfer, agent, connector and simulator. Imports keys and wire.
 """
 
 import threading

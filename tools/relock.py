@@ -94,6 +94,12 @@ def relaxed_needs(requirement: str) -> list[str]:
     return [each for each in needs if "extra ==" not in each and _name(each) not in VLLM_RELAXED]
 
 
+def pinned(name: str) -> Pins:
+    """Return what a lock pins, by name."""
+    lines = _lines(LOCKS / f"{name}.lock")
+    return dict(_pin(each) for each in lines)
+
+
 def write(name: str, pins: Pins, what: str) -> None:
     """Write one lock file, sorted by name."""
     lines = [f"# {what}", _NOTE, *(f"{name}=={version}" for name, version in sorted(pins.items()))]

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from bench.simulator.model.machine import Machine
 from cacheengine.record import BandwidthMeter, EngineStats, KeyEventRecord
 from cacheengine.residency.decider import Decider
 from cacheengine.residency.decisions import Presence, Promotion, StoreReservation, Todo
 from cacheengine.residency.local_index import TierIndex
+from cacheengine.simulator.model.machine import Machine
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 
 _READ_BATCH: Final = 4

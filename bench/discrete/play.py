@@ -12,8 +12,8 @@ from bench.discrete.replica import ModelReplica
 from bench.discrete.routers.bounds import SharedCache
 from bench.discrete.routers.sent import Sent
 from bench.record import Record
-from bench.simulator.model.machine import Machine
 from bench.workloads.session import Session, Span
+from cacheengine.simulator.model.machine import Machine
 
 _AT_ONCE: Final = 1e15
 NOISE: Final = 0.05
@@ -63,7 +63,7 @@ class Contender:
 
     make: MakeRouter
     foresees: bool = False
-    """As in `bench.simulator.model.scheduler.ReplicaModel`."""
+    """As in `cacheengine.simulator.model.scheduler.ReplicaModel`."""
     shares_cache: bool = False
     """Whether all replicas share one infinite cache, to load from which takes no time."""
 

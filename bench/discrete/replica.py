@@ -10,13 +10,13 @@ from typing import Final, Protocol
 
 from bench.discrete.engine import ModelEngine
 from bench.discrete.prompts import ModelPrompt
-from bench.simulator.model.lower_tiers import LowerTiers
-from bench.simulator.model.machine import Machine
-from bench.simulator.model.news import Cleared, Removed, Stored
-from bench.simulator.model.request import SimRequest
-from bench.simulator.model.scheduler import ReplicaModel
-from bench.simulator.storage.engine_tiers import EngineTiers
 from cacheengine.record import KeyEventRecord
+from cacheengine.simulator.model.lower_tiers import LowerTiers
+from cacheengine.simulator.model.machine import Machine
+from cacheengine.simulator.model.news import Cleared, Removed, Stored
+from cacheengine.simulator.model.request import SimRequest
+from cacheengine.simulator.model.scheduler import ReplicaModel
+from cacheengine.simulator.storage.engine_tiers import EngineTiers
 from router.residency.block_hashes import keys64
 from router.residency.tiers import Tier
 

@@ -11,8 +11,8 @@ from typing import Protocol
 from bench.proof.case import Fault
 from bench.proof.figures import Window
 from bench.record import Record
-from bench.simulator.model.machine import Machine
 from bench.workloads.session import Session
+from cacheengine.simulator.model.machine import Machine
 
 
 class OfferedLoad(Protocol):

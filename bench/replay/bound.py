@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from bench.record import Record
-from bench.simulator.model.rates import Rates, Shape
 from bench.workloads.ideal import IdealRun, IdealTurn
 from bench.workloads.session import Session
+from cacheengine.simulator.model.rates import Rates, Shape
 
 REPLICA: Final = "no-queue"
 

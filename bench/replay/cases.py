@@ -7,12 +7,12 @@ from typing import Any, Final
 
 from bench.record import Record
 from bench.replay.fleet import CPU_TOKENS, Cpu, Disk, FleetOptions
-from bench.simulator.model.machine import Machine
-from bench.simulator.model.rates import Rates, Shape
 from bench.ttft import BenchError
 from bench.workloads.offered import GENERATED, Offered, offered
 from bench.workloads.session import Session, requests
 from bench.workloads.trace import read_trace, scaled
+from cacheengine.simulator.model.machine import Machine
+from cacheengine.simulator.model.rates import Rates, Shape
 
 TRACE_WORKLOAD: Final = "conversation"
 WORKLOADS: Final = tuple(GENERATED)

@@ -73,7 +73,7 @@ class FleetOptions:
             "--seed": self.seed,
         }
         options = [text for name, value in values.items() for text in (name, str(value))]
-        return [sys.executable, "-m", "bench.simulator", *options, "--json"]
+        return [sys.executable, "-m", "cacheengine.simulator", *options, "--json"]
 
 
 @dataclass(frozen=True, kw_only=True)

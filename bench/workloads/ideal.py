@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from bench.simulator.model.rates import Rates, Shape
 from bench.workloads.session import Session, Span
+from cacheengine.simulator.model.rates import Rates, Shape
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Final
 
 from bench.record import Record
-from bench.simulator.model.machine import Machine
 from bench.ttft import BenchError
 from bench.workloads.agent_file import drawn_agents, read_agents
 from bench.workloads.agents import agents
@@ -17,6 +16,7 @@ from bench.workloads.pacing import Pacer, Window
 from bench.workloads.resources import DECODE_SLOTS, KV_MEMORY, Usage, measure
 from bench.workloads.session import Session, stretched
 from bench.workloads.trace import read_trace, rotated
+from cacheengine.simulator.model.machine import Machine
 
 GENERATED: Final[Mapping[str, Callable[[int], Iterator[Session]]]] = {
     "conversation": chats,

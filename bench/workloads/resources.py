@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from bench.simulator.model.machine import Machine
-from bench.simulator.model.rates import Rates, Shape
 from bench.workloads.pacing import Due, Window
+from cacheengine.simulator.model.machine import Machine
+from cacheengine.simulator.model.rates import Rates, Shape
 
 PREFILL: Final = "prefill"
 KV_MEMORY: Final = "kv_memory"

@@ -4,11 +4,13 @@
 `lower_tiers` has the tiers that the settings name (`configured_tiers`) and the I/O that moves
 bytes between them and the pool (`tier_io`).
 
-Called by connector, agent and transfer. Imports settings, residency, tiers, memory, identity
-and record; knows nothing of vLLM.
+Called by connector, agent, transfer and simulator. Imports settings, residency, tiers, memory,
+identity and record; knows nothing of vLLM.
 """
 
 from cacheengine.engine.engine import CacheEngine
+from cacheengine.engine.io_threads import IoThreads, JobRunner
+from cacheengine.engine.lower_tiers import make_tier
 from cacheengine.engine.metrics import render_metrics
 
-__all__ = ["CacheEngine", "render_metrics"]
+__all__ = ["CacheEngine", "IoThreads", "JobRunner", "make_tier", "render_metrics"]

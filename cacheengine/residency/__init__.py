@@ -5,7 +5,8 @@ with their eviction (`POLICY_NAMES`), `TierIndex` a local tier's, `RemoteIndex` 
 store is believed to hold; `cascade` writes chunks down, `promoter` brings them up; all work
 on one `CacheState`.
 
-Called by engine and agent. Imports record and tiers (outcomes); no I/O, no clock, no threads.
+Called by engine, agent and simulator. Imports record and tiers (outcomes); no I/O, no clock,
+no threads.
 """
 
 from cacheengine.residency.decider import Decider

@@ -4,8 +4,8 @@
 is not served is named with its reason (`lmcache_keys`), anything wrong is a `ConfigError`
 that says what, where and how to mend it.
 
-Called by launch, connector, engine and agent. Imports memory, tiers and residency, for what
-they accept.
+Called by launch, connector, engine, agent and simulator. Imports memory, tiers and residency,
+for what they accept.
 """
 
 from cacheengine.settings.loading import load_engine_config

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
+from cacheengine.tiers.serde import SERDE_NAMES
 from cacheengine.tiers.stores import parse_remote_url
 from cacheengine.tiers.stores.mooncake import mooncake_settings
 from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer
@@ -48,9 +49,5 @@ def check_remote_ready(text: str) -> None:
 
 def check_serde_name(name: str) -> None:
     """Raise `BadValue` for a name that no serde has."""
-    if name == "naive":
-        return
-    from cacheengine.tiers.serde import SERDE_NAMES  # noqa: PLC0415  (loads numpy, zstandard)
-
     if name not in SERDE_NAMES:
         raise BadValue(f"{name!r} is unknown", suggestion(name.lower(), SERDE_NAMES))

@@ -5,7 +5,7 @@ store (`stores`: Redis, Mooncake, InfiniStore), encoded by a `serde`. This one h
 tiers share, and loads none of them: a store's client process imports it too. A tier that
 fails is left alone for a while (`TierBackoff`), and the engine goes on without it.
 
-Called by engine, connector, residency and settings. Imports keys and values.
+Called by engine, connector, residency, settings and simulator. Imports keys and values.
 """
 
 from cacheengine.tiers.base import (

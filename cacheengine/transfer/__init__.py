@@ -3,7 +3,7 @@
 `TransferServer` sends what a peer asks for from where it lies; `Fetch` receives chunks into
 slots of the pool, checks them, and counts what came.
 
-Called by agent and connector. Imports engine, residency and record.
+Called by agent, connector and simulator. Imports engine, residency and record.
 """
 
 from cacheengine.transfer.fetch import Fetch

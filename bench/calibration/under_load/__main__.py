@@ -45,9 +45,9 @@ from bench.calibration.under_load.workload import Offered, offered
 from bench.command import positive, write_report
 from bench.replica.local import CannotStart
 from bench.replica.tiers import NotThere
-from bench.simulator.model.machine import Machine
-from bench.simulator.model.rates import Rates, Shape
 from bench.ttft import BenchError, machine
+from cacheengine.simulator.model.machine import Machine
+from cacheengine.simulator.model.rates import Rates, Shape
 from router.launch.processes import ChildFailed, ProcessGroup
 
 SIMULATED: Final = "simulated"

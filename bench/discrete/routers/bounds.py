@@ -15,9 +15,9 @@ from typing import Final
 
 from bench.discrete.replica import AnswerCut, ModelReplica, ReplicaDown
 from bench.discrete.routers.sent import Sent
-from bench.simulator.model.estimate import Estimate, estimate
-from bench.simulator.model.lower_tiers import Found
-from bench.simulator.model.request import SimRequest
+from cacheengine.simulator.model.estimate import Estimate, estimate
+from cacheengine.simulator.model.lower_tiers import Found
+from cacheengine.simulator.model.request import SimRequest
 
 _AHEAD_S: Final = 0.25
 """Work that may lie before a request when it is sent: so that no replica idles."""

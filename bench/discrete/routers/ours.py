@@ -14,8 +14,8 @@ from bench.discrete.replica import AnswerCut, ModelReplica, ReplicaDown
 from bench.discrete.routers.health import Health
 from bench.discrete.routers.sent import Sent
 from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
-from bench.simulator.model.machine import Machine
 from cacheengine.keys import HashScheme
+from cacheengine.simulator.model.machine import Machine
 from cacheengine.wire import InstanceInfo, TierInfo
 from router.admission.async_gate import Admission
 from router.admission.gate import Gate

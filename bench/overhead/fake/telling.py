@@ -17,8 +17,8 @@ import xxhash
 
 from bench.overhead.fake.http import Handler
 from bench.overhead.prompts import MODEL, PATH
-from bench.simulator.api.kv_stream import KvStream
 from cacheengine.keys import HashScheme, key64
+from cacheengine.simulator.api.kv_stream import KvStream
 from router.config.errors import BadRequest
 from router.prompt.reader import PromptReader
 

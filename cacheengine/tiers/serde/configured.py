@@ -1,11 +1,13 @@
-"""Which serde the configuration names."""
+"""Which serde the configuration names.
+
+Those that encode load numpy only when they are made: an engine without a remote tier, as a
+simulated replica's, needs none.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Final
 
 from cacheengine.tiers.serde.base import NaiveSerde, Serde
-from cacheengine.tiers.serde.cachegen import CacheGenSerde
-from cacheengine.tiers.serde.lossless import LosslessSerde
 
 
 def make_serde(name: str, dtype: str) -> Serde:
@@ -28,10 +30,23 @@ def lossy_name(name: str, dtype: str) -> str:
 # The other types (fp8, and what packs numbers with their scales) have elements of a byte.
 _ELEMENT_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
+
+def _lossless(dtype: str) -> Serde:
+    from cacheengine.tiers.serde.lossless import LosslessSerde  # noqa: PLC0415  (loads numpy)
+
+    return LosslessSerde(_ELEMENT_BYTES.get(dtype, 1))
+
+
+def _cachegen(dtype: str) -> Serde:
+    from cacheengine.tiers.serde.cachegen import CacheGenSerde  # noqa: PLC0415  (loads numpy)
+
+    return CacheGenSerde(dtype)
+
+
 _SERDES: Final[Mapping[str, Callable[[str], Serde]]] = {
-    NaiveSerde.name: lambda _: NaiveSerde(),
-    LosslessSerde.name: lambda dtype: LosslessSerde(_ELEMENT_BYTES.get(dtype, 1)),
-    CacheGenSerde.name: CacheGenSerde,
+    "naive": lambda _: NaiveSerde(),
+    "lossless": _lossless,
+    "cachegen": _cachegen,
 }
 
 SERDE_NAMES: Final = tuple(_SERDES)

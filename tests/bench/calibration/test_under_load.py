@@ -35,10 +35,10 @@ from bench.calibration.under_load.report import (
 from bench.calibration.under_load.stage import Played, play, router_rates, start_router
 from bench.calibration.under_load.workload import TURNS, Offered, offered, token_ids
 from bench.record import Record
-from bench.simulator.model.machine import Machine
-from bench.simulator.model.rates import Rates
 from bench.ttft import BenchError
 from bench.workloads.session import Span
+from cacheengine.simulator.model.machine import Machine
+from cacheengine.simulator.model.rates import Rates
 from router.launch.processes import ProcessGroup
 
 RATES = Rates(

@@ -10,9 +10,9 @@ from bench.discrete.prompts import Conversation, ModelPrompt
 from bench.discrete.replica import ModelReplica
 from bench.discrete.routers.sent import Sent
 from bench.record import Record
-from bench.simulator.model.machine import Machine
-from bench.simulator.model.rates import Rates, Shape
 from bench.workloads.session import Session, Span, Turn
+from cacheengine.simulator.model.machine import Machine
+from cacheengine.simulator.model.rates import Rates, Shape
 from router.residency.tiers import Tier
 
 BLOCK: Final = 10

@@ -16,9 +16,9 @@ from bench.discrete.play import Contender, FleetOptions, StoppableRouter, play_w
 from bench.discrete.replica import ModelReplica
 from bench.discrete.routers.ours import OurRouter, Settings, with_sections
 from bench.record import Record
-from bench.simulator.model.machine import Machine
-from bench.simulator.model.rates import Rates
 from bench.workloads.session import Session, Span, Turn, prompt_tokens
+from cacheengine.simulator.model.machine import Machine
+from cacheengine.simulator.model.rates import Rates
 from router.config.settings import AdmissionConfig, SessionConfig
 from router.latency.ttft_model import Part
 from tests.bench.discrete.building import talk

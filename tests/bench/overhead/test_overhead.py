@@ -25,7 +25,7 @@ from bench.overhead.contenders import (
 )
 from bench.replay.contenders import peers
 from bench.replay.contenders.contender import CannotRun, Running
-from bench.simulator.api.vocabulary import make_tokenizer
+from cacheengine.simulator.api.vocabulary import make_tokenizer
 from router.config.loading import load_router_config
 
 REPLICAS = [{"url": "http://127.0.0.1:8001"}, {"url": "http://127.0.0.1:8002"}]

@@ -15,9 +15,9 @@ from bench.proof.kept.result import Definition, Result, result
 from bench.proof.make import NothingFinished
 from bench.proof.pool import run_case
 from bench.record import Record
-from bench.simulator.model.machine import Machine
 from bench.ttft import BenchError
 from bench.workloads.session import Session, Span, Turn
+from cacheengine.simulator.model.machine import Machine
 
 MOST_LOAD = 1.25
 """The scripted workload cannot be offered at more."""

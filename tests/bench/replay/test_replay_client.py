@@ -18,9 +18,9 @@ from bench.replay.client import (
     ask_oracle,
     client_session,
 )
-from bench.simulator.api.vocabulary import text_of, tokens_of
 from bench.workloads.session import Session, Span, Turn
 from bench.workloads.texts import Texts
+from cacheengine.simulator.api.vocabulary import text_of, tokens_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SPEED = 20.0

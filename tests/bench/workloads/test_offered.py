@@ -14,11 +14,11 @@ import pytest
 
 from bench.record import Record
 from bench.replay.bound import no_queue
-from bench.simulator.model.machine import Machine
-from bench.simulator.model.rates import Shape
 from bench.ttft import BenchError
 from bench.workloads.offered import GENERATED, Offered, offered
 from bench.workloads.resources import DECODE_SLOTS, DISK, KV_MEMORY, PREFILL, REPLICA_TIME
+from cacheengine.simulator.model.machine import Machine
+from cacheengine.simulator.model.rates import Shape
 
 MACHINE = Machine(shape=Shape(gpu_tokens=600_000), cpu_tokens=100_000)
 REPLICAS = 4

@@ -8,7 +8,6 @@ from statistics import fmean, median
 
 import pytest
 
-from bench.simulator.api.vocabulary import tokens_of
 from bench.ttft import BenchError
 from bench.workloads.agents import agents
 from bench.workloads.chats import chats
@@ -18,6 +17,7 @@ from bench.workloads.offered import GENERATED
 from bench.workloads.session import Session, Span, Turn, stretched
 from bench.workloads.texts import Texts
 from bench.workloads.trace import read_trace, rotated, scaled
+from cacheengine.simulator.api.vocabulary import tokens_of
 
 
 def trace_file(directory: Path, *lines: object) -> Path:
