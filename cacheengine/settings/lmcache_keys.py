@@ -59,7 +59,7 @@ _INERT_BY_REASON: Final[dict[str, str]] = {
     "events are always on": "enable_kv_events",
     "vLLM copies between GPU and pool": "use_gpu_connector_v3",
     "there is no cost-aware policy": "cost_aware_half_life_seconds cost_aware_ewma_alpha",
-    "there is one directory": "local_disk_path_sharding",
+    "chunks are spread over all directories": "local_disk_path_sharding",
     "the agent runs no scripts": "script_allowed_imports",
     "there is no remote configuration": "app_id",
     "there is no separate cache server": "mp_host mp_port",

@@ -78,7 +78,7 @@ class EngineConfig:
     save_decode_cache: bool = _key(True, values.parse_bool)
     """Store generated tokens too (LMCache's default is false)."""
     cache_policy: str = _key("LRU", _parse_policy)
-    """Which chunks leave the CPU pool first: LRU, LFU, FIFO, MRU."""
+    """Which chunks leave the CPU pool first: LRU, LFU, FIFO, MRU, ARC."""
     lmcache_instance_id: str = _key("", values.parse_text)
     """The replica's name; by default its host and agent port."""
     enable_controller: bool = _key(False, values.parse_bool)
@@ -95,6 +95,7 @@ class EngineConfig:
     extra_config: Mapping[str, Any] = field(
         default_factory=dict, metadata={"parse": values.parse_mapping}
     )
+    """Further settings, of the remote store: Mooncake's are LMCache's ``mooncake_`` keys."""
 
     # Ours, not LMCache's.
     agent_host: str = _key("127.0.0.1", values.parse_text)
@@ -102,7 +103,9 @@ class EngineConfig:
     disk_direct_reads: bool = _key(True, values.parse_bool)
     """Read files that are not in the page cache past it (O_DIRECT), where that works."""
     disk_read_threads: int = _key(4, values.parse_int(minimum=1, maximum=256))
+    """Threads that read from the disk tier, 256 at most."""
     disk_write_threads: int = _key(2, values.parse_int(minimum=1, maximum=256))
+    """Threads that write to the disk tier, 256 at most."""
     put_queue_share: float = _key(0.5, values.parse_share)
     """Share of the CPU pool that may wait for the disk at once; beyond it puts are dropped."""
 

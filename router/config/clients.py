@@ -17,6 +17,7 @@ class KeyConfig:
     models: tuple[str, ...] | None = None
     """The models that it may ask; by default all."""
     requests_per_minute: int | None = setting(None, at_least=1)
+    """A bucket that holds a minute's worth and fills evenly; beyond it 429. By default no limit."""
     tokens_per_minute: int | None = setting(None, at_least=1)
     """Of prompts and answers together."""
 
@@ -52,6 +53,7 @@ class ReplicaTlsConfig:
     ca_file: str | None = None
     """PEM file of the authorities that are trusted; by default the system's."""
     verify: bool = True
+    """False: any certificate will do, and whoever is between can read all."""
 
 
 @dataclass(frozen=True, kw_only=True)

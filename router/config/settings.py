@@ -54,12 +54,17 @@ class RatesConfig:
     """Where the cost model starts from; every rate is learned per replica from then on."""
 
     prefill_tokens_per_s: float = setting(8_000.0, above=0)
+    """Tokens of a prompt computed a second, with nothing else running."""
     cpu_load_bytes_per_s: float = setting(10e9, above=0)
+    """From CPU RAM to the GPU."""
     disk_bytes_per_s: float = setting(1e9, above=0)
+    """From disk to CPU RAM."""
     remote_bytes_per_s: float = setting(1e9, above=0)
+    """From the remote store to CPU RAM."""
     peer_bytes_per_s: float = setting(1e9, above=0)
     """From another replica's CPU RAM."""
     kv_bytes_per_token: float = setting(100e3, above=0)
+    """Size of a token's KV; an agent tells its replica's."""
     decode_slowdown: float = setting(0.02, at_least=0)
     """How much one running decode stretches a prefill beside it (0.02: by 2%)."""
 
@@ -69,6 +74,7 @@ class PrefetchConfig:
     """Promoting disk and remote KV, and copying other replicas', before a request is forwarded."""
 
     enabled: bool = True
+    """False: replicas do by themselves what they do, and nothing is copied."""
     wait_cap_s: float = setting(2.0, at_least=0)
     """The longest that a request is held back for its prefetch or copy."""
     pin_s: float = setting(10.0, above=0)
@@ -84,6 +90,7 @@ class AdmissionConfig:
     """
 
     enabled: bool = True
+    """False: every request is sent at once."""
     max_waiting: int = setting(4096, at_least=0)
     """Requests held at once; one more is refused with 429."""
     max_wait_s: float = setting(60.0, above=0)
@@ -101,8 +108,12 @@ class SessionConfig:
     """Keeping a session on the replica that knows it."""
 
     header: str = "x-session-id"
+    """Request header that names a session; else the body's ``prompt_cache_key``, ``session_id`` or
+    ``user`` does."""
     max_sessions: int = setting(100_000, at_least=1)
+    """Sessions whose homes are remembered; the longest unused are forgotten first."""
     ttl_s: float = setting(3600.0, above=0)
+    """How long after its last request a session's home is remembered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +121,7 @@ class IndexConfig:
     """How much the router remembers of what replicas hold."""
 
     max_keys: int = setting(4_000_000, at_least=1)
+    """Block keys that are remembered, of all replicas together; of more, the oldest go."""
     speculative_ttl_s: float = setting(30.0, above=0)
     """How long a prefix just routed counts as held, unless an event confirms it."""
     history_ttl_s: float = setting(600.0, above=0)
@@ -123,6 +135,7 @@ class TokenizerConfig:
     path: str | None = None
     """Directory of the model's tokenizer; by default the agents' ``/info`` says."""
     memo_bytes: int = setting(64 * MIB, at_least=0)
+    """Texts and tokens kept, so that a conversation's next turn costs its new text only."""
     chat_template: str | None = None
     """A template file, where the replicas run with ``--chat-template``."""
 
@@ -132,11 +145,14 @@ class TimeoutsConfig:
     """How long to wait, for what."""
 
     connect_s: float = setting(5.0, above=0)
+    """For a connection to a replica."""
     first_byte_s: float | None = setting(None, above=0)
     """From sending the request to the first byte of the answer; unlimited by default,
     since a long prompt on a busy replica may rightly take minutes."""
     health_interval_s: float = setting(2.0, above=0)
+    """How often each replica is asked whether it is well."""
     health_timeout_s: float = setting(2.0, above=0)
+    """How long its answer may take."""
     body_s: float = setting(60.0, above=0)
     """How long a request's body may take to come whole; then 408."""
     idle_s: float = setting(75.0, above=0)
@@ -156,6 +172,7 @@ class ControllerConfig:
     """
 
     host: str = "127.0.0.1"
+    """Where the API and the monitor listen; replicas on other machines must reach it."""
     port: int = setting(9000, at_least=0, at_most=65535)
     """Of the API; 0 picks a free port (it is printed)."""
     monitor_port: int = setting(9001, at_least=0, at_most=65535)
@@ -196,6 +213,7 @@ class PickerConfig:
     """The endpoint picker that a gateway asks (``warmroute picker``)."""
 
     host: str = "127.0.0.1"
+    """Where both ports listen. The gRPC port asks nobody for a key."""
     port: int = setting(9002, at_least=0, at_most=65535)
     """Where the gateway calls it by gRPC; 0 picks a free port (it is printed)."""
     http_port: int = setting(9003, at_least=0, at_most=65535)
@@ -203,6 +221,7 @@ class PickerConfig:
     certificate: str | None = None
     """A PEM file with its certificate, for gateways that call it by TLS; ``key`` beside it."""
     key: str | None = None
+    """The PEM file of the certificate's key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,11 +229,14 @@ class RouterConfig:
     """All of ``router.yaml``."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; ``0.0.0.0`` for clients on other machines."""
     port: int = setting(8080, at_least=0, at_most=65535)
     """0 picks a free port (it is printed)."""
     replicas: tuple[ReplicaConfig, ...]
     policy: PolicyName = "ttft"
+    """``ttft``: the replica that answers soonest; the others are there to compare with."""
     max_body_bytes: int = setting(64 * MIB, at_least=1024)
+    """Of one request; more is refused with 413."""
     max_bodies_bytes: int = setting(2048 * MIB, at_least=1024)
     """Of all requests that are being read or wait for their answer's beginning; then 503."""
     retries: int = setting(2, at_least=0, at_most=100)
@@ -225,6 +247,7 @@ class RouterConfig:
     """Paths that are passed to replicas beside those of vLLM's APIs; ``/x/*``: all below."""
     cors: CorsConfig | None = None
     log_level: LogLevel = "info"
+    """The least that is logged; no text of prompts and answers at any level."""
     rates: RatesConfig = field(default_factory=RatesConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)

@@ -46,6 +46,7 @@ class StartedReplica:
     vllm_args: tuple[str, ...] = ()
     """More of vLLM's own arguments, after those for all replicas."""
     env: dict[str, str] = field(default_factory=dict)
+    """More environment variables, over those for all replicas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,7 @@ class FleetFile:
     env: dict[str, str] = field(default_factory=dict)
     """Environment for every replica, on top of this process's."""
     router: dict[str, Any] = field(default_factory=dict)
+    """The keys of `router.yaml`, without ``replicas``: those are the ones above."""
     envoy: str | None = None
     """Settings of Envoy's own, merged over those that ``--gateway envoy`` makes."""
     log_dir: str = ".warmroute/logs"

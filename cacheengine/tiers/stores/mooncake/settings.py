@@ -29,7 +29,9 @@ class MooncakeSettings:
     local_hostname: str = ""
     """What other replicas reach this one by; by default its address towards the master."""
     metadata_server: str = "P2PHANDSHAKE"
+    """As mooncake_master was started with."""
     protocol: str = "tcp"
+    """``tcp`` or ``rdma``."""
     device_name: str = ""
     """RDMA devices, comma-separated; empty lets the library choose."""
     global_segment_size: int = 3355443200
