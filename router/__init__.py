@@ -17,9 +17,10 @@ tells the fleet what they hold, and has them prefetch for `staging`. LMCache ins
 
 One restart: `cli` reads the `config`, `serve` opens the ports, `app` puts the rooms together;
 `feeds` fetches a snapshot of each replica, and its health says when it takes requests.
+`membership` reads the configuration again when it has changed, and has replicas join and leave.
 
 Directions: launch and the files here -> feeds, picker -> proxy -> admission, staging, prompt ->
-fleet -> latency, residency -> config; controller, lmcache -> staging, http; controller,
-proxy -> access -> http -> config;
+fleet -> latency, residency -> config; controller, lmcache -> staging, http; membership -> fleet;
+controller, proxy -> access -> http -> config;
 `tasks` is below them all.
 """

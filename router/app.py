@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
@@ -14,13 +15,22 @@ from aiohttp.typedefs import Handler
 
 from router.access import Access
 from router.admission import Admission, Gate
-from router.config import PROMPTED, RouterConfig, client_context
+from router.config import (
+    PROMPTED,
+    ReplicaTlsConfig,
+    RouterConfig,
+    TlsConfig,
+    client_context,
+    load_certificate,
+    server_context,
+)
 from router.controller import Configured, Controller
 from router.cors import allow_origins
 from router.feeds import Feeds, HealthMonitor
-from router.fleet import Fleet
+from router.fleet import Fleet, Replica
 from router.http import BODIES, Bodies, errors_answered
 from router.lmcache import Lmcache
+from router.membership import ConfigFile, Members, Reload, Source
 from router.own_endpoints import Api
 from router.prompt import PromptSource
 from router.proxy import METHODS, Judge, Proxy, check_passes, client_session
@@ -48,19 +58,27 @@ class Parts:
     controller: Controller | None
     """None where the configuration has none; its two applications want sites of their own."""
     lmcache: Lmcache
+    members: Members
+    reload: Reload
+    tls: ssl.SSLContext | None
+    """What the clients' port is to take; None for plain HTTP."""
 
 
 PARTS: Final = web.AppKey("parts", Parts)
 
 
 def create_app(
-    config: RouterConfig, *, observe: Callable[[RequestRecord], None] | None = None
+    config: RouterConfig,
+    *,
+    observe: Callable[[RequestRecord], None] | None = None,
+    file: ConfigFile | None = None,
 ) -> web.Application:
     """Make the router; run it with ``handler_cancellation=True``.
 
     The replicas are asked for the first time when the application starts.
-    ``observe`` hears each request's record, beside the metrics and the log.
-    Raises what loading the configured tokenizer raises.
+    ``observe`` hears each request's record, beside the metrics and the log. The configuration is
+    read again from ``file`` whenever that changes. Raises what loading the configured tokenizer
+    raises.
     """
     access = Access(config.access)
     middlewares = [errors_answered, access.guard]
@@ -69,16 +87,26 @@ def create_app(
     prompts = PromptSource(config.tokenizer)
 
     async def run_parts(app: web.Application) -> AsyncIterator[None]:
-        async with client_session(client_context(config.replica_tls)) as session:
-            parts = _make_parts(config, session, prompts, access, observe)
+        replica_tls = client_context(config.replica_tls)
+        async with client_session(replica_tls) as session:
+            parts = _make_parts(
+                *(config, session, prompts, access),
+                observe=observe,
+                file=file,
+                replica_tls=replica_tls,
+            )
             app[PARTS] = parts
             parts.lmcache.listen()  # first: where that fails nothing else runs yet
             await parts.health.start()
             await parts.feeds.start()
             await parts.lmcache.start()
+            parts.members.start()
+            await parts.reload.start()
             tick = asyncio.create_task(ticking(parts.fleet), name="tick")
             yield
             tick.cancel()
+            await parts.reload.stop()
+            await parts.members.stop()
             await parts.lmcache.stop()
             await parts.preparer.stop()
             await parts.feeds.stop()
@@ -91,7 +119,7 @@ def create_app(
 
     app.cleanup_ctx.append(run_parts)
     app.on_shutdown.append(stop_waiting)
-    _add_routes(app, config.passthrough)
+    _add_routes(app)
     if config.cors is not None:
         allow_origins(app, config.cors)
     return app
@@ -102,15 +130,38 @@ def _make_parts(
     session: aiohttp.ClientSession,
     prompts: PromptSource,
     access: Access,
+    *,
     observe: Callable[[RequestRecord], None] | None,
+    file: ConfigFile | None,
+    replica_tls: ssl.SSLContext | bool,
 ) -> Parts:
     fleet = Fleet(config)
     admission = Admission(Gate(fleet))
     lmcache = Lmcache(fleet, session, stock_url=config.lmcache_coordinator)
     preparer = Preparer(config, fleet, partial(AgentClient, session), lmcache=lmcache.prefetch)
     sizes = partial(_sizes, fleet, admission, lmcache)
-    metrics = Metrics(fleet, sizes, lmcache.counts, access.refused)
     health = HealthMonitor(config, fleet, prompts, session)
+    feeds = Feeds(fleet, session)
+
+    def joined(replica: Replica) -> asyncio.Event:
+        feeds.joined(replica)
+        lmcache.joined()
+        admission.wake()
+        return health.joined(replica)
+
+    def left(replica: Replica) -> None:
+        health.left(replica)
+        feeds.left(replica)
+        lmcache.left(replica)
+        preparer.left(replica)
+        prompts.forget(replica.config.url)
+        admission.wake()
+
+    members = Members(fleet, drain_s=config.timeouts.drain_s, joined=joined, left=left)
+    tls = None if config.tls is None else server_context(config.tls)
+    live = _live(fleet, members, access, tls, replica_tls)
+    reload = Reload(config, file, live)
+    metrics = Metrics(fleet, sizes, lmcache.counts, access.refused, reload.counts)
     readers = [metrics.observe, log_record, *([observe] if observe else [])]
 
     def record(done: RequestRecord) -> None:
@@ -127,10 +178,11 @@ def _make_parts(
         suspect=health.suspect,
         locate=lmcache.ask,
     )
+    live["passthrough"] = partial(setattr, judge, "passthrough")
     return Parts(
         fleet=fleet,
         admission=admission,
-        feeds=Feeds(fleet, session),
+        feeds=feeds,
         health=health,
         prompts=prompts,
         preparer=preparer,
@@ -143,10 +195,42 @@ def _make_parts(
             counted=metrics,
             session=session,
             access=access,
+            reload=reload,
         ),
         controller=_controller(config, fleet, session, lmcache, access),
         lmcache=lmcache,
+        members=members,
+        reload=reload,
+        tls=tls,
     )
+
+
+def _live(
+    fleet: Fleet,
+    members: Members,
+    access: Access,
+    tls: ssl.SSLContext | None,
+    replica_tls: ssl.SSLContext | bool,
+) -> dict[str, Callable[[Any], None]]:
+    """Return how the settings are used that can change while the router runs."""
+
+    def show(settings: TlsConfig | None) -> None:
+        if tls is not None and settings is not None:
+            load_certificate(tls, settings)
+
+    def trust(settings: ReplicaTlsConfig) -> None:
+        if isinstance(replica_tls, ssl.SSLContext) and settings.ca_file is not None:
+            replica_tls.load_verify_locations(settings.ca_file)
+
+    return {
+        # First what may fail: then nothing has changed yet.
+        "tls": show,
+        "replica_tls": trust,
+        "replicas": partial(members.name, Source.FILE),
+        "access": access.change,
+        "model_aliases": partial(setattr, fleet, "aliases"),
+        "log_level": lambda level: logging.getLogger().setLevel(level.upper()),
+    }
 
 
 def _controller(
@@ -199,12 +283,13 @@ async def ticking(fleet: Fleet) -> None:
         await asyncio.sleep(_TICK_S)
 
 
-def _add_routes(app: web.Application, passthrough: Sequence[str]) -> None:
+def _add_routes(app: web.Application) -> None:
     async def proxied(request: web.Request) -> web.StreamResponse:
         return await request.app[PARTS].proxy.handle(request)
 
     async def passed(request: web.Request) -> web.StreamResponse:
-        check_passes(request.method, request.path, request.headers, passthrough)
+        allowed = request.app[PARTS].judge.passthrough
+        check_passes(request.method, request.path, request.headers, allowed)
         return await proxied(request)
 
     def own(path: str, handler: Callable[[Api], Handler], *methods: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -75,13 +76,16 @@ def serve(
     Ctrl-C or SIGTERM stops it once running requests have ended
     (timeouts.drain_s at most); a second one stops it at once.
     """
-    config = _config("serve", config_path, urls)
-    config = replace(
-        config,
-        host=config.host if host is None else host,
-        port=config.port if port is None else port,
-    )
-    _run(config, config_path)
+
+    def read() -> RouterConfig:
+        config = _config("serve", config_path, urls)
+        return replace(
+            config,
+            host=config.host if host is None else host,
+            port=config.port if port is None else port,
+        )
+
+    _run(read, config_path)
 
 
 @main.command(short_help="Pick replicas for a gateway, like Envoy.")
@@ -109,19 +113,22 @@ def picker(
     external processing). Its own /health, /metrics and /explain are at
     picker.http_port.
     """
-    config = _config("picker", config_path, urls)
-    settings = config.picker or PickerConfig()
-    settings = replace(
-        settings,
-        host=settings.host if host is None else host,
-        port=settings.port if port is None else port,
-    )
-    config = replace(config, picker=settings)
+
+    def read() -> RouterConfig:
+        config = _config("picker", config_path, urls)
+        settings = config.picker or PickerConfig()
+        settings = replace(
+            settings,
+            host=settings.host if host is None else host,
+            port=settings.port if port is None else port,
+        )
+        return replace(config, picker=settings)
+
     if print_envoy:
-        made = configuration(config, Place(str(config_path or "--replica"), "replicas"))
+        made = configuration(read(), Place(str(config_path or "--replica"), "replicas"))
         click.echo(yaml.safe_dump(made, sort_keys=False), nl=False)
         return
-    _run(config, config_path, picks=True)
+    _run(read, config_path, picks=True)
 
 
 @main.command("check-config", short_help="Check a YAML file; print what would be used.")
@@ -224,12 +231,15 @@ def key(name: str | None, admin: bool) -> None:
     click.echo(yaml.safe_dump({"access": access}, sort_keys=False), nl=False)
 
 
-def _run(config: RouterConfig, path: Path | None, *, picks: bool = False) -> None:
+def _run(read: Callable[[], RouterConfig], path: Path | None, *, picks: bool = False) -> None:
+    config = read()
     # aiohttp and uvloop take a while to import; no other command needs them.
+    from router.membership import ConfigFile  # noqa: PLC0415
     from router.serve import PortTaken, run  # noqa: PLC0415
 
+    file = None if path is None else ConfigFile(path=path, read=read)
     try:
-        run(config, picks=picks)
+        run(config, file=file, picks=picks)
     except PortTaken as error:
         where = (str(path), error.key) if path else ("--port", "")
         raise ConfigError(*where, str(error), "choose another") from None
@@ -248,7 +258,9 @@ def _config(command: str, path: Path | None, urls: tuple[str, ...]) -> RouterCon
     if urls:
         named = {"replicas": [{"url": url} for url in urls]}
         given = router_config(named, path="--replica").replicas
-        config = replace(config, replicas=config.replicas + given)
+        known = {each.url for each in config.replicas}
+        more = tuple(each for each in given if each.url not in known)
+        config = replace(config, replicas=config.replicas + more)
     return config
 
 

@@ -15,6 +15,7 @@ from router.explanation import explanation
 from router.feeds import authorization, fetch_models
 from router.fleet import Fleet, State
 from router.http import as_json, read_body
+from router.membership import Reload
 from router.proxy import Judge, json_object, parse
 from router.record import CONTENT_TYPE, Metrics
 
@@ -29,6 +30,7 @@ class Api:
     counted: Metrics
     session: aiohttp.ClientSession
     access: Access
+    reload: Reload
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the replicas that are up serve, each model once, and aliases."""
@@ -46,7 +48,8 @@ class Api:
         """``GET /health``: 200 while at least one replica is up, else 503.
 
         ``first_probes`` are under way until every replica has been found up or down. Each replica
-        by its name and address only for the administration.
+        by its name and address only for the administration, and whether the configuration's file
+        as it is now is used.
         """
         replicas = self.fleet.replicas.values()
         is_ok = any(each.state is State.UP for each in replicas)
@@ -59,6 +62,10 @@ class Api:
         if self.access.may_administer(request):
             body["replicas"] = {
                 each.id: {"url": each.config.url, "state": str(each.state)} for each in replicas
+            }
+            body["configuration"] = {
+                "problem": self.reload.problem,
+                "used_at_next_start": self.reload.waiting,
             }
         return as_json(body, status=200 if is_ok else 503)
 
@@ -74,8 +81,8 @@ class Api:
         """
         body = await read_body(request)
         endpoint = _endpoint(request.query.get("endpoint"), json_object(body))
-        config = self.config
-        asked = parse(endpoint, body, request.headers, config.sessions.header, config.model_aliases)
+        header = self.config.sessions.header
+        asked = parse(endpoint, body, request.headers, header, self.fleet.aliases)
         prompt, decision = await self.judge.decide(asked)
         return as_json(explanation(prompt, decision, self.fleet, model=asked.model))
 
@@ -100,7 +107,7 @@ class Api:
             for each in answer or []:
                 if grant is None or grant.allows(str(each["id"])):
                     merged.setdefault(each["id"], each)
-        for alias, real in self.config.model_aliases.items():
+        for alias, real in self.fleet.aliases.items():
             if real in merged:
                 merged[alias] = {**merged[real], "id": alias}
         return list(merged.values())

@@ -3,31 +3,26 @@
 import asyncio
 import errno
 import logging
+import resource
 import signal
+import ssl
 import sys
-from contextlib import AsyncExitStack
-from dataclasses import replace
+from contextlib import AsyncExitStack, suppress
 from typing import Final
 
 import uvloop
 from aiohttp import web
 
-from router.app import PARTS, create_app
-from router.config import (
-    PickerConfig,
-    RouterConfig,
-    describe,
-    host_port,
-    is_loopback,
-    server_context,
-)
+from router.app import PARTS, Parts, create_app
+from router.config import PickerConfig, RouterConfig, describe, host_port, is_loopback
 from router.controller import Controller
 from router.http import Site
-from router.proxy import Judge
+from router.membership import ConfigFile, Reload
 
 log = logging.getLogger("warmroute")
 
 _CONTROLLER_DRAIN_S: Final = 1.0
+_FEW_FILES: Final = 8192
 
 
 class PortTaken(Exception):  # noqa: N818  (what happened, in words for a person)
@@ -38,21 +33,38 @@ class PortTaken(Exception):  # noqa: N818  (what happened, in words for a person
         self.key = key
 
 
-def run(config: RouterConfig, *, picks: bool = False) -> None:
+def run(config: RouterConfig, *, file: ConfigFile | None = None, picks: bool = False) -> None:
     """Serve until SIGINT or SIGTERM, then drain; raise `PortTaken`.
 
-    ``picks``: behind a gateway, as its endpoint picker.
+    The configuration is read again from ``file`` on SIGHUP, and whenever that changes. ``picks``:
+    behind a gateway, as its endpoint picker.
     """
     logging.basicConfig(
         level=config.log_level.upper(),
         stream=sys.stderr,
         format="%(asctime)s %(levelname)-7s %(name)s %(message)s",
     )
-    uvloop.run(_serve(config, picks=picks))
+    _raise_file_limit()
+    uvloop.run(_serve(config, file, picks=picks))
 
 
-async def _serve(config: RouterConfig, *, picks: bool) -> None:
-    app = create_app(config)
+def _raise_file_limit() -> None:
+    """Let the process open as many files as it may: each connection is one."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        limit = most
+    if limit != resource.RLIM_INFINITY and limit < _FEW_FILES:
+        log.warning(
+            "the process may open %d files only, and needs one for each connection of a client "
+            "and one for each to a replica: raise its limit (ulimit -n) to %d or more",
+            limit,
+            _FEW_FILES,
+        )
+
+
+async def _serve(config: RouterConfig, file: ConfigFile | None, *, picks: bool) -> None:
+    app = create_app(config, file=file)
     stop = _stop_event()
     async with AsyncExitStack() as stack:
         runner = await _setup(app, config.timeouts.drain_s, stack)
@@ -61,22 +73,25 @@ async def _serve(config: RouterConfig, *, picks: bool) -> None:
         if controller is not None:
             await _serve_controller(controller, config, stack)
         if picks:
-            await _serve_picker(app[PARTS].judge, runner, stack)
+            await _serve_picker(app[PARTS], runner, stack)
         else:
-            await _serve_clients(runner, config)
+            await _serve_clients(runner, config, app[PARTS].tls)
+        if file is not None:
+            _read_again_on_hangup(app[PARTS].reload)
         await stop.wait()
         log.info("stopping: running requests may take %g s more", config.timeouts.drain_s)
 
 
-async def _serve_picker(judge: Judge, runner: web.AppRunner, stack: AsyncExitStack) -> None:
+async def _serve_picker(parts: Parts, runner: web.AppRunner, stack: AsyncExitStack) -> None:
     # An extra of its own, which only gateways need.
     from router.picker import Picker  # noqa: PLC0415
 
-    config = judge.config
+    config = parts.judge.config
     settings = config.picker or PickerConfig()
-    plain = replace(config, tls=None)  # clients' TLS ends at the gateway
-    url = await _listen(runner, plain, settings.host, settings.http_port, "picker.http_port")
-    picker = Picker(judge, settings)
+    # Clients' TLS ends at the gateway.
+    url = await _listen(runner, config, settings.host, settings.http_port, "picker.http_port")
+    picker = Picker(parts.judge, settings)
+    parts.members.listeners.append(picker.fleet_changed)
     try:
         port = await picker.start()
     except OSError as error:
@@ -91,8 +106,10 @@ async def _serve_picker(judge: Judge, runner: web.AppRunner, stack: AsyncExitSta
     )
 
 
-async def _serve_clients(runner: web.AppRunner, config: RouterConfig) -> None:
-    url = await _listen(runner, config, config.host, config.port, "port")
+async def _serve_clients(
+    runner: web.AppRunner, config: RouterConfig, tls: ssl.SSLContext | None
+) -> None:
+    url = await _listen(runner, config, config.host, config.port, "port", tls=tls)
     log.info(
         "serving %d replicas at %s (policy %s); clients use OPENAI_BASE_URL=%s/v1",
         len(config.replicas),
@@ -109,14 +126,14 @@ async def _serve_controller(
 ) -> None:
     settings = config.controller
     assert settings is not None
-    plain = replace(config, tls=None)  # replicas and LMCache servers speak plain HTTP to it
     urls = []
     for app, port, key in (
         (controller.api(), settings.port, "controller.port"),
         (controller.monitor(), settings.monitor_port, "controller.monitor_port"),
     ):
         runner = await _setup(app, _CONTROLLER_DRAIN_S, stack)
-        urls.append(await _listen(runner, plain, settings.host, port, key))
+        # Replicas and LMCache servers speak plain HTTP to it.
+        urls.append(await _listen(runner, config, settings.host, port, key))
     log.info("the controller's API is at %s; replicas register at %s", *urls)
 
 
@@ -134,10 +151,15 @@ async def _setup(app: web.Application, drain_s: float, stack: AsyncExitStack) ->
 
 
 async def _listen(
-    runner: web.AppRunner, config: RouterConfig, host: str, port: int, key: str
+    runner: web.AppRunner,
+    config: RouterConfig,
+    host: str,
+    port: int,
+    key: str,
+    *,
+    tls: ssl.SSLContext | None = None,
 ) -> str:
     """Listen, and return the base URL; raise `PortTaken`."""
-    tls = None if config.tls is None else server_context(config.tls)
     site = Site(runner, host, port, idle_s=config.timeouts.idle_s, tls=tls)
     try:
         await site.start()
@@ -147,6 +169,17 @@ async def _listen(
         raise PortTaken(key, f"{host}:{port} {why}") from None
     host, port = runner.addresses[0][:2]
     return f"http{'s' if tls else ''}://{host_port(host, port)}"
+
+
+def _read_again_on_hangup(reload: Reload) -> None:
+    reading: set[asyncio.Task[None]] = set()
+
+    def on_hangup() -> None:
+        task = asyncio.create_task(reload.now(), name="configuration")
+        reading.add(task)
+        task.add_done_callback(reading.discard)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_hangup)
 
 
 def _stop_event() -> asyncio.Event:

@@ -29,6 +29,7 @@ ROUTER_ROOMS = {
     "record": {"residency", "fleet", "staging"},
     "controller": {"config", "http", "access", "staging"},
     "lmcache": {"config", "http", "residency", "fleet", "staging", "tasks"},
+    "membership": {"config", "fleet", "tasks"},
     "feeds": {"config", "prompt", "residency", "fleet", "staging", "record", "tasks"},
     "proxy": {
         *("config", "http", "access", "prompt", "residency", "latency", "fleet"),

@@ -11,6 +11,7 @@ class Budget:
     """
 
     def __init__(self, per_minute: int) -> None:
+        self.per_minute = per_minute
         self._most = float(per_minute)
         self._per_s = per_minute / _MINUTE_S
         self._left = self._most

@@ -15,17 +15,24 @@ class Grant:
     """One key's; ``refused`` counts what it was refused for."""
 
     def __init__(self, key: KeyConfig, refused: Counter[tuple[str, str]]) -> None:
+        self._refused = refused
+        self._budgets: dict[str, Budget] = {}
+        self.change(key)
+
+    def change(self, key: KeyConfig) -> None:
+        """Allow what a key allows from now on; what was used of a rate that stays stays used."""
         self.name = key.name
         self._models = None if key.models is None else frozenset(key.models)
-        self._budgets = {
-            unit: Budget(per_minute)
-            for unit, per_minute in (
-                ("requests", key.requests_per_minute),
-                ("tokens", key.tokens_per_minute),
-            )
-            if per_minute is not None
-        }
-        self._refused = refused
+        before = self._budgets
+        self._budgets = {}
+        for unit, per_minute in (
+            ("requests", key.requests_per_minute),
+            ("tokens", key.tokens_per_minute),
+        ):
+            if per_minute is not None:
+                budget = before.get(unit)
+                same = budget is not None and budget.per_minute == per_minute
+                self._budgets[unit] = budget if budget and same else Budget(per_minute)
 
     def allows(self, model: str | None) -> bool:
         """Whether the key may ask a model; None is the replica's choice."""

@@ -37,10 +37,22 @@ class Access:
     ) -> None:
         self.refused: Counter[tuple[str, str]] = Counter()
         """Requests by key ("none" for an unknown one) and what they were refused for."""
-        self._grants = {each.sha256: Grant(each, self.refused) for each in config.keys}
+        self._clock = clock
+        self._grants: dict[str, Grant] = {}
+        self.change(config)
+
+    def change(self, config: AccessConfig) -> None:
+        """Let in by other keys from now on; requests that are in already go on."""
+        before, self._grants = self._grants, {}
+        for each in config.keys:
+            grant = before.get(each.sha256)
+            if grant is None:
+                grant = Grant(each, self.refused)
+            else:
+                grant.change(each)
+            self._grants[each.sha256] = grant
         self._admins = frozenset(config.admin_sha256)
         self._metrics_are_open = config.metrics == "open"
-        self._clock = clock
 
     @property
     def has_admin_keys(self) -> bool:

@@ -38,16 +38,19 @@ class Held:
     """A request that waits, and what its last placing said."""
 
     place: Place
-    wanted: str
-    """Id of the replica that it would have gone to."""
-    slot: int
-    """Of that replica."""
+    wanted: Replica
+    """The replica that it would have gone to."""
     model: str | None
     """That it asks for."""
     kv: KvNeed
     """KV memory that it will take."""
     may_wait_s: float
     """How long it may wait there when it is sent."""
+
+    @property
+    def slot(self) -> int:
+        """Of that replica."""
+        return self.wanted.slot
 
 
 Waiting = Entry[Held]
@@ -175,8 +178,7 @@ class Gate:
         return Held(
             place=place,
             model=model,
-            wanted=picked.replica_id,
-            slot=picked.replica.slot,
+            wanted=picked.replica,
             kv=picked.kv,
             # What it has to fetch overlaps its waiting, if it is sent that early.
             may_wait_s=self._config.dispatch_ahead_s + picked.cost.fetched_s,
@@ -184,10 +186,9 @@ class Gate:
 
     def _is_ready(self, held: Held, now_s: float) -> bool:
         """Whether the replica that a request wants can soon begin with it, or is gone."""
-        replica = self._fleet.replicas[held.wanted]
-        if replica.state is not State.UP:
+        if held.wanted.state is not State.UP:
             return True  # it is placed anew
-        return _believed_wait_s(replica, now_s, held.kv) <= held.may_wait_s + _CLOSE_S
+        return _believed_wait_s(held.wanted, now_s, held.kv) <= held.may_wait_s + _CLOSE_S
 
     def _free(self, now_s: float) -> list[Replica]:
         """Return the replicas that can soon begin with some request."""
@@ -204,14 +205,12 @@ class Gate:
             if passed.lets(each.item):
                 first.append(each.item)
                 passed.note(each.item)
-        replicas = self._fleet.replicas
         after_s = [
-            _believed_wait_s(replicas[each.wanted], now_s, each.kv) - each.may_wait_s
-            for each in first
+            _believed_wait_s(each.wanted, now_s, each.kv) - each.may_wait_s for each in first
         ]
         free_after_s = (
             _believed_wait_s(each, now_s) - self._config.dispatch_ahead_s
-            for each in replicas.values()
+            for each in self._fleet.replicas.values()
         )
         after_s += [each for each in free_after_s if each > _CLOSE_S]
         return now_s + max(0.0, min(after_s))
@@ -221,7 +220,7 @@ class Gate:
         if not self._is_ready(held, now_s):
             return False
         before = self._queue.ahead_of(service_s, now_s)
-        return all(each.item.wanted != held.wanted for each in before)
+        return all(each.item.wanted is not held.wanted for each in before)
 
     def _admit(self, decision: Decision, now_s: float, waited_s: float = 0.0) -> Admitted:
         # Started here and not by the handler that is woken for it: the next placing must see it.

@@ -9,7 +9,13 @@ Imported by every room; imports none.
 """
 
 from router.config.addresses import host_port, is_loopback, is_same_url, reachable, server_key
-from router.config.clients import AccessConfig, CorsConfig, KeyConfig
+from router.config.clients import (
+    AccessConfig,
+    CorsConfig,
+    KeyConfig,
+    ReplicaTlsConfig,
+    TlsConfig,
+)
 from router.config.errors import (
     ApiError,
     BadRequest,
@@ -46,7 +52,7 @@ from router.config.settings import (
     TimeoutsConfig,
     TokenizerConfig,
 )
-from router.config.tls import client_context, server_context
+from router.config.tls import client_context, load_certificate, server_context
 
 __all__ = [
     "DEFAULT",
@@ -75,8 +81,10 @@ __all__ = [
     "RateLimited",
     "RatesConfig",
     "ReplicaConfig",
+    "ReplicaTlsConfig",
     "RouterConfig",
     "TimeoutsConfig",
+    "TlsConfig",
     "TokenizerConfig",
     "TooLarge",
     "TooSlow",
@@ -91,6 +99,7 @@ __all__ = [
     "host_port",
     "is_loopback",
     "is_same_url",
+    "load_certificate",
     "load_router_config",
     "reachable",
     "read_yaml",

@@ -236,7 +236,8 @@ def _checked_picker(picker: PickerConfig | None, at: Place, base: Path) -> Picke
 def _existing(value: str | None, kind: str, at: Place, base: Path) -> str | None:
     if value is None:
         return None
-    found = (base / Path(value).expanduser()).resolve()
+    # With its links: what they lead to may be exchanged while the router runs.
+    found = (base / Path(value).expanduser()).absolute()
     if not found.exists():
         raise at.error(f"'{value}' does not exist", f"name an existing {kind}")
     return str(found)

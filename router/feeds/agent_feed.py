@@ -41,10 +41,10 @@ class AgentFeed:
         replica: Replica,
         client: AgentClient,
         told: Callable[[InstanceInfo, bool], None],
-        gap_s: float,
+        gap_s: Callable[[], float],
     ) -> None:
         """``told`` hears each ``/info`` that the fleet has taken over, and whether the replica
-        has started anew; ``gap_s`` is that of `poll_gap_s`.
+        has started anew; ``gap_s`` says that of `poll_gap_s`, as it is now.
         """
         self._fleet = fleet
         self._replica = replica
@@ -93,7 +93,7 @@ class AgentFeed:
                 await self._take_info()
                 info_due_s = time.monotonic() + _INFO_EVERY_S
             # After an empty answer too: an agent that answers at once would be asked without end.
-            await asyncio.sleep(self._gap_s)
+            await asyncio.sleep(self._gap_s())
 
     async def _take_info(self) -> None:
         info = await self._client.info()

@@ -18,7 +18,7 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.config import ReplicaConfig, RouterConfig, describe
-from router.fleet import Fleet
+from router.fleet import Fleet, Replica
 from router.prompt import PromptSource, ServedModel
 from router.record import Cause
 from router.tasks import all_set, end_all
@@ -39,12 +39,18 @@ _LOAD: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 @dataclass
 class _Watched:
-    config: ReplicaConfig
+    replica: Replica
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     probed: asyncio.Event = field(default_factory=asyncio.Event)
     up: bool | None = None
     silent_probes: int = 0
     probes: int = 0
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def config(self) -> ReplicaConfig:
+        """The replica's, as it is now."""
+        return self.replica.config
 
 
 class HealthMonitor:
@@ -57,13 +63,13 @@ class HealthMonitor:
         prompts: PromptSource,
         session: aiohttp.ClientSession,
     ) -> None:
-        self._watched = {each.name: _Watched(each) for each in config.replicas}
+        self._watched: dict[Replica, _Watched] = {}
         self._timeouts = config.timeouts
         self._asks_load = config.shares_replicas
         self._fleet = fleet
         self._prompts = prompts
         self._session = session
-        self._tasks: list[asyncio.Task[None]] = []
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Begin to probe; return once every replica was probed, or after a second without.
@@ -71,20 +77,35 @@ class HealthMonitor:
         So the first request finds the replicas known, and a replica that is slow to answer
         keeps no request from the others.
         """
-        self._tasks = [
-            asyncio.create_task(self._watch(watched), name=f"health of {name}")
-            for name, watched in self._watched.items()
-        ]
+        for replica in self._fleet.replicas.values():
+            self.joined(replica)
         await all_set((each.probed for each in self._watched.values()), _FIRST_PROBES_S)
 
     async def stop(self) -> None:
         """End the probing."""
-        await end_all(self._tasks)
+        tasks = (each.task for each in self._watched.values())
+        await end_all([*self._ending, *(each for each in tasks if each is not None)])
+
+    def joined(self, replica: Replica) -> asyncio.Event:
+        """Begin to probe a replica of the fleet; return what is set when that was done once."""
+        watched = self._watched[replica] = _Watched(replica)
+        watched.task = asyncio.create_task(self._watch(watched), name=f"health of {replica.id}")
+        return watched.probed
+
+    def left(self, replica: Replica) -> None:
+        """Probe a replica no longer."""
+        task = self._watched.pop(replica).task
+        assert task is not None
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        task.cancel()
 
     def suspect(self, replica_id: str, cause: Cause) -> None:
         """A request failed there: down at once if its port is closed; probe now in any case."""
-        # By its configured name, which an agent's may have replaced.
-        watched = self._watched[self._fleet.replicas[replica_id].config.name]
+        replica = self._fleet.replicas.find(replica_id)
+        watched = None if replica is None else self._watched.get(replica)
+        if watched is None:
+            return  # it has left the fleet
         if cause is Cause.CONNECT:
             self._set_down(watched, "a request found nobody listening")
         watched.wake.set()
@@ -95,7 +116,7 @@ class HealthMonitor:
             try:
                 await self._probe(watched)
             except Exception:  # without probes a replica would stay as it is for ever
-                log.exception("%s: probing it failed", watched.config.name)
+                log.exception("%s: probing it failed", watched.replica.id)
             watched.probed.set()
             await all_set([watched.wake], self._timeouts.health_interval_s)
 
@@ -115,23 +136,24 @@ class HealthMonitor:
             return
         if not watched.up or watched.probes % _MODELS_EVERY_PROBES == 0:
             # Before it is called up: its first request finds its model known.
-            await self._ask_models(config)
-            await self._ask_kv_capacity(config)
+            await self._ask_models(watched.replica)
+            await self._ask_kv_capacity(watched.replica)
         if self._asks_load:
-            await self._ask_load(config)
+            await self._ask_load(watched.replica)
         watched.probes += 1
         was_up, watched.up = watched.up, True
         if not was_up:
             log.info("%s (%s) is up", config.name, config.url)
-            self._fleet.up(config.name)
+        # Also when that is not news: a replica that was drained and resumed waits for it.
+        self._fleet.up(watched.replica.id)
 
     def _set_down(self, watched: _Watched, reason: str) -> None:
         config = watched.config
         was_up, watched.up = watched.up, False
         if was_up is not False:
             log.warning("%s (%s) is down: %s", config.name, config.url, reason)
-            self._fleet.down(config.name)
             self._prompts.compare_again(config.url)  # what comes up may be another
+        self._fleet.down(watched.replica.id)
 
     async def _problem(self, config: ReplicaConfig) -> str | None:
         """Return why a replica is not well, None if it is; raise TimeoutError.
@@ -150,15 +172,16 @@ class HealthMonitor:
         except (aiohttp.ClientError, OSError) as error:
             return describe(error)
 
-    async def _ask_models(self, config: ReplicaConfig) -> None:
+    async def _ask_models(self, replica: Replica) -> None:
         timeout_s = self._timeouts.health_timeout_s
-        if models := await fetch_models(self._session, config, timeout_s=timeout_s):
-            await self._learn(config, served_models(models))
+        if models := await fetch_models(self._session, replica.config, timeout_s=timeout_s):
+            await self._learn(replica, served_models(models))
 
-    async def _learn(self, config: ReplicaConfig, served: list[ServedModel]) -> None:
+    async def _learn(self, replica: Replica, served: list[ServedModel]) -> None:
+        config = replica.config
         models = {each.id: each.adapter_path for each in served}
         roots = {each.root for each in served if each.adapter_path is None}
-        self._fleet.set_models(config.name, models, roots)
+        self._fleet.set_models(replica.id, models, roots)
         headers = authorization(config)
         try:
             # Bounded, since a replica is called up only after this.
@@ -168,12 +191,12 @@ class HealthMonitor:
                 )
         except TimeoutError:
             log.warning("%s: its tokens were not compared within %g s", config.name, _LEARN_S)
-        configs = (each.config for each in self._watched.values())
         self._fleet.match_by_text(
-            {each.name for each in configs if self._prompts.differs(each.url)}
+            {each.id for each in self._watched if self._prompts.differs(each.config.url)}
         )
 
-    async def _ask_kv_capacity(self, config: ReplicaConfig) -> None:
+    async def _ask_kv_capacity(self, replica: Replica) -> None:
+        config = replica.config
         timeout_s = self._timeouts.health_timeout_s
         told = await fetch(self._session, config, "/metrics", timeout_s=timeout_s)
         try:
@@ -182,13 +205,13 @@ class HealthMonitor:
             log.debug("%s does not tell its KV memory: %s", config.name, describe(error))
             return
         if tokens is not None:
-            self._fleet.set_kv_capacity(config.name, tokens)
+            self._fleet.set_kv_capacity(replica.id, tokens)
 
-    async def _ask_load(self, config: ReplicaConfig) -> None:
+    async def _ask_load(self, replica: Replica) -> None:
         timeout_s = self._timeouts.health_timeout_s
-        told = await fetch(self._session, config, "/metrics", timeout_s=timeout_s)
+        told = await fetch(self._session, replica.config, "/metrics", timeout_s=timeout_s)
         running, waiting = load((told or b"").decode(errors="replace"))
-        self._fleet.replicas[config.name].note_load(running, waiting, time.monotonic())
+        replica.note_load(running, waiting, time.monotonic())
 
 
 async def fetch_models(

@@ -106,6 +106,8 @@ class KvFeed:
 
     def forget(self) -> None:
         """Drop all that earlier messages told."""
+        if self._replica.is_removed:
+            return  # with all of it; another replica may have its name now
         self._fleet.lost_kv(self._replica.id)
         self._reader.shows_first = True
 

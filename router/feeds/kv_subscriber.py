@@ -22,9 +22,6 @@ from router.tasks import end_all
 
 _REPLAY_TIMEOUT_S: Final = 5.0
 _QUIET_S: Final = 10.0
-SOCKETS_PER_REPLICA: Final = 4
-"""Its events, both ends of the monitor of their connection, a replay. ZMQ must be told before
-the first one: it allows 1023 altogether."""
 _HIGH_WATER: Final = 100_000
 """Messages kept while others are being applied, as many as vLLM keeps to be sent."""
 _AT_ONCE_BYTES: Final = 32_768

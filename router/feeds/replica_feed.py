@@ -1,7 +1,8 @@
 """Keeping the fleet informed: agents and KV events of every replica, for as long as it runs.
 
 Each replica's KV events are followed by one task, and its agent, if it has one, by another;
-neither ends by itself. Whatever fails is logged once, and tried again with growing pauses.
+neither ends before the replica leaves the fleet. Whatever fails is logged once, and tried again
+with growing pauses.
 """
 
 import asyncio
@@ -12,8 +13,7 @@ import zmq.asyncio
 
 from router.feeds.agent_feed import AgentFeed, poll_gap_s
 from router.feeds.kv_feed import KvFeed
-from router.feeds.kv_subscriber import SOCKETS_PER_REPLICA
-from router.fleet import Fleet
+from router.fleet import Fleet, Replica
 from router.staging import AgentClient
 from router.tasks import all_set, end_all
 
@@ -27,25 +27,39 @@ class Feeds:
         self._fleet = fleet
         self._session = session
         self._context = zmq.asyncio.Context()
-        self._tasks: list[asyncio.Task[None]] = []
+        # It must be told before the first socket, and allows 1023 altogether unless it is.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        self._tasks: dict[Replica, list[asyncio.Task[None]]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Begin, and wait a little so that the first request finds the agents' snapshots."""
-        replicas = self._fleet.replicas.values()
-        sockets = SOCKETS_PER_REPLICA * len(replicas) + self._context.get(zmq.MAX_SOCKETS)
-        self._context.set(zmq.MAX_SOCKETS, min(sockets, self._context.get(zmq.SOCKET_LIMIT)))
-        gap_s = poll_gap_s(sum(each.config.agent_url is not None for each in replicas))
-        agents = []
-        for replica in replicas:
-            kv_feed = KvFeed(self._fleet, replica, self._session, self._context)
-            self._tasks.append(asyncio.create_task(kv_feed.run()))
-            if (url := replica.config.agent_url) is not None:
-                client = AgentClient(self._session, url)
-                agents.append(AgentFeed(self._fleet, replica, client, kv_feed.agent_told, gap_s))
-        self._tasks += [asyncio.create_task(each.run()) for each in agents]
-        await all_set((each.tried for each in agents), _START_WAIT_S)
+        agents = [self.joined(each) for each in self._fleet.replicas.values()]
+        await all_set((each.tried for each in agents if each is not None), _START_WAIT_S)
+
+    def joined(self, replica: Replica) -> AgentFeed | None:
+        """Begin to follow a replica of the fleet; return the feed of its agent, if it has one."""
+        kv_feed = KvFeed(self._fleet, replica, self._session, self._context)
+        tasks = self._tasks[replica] = [asyncio.create_task(kv_feed.run())]
+        if (url := replica.config.agent_url) is None:
+            return None
+        client = AgentClient(self._session, url)
+        agent = AgentFeed(self._fleet, replica, client, kv_feed.agent_told, self._gap_s)
+        tasks.append(asyncio.create_task(agent.run()))
+        return agent
+
+    def left(self, replica: Replica) -> None:
+        """Follow a replica no longer."""
+        for task in self._tasks.pop(replica):
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+            task.cancel()
 
     async def stop(self) -> None:
         """End all feeds; what they told stays in the fleet, but for the KV events."""
-        await end_all(self._tasks)
+        await end_all([*self._ending, *(each for tasks in self._tasks.values() for each in tasks)])
         self._context.destroy(linger=0)
+
+    def _gap_s(self) -> float:
+        agents = sum(each.config.agent_url is not None for each in self._tasks)
+        return poll_gap_s(agents)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from cacheengine.wire import EventBatch, InstanceInfo, Snapshot, unpack_keys
-from router.config import DEFAULT, Judgment, RouterConfig
+from router.config import DEFAULT, Judgment, ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision, Reason
 from router.fleet.eligibility import Replicas, Roster
 from router.fleet.in_flight import Ticket
@@ -48,14 +48,38 @@ class Fleet:
         self.config = config
         self.judgment = judgment
         self.replicas = Replicas()
-        for slot, each in enumerate(config.replicas):
-            self.replicas[each.name] = Replica.new(slot, each, config.rates, judgment)
+        for each in config.replicas:
+            self.replicas.add(each, config.rates, judgment)
         self._roster = Roster(self.replicas, config.model_aliases)
         self.index = PrefixIndex(config.index.max_keys)
         self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, judgment)
         self.unseen = Unseen()
         self._turn = 0
         self._recent = RecentWork(judgment)
+
+    # --- which replicas there are
+
+    def add(self, config: ReplicaConfig) -> Replica:
+        """Take in a replica; raise ValueError where another is configured by that name."""
+        replica = self.replicas.add(config, self.config.rates, self.judgment)
+        self._roster.changed()
+        return replica
+
+    def remove(self, replica_id: str) -> None:
+        """Forget a replica; raise KeyError if there is none. Requests under way there go on."""
+        replica = self.replicas.remove(replica_id)
+        self.index.forget(replica.slot)
+        self._roster.changed()
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """By further names that clients may use, the models that replicas get asked for."""
+        return self._roster.aliases
+
+    @aliases.setter
+    def aliases(self, aliases: Mapping[str, str]) -> None:
+        """Use others from now on."""
+        self._roster.aliases = aliases
 
     # --- requests
 
@@ -85,9 +109,9 @@ class Fleet:
         ask = Ask(
             keyring=prompt if isinstance(prompt, PromptKeyring) else PromptKeyring(prompt),
             session=session,
-            home=None if session is None else self.sessions.home(session, now_s),
+            home=self._home(session, now_s),
             turn=self._turn,
-            busy_share=self._recent.share(now_s) / len(self.replicas),
+            busy_share=self._recent.share(now_s) / max(1, len(self.replicas)),
             promised=promised or Promised(),
             streamed=streamed,
             now_s=now_s,
@@ -107,11 +131,11 @@ class Fleet:
         """Count a request as in flight, and its prompt as arriving on its replica's GPU."""
         replica, keys = decision.picked.replica, decision.picked.keys
         claim = None
-        if keys.keys:
+        if keys.keys and not replica.is_removed:
             ttl_s = self._claim_ttl_s(replica, by_tokens=bool(keys.chain))
             claim = self.index.believe(replica.slot, keys.keys, now_s + ttl_s)
         if decision.session is not None:
-            self.sessions.note(decision.session, replica.slot, now_s)
+            self._note_turn(decision.session, replica, now_s)
         self._turn += 1
         for recent in (self._recent, replica.recent):
             recent.note(decision.picked.cost.busy_s, now_s)
@@ -129,6 +153,19 @@ class Fleet:
         """End what time has ended; to be called about once a second."""
         self.unseen.pass_time(now_s)
         self.index.tick(now_s)
+        self.replicas.release(self.index.is_clear, now_s)
+
+    def _home(self, session: str | None, now_s: float) -> int | None:
+        """Return the slot of a session's home, None if it has none in the fleet (any more)."""
+        serial = None if session is None else self.sessions.home(session, now_s)
+        home = self.replicas.with_serial(serial)
+        return None if home is None else home.slot
+
+    def _note_turn(self, session: str, replica: Replica, now_s: float) -> None:
+        """Note that a turn of a session goes to a replica; a home that was removed is none."""
+        if self._home(session, now_s) is None:
+            self.sessions.forget(session)
+        self.sessions.note(session, replica.serial, now_s)
 
     def _claim_ttl_s(self, replica: Replica, *, by_tokens: bool) -> float:
         """Return how long a claim holds; one by text can never be confirmed by an event."""
@@ -210,10 +247,9 @@ class Fleet:
 
     def apply_snapshot(self, replica_id: str, snapshot: Snapshot) -> None:
         """Replace what is known of a replica's lower tiers."""
-        slot = self.replicas[replica_id].slot
         self.forget_lower(replica_id)
         for name, packed in snapshot.tiers.items():
-            self.index.add(slot, _lower_tier(name), unpack_keys(packed))
+            self.change_lower(replica_id, _lower_tier(name), unpack_keys(packed), stored=True)
 
     def apply_events(self, replica_id: str, batch: EventBatch) -> None:
         """Take over what has changed in a replica's lower tiers."""
@@ -225,8 +261,10 @@ class Fleet:
         self, replica_id: str, tier: Tier, keys: Sequence[int], *, stored: bool
     ) -> None:
         """Note that keys were stored in, or have left, one of a replica's lower tiers."""
-        change = self.index.add if stored else self.index.remove
-        change(self.replicas[replica_id].slot, tier, keys)
+        replica = self.replicas[replica_id]
+        if not replica.is_removed:
+            change = self.index.add if stored else self.index.remove
+            change(replica.slot, tier, keys)
 
     def forget_lower(self, replica_id: str, *tiers: Tier) -> None:
         """Drop what is known of some of a replica's lower tiers, or of all."""
@@ -283,7 +321,7 @@ class Fleet:
         replica.shape_checked = False
 
     def _apply_kv_event(self, replica: Replica, event: KvEvent, now_s: float) -> None:
-        told = replica.event_tiers
+        told = () if replica.is_removed else replica.event_tiers
         match event:
             case GpuCleared():
                 self.index.forget(replica.slot, (Tier.GPU,))

@@ -49,6 +49,8 @@ class State(StrEnum):
     DOWN = "down"
     DRAINING = "draining"
     """Finishes what it has and gets nothing new."""
+    REMOVED = "removed"
+    """No part of the fleet any more; requests that were under way there go on to their ends."""
 
 
 class Signal(StrEnum):
@@ -58,6 +60,7 @@ class Signal(StrEnum):
     FAILED = "failed"
     DRAIN = "drain"
     RESUME = "resume"
+    REMOVE = "remove"
 
 
 TRANSITIONS: Final[Mapping[tuple[State, Signal], State]] = MappingProxyType(
@@ -71,6 +74,7 @@ TRANSITIONS: Final[Mapping[tuple[State, Signal], State]] = MappingProxyType(
         (State.DOWN, Signal.DRAIN): State.DRAINING,
         # A draining replica stays so, whether it answers or not, until resumed.
         (State.DRAINING, Signal.RESUME): State.UNKNOWN,
+        **{(each, Signal.REMOVE): State.REMOVED for each in State},
     }
 )
 """The next state; a pair that is not here changes nothing."""
@@ -82,10 +86,13 @@ class Replica:
 
     id: str
     slot: int
-    """Its number in the index; unlike the id it never changes."""
+    """Its number in the index; unlike the id it never changes. Another replica may get it when
+    this one was removed and nothing names the slot any more."""
     config: ReplicaConfig
     rates: Rates
     kv_bytes_per_token: float
+    serial: int = 0
+    """Its number among all replicas that ever were in the fleet: no other one gets it."""
     state: State = State.UNKNOWN
     models: frozenset[str] | None = None
     """Names that requests may use; None until it told."""
@@ -147,11 +154,14 @@ class Replica:
         config: ReplicaConfig,
         rates: RatesConfig,
         judgment: Judgment = DEFAULT,
+        *,
+        serial: int = 0,
     ) -> "Replica":
         """Return a replica of which only the configuration is known."""
         return cls(
             id=config.name,
             slot=slot,
+            serial=serial,
             config=config,
             rates=Rates(rates, judgment.learning),
             recent=RecentWork(judgment),
@@ -162,6 +172,11 @@ class Replica:
     def in_flight(self) -> int:
         """Requests under way."""
         return self.waiting + self.decoding
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether it is no part of the fleet any more: nothing is noted of what it holds."""
+        return self.state is State.REMOVED
 
     @property
     def key_shape(self) -> KeyShape | None:

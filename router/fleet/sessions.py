@@ -16,7 +16,7 @@ _EXPIRED_AT_ONCE: Final = 2000
 
 
 class Sessions:
-    """Homes of sessions (`Replica.slot`), the least recently used forgotten first.
+    """Homes of sessions (`Replica.serial`), the least recently used forgotten first.
 
     ``evicted`` counts those forgotten for want of room, not of time.
     """
@@ -57,6 +57,10 @@ class Sessions:
         self._homes[session] = _pack(now_s, home, spills)
         if len(self._homes) > self.max_sessions:
             self._make_room(now_s)
+
+    def forget(self, session: str) -> None:
+        """Forget a session's home: that is gone."""
+        self._homes.pop(session, None)
 
     def check(self) -> None:
         """Raise AssertionError if the table contradicts itself."""

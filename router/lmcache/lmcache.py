@@ -8,7 +8,7 @@ import aiohttp
 from aiohttp import web
 
 from cacheengine.wire import PrefetchReply
-from router.fleet import Decision, Fleet
+from router.fleet import Decision, Fleet, Replica
 from router.lmcache.ask import Asker
 from router.lmcache.coordinator import Coordinator, CoordinatorApi, L2Eviction
 from router.lmcache.prefetch import LmcachePrefetch
@@ -82,6 +82,18 @@ class Lmcache:
         await self._asker.stop()
         if self.workers is not None:
             await self.workers.stop()
+
+    def joined(self) -> None:
+        """Find out about a replica that has joined the fleet."""
+        self._watch.members_changed()
+        if self.workers is not None:
+            self.workers.registry.replicas_changed()
+
+    def left(self, replica: Replica) -> None:
+        """Forget a replica that is about to leave the fleet."""
+        self._watch.left(replica.id)
+        if self.workers is not None:
+            self.workers.registry.replicas_changed(left=replica.id)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes of LMCache's coordinator."""

@@ -61,6 +61,11 @@ class Ties:
             self._told_roots[name] = roots
             self._tell_all(name)
 
+    def left(self, replica_id: str) -> None:
+        """Forget a replica of the fleet, which is about to leave it."""
+        self.tie(replica_id, None)
+        self._told_roots.pop(self._name(replica_id), None)
+
     def mounted(self, owner: str, instance_id: str) -> None:
         """Note that a server reaches a shared backend; ``owner`` is `owner_of` it."""
         if owner not in self._mounts and len(self._mounts) >= _MAX_SHARED:

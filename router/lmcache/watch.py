@@ -114,6 +114,12 @@ class ServerWatch:
         """Ask now: a server has come or gone."""
         self._changed.set()
 
+    def left(self, replica_id: str) -> None:
+        """Forget a replica of the fleet, which is about to leave it."""
+        self._urls.pop(replica_id, None)
+        self._replicas.pop(replica_id, None)
+        self._coordinator.ties.left(replica_id)
+
     async def _run(self) -> None:
         while True:
             await all_set([self._changed], _EVERY_S)
@@ -134,7 +140,10 @@ class ServerWatch:
         found = dict(zip(asked, answers, strict=True))
         self._say({*problems, *(each for each in answers if isinstance(each, str))})
         lost = {url for url in list(self._watched) if self._is_lost(url, found.get(url))}
-        for name in configs:
+        for name, config in configs.items():
+            replica = self._fleet.replicas.get(name)
+            if replica is None or replica.config is not config:
+                continue  # it has left meanwhile; another may have its name
             server = found.get(urls.get(name, ""))
             self._coordinator.ties.tie(name, server if isinstance(server, Server) else None)
             if urls.get(name) in lost:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from router.config import describe, host_port
 from router.fleet import Fleet, Replica
-from router.tasks import end_all
+from router.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.picker")
 
@@ -23,10 +23,10 @@ class Endpoints:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._of: dict[int, str] = {}
-        """By slot."""
+        self._of: dict[Replica, str] = {}
         self._at: dict[str, Replica] = {}
         """By any address that a replica's name has."""
+        self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -41,12 +41,17 @@ class Endpoints:
 
     def known(self, replica: Replica) -> tuple[str, str] | None:
         """Return where the gateway finds a replica, and its id; None while its name is unknown."""
-        endpoint = self._of.get(replica.slot)
+        endpoint = self._of.get(replica)
         return None if endpoint is None else (endpoint, replica.id)
 
     def at(self, endpoint: str) -> Replica | None:
         """Return the replica at an endpoint."""
-        return self._at.get(endpoint)
+        replica = self._at.get(endpoint)
+        return None if replica is None or replica.is_removed else replica
+
+    def fleet_changed(self) -> None:
+        """Look up now: a replica has joined or left."""
+        self._changed.set()
 
     def eligible(self, named: Iterable[str] | None) -> list[str] | None:
         """Return the ids of the replicas that may be picked; None for all.
@@ -54,15 +59,16 @@ class Endpoints:
         ``named`` are the endpoints that the gateway chooses from, None where it names none.
         """
         if named is not None:
-            found = (self._at.get(each) for each in named)
+            found = map(self.at, named)
             return [each.id for each in found if each is not None]
-        if len(self._of) == len(self._fleet.replicas):
-            return None
-        return [each.id for each in self._fleet.replicas.values() if each.slot in self._of]
+        replicas = self._fleet.replicas.values()
+        known = [each.id for each in replicas if each in self._of]
+        return None if len(known) == len(replicas) else known
 
     async def _keep_looking(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_UP_EVERY_S)
+            await all_set([self._changed], _LOOK_UP_EVERY_S)
+            self._changed.clear()
             try:
                 await self._look_up()
             except Exception:  # else a replica that moves would never be found again
@@ -72,14 +78,16 @@ class Endpoints:
         replicas = list(self._fleet.replicas.values())
         found = await asyncio.gather(*(_addresses(each.config.url) for each in replicas))
         at: dict[str, Replica] = {}
+        # A removed replica's holds for the requests that were picked for it just before.
+        of = {each: where for each, where in self._of.items() if each.is_removed and each.in_flight}
         for replica, addresses in zip(replicas, found, strict=True):
-            former = self._of.get(replica.slot)
+            former = self._of.get(replica)
             # What was found before holds while its name cannot be looked up.
             known = addresses or ([former] if former else [])
             at.update(dict.fromkeys(known, replica))
-            if known and former not in known:
-                self._of[replica.slot] = known[0]
-        self._at = at
+            if known:
+                of[replica] = former if former in known else known[0]
+        self._of, self._at = of, at
 
 
 async def _addresses(url: str) -> list[str]:

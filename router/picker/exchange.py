@@ -112,7 +112,7 @@ class Exchange:
         Raises `ApiError` for what no replica is to be asked.
         """
         config, headers = self._judge.config, self._headers
-        check_passes(self.method, self.path, headers, (_HEALTH, *config.passthrough))
+        check_passes(self.method, self.path, headers, (_HEALTH, *self._judge.passthrough))
         header = config.sessions.header.lower()
         if self.path in PROMPTED and self.method == "POST":
             return parse(self.path, body, headers, header, {})

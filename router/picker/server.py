@@ -71,6 +71,10 @@ class Picker:
         self._processor.close()
         await self._endpoints.stop()
 
+    def fleet_changed(self) -> None:
+        """Find out where replicas are that have joined."""
+        self._endpoints.fleet_changed()
+
     def _listen(self) -> int:
         config = self._settings
         address = host_port(config.host, config.port)

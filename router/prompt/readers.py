@@ -121,6 +121,12 @@ class PromptSource:
         if all(agree):
             replica.due_s, replica.pause_s = inf, _ASK_AGAIN_S
 
+    def forget(self, url: str) -> None:
+        """Forget a replica; readers of models that none serves any more go at the next `learn`."""
+        self._replicas.pop(url, None)
+        for reader in self._readers():
+            reader.forget(url)
+
     def compare_again(self, url: str) -> None:
         """Have the tokens of a replica compared at the next `learn`: it may have restarted."""
         if replica := self._replicas.get(url):

@@ -44,6 +44,8 @@ class Judge:
         """
         self.config = config
         self.fleet = fleet
+        self.passthrough = config.passthrough
+        """As it is now; the configuration may be read anew."""
         self.turnstile = Turnstile()
         self._admission = admission
         self._prompts = prompts
@@ -145,8 +147,10 @@ class Judge:
         return admitted
 
     def bound_to(self, asked: Asked) -> str | None:
-        """Return the replica that keeps what a request names, if one is known to."""
-        return self._bindings.replica_of(asked.ids)
+        """Return the replica that keeps what a request names, if one of the fleet is known to."""
+        replica_id = self._bindings.replica_of(asked.ids)
+        replica = None if replica_id is None else self.fleet.replicas.find(replica_id)
+        return None if replica is None or replica.is_removed else replica.id
 
     async def prepare(self, admitted: Admitted, record: RequestRecord) -> None:
         """Have the KV brought to the replica, while waiting for it gains time."""

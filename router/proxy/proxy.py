@@ -112,7 +112,7 @@ class Proxy:
         return self._give_up(record) if refusal is None else refusal
 
     def _asked(self, request: web.Request, body: bytes) -> Asked:
-        header, aliases = self._config.sessions.header, self._config.model_aliases
+        header, aliases = self._config.sessions.header, self._judge.fleet.aliases
         if request.path in PROMPTED and request.method == "POST":
             return parse(request.path, body, request.headers, header, aliases)
         return passed(

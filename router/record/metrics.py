@@ -21,6 +21,8 @@ _TTFT_BUCKETS_S: Final = (
 _OVERHEAD_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _QUANTILES: Final = ("0.5", "0.9", "0.99")
 _NO_REPLICA: Final = "none"
+_REMOVED: Final = "removed"
+"""The replica of a request that ended after its replica had left the fleet."""
 
 _COUNTERS: Final = {
     "requests": ("Requests by how they ended", ["endpoint", "replica", "status", "outcome"]),
@@ -107,6 +109,10 @@ _LMCACHE: Final = (
     "worker_refused; worker_gaps between them, worker_synced (full syncs done), worker_silent"
 )
 
+_RELOADS: Final = (
+    "How often the configuration was read again: applied, or refused since it could not be used"
+)
+
 _REFUSED: Final = (
     "Requests that their key was refused for: key (none that is known), admin (not the "
     "administration's), model (may not be asked), requests, tokens (used up for the moment)"
@@ -122,15 +128,18 @@ class Metrics(Collector):
         sizes: Callable[[], dict[str, int]] = dict,
         lmcache: Mapping[str, int] = MappingProxyType({}),
         refused: Mapping[tuple[str, str], int] = MappingProxyType({}),
+        reloads: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """``sizes`` tells how many entries each bounded table holds, by its name; ``lmcache`` is
         read at each scrape: what was counted of LMCache's servers, by a word for each. So is
-        ``refused``: requests by key and what they were refused for.
+        ``refused``: requests by key and what they were refused for; and ``reloads``: how often
+        the configuration was read again, by what came of it.
         """
         self._fleet = fleet
         self._sizes = sizes
         self._lmcache = lmcache
         self._refused = refused
+        self._reloads = reloads
         registry = self._registry = CollectorRegistry()
         registry.register(self)
         self._counters = {
@@ -141,14 +150,16 @@ class Metrics(Collector):
             name: Histogram(f"warmroute_{name}", text, labels, buckets=buckets, registry=registry)
             for name, (text, labels, buckets) in _HISTOGRAMS.items()
         }
+        self._shown = {_NO_REPLICA, _REMOVED}
+        """Replicas that have series."""
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
-        replica = record.replica_id or _NO_REPLICA
+        replica = self._label(record.replica_id)
         status = str(record.status) if record.status is not None else "none"
         self._count("requests", record.endpoint, replica, status, record.outcome)
         for each in record.failed_tries:
-            self._count("failed_tries", each.replica_id, each.cause)
+            self._count("failed_tries", self._label(each.replica_id), each.cause)
         if record.reason is not None:
             self._count("decisions", record.reason)
         if record.rejected is not None:
@@ -169,7 +180,8 @@ class Metrics(Collector):
             self._count("prefetches", replica, "impossible")
 
     def render(self) -> bytes:
-        """Return the text that Prometheus scrapes."""
+        """Return the text that Prometheus scrapes, without the replicas that have left."""
+        self._forget(self._shown - {*self._fleet.replicas, _NO_REPLICA, _REMOVED})
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
@@ -200,7 +212,27 @@ class Metrics(Collector):
         refused = CounterMetricFamily("warmroute_access_refused", _REFUSED, labels=["key", "cause"])
         for labels, count in self._refused.items():
             refused.add_metric(labels, count)
-        return [*gauges.values(), told, refused]
+        reloads = CounterMetricFamily("warmroute_config_reloads", _RELOADS, labels=["result"])
+        for result, count in self._reloads.items():
+            reloads.add_metric([result], count)
+        return [*gauges.values(), told, refused, reloads]
+
+    def _label(self, replica_id: str | None) -> str:
+        if replica_id is None:
+            return _NO_REPLICA
+        replica = self._fleet.replicas.find(replica_id)
+        label = _REMOVED if replica is None or replica.is_removed else replica.id
+        self._shown.add(label)
+        return label
+
+    def _forget(self, replicas: set[str]) -> None:
+        """Drop the series of replicas."""
+        self._shown -= replicas
+        for told in (_COUNTERS, _HISTOGRAMS):
+            for name in [each for each, (_, labels, *_) in told.items() if "replica" in labels]:
+                series = self._counters.get(name) or self._histograms[name]
+                for replica in replicas:
+                    series.remove_by_labels({"replica": replica})
 
     def _observe_preparation(self, prepared: Preparation, replica: str) -> None:
         prefetch, copy = prepared.prefetch, prepared.copy

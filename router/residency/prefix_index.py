@@ -168,6 +168,10 @@ class PrefixIndex:
                 self._stale.popleft()
         self._stale_replicas = reduce(or_, (1 << each.replica for each in self._stale), 0)
 
+    def is_clear(self, replica: int) -> bool:
+        """Whether a forgotten replica's bits are all cleared: another may get its number."""
+        return not self._stale_replicas >> replica & 1
+
     def tick(self, now_s: float) -> None:
         """Do what is left to do of `expire` and `sweep`, a bounded part; to be called often."""
         self.expire(now_s, _KEYS_PER_TICK)

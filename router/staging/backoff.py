@@ -41,6 +41,10 @@ class Backoff:
         failing.until_s = now_s + failing.interval_s
         return True
 
+    def forget(self, replica_id: str) -> None:
+        """Forget how a replica's agent failed: the replica has left the fleet."""
+        self._failing.pop(replica_id, None)
+
     def answered(self, replica_id: str) -> None:
         """Note that an agent has answered."""
         if self._failing.pop(replica_id, None) is not None:

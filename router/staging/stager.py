@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.config import RouterConfig
-from router.fleet import Decision, Fleet
+from router.fleet import Decision, Fleet, Replica
 from router.staging.agent_client import Agents
 from router.staging.backoff import Backoff
 from router.staging.errand import Timing
@@ -51,7 +51,7 @@ class Preparer:
         """``lmcache`` prefetches where the KV is LMCache's."""
         self._enabled = config.prefetch.enabled
         self._clock = clock
-        backoff = Backoff(clock)
+        self._backoff = backoff = Backoff(clock)
         self._prefetcher = Prefetcher(
             config.prefetch, fleet, agents, backoff, lmcache=lmcache, clock=clock
         )
@@ -70,6 +70,10 @@ class Preparer:
             self._prefetcher.run(decision), self._copier.run(decision)
         )
         return Preparation(prefetch=prefetch, copy=copy, waited_s=self._clock() - began_s)
+
+    def left(self, replica: Replica) -> None:
+        """Forget what is known of a replica's agent: the replica has left the fleet."""
+        self._backoff.forget(replica.id)
 
     async def stop(self) -> None:
         """End what is done in the background."""

@@ -14,6 +14,7 @@ from blockbuster import blockbuster_ctx
 from router.app import PARTS, Parts, create_app
 from router.config.settings import ReplicaConfig, RouterConfig, TimeoutsConfig
 from router.http import Site
+from router.membership import ConfigFile
 from router.record.records import RequestRecord
 from tests.cacheengine.conftest import make_bench  # noqa: F401  (a fixture)
 from tests.router.scripted import Scripted, scripted
@@ -64,7 +65,9 @@ class Fleet:
         return await run_router(self.stack, replace(config, **changes))
 
 
-async def run_router(stack: AsyncExitStack, config: RouterConfig) -> Running:
+async def run_router(
+    stack: AsyncExitStack, config: RouterConfig, *, file: ConfigFile | None = None
+) -> Running:
     records: list[RequestRecord] = []
     recorded = asyncio.Condition()
     waking: set[asyncio.Task[None]] = set()
@@ -79,7 +82,7 @@ async def run_router(stack: AsyncExitStack, config: RouterConfig) -> Running:
         waking.add(task)
         task.add_done_callback(waking.discard)
 
-    app = create_app(config, observe=observe)
+    app = create_app(config, observe=observe, file=file)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=config.timeouts.drain_s)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)

@@ -153,3 +153,58 @@ def test_a_router_that_everyone_may_use_says_so() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         assert f"any client that reaches {url} may use it" in process.stderr.read()
+
+
+def test_it_reads_its_configuration_again_on_hangup(tmp_path: Path) -> None:
+    """What the command line adds stays: here a replica."""
+    path = tmp_path / "router.yaml"
+    path.write_text("replicas: [{url: 'http://127.0.0.1:2'}]\nport: 0\n")
+
+    def replicas(url: str) -> set[str]:
+        try:
+            with urllib.request.urlopen(f"{url}/health") as response:
+                told = json.load(response)
+        except urllib.error.HTTPError as error:  # no replica is up
+            told = json.load(error)
+        return {each["url"] for each in told["replicas"].values()}
+
+    with serving("--config", str(path)) as (process, url):
+        assert replicas(url) == {"http://127.0.0.1:1", "http://127.0.0.1:2"}
+        assert process.stderr is not None
+        path.write_text("replicas: [{url: 'http://127.0.0.1:3'}]\nport: 0\nretries: 9\n")
+        process.send_signal(signal.SIGHUP)
+        said = ""
+        for said in process.stderr:
+            if "127.0.0.1:2 has left the fleet" in said:
+                break
+        assert replicas(url) == {"http://127.0.0.1:1", "http://127.0.0.1:3"}
+        path.write_text("nonsense: 1\n")
+        process.send_signal(signal.SIGHUP)
+        for said in process.stderr:
+            if "nothing was changed" in said:
+                break
+        assert f"{path}: nonsense: unknown key" in said
+        process.terminate()
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_it_opens_as_many_files_as_it_may_and_says_if_that_is_few() -> None:
+    few = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (200, 300)); import runpy, sys; "
+    run = "sys.argv[1:] = ['serve', '--replica', 'http://127.0.0.1:1', '--port', '0']; "
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{few}{run}runpy.run_module('router', run_name='__main__')"],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "OPENAI_BASE_URL=" in line:
+                break
+        limits = Path(f"/proc/{process.pid}/limits").read_text()
+        process.terminate()
+        process.stderr.read()
+    (said,) = [each for each in lines if "may open" in each]
+    assert "may open 300 files only" in said
+    assert re.search(r"Max open files +300 +300 ", limits)

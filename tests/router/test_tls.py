@@ -51,6 +51,41 @@ def test_the_router_is_reached_by_https_alone(files: Path) -> None:
         assert "Traceback" not in process.stderr.read()
 
 
+def test_a_new_certificate_is_shown_without_a_restart(files: Path, tmp_path: Path) -> None:
+    """By links, as Kubernetes exchanges them; connections that are open stay so."""
+    new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -days 2 -subj /CN=new"
+    names = "-addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+    second = tmp_path / "second"
+    second.mkdir()
+    subprocess.run(
+        ["openssl", *f"{new} {names}".split()], cwd=second, check=True, capture_output=True
+    )
+    mounted = tmp_path / "mounted"
+    mounted.symlink_to(files)
+    path = tmp_path / "router.yaml"
+    path.write_text(
+        "replicas: [{url: 'http://127.0.0.1:1'}]\nport: 0\n"
+        "tls: {cert_file: mounted/cert.pem, key_file: mounted/key.pem}\n"
+    )
+    before, after = (
+        ssl.create_default_context(cafile=str(each / "cert.pem")) for each in (files, second)
+    )
+    with serving("--config", str(path)) as (process, url):
+        with urllib.request.urlopen(f"{url}/metrics", context=before) as response:
+            assert response.status == 200
+        (tmp_path / "other").symlink_to(second)
+        (tmp_path / "other").replace(mounted)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "the configuration was read again" in line:
+                break
+        with urllib.request.urlopen(f"{url}/metrics", context=after) as response:
+            assert response.status == 200
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            urllib.request.urlopen(f"{url}/metrics", context=before)
+        process.terminate()
+
+
 @pytest.mark.parametrize(
     ("ca_file", "verify", "status"),
     [(None, True, 503), ("cert.pem", True, 200), (None, False, 200)],

@@ -112,6 +112,14 @@ class Workers:
             worker.seen_s = now_s
         return worker
 
+    def replicas_changed(self, left: str | None = None) -> None:
+        """Find the instances' replicas anew; ``left`` is about to leave the fleet."""
+        for instance in [name for name, each in self._replica_of.items() if each == left]:
+            del self._replica_of[instance]
+        if left is not None:
+            self.agreement.tied(left)
+        self._bind(without=left)
+
     # --- parts of the above
 
     def _add(
@@ -156,9 +164,10 @@ class Workers:
             code="name_taken",
         )
 
-    def _bind(self) -> None:
+    def _bind(self, without: str | None = None) -> None:
         """Tie replicas to the instances inside them, as things are now."""
-        replicas = {name: each.config for name, each in self._fleet.replicas.items()}
+        fleet = self._fleet.replicas.items()
+        replicas = {name: each.config for name, each in fleet if name != without}
         hosts = {name: each.call.ip for (name, of), each in self._workers.items() if of == LEADER}
         found, problems = bound(replicas, hosts)
         for instance, replica in list(self._replica_of.items()):

@@ -184,7 +184,7 @@ def test_it_goes_where_the_queue_is_short_by_then() -> None:
     driver.ask("b", 2.0)
     homes = {name: each.decision.replica_id for name, each in driver.admitted.items()}
     driver.ask("c", 1.0)
-    assert driver.waiting["c"].item.wanted == homes["b"]
+    assert driver.waiting["c"].item.wanted.id == homes["b"]
     driver.answer("a", 1.0)
     assert driver.pump(1.0) == "c"
     assert driver.admitted["c"].decision.replica_id == homes["a"]
@@ -307,9 +307,9 @@ def test_they_go_elsewhere_when_their_replica_is_gone() -> None:
     driver.ask("b", 2.0)
     driver.ask("c", 1.0)
     wanted = driver.waiting["c"].item.wanted
-    driver.fleet.down(wanted)
+    driver.fleet.down(wanted.id)
     assert driver.pump(0.1) == ""
-    assert driver.waiting["c"].item.wanted != wanted
+    assert driver.waiting["c"].item.wanted is not wanted
 
 
 def test_a_replica_that_is_up_again_gets_those_who_wait_for_another() -> None:
