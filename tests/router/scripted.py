@@ -34,6 +34,8 @@ class Scripted:
     metrics: str = ""
     """What ``/metrics`` says."""
     healthy: bool = True
+    probe_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """``/health`` answers while this is set, as it is at first."""
     seen: list[Seen] = field(default_factory=list)
     script: deque[Act] = field(default_factory=deque)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,6 +64,7 @@ class Scripted:
             raise
 
     async def health(self, request: web.Request) -> web.Response:
+        await self.probe_gate.wait()
         return web.Response(status=200 if self.healthy else 503)
 
     async def absent(self, request: web.Request) -> web.Response:
@@ -82,6 +85,7 @@ async def scripted(*, port: int = 0) -> AsyncIterator[Scripted]:
     """Run an upstream on a free port."""
     upstream = Scripted()
     upstream.will(json_answer({"ok": True}))
+    upstream.probe_gate.set()
     app = web.Application(client_max_size=64 << 20)
     app.router.add_get("/health", upstream.health)
     app.router.add_get("/metrics", upstream.tell_metrics)

@@ -92,6 +92,26 @@ async def test_links_are_followed_as_kubernetes_exchanges_them(
     await eventually(lambda: named(running) == {"r1"})
 
 
+async def test_the_old_ones_serve_until_the_new_ones_were_probed(
+    reloading: Reloading, client: aiohttp.ClientSession, eventually: Wait
+) -> None:
+    """Else requests would go to replicas of which nothing is known yet."""
+    one, two = await reloading.upstream(), await reloading.upstream()
+    two.probe_gate.clear()
+    timeouts = {"health_interval_s": 0.05, "health_timeout_s": 60}
+    reloading.write([one], timeouts=timeouts)
+    running = await reloading.router()
+    reloading.write([two], timeouts=timeouts)
+    await reload(running)
+    await eventually(lambda: named(running) == {"r0", "r1"})
+    assert [await ask(client, running) for _ in range(5)] == [200] * 5
+    assert (len(one.seen), len(two.seen)) == (5, 0)
+    two.probe_gate.set()
+    await eventually(lambda: named(running) == {"r1"})
+    assert await ask(client, running) == 200
+    assert (len(one.seen), len(two.seen)) == (5, 1)
+
+
 async def test_a_replica_that_leaves_answers_what_it_has(
     reloading: Reloading, client: aiohttp.ClientSession, eventually: Wait
 ) -> None:
