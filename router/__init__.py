@@ -19,8 +19,10 @@ One restart: `cli` reads the `config`, `serve` opens the ports, `app` puts the r
 `feeds` fetches a snapshot of each replica, and its health says when it takes requests.
 `membership` reads the configuration again when it has changed, and has replicas join and leave.
 
-Directions: launch and the files here -> feeds, picker -> proxy -> admission, staging, prompt ->
-fleet -> latency, residency -> config; controller, lmcache -> staging, http; membership -> fleet;
-controller, proxy -> access -> http -> config;
+`doctor` examines a configuration and its live fleet by these parts, for a person.
+
+Directions: launch, doctor and the files here -> feeds, picker -> proxy -> admission, staging,
+prompt -> fleet -> latency, residency -> config; controller, lmcache -> staging, http;
+membership -> fleet; controller, proxy -> access -> http -> config;
 `tasks` is below them all.
 """

@@ -18,6 +18,7 @@ from router.config import (
     load_router_config,
     router_config,
 )
+from router.doctor import doctor
 from router.envoy import configuration
 from router.explain import ask, table
 from router.launch import ChildFailed, commands_text, load_any, load_fleet_file, run_fleet
@@ -229,6 +230,9 @@ def key(name: str | None, admin: bool) -> None:
     entry = {"name": name, "sha256": sha256_of(made)}
     access = {"admin_sha256": [entry["sha256"]]} if admin else {"keys": [entry]}
     click.echo(yaml.safe_dump({"access": access}, sort_keys=False), nl=False)
+
+
+main.add_command(doctor)
 
 
 def _run(read: Callable[[], RouterConfig], path: Path | None, *, picks: bool = False) -> None:

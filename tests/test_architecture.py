@@ -31,6 +31,10 @@ ROUTER_ROOMS = {
     "lmcache": {"config", "http", "residency", "fleet", "staging", "tasks"},
     "membership": {"config", "fleet", "tasks"},
     "feeds": {"config", "prompt", "residency", "fleet", "staging", "record", "tasks"},
+    "doctor": {
+        *("config", "prompt", "residency", "fleet", "staging", "lmcache", "feeds", "launch"),
+        "tasks",
+    },
     "proxy": {
         *("config", "http", "access", "prompt", "residency", "latency", "fleet"),
         *("admission", "staging", "record"),
@@ -83,6 +87,8 @@ SIMULATED_GPU = tuple(
     for path in (ROOT / "cacheengine/simulator/model").glob("[!_]*.py")
 )
 PURE = (
+    "router.doctor.findings",
+    "router.doctor.fleet_checks",
     "router.access.budget",
     "router.access.grant",
     "router.fleet.policy",

@@ -226,7 +226,7 @@ async def fetch_models(
     if told is None:
         return None
     try:
-        return list(_entries(orjson.loads(told)))
+        return list(model_entries(orjson.loads(told)))
     except ValueError as error:
         log.debug("%s does not tell its models: %s", config.name, describe(error))
         return None
@@ -256,7 +256,8 @@ async def fetch(
         return None
 
 
-def _entries(answer: object) -> Iterable[dict[str, object]]:
+def model_entries(answer: object) -> Iterable[dict[str, object]]:
+    """Yield the models in an answer of ``/v1/models``."""
     data = answer.get("data") if isinstance(answer, dict) else None
     for each in data if isinstance(data, list) else []:
         if isinstance(each, dict) and isinstance(each.get("id"), str):

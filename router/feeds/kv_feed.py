@@ -65,7 +65,7 @@ class KvFeed:
             self._restarted.clear()
             pause_s = _NO_EVENTS_PAUSE_S
             try:
-                if (endpoints := await self._endpoints()) is not None:
+                if (endpoints := await self.endpoints()) is not None:
                     await self._follow(endpoints)
                     pause_s = self._pause.next_s()
             except Exception:  # else the following would end unnoticed
@@ -113,8 +113,8 @@ class KvFeed:
 
     # --- where they come from
 
-    async def _endpoints(self) -> KvEndpoints | None:
-        """Return where KV events come from, None if nothing says."""
+    async def endpoints(self) -> KvEndpoints | None:
+        """Return where KV events come from, None if nothing says; asks vLLM itself, too."""
         config = self._replica.config
         replay = config.kv_replay or self._agent_replay
         if config.kv_events is not None:

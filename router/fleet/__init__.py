@@ -5,7 +5,7 @@
 `Fleet.start` returns the `Ticket` of a request in flight, whose end is noted there. A
 `Replica` has a state, a load and rates.
 
-Called by admission, staging, feeds and proxy. Imports config, residency and latency; no
+Called by admission, staging, feeds, proxy, doctor. Imports config, residency and latency; no
 I/O, times are passed in.
 """
 

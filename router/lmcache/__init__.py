@@ -12,5 +12,6 @@ Put together by the application. Imports config, http, residency, fleet, staging
 """
 
 from router.lmcache.lmcache import Lmcache
+from router.lmcache.server import LmcacheServer
 
-__all__ = ["Lmcache"]
+__all__ = ["Lmcache", "LmcacheServer"]

@@ -5,7 +5,7 @@ where the model's tokenizer and chat template are known (`tokenizer`, `templates
 bytes of text. One module for each dialect: chat and completions (`messages`), `anthropic`,
 `responses`. What is rendered and encoded is checked against the replicas' own tokenizers.
 
-Called by proxy and feeds. Imports config.
+Called by proxy, feeds and doctor. Imports config.
 """
 
 from router.prompt.prompt import Prompt

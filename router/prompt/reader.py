@@ -141,6 +141,10 @@ class PromptReader:
         """Whether tokens are used that this replica was found not to have."""
         return self._texts.differs(replica_url) or self._chats.differs(replica_url)
 
+    def compared(self, replica_url: str) -> tuple[bool | None, bool | None]:
+        """Whether a replica was found to have our tokens of texts, and of chats; None: unknown."""
+        return self._texts.is_equal(replica_url), self._chats.is_equal(replica_url)
+
     def forget(self, replica_url: str) -> None:
         """Forget what was found of a replica."""
         self._texts.forget(replica_url)

@@ -104,6 +104,10 @@ class Agreement:
         if equal is not None:
             self._equal[replica_url] = equal
 
+    def is_equal(self, replica_url: str) -> bool | None:
+        """Whether this replica gave equal tokens; None where that was not found out."""
+        return self._equal.get(replica_url)
+
     def forget(self, replica_url: str) -> None:
         """Forget a replica: it serves something else now."""
         self._equal.pop(replica_url, None)

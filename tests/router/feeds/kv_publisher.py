@@ -95,6 +95,11 @@ class KvPublisher:
         if not lost:
             await self._pub.send_multipart([b"", seq.to_bytes(8, "big"), body])
 
+    def keep_raw(self, body: bytes) -> None:
+        """Keep any bytes as the next message, for replay."""
+        self._buffer.append((self._seq, body))
+        self._seq += 1
+
     async def send_raw(self, seq: int, body: bytes) -> None:
         """Publish any bytes under any number."""
         await self._pub.send_multipart([b"", seq.to_bytes(8, "big"), body])

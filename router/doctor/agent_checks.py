@@ -1,0 +1,89 @@
+"""Whether a replica's agent answers, and is that replica's; and LMCache's server, where it has one.
+
+What an agent tells is given to the fleet, as the router's own feed of it does.
+"""
+
+from importlib.metadata import version
+
+import aiohttp
+
+from cacheengine.wire import InstanceInfo, TierInfo
+from router.doctor.findings import Section
+from router.doctor.replica_checks import Examined
+from router.feeds import KvFeed
+from router.fleet import Fleet
+from router.lmcache import LmcacheServer
+from router.staging import AgentClient, AgentError
+
+
+async def check_agent(
+    session: aiohttp.ClientSession, seen: Examined, fleet: Fleet, feed: KvFeed
+) -> None:
+    """Ask a replica's agent what it is; note it with the replica, the fleet and the feed."""
+    section, config = seen.section, seen.config
+    if config.lmcache is not None:
+        await _check_lmcache(session, section, config.lmcache)
+        return
+    if config.agent_url is None:
+        found = "has no agent_url: nothing is prefetched there, or copied from other replicas"
+        section.note("agent", found, "run it with 'warmroute replica' where it should")
+        return
+    try:
+        info = await AgentClient(session, config.agent_url).info()
+    except AgentError as error:
+        mend = (
+            "run the replica with 'warmroute replica', correct agent_url, or take it out: until "
+            "then its CPU and disk tiers are not known, and nothing is prefetched"
+        )
+        section.trouble("agent", f"its agent cannot be asked ({error})", mend)
+        return
+    seen.info = info
+    feed.agent_told(info, fleet.apply_info(seen.replica.id, info))
+    section.ok("agent", _described(info))
+    _check_identity(seen, info)
+
+
+def _described(info: InstanceInfo) -> str:
+    tiers = "".join(f"; {name} {_filled(tier)}" for name, tier in info.tiers.items())
+    engine = f"warmroute {info.version}" if info.version else "an agent without a version"
+    return f"its agent answers: {engine}, chunks of {info.chunk_tokens} tokens{tiers}"
+
+
+def _filled(tier: TierInfo) -> str:
+    if not tier.capacity_bytes:
+        return f"{_size(tier.used_bytes)} used"
+    return f"{tier.used_bytes / tier.capacity_bytes:.0%} of {_size(tier.capacity_bytes)}"
+
+
+def _size(nbytes: float) -> str:
+    unit, per_unit = ("GB", 1e9) if nbytes >= 1e9 else ("MB", 1e6)
+    return f"{nbytes / per_unit:.1f} {unit}"
+
+
+def _check_identity(seen: Examined, info: InstanceInfo) -> None:
+    section, named = seen.section, seen.config.instance_id
+    if seen.entries and info.model not in {*seen.roots, *seen.models}:
+        found = f"its agent is one of '{info.model}', which url does not serve"
+        section.trouble("agent-model", found, "let url and agent_url name the same replica")
+    if named is not None and named != info.instance_id:
+        found = f"its agent calls it '{info.instance_id}' (lmcache_instance_id), the file '{named}'"
+        section.note("agent-name", found, "give both the same name")
+    ours = version("warmroute")
+    if info.version and info.version != ours:
+        found = f"its engine is warmroute {info.version}, the router here {ours}"
+        section.trouble("agent-version", found, "install the same version on both")
+
+
+async def _check_lmcache(session: aiohttp.ClientSession, section: Section, url: str) -> None:
+    try:
+        told = await LmcacheServer(session, url).status()
+    except AgentError as error:
+        mend = "start it ('lmcache server --http-port'), or correct lmcache at this replica"
+        section.trouble("lmcache", f"its LMCache server cannot be asked ({error})", mend)
+        return
+    worlds = told.worlds()
+    found = f"its LMCache server answers: chunks of {told.chunk_size}, hash {told.hash_algorithm}"
+    section.ok("lmcache", found)
+    if not worlds:
+        mend = "start vLLM with LMCacheMPConnector and this server's port"
+        section.trouble("lmcache-vllm", "no vLLM has registered with its LMCache server", mend)

@@ -1,0 +1,160 @@
+"""What the doctor finds of KV events: real publishers, and ports that are none."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq.asyncio
+
+from cacheengine.keys import HashScheme
+from router.doctor import event_checks
+from router.doctor.findings import Level
+from router.prompt.reader import PromptReader
+from router.residency.block_hashes import keys64
+from tests.router.doctor.replicas import StandIn, examined, found
+from tests.router.feeds.kv_publisher import KvPublisher, publisher, stored
+from tests.router.prompt.chat_shapes import TEMPLATES
+from tests.router.prompt.prompts_given import tokens
+from tests.router.prompt.tokenizer_makers import llama3, write_model
+from tests.router.staging.agent_server import AgentServer, serving
+
+PROMPT = tokens(64)
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.asyncio.Context]:
+    made = zmq.asyncio.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def replica(**settings: Any) -> AsyncIterator[tuple[StandIn, dict[str, Any]]]:
+    made = StandIn()
+    async with serving(made.app()) as url:
+        yield made, {"url": url, "instance_id": "one", **settings}
+
+
+def published_at(source: KvPublisher) -> dict[str, str]:
+    return {"kv_events": source.endpoint, "kv_replay": source.replay_endpoint}
+
+
+def block(scheme: HashScheme) -> dict[str, Any]:
+    return stored(keys64(PROMPT.chain(scheme, 16)), list(PROMPT.token_ids or ()))
+
+
+async def test_events_that_are_not_published() -> None:
+    async with replica() as (made, entry):
+        assert "--kv-events-config" in found(await examined(entry))["one", "kv-events"]
+        made.version = None
+        report = await examined(entry)
+    assert "what it holds is guessed" in found(report, Level.NOTE)["one", "kv-events"]
+    assert found(report) == {}, "no vLLM, and none is expected"
+
+
+async def test_ports_that_are_no_publishers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_checks, "_FOLLOW_S", 0.3)
+    async with replica() as (_, entry):
+        closed = await examined({**entry, "kv_events": "tcp://127.0.0.1:1"})
+        web_server = entry["url"].replace("http", "tcp")
+        strange = await examined({**entry, "kv_events": web_server})
+    assert "nothing listens at 127.0.0.1:1" in found(closed)["one", "kv-events"]
+    assert "is no publisher of KV events" in found(strange)["one", "kv-events"]
+
+
+async def test_messages_that_are_not_vllms(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as source, replica(**published_at(source)) as (_, entry):
+        source.keep_raw(b"\xc1")
+        report = await examined(entry)
+    assert "is not vLLM's KV events" in found(report)["one", "kv-events"]
+
+
+async def test_events_that_are_not_repeated(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as source, replica(kv_events=source.endpoint) as (_, entry):
+        none = await examined(entry)
+        closed = await examined({**entry, "kv_replay": "tcp://127.0.0.1:1"})
+    assert "repeats no KV events" in found(none, Level.NOTE)["one", "kv-replay"]
+    assert "cannot be repeated: nothing listens" in found(closed)["one", "kv-replay"]
+
+
+async def test_hashes(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as source, replica(**published_at(source)) as (_, entry):
+        report = await examined(entry)
+        assert "--probe" in found(report, Level.NOTE)["one", "hash"]
+        await source.publish(block(HashScheme("sha256", "42")))
+        report = await examined(entry)
+        assert "sha256 with PYTHONHASHSEED 42" in found(report, Level.OK)["one", "hash"]
+        assert found(report) == {}
+        report = await examined({**entry, "hash_seed": "7"})
+        assert "hash_seed is '7' in the file" in found(report)["one", "hash-seed"]
+
+
+async def test_a_hash_that_cannot_be_found_out(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as source, replica(**published_at(source)) as (_, entry):
+        await source.publish(block(HashScheme("xxhash", "random")))
+        report = await examined(entry)
+    assert "PYTHONHASHSEED is not set there" in found(report)["one", "hash"]
+
+
+async def test_an_agent_whose_hash_is_not_that_of_the_events(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as source:
+        ports = {"kv_events_port": source.port, "kv_replay_port": source.replay_port}
+        agent = AgentServer(hash_seed="1", model="/no/model", **ports)
+        await source.publish(block(HashScheme("sha256", "0")))
+        async with serving(agent.app()) as agent_url, replica(agent_url=agent_url) as (_, entry):
+            report = await examined(entry)
+    assert "its agent says sha256 with PYTHONHASHSEED 1" in found(report)["one", "hash"]
+
+
+# --- the probe
+
+
+async def test_a_probe_that_is_answered_without_events(
+    context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_checks, "_PROBE_EVENTS_S", 0.1)
+    async with publisher(context) as source, replica(**published_at(source)) as (made, entry):
+        refused = await examined(entry, probe=True)
+        asked: list[Any] = []
+
+        async def complete(body: Any) -> None:
+            asked.append(body)
+
+        made.completion = complete
+        silent = await examined(entry, probe=True)
+        await examined(entry)
+    assert "is answered with 500: out of order" in found(refused)["one", "probe"]
+    assert "no KV event came" in found(silent)["one", "probe"]
+    assert len(asked) == 1, "without --probe no prompt is sent"
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_a_probes_keys_are_compared(
+    context: zmq.asyncio.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    monkeypatch.setattr(event_checks, "_PROBE_EVENTS_S", 5.0 if is_ours else 0.3)
+    model = write_model(tmp_path / "model", llama3(), TEMPLATES["parts"])
+    reader = await asyncio.to_thread(PromptReader.load, model)
+    async with publisher(context) as source, replica(**published_at(source)) as (made, entry):
+        made.models = [{"id": "m", "root": str(model)}]
+        made.tokens = lambda body: reader.read_now("/tokenize", body).token_ids
+
+        async def complete(body: Any) -> None:
+            prompt = reader.read_now("/v1/completions", body)
+            ids = list(prompt.token_ids or ())
+            whole = len(ids) // 16 * 16
+            if not is_ours:  # the replica sees other tokens, and hashes those
+                ids = [each + 1 for each in ids]
+            chain = HashScheme().chain(ids[:whole], block_tokens=16)
+            await source.publish(stored(keys64(chain), ids[:whole]))
+
+        made.completion = complete
+        report = await examined(entry, probe=True)
+    if is_ours:
+        assert "with the keys computed here" in found(report, Level.OK)["one", "probe"]
+        assert found(report) == {}
+    else:
+        assert "with other keys than computed here" in found(report)["one", "probe"]

@@ -1,0 +1,210 @@
+"""What the doctor finds of replicas and of the fleet, over real sockets."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.simulator.fleet import fleet as simulated
+from bench.simulator.settings import Settings
+from router.doctor.findings import Level
+from router.prompt.reader import PromptReader
+from tests.router.doctor.replicas import StandIn, examined, found
+from tests.router.prompt.chat_shapes import TEMPLATES
+from tests.router.prompt.tokenizer_makers import llama3, write_model
+from tests.router.staging.agent_server import AgentServer, serving
+
+
+@contextlib.asynccontextmanager
+async def two(
+    **agents: AgentServer,
+) -> AsyncIterator[tuple[StandIn, StandIn, list[dict[str, Any]]]]:
+    """Run two replicas, with an agent each where one is named; give their entries in a file."""
+    one, other = StandIn(), StandIn()
+    entries: list[dict[str, Any]] = []
+    async with contextlib.AsyncExitStack() as stack:
+        for name, each in (("one", one), ("two", other)):
+            url = await stack.enter_async_context(serving(each.app()))
+            entry: dict[str, Any] = {"url": url, "instance_id": name}
+            if name in agents:
+                app = agents[name].app()
+                entry["agent_url"] = await stack.enter_async_context(serving(app))
+            entries.append(entry)
+        yield one, other, entries
+
+
+@pytest.mark.parametrize("with_agents", [True, False])
+async def test_a_fleet_that_is_well(tmp_path: Path, with_agents: bool) -> None:
+    """Real engines, agents, KV events and tokens; a probe's blocks have the router's keys."""
+    settings = Settings(directory=tmp_path, replicas=2, cpu_tokens=8192, disk_tokens=0, speed=50)
+    names = ("url", "instance_id", "agent_url")[: 3 if with_agents else 2]
+    async with simulated(settings) as where:
+        replicas = [{name: each[name] for name in names} for each in where["replicas"]]
+        report = await examined(*replicas, probe=True)
+    assert found(report) == {}
+    well = found(report, Level.OK)
+    for name in ("sim1", "sim2"):
+        for check in ("health", "models", "tokens", "kv-events", "hash", "probe"):
+            assert (name, check) in well
+        assert ((name, "agent") in well) is with_agents
+        assert ((name, "agent") in found(report, Level.NOTE)) is not with_agents
+    assert "sha256 with PYTHONHASHSEED not set" in well["sim1", "hash"]
+
+
+async def test_replicas_that_do_not_answer() -> None:
+    async with two() as (one, _, (first, second)):
+        one.health = 503
+        gone = {"url": "http://127.0.0.1:1", "instance_id": "gone"}
+        lost = {"url": "http://no-such-host.invalid", "instance_id": "lost"}
+        report = await examined(first, second, gone, lost)
+    troubles = found(report)
+    assert "answers /health with 503" in troubles["one", "health"]
+    assert "nothing listens at 127.0.0.1:1 (connection refused)" in troubles["gone", "health"]
+    assert "'no-such-host.invalid' is not known here" in troubles["lost", "health"]
+    assert {about for about, _ in troubles} == {"one", "two", "gone", "lost"}
+    assert set(troubles) - {("two", "kv-events")} == {
+        (about, "health") for about in ("one", "gone", "lost")
+    }
+
+
+async def test_a_fleet_of_which_nothing_answers() -> None:
+    report = await examined({"url": "http://127.0.0.1:1"})
+    assert ("the fleet", "up") in found(report)
+
+
+async def test_keys_that_replicas_refuse() -> None:
+    async with two() as (one, other, (first, second)):
+        one.key = other.key = "secret"
+        report = await examined({**first, "api_key": "other"}, second)
+        assert "refuses the router's key (401)" in found(report)["one", "key"]
+        assert "clients' own are forwarded" in found(report)["two", "key"]
+        report = await examined({**first, "api_key": "secret"}, second, access=KEYED)
+        assert ("one", "key") not in found(report)
+        assert "forwards none of the clients'" in found(report)["two", "key"]
+
+
+KEYED = {"keys": [{"name": "team", "sha256": 64 * "a"}]}
+
+
+async def test_models_and_aliases() -> None:
+    async with two() as (one, _, entries):
+        one.models = [{"id": "m"}, {"id": "only-here"}]
+        report = await examined(*entries, model_aliases={"gpt": "nowhere", "x": "m", "m": "m"})
+        assert "'gpt' stands for 'nowhere'" in found(report)["the fleet", "alias"]
+        notes = found(report, Level.NOTE)
+        assert "'only-here' is not served by two" in notes["the fleet", "models-differ"]
+        assert "'m' hides a model" in notes["the fleet", "alias"]
+        one.models = []
+        report = await examined(*entries, model_aliases={"gpt": "nowhere"})
+        assert "lists no model" in found(report)["one", "models"]
+        assert ("the fleet", "alias") not in found(report), "what one serves is not known"
+
+
+async def test_versions_and_clocks() -> None:
+    async with two() as (one, other, entries):
+        one.version, one.ahead_s = "0.33.0", 60.0
+        other.ahead_s = -1.0
+        troubles = found(await examined(*entries))
+        assert troubles["the fleet", "versions"].startswith(
+            "versions of vLLM differ: 0.33.0 (one); 0.32.0 (two); finish the upgrade"
+        )
+        assert "its clock is 60 s ahead of this machine's" in troubles["one", "clock"]
+        assert ("two", "clock") not in troubles
+        one.version, one.ahead_s = None, -60.0
+        report = await examined(*entries)
+        assert "60 s behind" in found(report)["one", "clock"]
+        assert ("the fleet", "versions") not in found(report)
+        assert "tells no version" in found(report, Level.OK)["one", "health"]
+
+
+# --- agents
+
+
+async def test_agents_that_differ() -> None:
+    model = "/no/model"
+    first = AgentServer(incarnation="one", model=model, hash_seed="0", version="0.0.1")
+    second = AgentServer(incarnation="two", model=model, chunk_tokens=128, instance_id="other")
+    async with two(one=first, two=second) as (_, _, entries):
+        report = await examined(*entries)
+    troubles, notes = found(report), found(report, Level.NOTE)
+    differs = troubles["the fleet", "hash-differs"]
+    assert "sha256 with PYTHONHASHSEED 0 (one); sha256 with PYTHONHASHSEED not set (two)" in differs
+    assert "64 (one); 128 (two)" in troubles["the fleet", "chunk-size"]
+    assert "its engine is warmroute 0.0.1" in troubles["one", "agent-version"]
+    assert "calls it 'other' (lmcache_instance_id), the file 'two'" in notes["two", "agent-name"]
+    assert "one, two give other replicas no KV" in notes["the fleet", "copies"]
+
+
+async def test_agents_with_other_layouts() -> None:
+    first = AgentServer(incarnation="one", model="m", layout="a", transfer_port=1)
+    second = AgentServer(incarnation="two", model="m", layout="b", transfer_port=1)
+    async with two(one=first, two=second) as (_, _, entries):
+        report = await examined(*entries)
+    assert found(report)["the fleet", "layout"].startswith("replicas of 'm' lay out KV differently")
+    assert ("the fleet", "copies") not in found(report, Level.NOTE)
+
+
+async def test_an_agent_that_is_another_replicas() -> None:
+    async with two(one=AgentServer(model="another")) as (_, _, (first, second)):
+        second["agent_url"] = f"{first['agent_url']}/"
+        troubles = found(await examined(first, second))
+    assert "one of 'another', which url does not serve" in troubles["one", "agent-model"]
+    assert "one, two have one and the same agent" in troubles["the fleet", "agent-url"]
+
+
+async def test_an_agent_that_does_not_answer() -> None:
+    async with two() as (_, _, (first, second)):
+        troubles = found(await examined({**first, "agent_url": "http://127.0.0.1:1"}, second))
+    assert "its agent cannot be asked" in troubles["one", "agent"]
+    assert "start it with 'warmroute replica'" in troubles["one", "kv-events"]
+
+
+async def test_an_lmcache_server_that_does_not_answer() -> None:
+    async with two() as (_, _, (first, second)):
+        url = "http://127.0.0.1:1"
+        report = await examined({**first, "lmcache": url}, second, lmcache_coordinator=url)
+    assert "its LMCache server cannot be asked" in found(report)["one", "lmcache"]
+    assert ("the router", "lmcache-coordinator") in found(report)
+
+
+async def test_the_builtin_hash_of_lmcache_inside_vllm_needs_a_seed() -> None:
+    ports = {"pull_port": 0, "reply_port": 0, "heartbeat_port": 0}
+    async with two() as (_, _, (first, second)):
+        report = await examined({**first, "hash_seed": "0"}, second, lmcache_workers=ports)
+    line = found(report)["the fleet", "lmcache-hash"]
+    assert line.startswith("LMCache's builtin hash needs the hash_seed of two;")
+
+
+# --- tokens
+
+
+async def test_tokens_that_differ(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", llama3(), TEMPLATES["parts"])
+    reader = await asyncio.to_thread(PromptReader.load, model)
+    other = write_model(tmp_path / "other", llama3(), TEMPLATES["chatml"])
+    templated = await asyncio.to_thread(PromptReader.load, other)
+    async with two() as (one, two_, entries):
+        one.models = two_.models = [{"id": "m", "root": str(model)}]
+        one.tokens = lambda body: reader.read_now("/tokenize", body).token_ids
+        two_.tokens = lambda body: templated.read_now("/tokenize", body).token_ids
+        report = await examined(*entries)
+        assert "texts and chats" in found(report, Level.OK)["one", "tokens"]
+        assert "tokenizer.chat_template" in found(report)["two", "chat-template"]
+        # Of one replica alone none agrees: the tokenizer is refuted, and said to be.
+        one.tokens = lambda body: [1, 2, 3]
+        report = await examined(entries[0])
+        assert "tokenizer.path" in found(report)["one", "tokens"]
+        one.tokens = None
+        report = await examined(entries[0])
+        assert "could not be compared" in found(report, Level.NOTE)["one", "tokens"]
+
+
+async def test_a_tokenizer_that_is_not_here_and_one_that_is_none(tmp_path: Path) -> None:
+    async with two() as (_, _, entries):
+        report = await examined(*entries)
+        assert "no tokenizer of '/no/model'" in found(report, Level.NOTE)["one", "tokenizer"]
+        report = await examined(*entries, tokenizer={"path": str(tmp_path)})
+        assert str(tmp_path) in found(report)["the router", "tokenizer"]
