@@ -34,7 +34,7 @@ from router.membership import ConfigFile, Members, Reload, Source
 from router.own_endpoints import Api
 from router.prompt import PromptSource
 from router.proxy import METHODS, Judge, Proxy, check_passes, client_session
-from router.record import Metrics, RequestRecord, log_record
+from router.record import Metrics, Outlets, RequestRecord
 from router.staging import AgentClient, Preparer
 
 log = logging.getLogger("warmroute")
@@ -85,12 +85,15 @@ def create_app(
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     app[BODIES] = Bodies(within_s=config.timeouts.body_s, limit_bytes=config.max_bodies_bytes)
     prompts = PromptSource(config.tokenizer)
+    outlets = Outlets(config)
 
     async def run_parts(app: web.Application) -> AsyncIterator[None]:
         replica_tls = client_context(config.replica_tls)
         async with client_session(replica_tls) as session:
+            await outlets.start()
             parts = _make_parts(
                 *(config, session, prompts, access),
+                outlets=outlets,
                 observe=observe,
                 file=file,
                 replica_tls=replica_tls,
@@ -111,6 +114,7 @@ def create_app(
             await parts.preparer.stop()
             await parts.feeds.stop()
             await parts.health.stop()
+            await outlets.stop()
 
     async def stop_waiting(app: web.Application) -> None:
         # Half of the time for requests that still wait to be sent, half for their answers.
@@ -131,6 +135,7 @@ def _make_parts(
     prompts: PromptSource,
     access: Access,
     *,
+    outlets: Outlets,
     observe: Callable[[RequestRecord], None] | None,
     file: ConfigFile | None,
     replica_tls: ssl.SSLContext | bool,
@@ -161,8 +166,8 @@ def _make_parts(
     tls = None if config.tls is None else server_context(config.tls)
     live = _live(fleet, members, access, tls, replica_tls)
     reload = Reload(config, file, live)
-    metrics = Metrics(fleet, sizes, lmcache.counts, access.refused, reload.counts)
-    readers = [metrics.observe, log_record, *([observe] if observe else [])]
+    metrics = Metrics(fleet, sizes, lmcache.counts, access.refused, reload.counts, dropped=outlets.dropped)
+    readers = [metrics.observe, outlets.take, *([observe] if observe else [])]
 
     def record(done: RequestRecord) -> None:
         for read in readers:

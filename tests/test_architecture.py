@@ -26,7 +26,7 @@ ROUTER_ROOMS = {
     "fleet": {"config", "residency", "latency"},
     "admission": {"config", "latency", "fleet"},
     "staging": {"config", "fleet", "tasks"},
-    "record": {"residency", "fleet", "staging"},
+    "record": {"config", "residency", "fleet", "staging"},
     "controller": {"config", "http", "access", "staging"},
     "lmcache": {"config", "http", "residency", "fleet", "staging", "tasks"},
     "membership": {"config", "fleet", "tasks"},

@@ -3,7 +3,8 @@
 `RouterConfig` is read from YAML by `load_router_config` (`loading`); every key is checked
 against the dataclasses in `settings` by `schema`. `Judgment` is the one table of the decision's
 constants. `errors` holds each error that a client can get, with its status and code;
-`addresses` compares hosts, ports and URLs; `tls` makes contexts from files.
+`observability` has what is told of requests, `addresses` compares hosts, ports and URLs; `tls`
+makes contexts from files.
 
 Imported by every room; imports none.
 """
@@ -39,6 +40,7 @@ from router.config.errors import (
 )
 from router.config.judgment import DEFAULT, Judgment, Learning
 from router.config.loading import check_unique, load_router_config, router_config
+from router.config.observability import RequestLogConfig, TracingConfig
 from router.config.requests import MAX_WAIT_HEADER, PROMPTED
 from router.config.schema import build, read_yaml, setting
 from router.config.settings import (
@@ -82,12 +84,14 @@ __all__ = [
     "RatesConfig",
     "ReplicaConfig",
     "ReplicaTlsConfig",
+    "RequestLogConfig",
     "RouterConfig",
     "TimeoutsConfig",
     "TlsConfig",
     "TokenizerConfig",
     "TooLarge",
     "TooSlow",
+    "TracingConfig",
     "Unauthorized",
     "UnknownModel",
     "UpstreamFailed",

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from router.config.addresses import host_port, is_loopback
 from router.config.clients import AccessConfig, KeyConfig, ReplicaTlsConfig, TlsConfig
 from router.config.errors import Place
+from router.config.observability import RequestLogConfig, TracingConfig
 from router.config.schema import build, read_yaml
 from router.config.settings import PickerConfig, ReplicaConfig, RouterConfig, TokenizerConfig
 from router.config.tls import client_context, server_context
@@ -32,7 +33,7 @@ def load_router_config(path: Path | str) -> RouterConfig:
 def router_config(value: object, *, path: str, key: str = "", base: Path = Path()) -> RouterConfig:
     """Build and check the settings in a mapping; relative files are relative to ``base``."""
     at = Place(path, key)
-    for name in ("controller", "lmcache_workers"):
+    for name in ("controller", "lmcache_workers", "tracing"):
         if isinstance(value, Mapping) and name in value and value[name] is None:
             fix = f"write '{name}: {{}}' for its defaults, or leave it out for none"
             raise at.at(name).error("is empty", fix)
@@ -46,6 +47,11 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
         access=_checked_access(config.access, at.at("access"), base),
         tls=config.tls and _checked_tls(config.tls, server_context, at.at("tls"), base),
         replica_tls=_checked_tls(config.replica_tls, client_context, at.at("replica_tls"), base),
+    )
+    config = replace(
+        config,
+        request_log=_checked_log(config.request_log, at.at("request_log"), base),
+        tracing=config.tracing and _checked_tracing(config.tracing, at.at("tracing")),
     )
     if config.max_bodies_bytes < config.max_body_bytes:
         found = f"{config.max_bodies_bytes} is less than one body may have"
@@ -218,6 +224,25 @@ def _checked_tls(tls: _Tls, load: Callable[[_Tls], object], at: Place, base: Pat
         fix = "give PEM files: certificates, and a private key that fits and has no password"
         raise at.error(f"cannot be used ({error.strerror or error})", fix) from None
     return tls
+
+
+def _checked_log(log: RequestLogConfig, at: Place, base: Path) -> RequestLogConfig:
+    """Make the file's path absolute, and see that it can be there."""
+    if log.path is None or log.path == "-":
+        return log
+    path = (base / Path(log.path).expanduser()).resolve()
+    if not path.parent.is_dir():
+        raise at.at("path").error(f"there is no directory {path.parent}", "make it first")
+    if path.is_dir():
+        raise at.at("path").error(f"{path} is a directory", "name a file in it")
+    return replace(log, path=str(path))
+
+
+def _checked_tracing(tracing: TracingConfig, at: Place) -> TracingConfig:
+    """Make the endpoint the URL that traces are sent to."""
+    url = _normal_url(tracing.endpoint, at.at("endpoint"))
+    whole = url if urlsplit(url).path else f"{url}/v1/traces"
+    return replace(tracing, endpoint=whole)
 
 
 def _checked_picker(picker: PickerConfig | None, at: Place, base: Path) -> PickerConfig | None:

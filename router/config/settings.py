@@ -10,6 +10,7 @@ from typing import Final, Literal
 from urllib.parse import urlsplit
 
 from router.config.clients import AccessConfig, CorsConfig, ReplicaTlsConfig, TlsConfig
+from router.config.observability import RequestLogConfig, TracingConfig
 from router.config.schema import setting
 
 MIB: Final = 1 << 20
@@ -248,6 +249,9 @@ class RouterConfig:
     cors: CorsConfig | None = None
     log_level: LogLevel = "info"
     """The least that is logged; no text of prompts and answers at any level."""
+    request_log: RequestLogConfig = field(default_factory=RequestLogConfig)
+    tracing: TracingConfig | None = None
+    """Off without the section; on with it, be it empty (``tracing: {}``)."""
     rates: RatesConfig = field(default_factory=RatesConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)

@@ -25,7 +25,7 @@ from router.proxy import (
     parse,
     passed,
 )
-from router.record import Cause, Outcome, RequestRecord, answer_headers
+from router.record import Cause, Outcome, RequestRecord, answer_headers, trace_context
 from router.residency import PromptKeyring
 
 _HEALTH: Final = "/health"
@@ -65,8 +65,10 @@ class Exchange:
         self.path = unquote(raw_path)
         self.record = RequestRecord(
             request_id=headers.get("x-request-id") or uuid.uuid4().hex,
+            method=self.method,
             endpoint=label(self.path),
             path=raw_path,
+            trace=trace_context(headers.get("traceparent"), _sample_ratio(judge)),
             started_s=time.monotonic(),
         )
         self._judge = judge
@@ -262,3 +264,8 @@ class Exchange:
             return  # believed to be down, and yet it answers: not counted
         self._ticket, self._replica = admitted.ticket, replica
         self._picked_s = admitted.ticket.started_s
+
+
+def _sample_ratio(judge: Judge) -> float | None:
+    tracing = judge.config.tracing
+    return None if tracing is None else tracing.sample_ratio

@@ -28,7 +28,7 @@ step only asks for a value are not named.
     proxy.relay.relay                 the answer, as it comes
     fleet.in_flight.finish            the ticket is given back; the replica's rates learn
     record.metrics.observe            the figures of the request
-    record.records.log_record         its line in the log
+    record.outlets.take               its line in the log
 
 Where keys are configured, `access.guard` lets it in before the route, and its `Grant` is asked
 once the model and the prompt are known. A try that fails before its first byte is made again

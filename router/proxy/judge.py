@@ -89,9 +89,11 @@ class Judge:
 
     async def read(self, asked: Asked, record: RequestRecord) -> PromptKeyring:
         """Return the prompt of a request, as its keys are made of it."""
+        record.model = asked.model
         began_s = time.monotonic()
         keyring = PromptKeyring(await self._prompt(asked))
         record.read_s = time.monotonic() - began_s
+        record.step("read", began_s)
         await self._locate(keyring)
         return keyring
 
@@ -119,6 +121,7 @@ class Judge:
         ``sees_tokens``: whether the first token of a streamed answer will be seen.
         Nothing may be awaited between this and a ``try`` that releases the ticket.
         """
+        asked_s = time.monotonic()
         failed = tuple(each.replica_id for each in record.failed_tries)
         bound_to = self.bound_to(asked)
 
@@ -144,6 +147,7 @@ class Judge:
         )
         record.held_s = (record.held_s or 0.0) + admitted.waited_s
         record.decided(admitted.decision)
+        record.step("wait", asked_s)
         return admitted
 
     def bound_to(self, asked: Asked) -> str | None:
@@ -155,7 +159,9 @@ class Judge:
     async def prepare(self, admitted: Admitted, record: RequestRecord) -> None:
         """Have the KV brought to the replica, while waiting for it gains time."""
         decision, ticket = admitted.decision, admitted.ticket
+        began_s = time.monotonic()
         record.prepared = await self._preparer.prepare(decision)
+        record.step("stage", began_s)
         if decision.is_staged or record.prepared.waited_s > 0:
             ticket.sent(time.monotonic(), is_staged=record.prepared.is_staged)
 

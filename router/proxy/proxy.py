@@ -21,7 +21,7 @@ from router.proxy.relay import relay
 from router.proxy.request import Asked, parse
 from router.proxy.upstream import Answer, TryFailed, Upstream, forwarded_headers
 from router.proxy.usage import UsageReader
-from router.record import Cause, Outcome, RequestRecord
+from router.record import Cause, Outcome, RequestRecord, trace_context
 from router.residency import PromptKeyring
 
 _Begun = tuple[Answer, Ticket]
@@ -47,6 +47,8 @@ class Proxy:
         self._config = judge.config
         self._upstream = Upstream(session, judge.config.timeouts)
         self._hung = hung
+        tracing = judge.config.tracing
+        self._sample_ratio = None if tracing is None else tracing.sample_ratio
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a request by a replica; raise `ApiError` for what the router refuses."""
@@ -54,8 +56,10 @@ class Proxy:
         record = RequestRecord(
             request_id=request.headers.get("X-Request-Id") or uuid.uuid4().hex,
             key=None if grant is None else grant.name,
+            method=request.method,
             endpoint=label(request.path),
             path=request.rel_url.raw_path,
+            trace=trace_context(request.headers.get("traceparent"), self._sample_ratio),
             started_s=time.monotonic(),
         )
         with self._judge.recording(record):
@@ -156,6 +160,7 @@ class Proxy:
                     request_id=record.request_id,
                     api_key=decision.picked.replica.config.api_key,
                     is_keyed=GRANT in request,
+                    traceparent=record.begin_try(decision.url),
                 ),
                 body=asked.body,
                 seeks=asked.seeks and self._judge.bound_to(asked) is None,

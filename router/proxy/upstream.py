@@ -214,15 +214,24 @@ def client_session(tls: ssl.SSLContext | bool = True) -> aiohttp.ClientSession:
 
 
 def forwarded_headers(
-    headers: CIMultiDictProxy[str], *, request_id: str, api_key: str | None, is_keyed: bool
+    headers: CIMultiDictProxy[str],
+    *,
+    request_id: str,
+    api_key: str | None,
+    is_keyed: bool,
+    traceparent: str | None = None,
 ) -> CIMultiDict[str]:
     """Return the client's headers as the replica gets them.
+
+    ``traceparent`` is the router's own, instead of the client's; None where it has none.
 
     Its key only where it is the replica's to check: where neither the router does (``is_keyed``)
     nor the replica has one of its own.
     """
     kept = _without(headers, _NOT_FORWARDED)
     kept["X-Request-Id"] = request_id
+    if traceparent is not None:
+        kept["Traceparent"] = traceparent
     if is_keyed or api_key is not None:
         for name in ("Authorization", "X-Api-Key"):
             kept.popall(name, None)

@@ -1,20 +1,22 @@
-"""What is told of each request: headers of its answer, one log line, metrics for Prometheus.
+"""What is told of each request: headers of its answer, a log line, metrics, traces.
 
-`RequestRecord` is filled in while a request is under way, once for each value; `answer_headers`,
-`log_record` and `Metrics` are made of it.
+`RequestRecord` is filled in while a request is under way, once for each value, and handed out at
+its end. `answer_headers` are made of it; `Metrics` are for Prometheus. `Outlets` has it written
+as a line (`request_log`: `text_line`, `json_line`) by a thread, and sent as spans.
 
-Called by proxy, feeds and the application. Imports residency, fleet and staging.
+Called by proxy, picker, feeds and the application. Imports config, residency, fleet and staging.
 """
 
 from router.record.metrics import CONTENT_TYPE, Metrics
+from router.record.outlets import Outlets
 from router.record.records import (
     Cause,
     FailedTry,
     Outcome,
     RequestRecord,
     answer_headers,
-    log_record,
 )
+from router.record.traceparent import trace_context
 
 __all__ = [
     "CONTENT_TYPE",
@@ -22,7 +24,8 @@ __all__ = [
     "FailedTry",
     "Metrics",
     "Outcome",
+    "Outlets",
     "RequestRecord",
     "answer_headers",
-    "log_record",
+    "trace_context",
 ]

@@ -118,6 +118,11 @@ _REFUSED: Final = (
     "administration's), model (may not be asked), requests, tokens (used up for the moment)"
 )
 
+_DROPPED: Final = (
+    "Records of requests that were not written, since they came too fast or writing failed: "
+    "request_log"
+)
+
 
 class Metrics(Collector):
     """All of the router's metrics, in a registry of their own."""
@@ -129,17 +134,21 @@ class Metrics(Collector):
         lmcache: Mapping[str, int] = MappingProxyType({}),
         refused: Mapping[tuple[str, str], int] = MappingProxyType({}),
         reloads: Mapping[str, int] = MappingProxyType({}),
+        *,
+        dropped: Callable[[], dict[str, int]] = dict,
     ) -> None:
         """``sizes`` tells how many entries each bounded table holds, by its name; ``lmcache`` is
-        read at each scrape: what was counted of LMCache's servers, by a word for each. So is
-        ``refused``: requests by key and what they were refused for; and ``reloads``: how often
-        the configuration was read again, by what came of it.
+        read at each scrape: what was counted of LMCache's servers, by a word for each. So are
+        ``refused``: requests by key and what they were refused for; ``reloads``: how often
+        the configuration was read again, by what came of it; and ``dropped``: records of
+        requests that could not be told, by where.
         """
         self._fleet = fleet
         self._sizes = sizes
         self._lmcache = lmcache
         self._refused = refused
         self._reloads = reloads
+        self._dropped = dropped
         registry = self._registry = CollectorRegistry()
         registry.register(self)
         self._counters = {
@@ -215,7 +224,10 @@ class Metrics(Collector):
         reloads = CounterMetricFamily("warmroute_config_reloads", _RELOADS, labels=["result"])
         for result, count in self._reloads.items():
             reloads.add_metric([result], count)
-        return [*gauges.values(), told, refused, reloads]
+        dropped = CounterMetricFamily("warmroute_records_dropped", _DROPPED, labels=["where"])
+        for where, count in self._dropped().items():
+            dropped.add_metric([where], count)
+        return [*gauges.values(), told, refused, reloads, dropped]
 
     def _label(self, replica_id: str | None) -> str:
         if replica_id is None:

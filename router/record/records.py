@@ -1,20 +1,20 @@
-"""One record of each request: the answer's headers, the log and the metrics are made of it.
+"""One record of each request: headers of its answer, log, metrics and traces are made of it.
 
 The proxy fills it in while the request is under way, and hands it out once, at the end,
 whatever the end was. Nothing else is told about requests.
 """
 
-import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import nan
+from typing import NamedTuple
 
 from router.fleet import Decision
+from router.record.traceparent import TraceContext, new_span_id
 from router.residency import Tier
 from router.staging import Preparation
-
-log = logging.getLogger("warmroute.requests")
 
 
 class Outcome(StrEnum):
@@ -61,6 +61,26 @@ class FailedTry:
     replica_id: str
     cause: Cause
     detail: str
+    ended_s: float = field(default_factory=time.monotonic, compare=False)
+
+
+class Step(NamedTuple):
+    """Something that a request went through at the router."""
+
+    name: str
+    """``read`` (its prompt), ``wait`` (for a replica), ``stage`` (KV)."""
+    began_s: float
+    ended_s: float
+
+
+class Try(NamedTuple):
+    """One replica that a request was sent to."""
+
+    replica_id: str
+    url: str
+    began_s: float
+    span_id: str | None
+    """The caller's span that the replica was told; None where the router makes none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,8 +93,13 @@ class RequestRecord:
     request_id: str
     endpoint: str
     """Its path where that is an endpoint of a known API, else ``other``."""
+    method: str = ""
     path: str = ""
     """As the client wrote it: percent-encoded."""
+    model: str | None = None
+    """The one that replicas are asked for."""
+    trace: TraceContext | None = None
+    """Where it belongs in a trace; None where nothing says so, and none is made."""
     key: str | None = None
     """The name of the client's key."""
     started_s: float
@@ -97,6 +122,9 @@ class RequestRecord:
     prepared: Preparation = field(default_factory=Preparation)
     """At that replica."""
     failed_tries: list[FailedTry] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    tries: list[Try] = field(default_factory=list)
+    """In their order, failed or not; the gateway's are not known."""
     streamed: bool = False
     first_byte_s: float | None = None
     """When the first byte of the answer's body came if it is streamed, else its headers."""
@@ -114,6 +142,20 @@ class RequestRecord:
         self.replica_id, self.reason = decision.replica_id, decision.reason
         self.prompt_tokens, self.matched_tokens = decision.prompt_tokens, decision.matched_tokens
         self.predicted_ttft_s = decision.predicted_ttft_s
+
+    def step(self, name: str, began_s: float) -> None:
+        """Note that a `Step` has ended now."""
+        self.steps.append(Step(name, began_s, time.monotonic()))
+
+    def begin_try(self, url: str) -> str | None:
+        """Note that the request is sent to its replica now.
+
+        Returns the ``traceparent`` for it, None where it gets the client's, if that sent one.
+        """
+        made = self.trace is not None and self.trace.span_id is not None
+        span_id = new_span_id() if made else None
+        self.tries.append(Try(str(self.replica_id), url, time.monotonic(), span_id))
+        return None if self.trace is None or span_id is None else self.trace.header(span_id)
 
     def end(self, outcome: Outcome, *, error: str | None = None) -> None:
         """Note how the request ended. The first end counts: others are its consequences."""
@@ -145,44 +187,3 @@ def answer_headers(record: RequestRecord) -> dict[str, str]:
     for tier in Tier:
         headers[f"x-warmroute-matched-{tier}"] = str(record.matched_tokens.get(tier, 0))
     return headers | record.prepared.headers()
-
-
-def log_record(record: RequestRecord) -> None:
-    """Write the record as one line: plain ends at INFO, troubled ones at WARNING."""
-    troubled = record.outcome in (Outcome.CUT, Outcome.FAILED) or any(
-        each.cause is not Cause.ABSENT for each in record.failed_tries
-    )
-    level = logging.WARNING if troubled else logging.INFO
-    if log.isEnabledFor(level):
-        log.log(level, "%s", _line(record))
-
-
-def _line(record: RequestRecord) -> str:
-    matched = ",".join(f"{tier}:{count}" for tier, count in record.matched_tokens.items() if count)
-    tries = ",".join(f"{each.replica_id}:{each.cause}" for each in record.failed_tries)
-    parts = {
-        "key": record.key,
-        "status": record.status,
-        "outcome": None if record.outcome is Outcome.OK else record.outcome,
-        "replica": record.replica_id,
-        "reason": record.reason,
-        "prompt_tokens": record.prompt_tokens,
-        "matched": matched or None,
-        "cached_tokens": record.cached_tokens,
-        "output_tokens": record.output_tokens,
-        "prefetch": record.prepared.prefetch,
-        "copy": record.prepared.copy,
-        "held_ms": _ms(record.held_s or None),
-        "ttft_ms": _ms(record.ttft_s),
-        "predicted_ms": _ms(record.predicted_ttft_s),
-        "total_ms": _ms(record.total_s),
-        "failed_tries": tries or None,
-        "error": None if record.error is None else repr(record.error),
-        "id": record.request_id,
-    }
-    told = " ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
-    return f"{record.path or record.endpoint} {told}"
-
-
-def _ms(seconds: float | None) -> str | None:
-    return None if seconds is None else f"{seconds * 1000:.0f}"

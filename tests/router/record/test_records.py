@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from router.config.observability import RequestLogConfig
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
@@ -16,8 +17,9 @@ from router.record.records import (
     Outcome,
     RequestRecord,
     answer_headers,
-    log_record,
 )
+from router.record.request_log import RequestLog
+from router.record.text_line import text_line
 from router.residency.tiers import Tier
 from router.staging.prefetch import PrefetchOutcome
 from router.staging.stager import Preparation
@@ -40,9 +42,8 @@ def test_times_are_counted_from_the_start() -> None:
     assert ended().ttft_s is None
 
 
-def test_a_plain_end_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "warmroute.requests")
-    log_record(
+def test_a_plain_end_is_one_line() -> None:
+    line = text_line(
         ended(
             outcome=Outcome.OK,
             status=200,
@@ -53,9 +54,7 @@ def test_a_plain_end_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
             first_byte_s=100.25,
         )
     )
-    (line,) = caplog.records
-    assert line.levelname == "INFO"
-    assert line.getMessage() == (
+    assert line == (
         "/v1/completions status=200 replica=one reason=longest-match prompt_tokens=10 "
         "matched=gpu:8 ttft_ms=250 total_ms=3000 id=r"
     )
@@ -72,7 +71,12 @@ def test_a_plain_end_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_trouble_is_a_warning(caplog: pytest.LogCaptureFixture, known: dict[str, object]) -> None:
-    log_record(ended(**known))
+    request_log = RequestLog(RequestLogConfig())
+    request_log.start()
+    caplog.set_level(logging.WARNING, "warmroute.requests")
+    request_log.write(ended(outcome=Outcome.OK))
+    request_log.write(ended(**known))
+    request_log.stop()
     (line,) = caplog.records
     assert line.levelname == "WARNING"
     assert "\n" not in line.getMessage(), "what others sent cannot forge lines"
