@@ -29,7 +29,7 @@ VLLM = "vllm==0.33.0"
 VLLM_RELAXED = ("certifi",)
 """Asks for a release that the registry did not have when this was locked."""
 
-TESTED_EXTRAS = ("mooncake", "infinistore", "gateway")
+TESTED_EXTRAS = ("mooncake", "infinistore", "gateway", "otel")
 """Extras of the project that the tests need, and others only if they are told to use them."""
 
 LMCACHE = ("lmcache==0.5.6", "opentelemetry-exporter-prometheus==0.60b1")

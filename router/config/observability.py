@@ -33,6 +33,7 @@ class TracingConfig:
     """Of a collector that takes OTLP over HTTP; ``/v1/traces`` is added where it has no path.
     ``OTEL_EXPORTER_OTLP_HEADERS`` and the other variables of the exporter hold as well."""
     service_name: str = "warmroute"
+    """What traces say they come from."""
     sample_ratio: float = setting(1.0, at_least=0, at_most=1)
     """How many of the requests are traced that come without a ``traceparent``; others are if it
     says so."""

@@ -1,31 +1,56 @@
 """Where records of requests go beside the metrics: the request log, and traces where configured."""
 
 import asyncio
+from typing import TYPE_CHECKING
 
-from router.config import RouterConfig
+from router.config import ConfigError, RouterConfig, TracingConfig
 from router.record.records import RequestRecord
 from router.record.request_log import RequestLog
+
+if TYPE_CHECKING:
+    from router.record.traces import Traces
 
 
 class Outlets:
     """Takes records between `start` and `stop`."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises `ConfigError` where traces are wanted and the extra for them is missing."""
         self._log = RequestLog(config.request_log)
+        self._tracing = config.tracing
+        self._traces: Traces | None = None
 
     async def start(self) -> None:
-        """Open what records go to; raise `ConfigError` where that cannot be."""
+        """Open what records go to.
+
+        Raises `ConfigError` where that cannot be: a file, or traces without the extra for them.
+        """
+        if self._tracing is not None:
+            self._traces = await asyncio.to_thread(_traces, self._tracing)
         await asyncio.to_thread(self._log.start)
 
     async def stop(self) -> None:
         """Send off what waits, and end: within some seconds, whatever the other ends do."""
-        await asyncio.to_thread(self._log.stop)
+        traces = self._traces
+        ends = [self._log.stop, *([] if traces is None else [traces.stop])]
+        await asyncio.gather(*map(asyncio.to_thread, ends))
 
     def take(self, record: RequestRecord) -> None:
         """Tell of a request that has ended; does not wait."""
         self._log.write(record)
+        if self._traces is not None:
+            self._traces.take(record)
 
     def dropped(self) -> dict[str, int]:
         """Return how many records were not told, by where."""
         return {"request_log": self._log.dropped}
+
+
+def _traces(config: TracingConfig) -> "Traces":
+    # An extra of its own, which only traces need.
+    try:
+        from router.record.traces import Traces  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        found = f"OpenTelemetry is not installed ({error.name} is missing)"
+        fix = "install the extra: pip install 'warmroute[otel]'"
+        raise ConfigError("tracing", "", found, fix) from None
+    return Traces(config)

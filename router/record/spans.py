@@ -1,0 +1,194 @@
+"""Spans of OpenTelemetry, made of a request's record. Needs the extra ``otel``.
+
+One for the request (SERVER), and below it one for each step of the router's own (``read``,
+``wait``, ``stage``), for each try at a replica (CLIENT), and below the last one ``stream``: from
+the answer's first byte to its end.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import Final
+from urllib.parse import urlsplit
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from router.record.records import FailedTry, Outcome, RequestRecord, Try
+from router.record.traceparent import TraceContext, new_span_id
+
+_Value = str | bool | int | float
+_SCOPE: Final = InstrumentationScope("warmroute")
+_OPERATIONS: Final = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+"""By endpoint, in the words of OpenTelemetry's conventions for generative AI."""
+_NO_ROUTE: Final = "other"
+_SERVER_ERROR: Final = 500
+_CLIENT_ERROR: Final = 400
+_LONGEST: Final = 1000
+"""Characters of what clients wrote."""
+_WELL: Final = frozenset({Outcome.OK, Outcome.ENDED, Outcome.REFUSED})
+
+
+class SpanMaker:
+    """Makes the spans of records."""
+
+    def __init__(self, resource: Resource) -> None:
+        """``resource`` is what they are said to be of."""
+        self._resource = resource
+
+    def spans(self, record: RequestRecord) -> Iterator[ReadableSpan]:
+        """Yield the spans of a request that has ended and is sampled."""
+        trace = record.trace
+        if trace is None or trace.span_id is None:
+            return
+        # The record has times of the router's clock that only goes forward.
+        since_1970_s = time.time() - time.monotonic()
+
+        def span(
+            name: str,
+            began_s: float,
+            ended_s: float,
+            *,
+            parent: str | None = trace.span_id,
+            span_id: str | None = None,
+            kind: SpanKind = SpanKind.INTERNAL,
+            attributes: Mapping[str, _Value] | None = None,
+            error: str | None = None,
+        ) -> ReadableSpan:
+            return ReadableSpan(
+                name,
+                context=_context(trace, span_id or new_span_id()),
+                parent=None if parent is None else _context(trace, parent, is_remote=True),
+                resource=self._resource,
+                attributes=attributes or {},
+                kind=kind,
+                status=Status() if error is None else Status(StatusCode.ERROR, error),
+                start_time=int((began_s + since_1970_s) * 1e9),
+                end_time=int((ended_s + since_1970_s) * 1e9),
+                instrumentation_scope=_SCOPE,
+            )
+
+        yield span(
+            _name(record),
+            record.started_s,
+            record.ended_s,
+            parent=trace.parent_id,
+            span_id=trace.span_id,
+            kind=SpanKind.SERVER,
+            attributes=_known(_of_request(record)),
+            error=_error(record),
+        )
+        for step in record.steps:
+            yield span(step.name, step.began_s, step.ended_s)
+        for tried, failed in zip_longest(record.tries, record.failed_tries[: len(record.tries)]):
+            yield span(
+                _name(record),
+                tried.began_s,
+                record.ended_s if failed is None else failed.ended_s,
+                span_id=tried.span_id,
+                kind=SpanKind.CLIENT,
+                attributes=_known(_of_try(record, tried, failed)),
+                error=_error(record) if failed is None else failed.detail,
+            )
+        if record.first_byte_s is not None and record.streamed:
+            last = record.tries[-1].span_id if record.tries else trace.span_id
+            yield span("stream", record.first_byte_s, record.ended_s, parent=last)
+
+
+def _context(trace: TraceContext, span_id: str, *, is_remote: bool = False) -> SpanContext:
+    flags = TraceFlags(TraceFlags.SAMPLED if trace.is_sampled else TraceFlags.DEFAULT)
+    return SpanContext(int(trace.trace_id, 16), int(span_id, 16), is_remote, flags)
+
+
+def _name(record: RequestRecord) -> str:
+    """Return the method and the route: of paths there are too many."""
+    if record.endpoint == _NO_ROUTE:
+        return record.method
+    return f"{record.method} {record.endpoint}"
+
+
+def _error(record: RequestRecord) -> str | None:
+    """Return what made a request fail; None where it did not, or by its client's fault."""
+    if record.outcome not in _WELL:
+        return record.error or str(record.outcome)
+    if record.status is not None and record.status >= _SERVER_ERROR:
+        return record.error or f"status {record.status}"
+    return None
+
+
+def _of_request(record: RequestRecord) -> dict[str, _Value | None]:
+    return {
+        "http.request.method": record.method,
+        "http.route": None if record.endpoint == _NO_ROUTE else record.endpoint,
+        "url.path": record.path,
+        "http.response.status_code": record.status,
+        "error.type": _error_type(record),
+        **_of_generation(record),
+        "warmroute.request_id": record.request_id,
+        "warmroute.client_key": record.key,
+        "warmroute.outcome": str(record.outcome),
+        "warmroute.replica": record.replica_id,
+        "warmroute.reason": record.reason,
+        "warmroute.failed_tries": len(record.failed_tries),
+        "warmroute.streamed": record.streamed,
+        "warmroute.response_bytes": record.response_bytes,
+        "warmroute.held_s": record.held_s,
+        "warmroute.staged_s": record.prepared.waited_s,
+        "warmroute.predicted_ttft_s": record.predicted_ttft_s,
+        "warmroute.ttft_s": record.ttft_s,
+        **{f"warmroute.matched_tokens.{tier}": n for tier, n in record.matched_tokens.items()},
+    }
+
+
+def _of_generation(record: RequestRecord) -> dict[str, _Value | None]:
+    return {
+        "gen_ai.operation.name": _OPERATIONS.get(record.endpoint),
+        "gen_ai.request.model": record.model,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+    }
+
+
+def _of_try(
+    record: RequestRecord, tried: Try, failed: FailedTry | None
+) -> dict[str, _Value | None]:
+    parts = urlsplit(tried.url)
+    known: dict[str, _Value | None] = {
+        "http.request.method": record.method,
+        "server.address": parts.hostname,
+        "server.port": parts.port or {"http": 80, "https": 443}.get(parts.scheme),
+        "url.full": tried.url + record.path,
+        "warmroute.replica": tried.replica_id,
+    }
+    if failed is not None:
+        return {**known, "error.type": str(failed.cause)}
+    status = None if record.first_byte_s is None else record.status
+    return {**known, "http.response.status_code": status, **_of_generation(record)}
+
+
+def _error_type(record: RequestRecord) -> str | None:
+    if _error(record) is None:
+        return None
+    return str(record.status if record.outcome in _WELL else record.outcome)
+
+
+def _known(attributes: Mapping[str, _Value | None]) -> dict[str, _Value]:
+    """Return the attributes that there are, as text that can be sent."""
+    return {
+        name: _short(value) if isinstance(value, str) else value
+        for name, value in attributes.items()
+        if value is not None
+    }
+
+
+def _short(text: str) -> str:
+    return text[:_LONGEST].encode(errors="replace").decode()
