@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.simulator.fleet import fleet as simulated
-from bench.simulator.settings import Settings
+from cacheengine.simulator.fleet import fleet as simulated
+from cacheengine.simulator.settings import Settings
 from router.doctor.findings import Level
 from router.prompt.reader import PromptReader
 from tests.router.doctor.replicas import StandIn, examined, found
