@@ -89,8 +89,7 @@ def create_app(
 
     async def run_parts(app: web.Application) -> AsyncIterator[None]:
         replica_tls = client_context(config.replica_tls)
-        async with client_session(replica_tls) as session:
-            await outlets.start()
+        async with outlets, client_session(replica_tls) as session:
             parts = _make_parts(
                 *(config, session, prompts, access),
                 outlets=outlets,
@@ -114,7 +113,6 @@ def create_app(
             await parts.preparer.stop()
             await parts.feeds.stop()
             await parts.health.stop()
-            await outlets.stop()
 
     async def stop_waiting(app: web.Application) -> None:
         # Half of the time for requests that still wait to be sent, half for their answers.

@@ -56,8 +56,10 @@ def _filled(tier: TierInfo) -> str:
 
 
 def _size(nbytes: float) -> str:
-    unit, per_unit = ("GB", 1e9) if nbytes >= 1e9 else ("MB", 1e6)
-    return f"{nbytes / per_unit:.1f} {unit}"
+    for unit, per_unit in (("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= per_unit:
+            return f"{nbytes / per_unit:.1f} {unit}"
+    return f"{nbytes / 1e3:.1f} kB"
 
 
 def _check_identity(seen: Examined, info: InstanceInfo) -> None:

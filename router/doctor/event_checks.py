@@ -109,7 +109,9 @@ def _tell_none(seen: Examined) -> None:
         found = "publishes no KV events: what it holds is guessed from what it was sent"
         seen.section.note("kv-events", found)
         return
-    mend = "start it with 'warmroute replica'" if seen.config.agent_url else _ENABLE
+    mend = "restart it with 'warmroute replica', which has vLLM publish them"
+    if seen.config.agent_url is None:
+        mend = _ENABLE
     found = "publishes no KV events, so that what its GPU holds is only guessed"
     seen.section.trouble("kv-events", found, mend)
 

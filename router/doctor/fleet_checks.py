@@ -24,6 +24,7 @@ def check_fleet(config: RouterConfig, replicas: Sequence[Examined], section: Sec
     _check_models(config.model_aliases, seen, section)
     _check_versions(seen, section)
     _check_agents(seen, section)
+    _check_stock_hashes(seen, section)
     _check_lmcache_workers(config, section)
 
 
@@ -92,6 +93,20 @@ def _check_alike(
     if len(replicas) > 1 and without:
         found = f"{_listed(without)} give other replicas no KV: they have no distributed_url"
         section.note("copies", found, "set it in the replica's file to have KV copied")
+
+
+def _check_stock_hashes(seen: Sequence[Examined], section: Section) -> None:
+    """Compare the hashes that KV events have shown, where there is no agent."""
+    shapes = [(each.replica.shape, each.name) for each in seen if each.info is None]
+    schemes = [(shape.scheme, name) for shape, name in shapes if shape is not None]
+    hashes = _groups(
+        (hash_in_words(scheme.algorithm, scheme.seed), name)
+        for scheme, name in schemes
+        if scheme is not None
+    )
+    if len(hashes) > 1:
+        found = f"hash seeds differ: {_told(hashes)}; the router hashes each prompt for each"
+        section.note("hash-differs", found, "start all with the same PYTHONHASHSEED")
 
 
 def _check_lmcache_workers(config: RouterConfig, section: Section) -> None:

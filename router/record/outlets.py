@@ -1,7 +1,7 @@
 """Where records of requests go beside the metrics: the request log, and traces where configured."""
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from router.config import ConfigError, RouterConfig, TracingConfig
 from router.record.records import RequestRecord
@@ -12,23 +12,28 @@ if TYPE_CHECKING:
 
 
 class Outlets:
-    """Takes records between `start` and `stop`."""
+    """Takes records within ``async with``."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._log = RequestLog(config.request_log)
         self._tracing = config.tracing
         self._traces: Traces | None = None
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Self:
         """Open what records go to.
 
         Raises `ConfigError` where that cannot be: a file, or traces without the extra for them.
         """
-        if self._tracing is not None:
-            self._traces = await asyncio.to_thread(_traces, self._tracing)
         await asyncio.to_thread(self._log.start)
+        try:
+            if self._tracing is not None:
+                self._traces = await asyncio.to_thread(_traces, self._tracing)
+        except BaseException:
+            await asyncio.to_thread(self._log.stop)
+            raise
+        return self
 
-    async def stop(self) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         """Send off what waits, and end: within some seconds, whatever the other ends do."""
         traces = self._traces
         ends = [self._log.stop, *([] if traces is None else [traces.stop])]

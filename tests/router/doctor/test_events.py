@@ -92,6 +92,16 @@ async def test_hashes(context: zmq.asyncio.Context) -> None:
         assert "hash_seed is '7' in the file" in found(report)["one", "hash-seed"]
 
 
+async def test_stock_replicas_whose_hashes_differ(context: zmq.asyncio.Context) -> None:
+    async with publisher(context) as first, publisher(context) as second:
+        await first.publish(block(HashScheme("sha256", "0")))
+        await second.publish(block(HashScheme("sha256_cbor", "0")))
+        async with replica(**published_at(first)) as (_, one), replica() as (_, two):
+            report = await examined(one, {**two, "instance_id": "two", **published_at(second)})
+    line = found(report, Level.NOTE)["the fleet", "hash-differs"]
+    assert "sha256 with PYTHONHASHSEED 0 (one); sha256_cbor with PYTHONHASHSEED 0 (two)" in line
+
+
 async def test_a_hash_that_cannot_be_found_out(context: zmq.asyncio.Context) -> None:
     async with publisher(context) as source, replica(**published_at(source)) as (_, entry):
         await source.publish(block(HashScheme("xxhash", "random")))

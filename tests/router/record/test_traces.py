@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -252,3 +253,13 @@ def test_the_ratio_is_of_traces_that_begin_here() -> None:
     assert 800 < sampled < 1200
     told = trace_context(SAMPLED, 0.0)
     assert told is not None and told.is_sampled
+
+
+async def test_what_was_opened_is_closed_where_the_rest_cannot_be(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
+    monkeypatch.delitem(sys.modules, "router.record.traces", raising=False)
+    with pytest.raises(ConfigError):
+        await fleet.router(tracing=TracingConfig())
+    assert "request log" not in {each.name for each in threading.enumerate()}
