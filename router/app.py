@@ -164,7 +164,10 @@ def _make_parts(
     tls = None if config.tls is None else server_context(config.tls)
     live = _live(fleet, members, access, tls, replica_tls)
     reload = Reload(config, file, live)
-    metrics = Metrics(fleet, sizes, lmcache.counts, access.refused, reload.counts, dropped=outlets.dropped)
+    metrics = Metrics(
+        *(fleet, sizes, lmcache.counts, access.refused, reload.counts),
+        dropped=outlets.dropped,
+    )
     readers = [metrics.observe, outlets.take, *([observe] if observe else [])]
 
     def record(done: RequestRecord) -> None:
