@@ -22,7 +22,7 @@ One restart: `cli` reads the `config`, `serve` opens the ports, `app` puts the r
 `doctor` examines a configuration and its live fleet by these parts, for a person.
 
 Directions: launch, doctor and the files here -> feeds, picker -> proxy -> admission, staging,
-prompt -> fleet -> latency, residency -> config; controller, lmcache -> staging, http;
+prompt -> fleet -> latency, residency, failures -> config; controller, lmcache -> staging, http;
 membership -> fleet; controller, proxy -> access -> http -> config;
 `tasks` is below them all.
 """

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
@@ -33,8 +34,9 @@ from router.lmcache import Lmcache
 from router.membership import ConfigFile, Members, Reload, Source
 from router.own_endpoints import Api
 from router.prompt import PromptSource
-from router.proxy import METHODS, Judge, Proxy, check_passes, client_session
+from router.proxy import METHODS, Judge, Proxy, Waits, check_passes, client_session
 from router.record import Metrics, Outlets, RequestRecord
+from router.replica_endpoints import ReplicaEndpoints
 from router.staging import AgentClient, Preparer
 
 log = logging.getLogger("warmroute")
@@ -53,8 +55,10 @@ class Parts:
     prompts: PromptSource
     preparer: Preparer
     judge: Judge
+    waits: Waits
     proxy: Proxy
     api: Api
+    replica_endpoints: ReplicaEndpoints
     controller: Controller | None
     """None where the configuration has none; its two applications want sites of their own."""
     lmcache: Lmcache
@@ -138,12 +142,13 @@ def _make_parts(
     file: ConfigFile | None,
     replica_tls: ssl.SSLContext | bool,
 ) -> Parts:
-    fleet = Fleet(config)
+    fleet = Fleet(config, jitter=random.random)
     admission = Admission(Gate(fleet))
     lmcache = Lmcache(fleet, session, stock_url=config.lmcache_coordinator)
     preparer = Preparer(config, fleet, partial(AgentClient, session), lmcache=lmcache.prefetch)
     sizes = partial(_sizes, fleet, admission, lmcache)
-    health = HealthMonitor(config, fleet, prompts, session)
+    waits = Waits(fleet, lmcache.hung)
+    health = HealthMonitor(config, fleet, prompts, session, changed=waits.look)
     feeds = Feeds(fleet, session)
 
     def joined(replica: Replica) -> asyncio.Event:
@@ -193,7 +198,8 @@ def _make_parts(
         prompts=prompts,
         preparer=preparer,
         judge=judge,
-        proxy=Proxy(judge, session, hung=lmcache.hung),
+        waits=waits,
+        proxy=Proxy(judge, session, waits),
         api=Api(
             config=config,
             fleet=fleet,
@@ -203,6 +209,7 @@ def _make_parts(
             access=access,
             reload=reload,
         ),
+        replica_endpoints=ReplicaEndpoints(fleet=fleet, look_again=health.look_again),
         controller=_controller(config, fleet, session, lmcache, access),
         lmcache=lmcache,
         members=members,
@@ -298,20 +305,23 @@ def _add_routes(app: web.Application) -> None:
         check_passes(request.method, request.path, request.headers, allowed)
         return await proxied(request)
 
-    def own(path: str, handler: Callable[[Api], Handler], *methods: str) -> None:
+    def own(path: str, handler: Callable[[Parts], Handler], *methods: str) -> None:
         async def answered(request: web.Request) -> web.StreamResponse:
             if request.method not in methods:
                 raise web.HTTPMethodNotAllowed(request.method, methods)
-            return await handler(request.app[PARTS].api)(request)
+            return await handler(request.app[PARTS])(request)
 
         app.router.add_route("*", path, answered)
 
     for path in sorted(PROMPTED):
         app.router.add_post(path, proxied)
-    own("/v1/models", lambda api: api.models, "GET", "HEAD")
-    own("/v1/models/{model:.+}", lambda api: api.model, "GET", "HEAD")
-    own("/health", lambda api: api.health, "GET", "HEAD")
-    own("/metrics", lambda api: api.metrics, "GET", "HEAD")
-    own("/explain", lambda api: api.explain, "POST")
+    own("/v1/models", lambda parts: parts.api.models, "GET", "HEAD")
+    own("/v1/models/{model:.+}", lambda parts: parts.api.model, "GET", "HEAD")
+    own("/health", lambda parts: parts.api.health, "GET", "HEAD")
+    own("/metrics", lambda parts: parts.api.metrics, "GET", "HEAD")
+    own("/explain", lambda parts: parts.api.explain, "POST")
+    own("/replicas", lambda parts: parts.replica_endpoints.listing, "GET", "HEAD")
+    own("/replicas/{id:.+}/drain", lambda parts: parts.replica_endpoints.drain, "POST")
+    own("/replicas/{id:.+}/resume", lambda parts: parts.replica_endpoints.resume, "POST")
     for method in METHODS:
         app.router.add_route(method, "/{path:.*}", passed)

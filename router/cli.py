@@ -215,7 +215,11 @@ def explain(
 
 @main.command(short_help="Make a key for a client, or for administration.")
 @click.argument("name", required=False)
-@click.option("--admin", is_flag=True, help="For /explain, /metrics and the controller instead.")
+@click.option(
+    "--admin",
+    is_flag=True,
+    help="For administration: /explain, /metrics, /replicas, the controller.",
+)
 def key(name: str | None, admin: bool) -> None:
     """Make a key for the client NAME, and the lines of router.yaml that let it in.
 

@@ -20,7 +20,10 @@ GRANT: Final = web.RequestKey("grant", Grant)
 """What a request's key allows; no request has one where no keys are configured."""
 
 _METRICS: Final = "/metrics"
-_ADMIN: Final = frozenset({"/explain", _METRICS})
+_REPLICAS: Final = "/replicas"
+_ADMIN: Final = frozenset({"/explain", _METRICS, _REPLICAS})
+_BELOW_ADMIN: Final = (f"{_REPLICAS}/",)
+"""How paths begin that are for administration, whatever follows."""
 _HEALTH: Final = "/health"
 _PROXIED: Final = ("Forwarded", "X-Forwarded-For")
 
@@ -84,7 +87,7 @@ class Access:
     def _let_in(self, request: web.Request) -> None:
         # The path decides as the routes' table does: no two spellings lead to one handler.
         path = request.path
-        if path in _ADMIN:
+        if path in _ADMIN or path.startswith(_BELOW_ADMIN):
             self._check_admin(request)
         elif self._grants and path != _HEALTH:
             request[GRANT] = grant = self._grant_of(request)

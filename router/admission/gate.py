@@ -137,7 +137,9 @@ class Gate:
         free = self._free(now_s)
         for waiting in self._queue.candidates():
             held = waiting.item
-            is_ready = passed.lets(held) and self._is_ready(held, now_s)
+            is_ready = passed.lets(held) and (
+                held.wanted.is_held_off or self._is_ready(held, now_s)
+            )
             end = None
             if looks_if[is_ready] and (is_ready or any(e.serves(held.model) for e in free)):
                 looks_if[is_ready] -= 1

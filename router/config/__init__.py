@@ -44,6 +44,7 @@ from router.config.observability import RequestLogConfig, TracingConfig
 from router.config.requests import MAX_WAIT_HEADER, PROMPTED
 from router.config.schema import build, read_yaml, setting
 from router.config.settings import (
+    BreakerConfig,
     LmcacheWorkersConfig,
     PickerConfig,
     PolicyName,
@@ -63,6 +64,7 @@ __all__ = [
     "AccessConfig",
     "ApiError",
     "BadRequest",
+    "BreakerConfig",
     "ConfigError",
     "Conflict",
     "CorsConfig",

@@ -150,6 +150,9 @@ class TimeoutsConfig:
     first_byte_s: float | None = setting(None, above=0)
     """From sending the request to the first byte of the answer; unlimited by default,
     since a long prompt on a busy replica may rightly take minutes."""
+    stream_idle_s: float | None = setting(300.0, above=0)
+    """How long an answer that has begun may rest, because its replica says nothing more or its
+    client reads nothing; then it is ended. ``null`` for ever."""
     health_interval_s: float = setting(2.0, above=0)
     """How often each replica is asked whether it is well."""
     health_timeout_s: float = setting(2.0, above=0)
@@ -162,6 +165,28 @@ class TimeoutsConfig:
     send a request into a connection that is just being closed."""
     drain_s: float = setting(30.0, at_least=0)
     """How long running requests may go on after the router was told to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakerConfig:
+    """Leaving a replica alone whose requests fail, though its health checks do well.
+
+    Failures are no first byte in time, a connection that breaks, and the statuses 500, 502, 503
+    and 504. Once it opens, requests go to other replicas while one of those can answer.
+    """
+
+    enabled: bool = True
+    failures_in_a_row: int = setting(5, at_least=1)
+    """After so many it opens."""
+    failure_share: float = setting(0.5, above=0, at_most=1)
+    """It opens too when so large a share of the requests within ``window_s`` has failed, of ten
+    at least."""
+    window_s: float = setting(10.0, above=0)
+    open_s: float = setting(5.0, above=0)
+    """Then one request at a time goes through. It is closed when one succeeds; each one that
+    fails opens it for twice as long."""
+    max_open_s: float = setting(60.0, above=0)
+    """The longest that it is open until the next one is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +284,7 @@ class RouterConfig:
     index: IndexConfig = field(default_factory=IndexConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
     tls: TlsConfig | None = None
     """Off without the section: the router then speaks plain HTTP."""

@@ -8,7 +8,7 @@ the others and come back by the first good answer.
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -62,7 +62,11 @@ class HealthMonitor:
         fleet: Fleet,
         prompts: PromptSource,
         session: aiohttp.ClientSession,
+        *,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
+        """``changed`` is called when a replica has been found to be up or down."""
+        self._changed = changed
         self._watched: dict[Replica, _Watched] = {}
         self._timeouts = config.timeouts
         self._asks_load = config.shares_replicas
@@ -100,6 +104,11 @@ class HealthMonitor:
         task.add_done_callback(self._ending.discard)
         task.cancel()
 
+    def look_again(self, replica: Replica) -> None:
+        """Probe a replica now: whether it is up is not known any more."""
+        if (watched := self._watched.get(replica)) is not None:
+            watched.wake.set()
+
     def suspect(self, replica_id: str, cause: Cause) -> None:
         """A request failed there: down at once if its port is closed; probe now in any case."""
         replica = self._fleet.replicas.find(replica_id)
@@ -121,10 +130,12 @@ class HealthMonitor:
             await all_set([watched.wake], self._timeouts.health_interval_s)
 
     async def _probe(self, watched: _Watched) -> None:
-        config = watched.config
+        config, began_s = watched.config, time.monotonic()
         try:
             problem = await self._problem(config)
         except TimeoutError:
+            if watched.replica.heard_s > began_s:
+                return  # it is busy, and alive: part of an answer or a KV event has come
             watched.silent_probes += 1
             if watched.up is None or watched.silent_probes >= _SILENT_PROBES:
                 timeout_s = self._timeouts.health_timeout_s
@@ -146,6 +157,8 @@ class HealthMonitor:
             log.info("%s (%s) is up", config.name, config.url)
         # Also when that is not news: a replica that was drained and resumed waits for it.
         self._fleet.up(watched.replica.id)
+        if not was_up:
+            self._changed()
 
     def _set_down(self, watched: _Watched, reason: str) -> None:
         config = watched.config
@@ -153,7 +166,9 @@ class HealthMonitor:
         if was_up is not False:
             log.warning("%s (%s) is down: %s", config.name, config.url, reason)
             self._prompts.compare_again(config.url)  # what comes up may be another
-        self._fleet.down(watched.replica.id)
+        self._fleet.down(watched.replica.id, reason)
+        if was_up is not False:
+            self._changed()
 
     async def _problem(self, config: ReplicaConfig) -> str | None:
         """Return why a replica is not well, None if it is; raise TimeoutError.

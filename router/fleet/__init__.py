@@ -5,8 +5,8 @@
 `Fleet.start` returns the `Ticket` of a request in flight, whose end is noted there. A
 `Replica` has a state, a load and rates.
 
-Called by admission, staging, feeds, proxy, doctor. Imports config, residency and latency; no
-I/O, times are passed in.
+Called by admission, staging, feeds, proxy, doctor. Imports config, failures, residency and
+latency; no I/O, times are passed in.
 """
 
 from router.fleet.candidate import Candidate

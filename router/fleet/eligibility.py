@@ -3,9 +3,17 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 from typing import Final
 
-from router.config import Judgment, NoReplica, RatesConfig, ReplicaConfig, UnknownModel
+from router.config import (
+    BreakerConfig,
+    Judgment,
+    NoReplica,
+    RatesConfig,
+    ReplicaConfig,
+    UnknownModel,
+)
 from router.fleet.policy import salt_of
 from router.fleet.replica import Replica, Signal, State
 from router.latency import ReplicaQueue
@@ -193,11 +201,23 @@ class Eligible:
 class Roster:
     """Keeps for each model the replicas that may answer.
 
-    `changed` must follow each change of a replica: of its state, models, shape or id.
+    `changed` must follow each change of a replica: of its state, models, shape or id. Breakers
+    are changed here alone.
     """
 
-    def __init__(self, replicas: Replicas, aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        aliases: Mapping[str, str],
+        breaker: BreakerConfig,
+        jitter: Callable[[], float],
+    ) -> None:
+        """``jitter`` returns random numbers from 0 to 1."""
         self._replicas = replicas
+        self._breaker = breaker
+        self._jitter = jitter
+        self._due_s = inf
+        """When time changes a breaker next."""
         self.aliases = aliases
         """By further names that clients may use, the names of models."""
         self._views: dict[str | None, Eligible] = {}
@@ -213,6 +233,42 @@ class Roster:
         """Forget the replicas that may answer: they are found anew when next asked for."""
         self._views.clear()
         self.version += 1
+
+    def pass_time(self, now_s: float) -> None:
+        """Let trials through where the time of a breaker is over."""
+        if now_s >= self._due_s:
+            for each in self._replicas.values():
+                each.breaker.pass_time(now_s)
+            self._breakers_changed()
+
+    def begin(self, replica: Replica, now_s: float) -> int:
+        """Note that a replica gets a request; return its number as a trial, 0 if it is none."""
+        if trial := replica.breaker.begin(now_s):
+            self._breakers_changed()
+        return trial
+
+    def end_trial(self, replica: Replica, trial: int) -> None:
+        """Note that a trial is over, perhaps without a verdict."""
+        if replica.breaker.end_trial(trial):
+            self._breakers_changed()
+
+    def note_result(self, replica: Replica, now_s: float, *, ok: bool, trial: int) -> bool:
+        """Note what became of a request; return whether that opened or closed the breaker."""
+        changed = replica.breaker.note(
+            ok, now_s, self._breaker, trial=trial, jitter=0.0 if ok else self._jitter()
+        )
+        if changed:
+            self._breakers_changed()
+        return changed
+
+    def came_back(self, replica: Replica) -> None:
+        """Note that a replica was down and is up again."""
+        if replica.breaker.came_back():
+            self._breakers_changed()
+
+    def _breakers_changed(self) -> None:
+        self._due_s = min((each.breaker.due_s for each in self._replicas.values()), default=inf)
+        self.changed()
 
     def eligible(
         self,
@@ -255,8 +311,8 @@ class Roster:
             left = [each for each in left if each in named]
         for state in (State.UP, State.UNKNOWN):
             if in_state := [each for each in left if each.state is state]:
-                eligible = [each for each in in_state if not each.rests] or in_state
-                draining = [each for each in left if each.state is State.DRAINING]
+                eligible = [each for each in in_state if not each.is_held_off] or in_state
+                draining = [each for each in left if each.is_leaving]
                 return Eligible.of(eligible, draining)
         raise NoReplica(_why_none(serving, tried, bound_to))
 

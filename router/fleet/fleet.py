@@ -4,8 +4,9 @@ The only mutable centre, and synchronous: between two awaits of its callers no c
 half changed. It does no I/O and reads no clock: feeds, health checks and proxy tell it of events.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from cacheengine.wire import EventBatch, InstanceInfo, Snapshot, unpack_keys
@@ -15,7 +16,7 @@ from router.fleet.eligibility import Replicas, Roster
 from router.fleet.in_flight import Ticket
 from router.fleet.phases import Unseen
 from router.fleet.placement import Ask, decide
-from router.fleet.replica import Replica, Signal
+from router.fleet.replica import Replica, Signal, State
 from router.fleet.sessions import Sessions
 from router.latency import Part, Promised, RecentWork
 from router.residency import (
@@ -44,13 +45,20 @@ _REST_FROM_COPIES_S: Final = 5.0
 class Fleet:
     """The replicas of one router; see the module."""
 
-    def __init__(self, config: RouterConfig, judgment: Judgment = DEFAULT) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        judgment: Judgment = DEFAULT,
+        *,
+        jitter: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """``jitter`` returns random numbers from 0 to 1, for the times that breakers are open."""
         self.config = config
         self.judgment = judgment
         self.replicas = Replicas()
         for each in config.replicas:
             self.replicas.add(each, config.rates, judgment)
-        self._roster = Roster(self.replicas, config.model_aliases)
+        self._roster = Roster(self.replicas, config.model_aliases, config.breaker, jitter)
         self.index = PrefixIndex(config.index.max_keys)
         self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, judgment)
         self.unseen = Unseen()
@@ -106,6 +114,7 @@ class Fleet:
         """
         self.unseen.pass_time(now_s)
         self.index.expire(now_s, _EXPIRED_KEYS_PER_PLACE)
+        self._roster.pass_time(now_s)
         ask = Ask(
             keyring=prompt if isinstance(prompt, PromptKeyring) else PromptKeyring(prompt),
             session=session,
@@ -139,6 +148,7 @@ class Fleet:
         self._turn += 1
         for recent in (self._recent, replica.recent):
             recent.note(decision.picked.cost.busy_s, now_s)
+        trial = self._roster.begin(replica, now_s)
         return Ticket(
             decision,
             self.index,
@@ -147,7 +157,16 @@ class Fleet:
             learned=self.replicas.teach,
             unseen=self.unseen,
             judgment=self.judgment,
+            trial=trial,
+            ended=partial(self._roster.end_trial, replica, trial) if trial else None,
         )
+
+    def note_result(self, ticket: Ticket, now_s: float, *, ok: bool) -> bool:
+        """Note whether a request was answered as it should be, or failed by its replica's fault.
+
+        Returns whether that opened or closed the replica's breaker.
+        """
+        return self._roster.note_result(ticket.replica, now_s, ok=ok, trial=ticket.trial)
 
     def tick(self, now_s: float) -> None:
         """End what time has ended; to be called about once a second."""
@@ -177,15 +196,18 @@ class Fleet:
 
     def up(self, replica_id: str) -> None:
         """Note that a replica answers."""
-        self._receive(self.replicas[replica_id], Signal.ANSWERED)
+        replica = self.replicas[replica_id]
+        if replica.state is State.DOWN:
+            self._roster.came_back(replica)
+        self._receive(replica, Signal.ANSWERED, why_down="")
 
-    def down(self, replica_id: str) -> None:
-        """Note that a replica does not answer.
+    def down(self, replica_id: str, why: str = "it does not answer") -> None:
+        """Note that a replica does not answer, and why.
 
         One that tells nothing is forgotten, since it may come back empty; feeds know of the others.
         """
         replica = self.replicas[replica_id]
-        self._receive(replica, Signal.FAILED)
+        self._receive(replica, Signal.FAILED, why_down=why)
         if not (replica.has_events or replica.has_agent):
             # An LMCache server is a process of its own, and may well go on.
             self.index.forget(replica.slot, replica.event_tiers)
@@ -225,8 +247,12 @@ class Fleet:
         """Note how many tokens of KV a replica's GPU holds in all."""
         self.replicas[replica_id].queue.set_capacity(tokens)
 
-    def _receive(self, replica: Replica, signal: Signal) -> None:
-        if replica.receive(signal):
+    def _receive(self, replica: Replica, signal: Signal, why_down: str | None = None) -> None:
+        was_leaving = replica.is_leaving
+        if why_down is not None:
+            replica.why_down = why_down
+        # Whether a draining replica answers changes no state, but what others may copy.
+        if replica.receive(signal) or replica.is_leaving is not was_leaving:
             self._roster.changed()
 
     # --- what agents tell
@@ -306,6 +332,7 @@ class Fleet:
     def apply_kv(self, replica_id: str, batch: KvBatch, now_s: float) -> None:
         """Take over a message of vLLM's KV events, of the tiers of `Replica.event_tiers`."""
         replica = self.replicas[replica_id]
+        replica.heard_s = now_s
         for event in batch.events:
             if not isinstance(event, FirstBlocks):
                 self._apply_kv_event(replica, event, now_s)

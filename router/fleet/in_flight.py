@@ -27,13 +27,19 @@ class Ticket:
         learned: Callable[[Replica], None],
         unseen: Unseen,
         judgment: Judgment,
+        trial: int = 0,
+        ended: Callable[[], None] | None = None,
     ) -> None:
         """``learned`` is told when the replica's rates have learned from the request.
 
-        ``unseen`` ends its prefill where the answer will not be streamed.
+        ``unseen`` ends its prefill where the answer will not be streamed. ``trial`` is its number
+        as a trial of a replica whose breaker is half open, 0 if it is none; ``ended`` is called
+        once, at its end.
         """
         picked = decision.picked
-        self._replica = replica = picked.replica
+        self.replica = replica = picked.replica
+        self.trial = trial
+        self._ended = ended
         self._work = picked.work
         self._kv = picked.kv
         self._predicted_ttft_s = decision.predicted_ttft_s
@@ -101,7 +107,7 @@ class Ticket:
             return
         self._has_begun = True
         self._lag_s = max(0.0, lag_s)
-        self._was_alone &= self._replica.started == self._number
+        self._was_alone &= self.replica.started == self._number
         if streamed:
             self._ttft_s = began_s - self.started_s
         now_s = began_s if told_s is None else told_s
@@ -122,6 +128,8 @@ class Ticket:
         """
         if not self._move(Event.END, now_s):
             return
+        if self._ended is not None:
+            self._ended()
         if not self._has_begun:
             # Nothing was computed, as far as is known: a request that is sent
             # elsewhere now must not be drawn back by its own claim.
@@ -139,7 +147,7 @@ class Ticket:
                 # Whatever made the prediction wrong is counted, a match that was not
                 # there and rates not learned yet too; the rates learn from what is
                 # known by now.
-                self._replica.errors.note(self._predicted_ttft_s, ttft_s)
+                self.replica.errors.note(self._predicted_ttft_s, ttft_s)
                 self._learn(cached_tokens, ttft_s)
 
     # --- phases
@@ -150,7 +158,7 @@ class Ticket:
         if after is None:
             return False
         self.phase = after
-        replica = self._replica
+        replica = self.replica
         if before in WAITING and after not in WAITING:
             replica.waiting -= 1
             if self._unseen is not None and self._unseen_number is not None:
@@ -163,23 +171,23 @@ class Ticket:
         return True
 
     def _join_queue(self, now_s: float) -> None:
-        self._queue_token = self._replica.queue.join(
+        self._queue_token = self.replica.queue.join(
             self._cost.busy_s, now_s, kv=self._kv, ready_s=self._ready_s
         )
         if self._unseen is not None and self._unseen_number is None:
             prefill = Prefill(
                 last_block=self._last_block, due_s=self._due_s, ended=self._ended_unseen
             )
-            self._unseen_number = self._unseen.add(self._replica.slot, prefill, now_s)
+            self._unseen_number = self._unseen.add(self.replica.slot, prefill, now_s)
 
     def _leave_queue(self, now_s: float) -> None:
         if self._queue_token is not None:
-            self._replica.queue.end(self._queue_token, now_s)
+            self.replica.queue.end(self._queue_token, now_s)
 
     def _due_s(self, now_s: float) -> float:
         """Return when the first token is to come, as predicted now; at once if it has, unseen."""
         token = self._queue_token
-        end_s = None if token is None else self._replica.queue.end_s(token, now_s)
+        end_s = None if token is None else self.replica.queue.end_s(token, now_s)
         return -inf if end_s is None else end_s + self._cost.base_s
 
     def _ended_unseen(self, event: Event, now_s: float) -> None:
@@ -190,16 +198,16 @@ class Ticket:
 
     def _leave_prefill(self, now_s: float, *, just_now: bool) -> None:
         if self._queue_token is not None:
-            self._replica.queue.leave(self._queue_token, now_s, just_now=just_now)
+            self.replica.queue.leave(self._queue_token, now_s, just_now=just_now)
 
     # --- learning
 
     def _note_answer(self, now_s: float) -> None:
         """Tell the replica how long the answer took after its prefill, where its end was told."""
         if self._ttft_s is not None:
-            self._replica.note_answer(now_s - self.started_s - self._ttft_s)
+            self.replica.note_answer(now_s - self.started_s - self._ttft_s)
         elif self._stored_s is not None:
-            self._replica.note_answer(now_s - self._stored_s)
+            self.replica.note_answer(now_s - self._stored_s)
 
     def _learn(self, cached_tokens: int | None, ttft_s: float) -> None:
         if not self._judgment.learns:
@@ -207,7 +215,7 @@ class Ticket:
         work = self._work
         planned = work.new_tokens
         if cached_tokens is not None:
-            work = work.with_cached(cached_tokens, self._replica.kv_bytes_per_token)
+            work = work.with_cached(cached_tokens, self.replica.kv_bytes_per_token)
         low, high = sorted((planned, work.new_tokens))
         if not self._was_alone and high > self._judgment.learning.other_work * low:
             # In a burst of one prompt one may compute what it was to wait for, and another
@@ -215,8 +223,8 @@ class Ticket:
             # Taken for real, they would make prefills look twice as fast, or as slow.
             return
         queue_s = max(0.0, work.queue_s - self._lag_s)
-        self._replica.rates.observe(replace(work, queue_s=queue_s), ttft_s - self._lag_s)
-        self._learned(self._replica)
+        self.replica.rates.observe(replace(work, queue_s=queue_s), ttft_s - self._lag_s)
+        self._learned(self.replica)
 
     def __repr__(self) -> str:
-        return f"<Ticket {self._replica.id} {self.phase}>"
+        return f"<Ticket {self.replica.id} {self.phase}>"

@@ -14,6 +14,7 @@ from typing import Final
 from cacheengine.keys import HashScheme
 from cacheengine.wire import MAX_PINNED_SHARE, InstanceInfo
 from router.config import DEFAULT, Judgment, RatesConfig, ReplicaConfig
+from router.failures import Breaker
 from router.latency import Part, PredictionErrors, Rates, RecentWork, ReplicaQueue
 from router.residency import (
     LOWER_TIERS,
@@ -122,6 +123,12 @@ class Replica:
     """A copy from or to it has failed: it is left alone until then."""
     rests: bool = False
     """Whether it gets nothing while another is up, since it would hang."""
+    breaker: Breaker = field(default_factory=Breaker)
+    why_down: str = ""
+    """What its health checks, or a request, found wrong when it was called down; empty while it
+    answers. Of a draining one too, whose state does not tell."""
+    heard_s: float = -inf
+    """When it gave a sign of life last: part of an answer, or a KV event."""
     has_events: bool = False
     """Whether its KV events are being followed right now."""
     fetching_until_s: float = 0.0
@@ -287,6 +294,16 @@ class Replica:
         before = self.state
         self.state = TRANSITIONS.get((before, signal), before)
         return self.state is not before
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it gets nothing new, and answers what it has."""
+        return self.state is State.DRAINING and not self.why_down
+
+    @property
+    def is_held_off(self) -> bool:
+        """Whether it gets nothing while another replica can answer."""
+        return self.rests or not self.breaker.admits
 
     def serves(self, model: str | None) -> bool:
         """Whether a request for a model may go there; yes if that is not known."""

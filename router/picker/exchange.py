@@ -177,6 +177,8 @@ class Exchange:
             self.is_told = True
             if self._is_ok:
                 self._began(now_s, told_s=now_s)
+            if told.outcome is Outcome.CUT and self._ticket is not None:
+                self._judge.cut(self._ticket)
             self._reader.feed(told.envelope)
             record.response_bytes = told.response_bytes
             record.end(told.outcome)
@@ -242,8 +244,12 @@ class Exchange:
         self._asked = None
         record = self.record
         record.status = status
-        if status in RETRYABLE and record.replica_id is not None:
-            self._judge.failed(record, Cause.STATUS, f"answered {status}")
+        if self._ticket is None:
+            return
+        if status in RETRYABLE:
+            self._judge.failed(self._ticket, record, Cause.STATUS, f"answered {status}")
+        else:
+            self._judge.answered(self._ticket, status)
 
     async def _note_served(self, served: str | None) -> None:
         """Move the request to the replica that answers, where that is not the picked one."""
@@ -253,8 +259,9 @@ class Exchange:
         if replica is None or replica is self._replica or ticket is None or self._asked is None:
             return
         self._ticket, self._was_moved = None, True
+        detail = f"the gateway went on to {replica.id}"
+        self._judge.failed(ticket, self.record, Cause.GATEWAY, detail)
         self._judge.release(ticket)
-        self._judge.failed(self.record, Cause.GATEWAY, f"the gateway went on to {replica.id}")
         asked, keyring = self._asked
         try:
             admitted = await self._judge.admit(

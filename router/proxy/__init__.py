@@ -42,6 +42,7 @@ Called by the application, and for `Judge` by picker. Imports config, http, acce
 residency, latency, fleet, admission, staging and record.
 """
 
+from router.proxy.hanging import Waits
 from router.proxy.judge import Judge
 from router.proxy.passing import METHODS, check_passes, keeps, label, passed
 from router.proxy.proxy import Proxy
@@ -56,6 +57,7 @@ __all__ = [
     "Judge",
     "Proxy",
     "UsageReader",
+    "Waits",
     "check_passes",
     "client_session",
     "json_object",

@@ -1,38 +1,84 @@
-"""Giving up a replica that is known to hang, before it has begun to answer."""
+"""Giving up the wait for an answer's first byte, where it is known to be in vain.
+
+A long prompt may rightly take minutes, so by default nothing bounds that wait. But a replica that
+health checks call down, or whose LMCache server has ended, will not answer.
+"""
 
 import asyncio
-from collections.abc import Coroutine
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from router.proxy.upstream import Answer, TryFailed
+from router.fleet import Fleet, Replica, State
+from router.proxy.upstream import TryFailed, Wait
 from router.record import Cause
 
 
-async def unless_hung(
-    hung: asyncio.Future[None] | None, sending: Coroutine[Any, Any, Answer]
-) -> Answer:
-    """Return the answer of `Upstream.send` unless ``hung`` is done before; then `TryFailed`.
+@dataclass(eq=False, kw_only=True)
+class _Movable:
+    """A wait of a request that another replica may get instead."""
 
-    ``hung`` is None where nothing would tell.
-    """
-    if hung is None:
-        return await sending
-    task = asyncio.create_task(sending)
-    either: set[asyncio.Future[Any]] = {task, hung}
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-    except asyncio.CancelledError:
-        await _end(task)
-        raise
-    await _end(task)
-    raise TryFailed(Cause.HUNG, "the LMCache server that it waits for has ended")
+    wait: Wait
+    replica: Replica
+    model: str | None
+    tried: Collection[str] = field(repr=False)
 
 
-async def _end(task: asyncio.Task[Answer]) -> None:
-    """Cancel a request; close its answer if that has come after all."""
-    task.cancel()
-    with suppress(asyncio.CancelledError, TryFailed):
-        (await task).close()
+class Waits:
+    """The requests that wait for their first byte, and could be sent elsewhere."""
+
+    def __init__(
+        self, fleet: Fleet, hung: Callable[[str], asyncio.Future[None] | None] = lambda _: None
+    ) -> None:
+        """``hung`` returns what is done when a replica (its id) hangs with its LMCache server."""
+        self._fleet = fleet
+        self._hung = hung
+        self._waits: set[_Movable] = set()
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    @contextmanager
+    def at(self, replica: Replica, *, model: str | None, tried: Collection[str]) -> Iterator[Wait]:
+        """Make a wait at a replica that is given up when that is in vain and another is up.
+
+        ``tried`` are the ids of replicas that have failed to answer.
+        """
+        wait = Wait()
+        waiting = _Movable(wait=wait, replica=replica, model=model, tried=tried)
+        hung = self._hung(replica.id)
+
+        def note_hung(_: object) -> None:
+            wait.give_up(TryFailed(Cause.HUNG, "the LMCache server that it waits for has ended"))
+
+        self._waits.add(waiting)
+        if hung is not None:
+            hung.add_done_callback(note_hung)
+        try:
+            # It may have been called down while its KV was staged.
+            self._look_at(waiting)
+            yield wait
+        finally:
+            wait.end()
+            self._waits.discard(waiting)
+            if hung is not None:
+                hung.remove_done_callback(note_hung)
+
+    def look(self) -> None:
+        """Give up what is in vain; to be called when a replica was found to be up or down."""
+        for each in self._waits:
+            self._look_at(each)
+
+    def _look_at(self, waiting: _Movable) -> None:
+        why = waiting.replica.why_down
+        if why and self._has_another(waiting):
+            waiting.wait.give_up(TryFailed(Cause.DOWN, f"it was called down: {why}"))
+
+    def _has_another(self, waiting: _Movable) -> bool:
+        return any(
+            each.state is State.UP
+            and each is not waiting.replica
+            and each.id not in waiting.tried
+            and each.serves(waiting.model)
+            for each in self._fleet.replicas.values()
+        )

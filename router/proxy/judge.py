@@ -6,9 +6,11 @@ A request counts as in flight from `Judge.admit` on. Its `Ticket` is given back 
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from router.admission import Admission, Admitted
 from router.config import ApiError, RateLimited, RouterConfig
@@ -21,6 +23,14 @@ from router.proxy.usage import NO_USAGE, Usage
 from router.record import Cause, FailedTry, Outcome, RequestRecord
 from router.residency import PromptKeyring
 from router.staging import Preparation, Preparer
+
+log = logging.getLogger("warmroute.replicas")
+
+_AT_FAULT: Final = frozenset({Cause.CUT, Cause.STATUS, Cause.GATEWAY, Cause.TIMEOUT, Cause.DOWN})
+"""Causes that a replica's breaker counts. Where nobody listens it is down; one that waits for its
+LMCache server rests."""
+_SERVER_ERROR: Final = 500
+"""502, 503 and 504 are retried: they have failed already."""
 
 
 class Judge:
@@ -186,17 +196,30 @@ class Judge:
         # Without a prompt, neither the time to the first byte nor `usage` tells of prefills.
         is_token = streamed and bool(record.prompt_tokens)
         ticket.first_byte(began_s, streamed=is_token, lag_s=lag_s, told_s=told_s)
+        self._note_result(ticket, ok=True)
         self._admission.wake()
 
-    def failed(self, record: RequestRecord, cause: Cause, detail: str) -> None:
-        """Note that a try has failed, at the replica that was asked last."""
+    def failed(self, ticket: Ticket, record: RequestRecord, cause: Cause, detail: str) -> None:
+        """Note that a try has failed, at the replica that was asked last; releases nothing."""
         assert record.replica_id is not None
+        if cause in _AT_FAULT:
+            self._note_result(ticket, ok=False)
         record.failed_tries.append(
             FailedTry(replica_id=record.replica_id, cause=cause, detail=detail)
         )
         record.prepared = Preparation()  # what was prepared was for that replica
         if cause is not Cause.ABSENT:
             self._suspect(record.replica_id, cause)
+
+    def answered(self, ticket: Ticket, status: int) -> None:
+        """Note the status of an answer that is passed on: a replica that says 500 has failed."""
+        if status == _SERVER_ERROR:
+            self._note_result(ticket, ok=False)
+
+    def cut(self, ticket: Ticket) -> None:
+        """Note that a replica has broken off its answer after it had begun."""
+        self._note_result(ticket, ok=False)
+        self._suspect(ticket.replica.id, Cause.CUT)
 
     def finish(self, ticket: Ticket, record: RequestRecord, usage: Usage, *, ok: bool) -> None:
         """Release a request whose answer had begun, with what that told of itself."""
@@ -214,6 +237,20 @@ class Judge:
             output_tokens=usage.output_tokens,
         )
         self._admission.wake()
+
+    def _note_result(self, ticket: Ticket, *, ok: bool) -> None:
+        replica, now_s = ticket.replica, time.monotonic()
+        if not self.fleet.note_result(ticket, now_s, ok=ok):
+            return
+        if ok:
+            log.info("%s answers again: its breaker is closed", replica.id)
+        else:
+            log.warning(
+                "%s gets no requests for %.1f s while others answer: %s",
+                replica.id,
+                replica.breaker.due_s - now_s,
+                replica.breaker.why,
+            )
 
     async def _prompt(self, asked: Asked) -> Prompt | None:
         if not asked.has_prompt:

@@ -1,9 +1,8 @@
 """One request from end to end: accept, read, admit, stage, send, relay, record."""
 
-import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from math import ceil
 from typing import Final, NoReturn
 
@@ -12,16 +11,16 @@ from aiohttp import web
 
 from router.access import GRANT
 from router.config import PROMPTED, NoReplica, UpstreamFailed, UpstreamTimeout
-from router.fleet import Ticket
+from router.fleet import Replica, Ticket
 from router.http import read_body, release_body
-from router.proxy.hanging import unless_hung
+from router.proxy.hanging import Waits
 from router.proxy.judge import Judge
 from router.proxy.passing import keeps, label, passed
 from router.proxy.relay import relay
 from router.proxy.request import Asked, parse
-from router.proxy.upstream import Answer, TryFailed, Upstream, forwarded_headers
+from router.proxy.upstream import Answer, TryFailed, Upstream, Wait, forwarded_headers
 from router.proxy.usage import UsageReader
-from router.record import Cause, Outcome, RequestRecord, trace_context
+from router.record import Cause, FailedTry, Outcome, RequestRecord, trace_context
 from router.residency import PromptKeyring
 
 _Begun = tuple[Answer, Ticket]
@@ -39,14 +38,13 @@ class Proxy:
         self,
         judge: Judge,
         session: aiohttp.ClientSession,
-        *,
-        hung: Callable[[str], asyncio.Future[None] | None],
+        waits: Waits,
     ) -> None:
-        """``hung`` returns what is done when a replica (its id) is known to hang."""
+        """``waits`` are given up where they are in vain."""
         self._judge = judge
         self._config = judge.config
         self._upstream = Upstream(session, judge.config.timeouts)
-        self._hung = hung
+        self._waits = waits
         tracing = judge.config.tracing
         self._sample_ratio = None if tracing is None else tracing.sample_ratio
 
@@ -82,9 +80,18 @@ class Proxy:
         answer, ticket = begun
         reader = UsageReader(any_id=keeps(request.method, request.path))
         try:
-            return await relay(request, answer, reader=reader, record=record)
+            return await relay(
+                request,
+                answer,
+                reader=reader,
+                record=record,
+                replica=ticket.replica,
+                idle_s=self._config.timeouts.stream_idle_s,
+            )
         finally:
             answer.close()
+            if record.outcome is Outcome.CUT:
+                self._judge.cut(ticket)
             self._judge.finish(ticket, record, reader.read(), ok=answer.is_ok)
 
     async def _begin(self, request: web.Request, record: RequestRecord) -> _Begun | web.Response:
@@ -106,7 +113,6 @@ class Proxy:
                 return await self._try(request, asked, keyring, record)
             except TryFailed as failure:
                 refusal = failure.answer
-                self._judge.failed(record, failure.cause, failure.detail)
                 if not self._goes_on(asked, record):
                     break
             except NoReplica:
@@ -130,13 +136,17 @@ class Proxy:
 
     def _goes_on(self, asked: Asked, record: RequestRecord) -> bool:
         """Whether a request whose last try has failed is sent to another replica."""
-        causes = [each.cause for each in record.failed_tries]
-        absent = causes.count(Cause.ABSENT)
+        counted = self._counted(record)
         return (
-            (asked.repeatable or causes[-1] in _NOT_BEGUN)
-            and absent < _MOST_ABSENT
-            and len(causes) - absent <= self._config.retries
+            (asked.repeatable or record.failed_tries[-1].cause in _NOT_BEGUN)
+            and len(record.failed_tries) - len(counted) < _MOST_ABSENT
+            and len(counted) <= self._config.retries
         )
+
+    @staticmethod
+    def _counted(record: RequestRecord) -> list[FailedTry]:
+        """Return the failed tries that are limited by ``retries``."""
+        return [each for each in record.failed_tries if each.cause is not Cause.ABSENT]
 
     async def _try(
         self, request: web.Request, asked: Asked, keyring: PromptKeyring, record: RequestRecord
@@ -152,30 +162,46 @@ class Proxy:
         decision, ticket = admitted.decision, admitted.ticket
         try:
             await self._judge.prepare(admitted, record)
-            sending = self._upstream.send(
-                request.method,
-                decision.url + request.path_qs,
-                headers=forwarded_headers(
-                    request.headers,
-                    request_id=record.request_id,
-                    api_key=decision.picked.replica.config.api_key,
-                    is_keyed=GRANT in request,
-                    traceparent=record.begin_try(decision.url),
-                ),
-                body=asked.body,
-                seeks=asked.seeks and self._judge.bound_to(asked) is None,
-            )
-            answer = await unless_hung(self._hung(decision.replica_id), sending)
+            with self._wait(asked, ticket.replica, record) as wait:
+                answer = await self._upstream.send(
+                    request.method,
+                    decision.url + request.path_qs,
+                    headers=forwarded_headers(
+                        request.headers,
+                        request_id=record.request_id,
+                        api_key=ticket.replica.config.api_key,
+                        is_keyed=GRANT in request,
+                        traceparent=record.begin_try(decision.url),
+                    ),
+                    body=asked.body,
+                    wait=wait,
+                    seeks=asked.seeks and self._judge.bound_to(asked) is None,
+                )
+        except TryFailed as failure:
+            self._judge.failed(ticket, record, failure.cause, failure.detail)
+            self._judge.release(ticket)
+            raise
         except BaseException:
             self._judge.release(ticket)
             raise
         record.streamed, record.first_byte_s = answer.streamed, answer.began_s
+        self._judge.answered(ticket, answer.status)
         if answer.is_ok:
             lag_s = answer.sent_s - ticket.started_s - record.prepared.waited_s
             self._judge.began(
                 ticket, record, began_s=answer.began_s, streamed=answer.streamed, lag_s=lag_s
             )
         return answer, ticket
+
+    def _wait(
+        self, asked: Asked, replica: Replica, record: RequestRecord
+    ) -> AbstractContextManager[Wait]:
+        """Make the wait for a first byte; it may be given up if another replica may be asked."""
+        tried = [each.replica_id for each in record.failed_tries]
+        left = self._config.retries - len(self._counted(record))
+        if left > 0 and asked.repeatable and self._judge.bound_to(asked) is None:
+            return self._waits.at(replica, model=asked.model, tried=tried)
+        return nullcontext(Wait())
 
     def _give_up(self, record: RequestRecord) -> NoReturn:
         """Raise what tells of the tries, none of which has got an answer."""

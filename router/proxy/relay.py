@@ -5,22 +5,34 @@ clients get an error event, others see their connection close short of the
 announced end.
 """
 
+import time
 from contextlib import aclosing
+from functools import partial
 
 from aiohttp import web
 
 from router.config import UpstreamFailed
+from router.fleet import Replica
 from router.http import error_body, is_anthropic
+from router.proxy.idle import IdleTimer
 from router.proxy.upstream import Answer, AnswerCut
 from router.proxy.usage import UsageReader
 from router.record import Outcome, RequestRecord, answer_headers
 
 
 async def relay(
-    request: web.Request, answer: Answer, *, reader: UsageReader, record: RequestRecord
+    request: web.Request,
+    answer: Answer,
+    *,
+    reader: UsageReader,
+    record: RequestRecord,
+    replica: Replica,
+    idle_s: float | None,
 ) -> web.StreamResponse:
     """Stream ``answer`` to the client as it comes; note in ``record`` how it ended.
 
+    ``replica`` is noted to be alive. Where nothing moves for ``idle_s``, because the replica says
+    nothing or the client takes nothing, the answer is cut or the client's connection ended.
     Raises ConnectionResetError when the client has gone.
     """
     response = web.StreamResponse(status=answer.status, headers=answer.headers)
@@ -28,13 +40,19 @@ async def relay(
     await response.prepare(request)
     record.status = answer.status
     last = b""
+    on_idle = partial(_end_idle, request, answer)
     try:
-        async with aclosing(answer.chunks()) as chunks:
-            async for chunk in chunks:
-                reader.feed(chunk)
-                await response.write(chunk)
-                record.response_bytes += len(chunk)
-                last = chunk
+        with IdleTimer(idle_s, on_idle) as idle:
+            async with aclosing(answer.chunks()) as chunks:
+                async for chunk in chunks:
+                    idle.is_writing = True
+                    idle.moved_s = replica.heard_s = time.monotonic()
+                    reader.feed(chunk)
+                    await response.write(chunk)
+                    record.response_bytes += len(chunk)
+                    last = chunk
+                    idle.is_writing = False
+                    idle.moved_s = time.monotonic()
     except AnswerCut as cut:
         record.end(Outcome.CUT, error=str(cut))
         await _end_cut(request, response, answer, last)
@@ -44,11 +62,18 @@ async def relay(
     return response
 
 
+def _end_idle(request: web.Request, answer: Answer, is_writing: bool) -> None:
+    if not is_writing:
+        answer.cut("nothing came for too long (timeouts.stream_idle_s)")
+    elif request.transport is not None:
+        request.transport.abort()  # its handler is cancelled
+
+
 async def _end_cut(
     request: web.Request, response: web.StreamResponse, answer: Answer, last: bytes
 ) -> None:
-    response.force_close()
     if not answer.streamed or "Content-Encoding" in answer.headers:
+        response.force_close()
         if request.transport is not None:
             request.transport.abort()
         return

@@ -69,6 +69,31 @@ class AnswerCut(Exception):
     """The replica's answer broke off after it had begun."""
 
 
+class Wait:
+    """A request's wait for its answer's first byte, which may be given up before its time."""
+
+    def __init__(self) -> None:
+        self.failure: TryFailed | None = None
+        """Why it was given up."""
+        self._bound: asyncio.Timeout | None = None
+
+    def within(self, seconds: float | None) -> asyncio.Timeout:
+        """Return what bounds it, by these seconds if there are any; to be entered at once."""
+        self._bound = asyncio.timeout(0.0 if self.failure is not None else seconds)
+        return self._bound
+
+    def give_up(self, failure: TryFailed) -> None:
+        """End it; nothing if it has ended."""
+        if self.failure is None:
+            self.failure = failure
+            if self._bound is not None and not self._bound.expired():
+                self._bound.reschedule(asyncio.get_running_loop().time())
+
+    def end(self) -> None:
+        """Note that it is over: it cannot be given up any more."""
+        self._bound = None
+
+
 class Answer:
     """A replica's answer that has begun: status, headers and first bytes are here."""
 
@@ -96,6 +121,10 @@ class Answer:
                 yield chunk
         except (aiohttp.ClientError, OSError) as error:
             raise AnswerCut(describe(error)) from error
+
+    def cut(self, why: str) -> None:
+        """Have `chunks` end as if the replica had broken off."""
+        self._response.content.set_exception(TimeoutError(why))
 
     def close(self) -> None:
         """Close the connection, unless it is in the pool again: the answer was read whole."""
@@ -125,12 +154,14 @@ class Upstream:
         *,
         headers: Mapping[str, str],
         body: bytes,
+        wait: Wait,
         seeks: bool = False,
     ) -> Answer:
         """Send a request; return its answer, to be closed, once its first byte is here.
 
         ``url`` is sent as it is encoded. Raises `TryFailed` where no answer came, one that is
-        to be retried, or one that says 404 where a replica is sought that does not (``seeks``).
+        to be retried, or one that says 404 where a replica is sought that does not (``seeks``),
+        and where ``wait`` is given up.
         """
         sent_s = time.monotonic()
 
@@ -141,7 +172,7 @@ class Upstream:
 
         response: aiohttp.ClientResponse | None = None
         try:
-            async with asyncio.timeout(self._timeouts.first_byte_s):
+            async with wait.within(self._timeouts.first_byte_s):
                 response = await self._session.request(
                     method,
                     URL(url, encoded=True),
@@ -165,16 +196,18 @@ class Upstream:
         except BaseException as error:
             if response is not None:
                 response.close()
-            if (failure := self._failure(error)) is None:
+            if (failure := self._failure(error, wait)) is None:
                 raise
             raise failure from error
         return Answer(response, first, sent_s=sent_s, headers_s=headers_s)
 
-    def _failure(self, error: BaseException) -> TryFailed | None:
+    def _failure(self, error: BaseException, wait: Wait) -> TryFailed | None:
         """Return what aiohttp's exceptions mean; None for what is no failure of a replica."""
         match error:
             case aiohttp.ConnectionTimeoutError():
                 return TryFailed(Cause.CONNECT, "no connection in time")
+            case TimeoutError() if wait.failure is not None:
+                return wait.failure
             case TimeoutError():
                 wait_s = self._timeouts.first_byte_s
                 return TryFailed(Cause.TIMEOUT, f"no first byte within {wait_s} s")

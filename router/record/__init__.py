@@ -4,7 +4,8 @@
 its end. `answer_headers` are made of it; `Metrics` are for Prometheus. `Outlets` has it written
 as a line (`request_log`: `text_line`, `json_line`) by a thread, and sent as spans.
 
-Called by proxy, picker, feeds and the application. Imports config, residency, fleet and staging.
+Called by proxy, picker, feeds and the application. Imports config, failures, residency, fleet and
+staging.
 """
 
 from router.record.metrics import CONTENT_TYPE, Metrics

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.failures import Circuit
 from router.fleet import Fleet, State
 from router.record.records import RequestRecord
 from router.staging import Preparation
@@ -75,6 +76,11 @@ _HISTOGRAMS: Final = {
 
 _GAUGES: Final = {
     "replica_up": ("1 if requests may go there", ["replica", "state"]),
+    "breaker_closed": (
+        "1 while a replica's circuit breaker is closed; 0 while it is open (requests go there only "
+        "if no other replica can answer) or half open (they do one at a time)",
+        ["replica", "state"],
+    ),
     "in_flight": ("Requests under way at a replica", ["replica"]),
     "ttft_prediction_error_ratio": (
         "How far TTFTs were from the prediction, as a part of it (0.1: 10%), "
@@ -112,6 +118,7 @@ _LMCACHE: Final = (
 _RELOADS: Final = (
     "How often the configuration was read again: applied, or refused since it could not be used"
 )
+_OPENINGS: Final = "How often a replica's circuit breaker has opened, since its requests failed"
 
 _REFUSED: Final = (
     "Requests that their key was refused for: key (none that is known), admin (not the "
@@ -200,11 +207,17 @@ class Metrics(Collector):
             for name, (text, labels) in _GAUGES.items()
         }
 
+        openings = CounterMetricFamily("warmroute_breaker_openings", _OPENINGS, labels=["replica"])
+
         def show(name: str, value: float, *labels: str) -> None:
             gauges[name].add_metric(labels, value)
 
         for each in self._fleet.replicas.values():
             show("replica_up", each.state is State.UP, each.id, each.state)
+            show(
+                "breaker_closed", each.breaker.state is Circuit.CLOSED, each.id, each.breaker.state
+            )
+            openings.add_metric([each.id], each.breaker.openings)
             show("in_flight", each.in_flight, each.id)
             for part, per_second in each.rates.learned().items():
                 show("learned_rate", per_second, each.id, part.name.lower())
@@ -227,7 +240,7 @@ class Metrics(Collector):
         dropped = CounterMetricFamily("warmroute_records_dropped", _DROPPED, labels=["where"])
         for where, count in self._dropped().items():
             dropped.add_metric([where], count)
-        return [*gauges.values(), told, refused, reloads, dropped]
+        return [*gauges.values(), openings, told, refused, reloads, dropped]
 
     def _label(self, replica_id: str | None) -> str:
         if replica_id is None:

@@ -46,6 +46,8 @@ class Cause(StrEnum):
     """The replica answered 502, 503 or 504."""
     HUNG = "hung"
     """What the replica waits for has ended: its LMCache server."""
+    DOWN = "down"
+    """Health checks called the replica down before it began to answer."""
     GATEWAY = "gateway"
     """The gateway went on to another replica, and does not tell why."""
     TIMEOUT = "timeout"

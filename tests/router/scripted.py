@@ -36,6 +36,10 @@ class Scripted:
     healthy: bool = True
     probe_gate: asyncio.Event = field(default_factory=asyncio.Event)
     """``/health`` answers while this is set, as it is at first."""
+    silent: bool = False
+    """Whether ``/health`` is taken and not answered."""
+    unanswered: int = 0
+    """How often that was."""
     seen: list[Seen] = field(default_factory=list)
     script: deque[Act] = field(default_factory=deque)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,6 +68,9 @@ class Scripted:
             raise
 
     async def health(self, request: web.Request) -> web.Response:
+        if self.silent:
+            self.unanswered += 1
+            await asyncio.Event().wait()
         await self.probe_gate.wait()
         return web.Response(status=200 if self.healthy else 503)
 

@@ -138,7 +138,7 @@ async def test_a_key_that_is_used_up_gets_429(
     assert 'warmroute_access_refused_total{cause="tokens",key="team"} 1.0' in text
 
 
-@pytest.mark.parametrize("path", ["/explain", "/metrics"])
+@pytest.mark.parametrize("path", ["/explain", "/metrics", "/replicas"])
 async def test_administration_asks_for_its_own_key(
     fleet: Fleet, client: aiohttp.ClientSession, path: str
 ) -> None:
@@ -150,10 +150,24 @@ async def test_administration_asks_for_its_own_key(
     assert (await status_of(client, router, CHAT, **bearer(ADMIN)))[0] == 401
 
 
+@pytest.mark.parametrize("path", ["one/drain", "one/resume", "nothing", "one/drain/", ""])
+async def test_all_below_replicas_is_administration(
+    fleet: Fleet, client: aiohttp.ClientSession, path: str
+) -> None:
+    access = AccessConfig(keys=one_key().keys, admin_sha256=(sha256_of(ADMIN),))
+    router = await fleet.router(access=access)
+    for headers in ({}, bearer(KEY)):
+        async with client.post(f"{router.url}/replicas/{path}", headers=headers) as response:
+            assert response.status == 401
+
+
 @pytest.mark.parametrize(
     "path",
     [
         "/%6detrics",
+        "/%72eplicas/one/drain",
+        "/replicas/%6fne/drain",
+        "//replicas/one/drain",
         "/%2emetrics",
         "//metrics",
         "/metrics/",

@@ -44,8 +44,8 @@ class Told(Fleet):
         super().up(replica_id)
         self._heard.states.append(f"{replica_id} up")
 
-    def down(self, replica_id: str) -> None:
-        super().down(replica_id)
+    def down(self, replica_id: str, why: str = "it does not answer") -> None:
+        super().down(replica_id, why)
         self._heard.states.append(f"{replica_id} down")
 
     def set_kv_capacity(self, replica_id: str, tokens: int) -> None:

@@ -14,6 +14,7 @@ from router.proxy.upstream import (
     AnswerCut,
     TryFailed,
     Upstream,
+    Wait,
     client_session,
     forwarded_headers,
     kept_headers,
@@ -41,7 +42,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def read_all(upstream: Upstream, url: str) -> tuple[int, bytes]:
-    answer = await upstream.send("POST", url + "/x", headers={}, body=b"{}")
+    answer = await upstream.send("POST", url + "/x", headers={}, body=b"{}", wait=Wait())
     with closing(answer):
         return answer.status, b"".join([chunk async for chunk in answer.chunks()])
 
@@ -108,7 +109,7 @@ async def test_a_cut_after_the_first_byte(
     replica.will(stream(b"one", cut=True))
     upstream = Upstream(session, TimeoutsConfig())
     got = b""
-    answer = await upstream.send("POST", replica.url + "/x", headers={}, body=b"{}")
+    answer = await upstream.send("POST", replica.url + "/x", headers={}, body=b"{}", wait=Wait())
     with closing(answer), pytest.raises(AnswerCut):
         async for chunk in answer.chunks():
             got += chunk
@@ -169,7 +170,7 @@ async def test_leaving_early_closes_the_connection(
 ) -> None:
     replica.will(stream(b"one", b"never", gates=(None, asyncio.Event())))
     upstream = Upstream(session, TimeoutsConfig())
-    (await upstream.send("POST", replica.url + "/x", headers={}, body=b"{}")).close()
+    (await upstream.send("POST", replica.url + "/x", headers={}, body=b"{}", wait=Wait())).close()
     await replica.aborted.wait()
 
 
