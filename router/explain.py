@@ -1,4 +1,4 @@
-"""``warmroute explain``: asking a running router, and showing its answer as a table."""
+"""Commands that ask a running router, and ``warmroute explain``'s table of its answer."""
 
 import json
 import textwrap
@@ -25,9 +25,19 @@ def ask(
     if session is not None:
         # The first that is looked for in a body, so before one that stands there.
         body["prompt_cache_key"] = session
+    return post(url, "/explain", json.dumps(body).encode(), key=key)
+
+
+def post(
+    url: str, path: str, body: bytes = b"", *, key: str | None, timeout_s: float = 30.0
+) -> dict[str, Any]:
+    """POST to a router's own endpoint, with its admin key if there is one; return its answer.
+
+    Raises `click.ClickException` where it cannot be asked, or refuses.
+    """
     request = urllib.request.Request(
-        url.rstrip("/").removesuffix("/v1") + "/explain",
-        data=json.dumps(body).encode(),
+        url.rstrip("/").removesuffix("/v1") + path,
+        data=body,
         headers={"Content-Type": "application/json"},
     )
     if key is not None:
@@ -35,7 +45,7 @@ def ask(
     try:
         # Never through a proxy from the environment: routers are near.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=30) as response:
+        with opener.open(request, timeout=timeout_s) as response:
             answer: dict[str, Any] = json.load(response)
     except urllib.error.HTTPError as error:
         raise click.ClickException(_refusal(error)) from None

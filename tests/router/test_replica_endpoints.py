@@ -5,8 +5,10 @@ from typing import Any
 
 import aiohttp
 import pytest
+from click.testing import CliRunner
 
 from router.access import new_key, sha256_of
+from router.cli import main
 from router.config.clients import AccessConfig
 from router.config.settings import BreakerConfig, ReplicaConfig
 from tests.router.conftest import Fleet, Running, Wait
@@ -181,6 +183,37 @@ async def test_methods_and_origins_that_may_not_change_replicas(
         assert status == 403
     assert router.parts.fleet.replicas["one"].state == "up"
     assert (await change(client, router, "one/drain", Origin=router.url))[0] == 200
+
+
+async def test_the_commands_drain_and_resume(fleet: Fleet, eventually: Wait) -> None:
+    replicas = (
+        ReplicaConfig(url=fleet.one.url, instance_id="a/b:1"),
+        ReplicaConfig(url=fleet.two.url, instance_id="two"),
+    )
+    router = await fleet.router(replicas=replicas)
+
+    async def command(*args: str) -> tuple[int, str]:
+        args = (*args, "--router", router.url)
+        done = await asyncio.to_thread(CliRunner().invoke, main, args)
+        return done.exit_code, done.output
+
+    assert await command("drain", "a/b:1") == (0, "a/b:1 is draining, 0 requests run there\n")
+    assert (await command("resume", "a/b:1"))[0] == 0
+    await eventually(lambda: router.parts.fleet.replicas["a/b:1"].state == "up")
+    code, said = await command("drain", "nobody")
+    assert (code, said) == (1, "Error: there is no replica 'nobody'; known: a/b:1, two\n")
+
+
+async def test_the_command_says_that_requests_still_run(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    fleet.one.will(stream(*chat_events("a", "b"), gates=(None, asyncio.Event())))
+    router = await fleet.router()
+    async with client.post(router.url + CHAT, json=ASK) as running:
+        await running.content.readany()
+        args = ["drain", "one", "--wait-s", "0.1", "--router", router.url]
+        done = await asyncio.to_thread(CliRunner().invoke, main, args)
+    assert (done.exit_code, done.output) == (1, "one is draining, 1 requests run there\n")
 
 
 async def test_other_machines_need_an_admin_key(
