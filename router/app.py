@@ -29,7 +29,7 @@ from router.controller import Configured, Controller
 from router.cors import allow_origins
 from router.feeds import Feeds, HealthMonitor
 from router.fleet import Fleet, Replica
-from router.http import BODIES, Bodies, errors_answered
+from router.http import BODIES, Bodies, announce_leaving, errors_answered
 from router.lmcache import Lmcache
 from router.membership import ConfigFile, Members, Reload, Source
 from router.own_endpoints import Api
@@ -88,6 +88,7 @@ def create_app(
     middlewares = [errors_answered, access.guard]
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     app[BODIES] = Bodies(within_s=config.timeouts.body_s, limit_bytes=config.max_bodies_bytes)
+    announce_leaving(app)
     prompts = PromptSource(config.tokenizer)
     outlets = Outlets(config)
 

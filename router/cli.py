@@ -89,7 +89,9 @@ def serve(
         OPENAI_BASE_URL=http://localhost:8080/v1
 
     Ctrl-C or SIGTERM stops it once running requests have ended
-    (timeouts.drain_s at most); a second one stops it at once.
+    (timeouts.drain_s at most); a second one stops it at once. After SIGTERM
+    it first leaves: /health says 503 while requests are still taken
+    (timeouts.leave_s).
     """
 
     def read() -> RouterConfig:

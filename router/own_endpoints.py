@@ -14,7 +14,7 @@ from router.config import PROMPTED, BadRequest, NoReplica, RouterConfig, Unknown
 from router.explanation import explanation
 from router.feeds import authorization, fetch_models
 from router.fleet import Fleet, State
-from router.http import as_json, read_body
+from router.http import LEAVING, as_json, read_body
 from router.membership import Reload
 from router.proxy import Judge, json_object, parse
 from router.record import CONTENT_TYPE, Metrics
@@ -45,17 +45,19 @@ class Api:
         return as_json(merged[name])
 
     async def health(self, request: web.Request) -> web.Response:
-        """``GET /health``: 200 while at least one replica is up, else 503.
+        """``GET /health``: 200 while at least one replica is up, else 503; so while it leaves.
 
         ``first_probes`` are under way until every replica has been found up or down. Each replica
         by its name and address only for the administration, and whether the configuration's file
         as it is now is used.
         """
         replicas = self.fleet.replicas.values()
-        is_ok = any(each.state is State.UP for each in replicas)
+        is_leaving = request.app[LEAVING].has_begun
+        is_up = any(each.state is State.UP for each in replicas)
+        is_ok = is_up and not is_leaving
         is_probed = all(each.state is not State.UNKNOWN for each in replicas)
         body: dict[str, Any] = {
-            "status": "ok" if is_ok else "no replica is up",
+            "status": "draining" if is_leaving else "ok" if is_up else "no replica is up",
             "first_probes": "done" if is_probed else "under way",
             "states": Counter(str(each.state) for each in replicas),
         }

@@ -7,6 +7,7 @@ import resource
 import signal
 import ssl
 import sys
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Final
 
@@ -14,15 +15,25 @@ import uvloop
 from aiohttp import web
 
 from router.app import PARTS, Parts, create_app
-from router.config import PickerConfig, RouterConfig, describe, host_port, is_loopback
+from router.config import (
+    PickerConfig,
+    RouterConfig,
+    TimeoutsConfig,
+    describe,
+    host_port,
+    is_loopback,
+)
 from router.controller import Controller
-from router.http import Site
+from router.http import LEAVING, Site
 from router.membership import ConfigFile, Reload
 
 log = logging.getLogger("warmroute")
 
 _CONTROLLER_DRAIN_S: Final = 1.0
 _FEW_FILES: Final = 8192
+_STOPS: Final = (signal.SIGINT, signal.SIGTERM)
+_LEAVE_S: Final = 5.0
+"""As long as Kubernetes and common load balancers need to send nothing more."""
 
 
 class PortTaken(Exception):  # noqa: N818  (what happened, in words for a person)
@@ -34,7 +45,7 @@ class PortTaken(Exception):  # noqa: N818  (what happened, in words for a person
 
 
 def run(config: RouterConfig, *, file: ConfigFile | None = None, picks: bool = False) -> None:
-    """Serve until SIGINT or SIGTERM, then drain; raise `PortTaken`.
+    """Serve until SIGINT or SIGTERM, then leave and drain; raise `PortTaken`.
 
     The configuration is read again from ``file`` on SIGHUP, and whenever that changes. ``picks``:
     behind a gateway, as its endpoint picker.
@@ -65,7 +76,7 @@ def _raise_file_limit() -> None:
 
 async def _serve(config: RouterConfig, file: ConfigFile | None, *, picks: bool) -> None:
     app = create_app(config, file=file)
-    stop = _stop_event()
+    stop = _stop_signal()
     async with AsyncExitStack() as stack:
         runner = await _setup(app, config.timeouts.drain_s, stack)
         controller = app[PARTS].controller
@@ -73,16 +84,39 @@ async def _serve(config: RouterConfig, file: ConfigFile | None, *, picks: bool) 
         if controller is not None:
             await _serve_controller(controller, config, stack)
         if picks:
-            await _serve_picker(app[PARTS], runner, stack)
+            leave = await _serve_picker(app[PARTS], runner, stack)
+            host = (config.picker or PickerConfig()).host
         else:
+            leave, host = None, config.host
             await _serve_clients(runner, config, app[PARTS].tls)
         if file is not None:
             _read_again_on_hangup(app[PARTS].reload)
-        await stop.wait()
+        number = await stop
+        app[LEAVING].has_begun = True
+        if leave is not None:
+            await leave()
+        await _leave(0.0 if number is signal.SIGINT else leave_s(config.timeouts, host))
         log.info("stopping: running requests may take %g s more", config.timeouts.drain_s)
 
 
-async def _serve_picker(parts: Parts, runner: web.AppRunner, stack: AsyncExitStack) -> None:
+async def _leave(seconds: float) -> None:
+    """Let load balancers notice, while requests are still taken."""
+    if seconds > 0:
+        log.info("leaving: requests are still taken for %g s, and /health says 503", seconds)
+        await asyncio.sleep(seconds)
+
+
+def leave_s(timeouts: TimeoutsConfig, host: str) -> float:
+    """Return how long a router that listens at ``host`` still takes requests after SIGTERM."""
+    if timeouts.leave_s is not None:
+        return timeouts.leave_s
+    return 0.0 if is_loopback(f"http://{host_port(host, 1)}") else _LEAVE_S
+
+
+async def _serve_picker(
+    parts: Parts, runner: web.AppRunner, stack: AsyncExitStack
+) -> Callable[[], Awaitable[None]]:
+    """Listen; return what calls the picker not ready."""
     # An extra of its own, which only gateways need.
     from router.picker import Picker  # noqa: PLC0415
 
@@ -104,6 +138,7 @@ async def _serve_picker(parts: Parts, runner: web.AppRunner, stack: AsyncExitSta
         config.policy,
         url,
     )
+    return picker.leave
 
 
 async def _serve_clients(
@@ -182,16 +217,18 @@ def _read_again_on_hangup(reload: Reload) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_hangup)
 
 
-def _stop_event() -> asyncio.Event:
-    """Return an event that SIGINT or SIGTERM sets; a second signal ends the process at once."""
+def _stop_signal() -> asyncio.Future[signal.Signals]:
+    """Return what SIGINT or SIGTERM is awaited by; a second one ends the process at once."""
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    stop: asyncio.Future[signal.Signals] = loop.create_future()
 
     def on_signal(number: signal.Signals) -> None:
-        stop.set()
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_DFL)
+        if not stop.done():
+            stop.set_result(number)
+        for each in _STOPS:
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _STOPS:
         loop.add_signal_handler(number, on_signal, number)
     return stop

@@ -163,8 +163,12 @@ class TimeoutsConfig:
     """After which a client's connection is closed that is between requests, or still sends a
     request's headers. Longer than what load balancers keep one for, 60 s mostly: else they
     send a request into a connection that is just being closed."""
+    leave_s: float | None = setting(None, at_least=0)
+    """How long the router still takes requests after SIGTERM, while ``/health`` says 503 and each
+    answer that its connection closes: as long as load balancers need to notice. By default 5 s
+    where other machines reach it, none on loopback; none after SIGINT (Ctrl-C) either."""
     drain_s: float = setting(30.0, at_least=0)
-    """How long running requests may go on after the router was told to stop."""
+    """How long running requests may go on after that."""
 
 
 @dataclass(frozen=True, kw_only=True)

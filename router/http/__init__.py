@@ -3,7 +3,7 @@
 `Site` listens: what is no HTTP is answered, idle connections are closed. `read_body` keeps to the
 limits of a body, and to those of all `Bodies` together; `errors_answered` is the middleware that
 gives every error the shape that the path's clients parse (OpenAI's or Anthropic's); `as_json`
-makes an answer.
+makes an answer. `announce_leaving` tells clients that the server is about to stop.
 
 Called by access, proxy, controller, lmcache and the application. Imports config.
 """
@@ -21,11 +21,15 @@ from router.http.boundary import (
     release_body,
 )
 from router.http.connections import Site
+from router.http.leaving import LEAVING, Leaving, announce_leaving
 
 __all__ = [
     "BODIES",
+    "LEAVING",
     "Bodies",
+    "Leaving",
     "Site",
+    "announce_leaving",
     "as_json",
     "defect",
     "error_body",

@@ -47,6 +47,7 @@ class Picker:
         )
         self._processor = Processor(judge, self._endpoints)
         self._health = health.aio.HealthServicer()
+        self._leaves = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> int:
@@ -62,6 +63,11 @@ class Picker:
         await self._server.start()
         self._tasks = [asyncio.create_task(self._keep_telling(), name="readiness")]
         return port
+
+    async def leave(self) -> None:
+        """Call it not ready from now on; calls are still taken."""
+        self._leaves = True
+        await self._tell_readiness()
 
     async def stop(self, drain_s: float) -> None:
         """Call it not ready; let calls under way end, for so long at most."""
@@ -92,9 +98,9 @@ class Picker:
             await self._tell_readiness()
 
     async def _tell_readiness(self) -> None:
-        """Ready is a picker that knows a replica which answers."""
+        """Ready is a picker that knows a replica which answers, and does not leave."""
         replicas = self._judge.fleet.replicas.values()
-        is_ready = any(each.state is State.UP for each in replicas)
+        is_ready = not self._leaves and any(each.state is State.UP for each in replicas)
         status = health_pb2.HealthCheckResponse
         for name in _READINESS:
             await self._health.set(name, status.SERVING if is_ready else status.NOT_SERVING)

@@ -87,6 +87,24 @@ vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"}
 """
 
 
+@pytest.mark.parametrize(("service", "said"), [("readiness", "NOT_SERVING"), ("", "SERVING")])
+async def test_one_that_leaves_is_not_ready_and_still_picks(
+    gateway: Gateway, client: aiohttp.ClientSession, service: str, said: str
+) -> None:
+    gateway.one.will(json_answer({"ok": True}))
+    picking, _ = await gateway.both()
+    settings = picking.parts.judge.config.picker
+    assert settings is not None
+    await picking.picker.leave()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{settings.port}") as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service=service)
+        )
+        assert health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status) == said
+    async with client.post(picking.url + CHAT, json=chat("s")) as response:
+        assert await response.json() == {"ok": True}
+
+
 @pytest.mark.parametrize(
     ("service", "while_down"),
     [
