@@ -34,7 +34,7 @@ from router.lmcache import Lmcache
 from router.membership import ConfigFile, Members, Reload, Source
 from router.own_endpoints import Api
 from router.prompt import PromptSource
-from router.proxy import METHODS, Judge, Proxy, Waits, check_passes, client_session
+from router.proxy import METHODS, Judge, Proxy, Retries, Waits, check_passes, client_session
 from router.record import Metrics, Outlets, RequestRecord
 from router.replica_endpoints import ReplicaEndpoints
 from router.staging import AgentClient, Preparer
@@ -56,6 +56,7 @@ class Parts:
     preparer: Preparer
     judge: Judge
     waits: Waits
+    retries: Retries
     proxy: Proxy
     api: Api
     replica_endpoints: ReplicaEndpoints
@@ -148,7 +149,7 @@ def _make_parts(
     lmcache = Lmcache(fleet, session, stock_url=config.lmcache_coordinator)
     preparer = Preparer(config, fleet, partial(AgentClient, session), lmcache=lmcache.prefetch)
     sizes = partial(_sizes, fleet, admission, lmcache)
-    waits = Waits(fleet, lmcache.hung)
+    waits, retries = Waits(fleet, lmcache.hung), Retries()
     health = HealthMonitor(config, fleet, prompts, session, changed=waits.look)
     feeds = Feeds(fleet, session)
 
@@ -200,7 +201,8 @@ def _make_parts(
         preparer=preparer,
         judge=judge,
         waits=waits,
-        proxy=Proxy(judge, session, waits),
+        retries=retries,
+        proxy=Proxy(judge, session, waits, retries),
         api=Api(
             config=config,
             fleet=fleet,

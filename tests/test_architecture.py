@@ -37,8 +37,8 @@ ROUTER_ROOMS = {
         "tasks",
     },
     "proxy": {
-        *("config", "http", "access", "prompt", "residency", "latency", "fleet"),
-        *("admission", "staging", "record"),
+        *("config", "http", "access", "prompt", "residency", "latency", "failures"),
+        *("fleet", "admission", "staging", "record"),
     },
     "picker": {
         *("config", "envoy", "http", "residency", "fleet", "record", "proxy", "tasks"),
@@ -91,6 +91,7 @@ PURE = (
     "router.doctor.findings",
     "router.doctor.fleet_checks",
     "router.failures.breaker",
+    "router.failures.retries",
     "router.access.budget",
     "router.access.grant",
     "router.fleet.policy",

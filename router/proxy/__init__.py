@@ -32,14 +32,15 @@ step only asks for a value are not named.
 
 Where keys are configured, `access.guard` lets it in before the route, and its `Grant` is asked
 once the model and the prompt are known. A try that fails before its first byte is made again
-from `admission` on, at the next best replica. `response_owners.Bindings` remember which replica
+from `admission` on, at the next best replica, when `retries` lets it; `hanging` ends its wait where
+that is in vain. `response_owners.Bindings` remember which replica
 keeps a response or a file.
 
 What has no prompt goes the same way: `passing.passed` takes the place of `proxy.request.parse`,
 and nothing is read, held or staged.
 
 Called by the application, and for `Judge` by picker. Imports config, http, access, prompt,
-residency, latency, fleet, admission, staging and record.
+residency, latency, failures, fleet, admission, staging and record.
 """
 
 from router.proxy.hanging import Waits
@@ -47,6 +48,7 @@ from router.proxy.judge import Judge
 from router.proxy.passing import METHODS, check_passes, keeps, label, passed
 from router.proxy.proxy import Proxy
 from router.proxy.request import Asked, json_object, parse
+from router.proxy.retries import Retries
 from router.proxy.upstream import RETRYABLE, client_session
 from router.proxy.usage import UsageReader
 
@@ -56,6 +58,7 @@ __all__ = [
     "Asked",
     "Judge",
     "Proxy",
+    "Retries",
     "UsageReader",
     "Waits",
     "check_passes",

@@ -124,15 +124,17 @@ class Judge:
         *,
         among: Collection[str] | None = None,
         sees_tokens: bool = True,
+        forgiven: int = 0,
     ) -> Admitted:
         """Wait until the request may go, to one ``among`` these replicas; a retry does not wait.
 
         Nor does what only one replica can answer, or what no replica computes a prompt for.
         ``sees_tokens``: whether the first token of a streamed answer will be seen.
+        ``forgiven``: so many of its first tries have failed at replicas that may be asked again.
         Nothing may be awaited between this and a ``try`` that releases the ticket.
         """
         asked_s = time.monotonic()
-        failed = tuple(each.replica_id for each in record.failed_tries)
+        failed = tuple(each.replica_id for each in record.failed_tries[forgiven:])
         bound_to = self.bound_to(asked)
 
         def place(now_s: float, promised: Promised) -> Decision:
@@ -152,7 +154,7 @@ class Judge:
         admitted = await self._admission.admit(
             place,
             model=asked.model,
-            at_once=bool(failed) or bound_to is not None or not asked.has_prompt,
+            at_once=bool(record.failed_tries) or bound_to is not None or not asked.has_prompt,
             max_wait_s=asked.max_wait_s,
         )
         record.held_s = (record.held_s or 0.0) + admitted.waited_s
@@ -199,13 +201,29 @@ class Judge:
         self._note_result(ticket, ok=True)
         self._admission.wake()
 
-    def failed(self, ticket: Ticket, record: RequestRecord, cause: Cause, detail: str) -> None:
-        """Note that a try has failed, at the replica that was asked last; releases nothing."""
+    def failed(
+        self,
+        ticket: Ticket,
+        record: RequestRecord,
+        cause: Cause,
+        detail: str,
+        *,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """Note that a try has failed, at the replica that was asked last; releases nothing.
+
+        ``retry_after_s`` is when it would take the request, if it said so.
+        """
         assert record.replica_id is not None
         if cause in _AT_FAULT:
             self._note_result(ticket, ok=False)
         record.failed_tries.append(
-            FailedTry(replica_id=record.replica_id, cause=cause, detail=detail)
+            FailedTry(
+                replica_id=record.replica_id,
+                cause=cause,
+                detail=detail,
+                retry_after_s=retry_after_s,
+            )
         )
         record.prepared = Preparation()  # what was prepared was for that replica
         if cause is not Cause.ABSENT:

@@ -1,8 +1,10 @@
 """One request from end to end: accept, read, admit, stage, send, relay, record."""
 
+import asyncio
 import time
 import uuid
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from math import ceil
 from typing import Final, NoReturn
 
@@ -18,6 +20,7 @@ from router.proxy.judge import Judge
 from router.proxy.passing import keeps, label, passed
 from router.proxy.relay import relay
 from router.proxy.request import Asked, parse
+from router.proxy.retries import Retries
 from router.proxy.upstream import Answer, TryFailed, Upstream, Wait, forwarded_headers
 from router.proxy.usage import UsageReader
 from router.record import Cause, FailedTry, Outcome, RequestRecord, trace_context
@@ -26,6 +29,8 @@ from router.residency import PromptKeyring
 _Begun = tuple[Answer, Ticket]
 """A replica's answer that has begun, and what is to be given back at its end."""
 _NOT_BEGUN: Final = (Cause.CONNECT, Cause.ABSENT)
+_MOST_PATIENCE_S: Final = 5.0
+"""A client is told of a longer ``Retry-After`` instead, and may wait itself."""
 _MOST_ABSENT: Final = 32
 """After so many replicas without it, what none is known to keep is looked for no further: one
 request of a client is not to become hundreds."""
@@ -39,12 +44,14 @@ class Proxy:
         judge: Judge,
         session: aiohttp.ClientSession,
         waits: Waits,
+        retries: Retries,
     ) -> None:
-        """``waits`` are given up where they are in vain."""
+        """``waits`` are given up where they are in vain; ``retries`` wait for their turn."""
         self._judge = judge
         self._config = judge.config
         self._upstream = Upstream(session, judge.config.timeouts)
         self._waits = waits
+        self._retries = retries
         tracing = judge.config.tracing
         self._sample_ratio = None if tracing is None else tracing.sample_ratio
 
@@ -95,7 +102,7 @@ class Proxy:
             self._judge.finish(ticket, record, reader.read(), ok=answer.is_ok)
 
     async def _begin(self, request: web.Request, record: RequestRecord) -> _Begun | web.Response:
-        """Try the best replica, then the next best, until one begins to answer.
+        """Read a request, and send it until a replica begins to answer.
 
         Returns the last one's refusal where none does.
         """
@@ -107,10 +114,21 @@ class Proxy:
         keyring = await self._judge.read(asked, record)
         if grant is not None and asked.has_prompt:
             grant.take_prompt(keyring.prompt_tokens, time.monotonic())
+        with self._retries.counting():
+            return await self._send(request, asked, keyring, record)
+
+    async def _send(
+        self, request: web.Request, asked: Asked, keyring: PromptKeyring, record: RequestRecord
+    ) -> _Begun | web.Response:
+        """Try the best replica, then the next best, and one that asked for patience once more."""
         refusal: web.Response | None = None
+        forgiven = 0
         while True:
             try:
-                return await self._try(request, asked, keyring, record)
+                if not self._counted(record):
+                    return await self._try(request, asked, keyring, record)
+                async with self._retrying(asked, record):
+                    return await self._try(request, asked, keyring, record, forgiven=forgiven)
             except TryFailed as failure:
                 refusal = failure.answer
                 if not self._goes_on(asked, record):
@@ -118,8 +136,38 @@ class Proxy:
             except NoReplica:
                 if not record.failed_tries:
                     raise
-                break
+                if not await self._is_patient(asked, record, forgiven):
+                    break
+                forgiven = len(record.failed_tries)
         return self._give_up(record) if refusal is None else refusal
+
+    @asynccontextmanager
+    async def _retrying(self, asked: Asked, record: RequestRecord) -> AsyncIterator[None]:
+        """Wait for the turn of a retry; raise `NoReplica` if it does not come in time."""
+        began_s = time.monotonic()
+        longest_s = min(asked.max_wait_s, self._config.admission.max_wait_s)
+        has_turn = await self._retries.enter(len(self._counted(record)), longest_s)
+        record.waited_to_retry(began_s)
+        if not has_turn:
+            raise NoReplica("too many requests are being tried again")
+        try:
+            yield
+        finally:
+            self._retries.leave()
+
+    async def _is_patient(self, asked: Asked, record: RequestRecord, forgiven: int) -> bool:
+        """Wait for a replica that said when it would take the request, if that is soon.
+
+        Returns False if none did. No other replica is left to take it.
+        """
+        tries = record.failed_tries[forgiven:]
+        said = [each.retry_after_s for each in tries if each.retry_after_s is not None]
+        if not said or min(said) > min(_MOST_PATIENCE_S, asked.max_wait_s):
+            return False
+        began_s = time.monotonic()
+        await asyncio.sleep(min(said))
+        record.waited_to_retry(began_s)
+        return True
 
     def _asked(self, request: web.Request, body: bytes) -> Asked:
         header, aliases = self._config.sessions.header, self._judge.fleet.aliases
@@ -149,13 +197,19 @@ class Proxy:
         return [each for each in record.failed_tries if each.cause is not Cause.ABSENT]
 
     async def _try(
-        self, request: web.Request, asked: Asked, keyring: PromptKeyring, record: RequestRecord
+        self,
+        request: web.Request,
+        asked: Asked,
+        keyring: PromptKeyring,
+        record: RequestRecord,
+        *,
+        forgiven: int = 0,
     ) -> _Begun:
         """Send the request to one replica; return its answer once it has begun.
 
-        Raises `TryFailed` where another replica may be asked.
+        Raises `TryFailed` where another replica may be asked. ``forgiven``: see `Judge.admit`.
         """
-        admitted = await self._judge.admit(asked, keyring, record)
+        admitted = await self._judge.admit(asked, keyring, record, forgiven=forgiven)
         # In flight from here on, not from after the prefetch: a burst of the same prompt that
         # comes while this one waits must see it. Nothing may be awaited before the ``try``: a
         # client that leaves then would leave the ticket.
@@ -178,7 +232,9 @@ class Proxy:
                     seeks=asked.seeks and self._judge.bound_to(asked) is None,
                 )
         except TryFailed as failure:
-            self._judge.failed(ticket, record, failure.cause, failure.detail)
+            self._judge.failed(
+                ticket, record, failure.cause, failure.detail, retry_after_s=failure.retry_after_s
+            )
             self._judge.release(ticket)
             raise
         except BaseException:

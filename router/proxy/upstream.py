@@ -64,6 +64,12 @@ class TryFailed(Exception):
         self.answer = answer
         """The replica's own words, if it had any: for when there is no other replica."""
 
+    @property
+    def retry_after_s(self) -> float | None:
+        """After which time the replica would take the request, if it said so in seconds."""
+        said = "" if self.answer is None else self.answer.headers.get("Retry-After", "")
+        return float(said) if said.isascii() and said.isdecimal() else None
+
 
 class AnswerCut(Exception):
     """The replica's answer broke off after it had begun."""

@@ -45,6 +45,7 @@ FIELDS: Final[Mapping[str, tuple[str, _Value]]] = {
             for each in r.failed_tries
         ],
     ),
+    "retry_wait_s": ("waiting between its tries", lambda r: _rounded(r.retry_wait_s)),
     "streamed": ("whether the answer was", lambda r: r.streamed),
     "prompt_tokens": ("as the router counts them", lambda r: r.prompt_tokens),
     "matched_tokens": (

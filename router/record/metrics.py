@@ -67,6 +67,11 @@ _HISTOGRAMS: Final = {
         [],
         _TTFT_BUCKETS_S,
     ),
+    "retry_wait_seconds": (
+        "How long requests that were tried again waited between their tries",
+        [],
+        _TTFT_BUCKETS_S,
+    ),
     "prefetch_wait_seconds": (
         "How long requests were held back for their prefetch or copy",
         ["replica"],
@@ -188,6 +193,7 @@ class Metrics(Collector):
         self._time("read_prompt_seconds", record.read_s)
         self._time("place_seconds", record.place_s)
         self._time("admission_wait_seconds", record.held_s)
+        self._time("retry_wait_seconds", record.retry_wait_s)
         self._time("ttft_seconds", record.ttft_s, replica, str(record.streamed).lower())
         self._time("request_seconds", record.total_s, replica)
         self._observe_preparation(record.prepared, replica)

@@ -63,6 +63,8 @@ class FailedTry:
     replica_id: str
     cause: Cause
     detail: str
+    retry_after_s: float | None = None
+    """When it would take the request, as it said (``Retry-After``)."""
     ended_s: float = field(default_factory=time.monotonic, compare=False)
 
 
@@ -70,7 +72,7 @@ class Step(NamedTuple):
     """Something that a request went through at the router."""
 
     name: str
-    """``read`` (its prompt), ``wait`` (for a replica), ``stage`` (KV)."""
+    """``read`` (its prompt), ``wait`` (for a replica), ``stage`` (KV), ``retry`` (waiting to)."""
     began_s: float
     ended_s: float
 
@@ -112,6 +114,8 @@ class RequestRecord:
     """Deciding: keys, match, costs."""
     held_s: float | None = None
     """Until a replica could soon begin; the predicted TTFT counts from its end."""
+    retry_wait_s: float | None = None
+    """Between its tries: for its turn among the retries, a pause, a replica's ``Retry-After``."""
     rejected: str | None = None
     """Why the router did not let it wait any longer, or at all: "full", "deadline"."""
     replica_id: str | None = None
@@ -158,6 +162,11 @@ class RequestRecord:
         span_id = new_span_id() if made else None
         self.tries.append(Try(str(self.replica_id), url, time.monotonic(), span_id))
         return None if self.trace is None or span_id is None else self.trace.header(span_id)
+
+    def waited_to_retry(self, began_s: float) -> None:
+        """Note that the request has waited between two tries until now."""
+        self.retry_wait_s = (self.retry_wait_s or 0.0) + time.monotonic() - began_s
+        self.step("retry", began_s)
 
     def end(self, outcome: Outcome, *, error: str | None = None) -> None:
         """Note how the request ended. The first end counts: others are its consequences."""

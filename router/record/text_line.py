@@ -24,6 +24,7 @@ def text_line(record: RequestRecord) -> str:
         "predicted_ms": _ms(record.predicted_ttft_s),
         "total_ms": _ms(record.total_s),
         "failed_tries": tries or None,
+        "retry_wait_ms": _ms(record.retry_wait_s),
         "error": None if record.error is None else repr(record.error),
         "id": record.request_id,
     }
