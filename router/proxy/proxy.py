@@ -240,13 +240,14 @@ class Proxy:
         except BaseException:
             self._judge.release(ticket)
             raise
-        record.streamed, record.first_byte_s = answer.streamed, answer.began_s
         self._judge.answered(ticket, answer.status)
         if answer.is_ok:
             lag_s = answer.sent_s - ticket.started_s - record.prepared.waited_s
             self._judge.began(
                 ticket, record, began_s=answer.began_s, streamed=answer.streamed, lag_s=lag_s
             )
+        else:
+            record.streamed, record.first_byte_s = answer.streamed, answer.began_s
         return answer, ticket
 
     def _wait(

@@ -50,6 +50,20 @@ async def test_an_answer_comes_through(fleet: Fleet) -> None:
     assert router.in_flight() == 0
 
 
+async def test_the_first_byte_of_a_stream_teaches(fleet: Fleet) -> None:
+    """It ends the request's prefill, and the replica's rates learn from the time it took."""
+    end = asyncio.Event()
+    fleet.one.will(stream(*chat_events("a", "b"), gates=(None, end)))
+    router = await fleet.router()
+    replica = router.parts.fleet.replicas["one"]
+    async with openai_client(router) as client:
+        async for _ in await client.chat.completions.create(**ASK, stream=True):
+            assert end.is_set() or (replica.waiting, replica.decoding) == (0, 1)
+            end.set()
+    await router.record()
+    assert replica.rates.observations == 1
+
+
 async def test_a_stream_is_not_buffered(fleet: Fleet) -> None:
     """Each event reaches the client before the upstream is allowed to send the next."""
     gates = (None, asyncio.Event(), asyncio.Event(), asyncio.Event())
