@@ -180,12 +180,14 @@ class BreakerConfig:
     """
 
     enabled: bool = True
+    """Whether it ever opens."""
     failures_in_a_row: int = setting(5, at_least=1)
     """After so many it opens."""
     failure_share: float = setting(0.5, above=0, at_most=1)
     """It opens too when so large a share of the requests within ``window_s`` has failed, of ten
     at least."""
     window_s: float = setting(10.0, above=0)
+    """How far back the share looks."""
     open_s: float = setting(5.0, above=0)
     """Then one request at a time goes through. It is closed when one succeeds; each one that
     fails opens it for twice as long."""
@@ -270,7 +272,8 @@ class RouterConfig:
     max_bodies_bytes: int = setting(2048 * MIB, at_least=1024)
     """Of all requests that are being read or wait for their answer's beginning; then 503."""
     retries: int = setting(2, at_least=0, at_most=100)
-    """How many other replicas a request that has not begun to be answered may try."""
+    """How many other replicas a request that has not begun to be answered may try. Where none can
+    take it, one that said ``Retry-After`` of at most 5 s is tried again."""
     model_aliases: dict[str, str] = field(default_factory=dict)
     """By further names that clients may use, the models that replicas get asked for instead."""
     passthrough: tuple[str, ...] = ()

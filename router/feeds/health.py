@@ -65,7 +65,7 @@ class HealthMonitor:
         *,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """``changed`` is called when a replica has been found to be up or down."""
+        """``changed`` is called when a replica has been found to be up, down or silent."""
         self._changed = changed
         self._watched: dict[Replica, _Watched] = {}
         self._timeouts = config.timeouts
@@ -140,6 +140,9 @@ class HealthMonitor:
             if watched.up is None or watched.silent_probes >= _SILENT_PROBES:
                 timeout_s = self._timeouts.health_timeout_s
                 self._set_down(watched, f"/health does not answer within {timeout_s:g} s")
+            if watched.silent_probes == _SILENT_PROBES:
+                watched.replica.is_silent = True
+                self._changed()
             return
         watched.silent_probes = 0
         if problem is not None:

@@ -199,6 +199,7 @@ class Fleet:
         replica = self.replicas[replica_id]
         if replica.state is State.DOWN:
             self._roster.came_back(replica)
+        replica.is_silent = False
         self._receive(replica, Signal.ANSWERED, why_down="")
 
     def down(self, replica_id: str, why: str = "it does not answer") -> None:

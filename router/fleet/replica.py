@@ -127,6 +127,9 @@ class Replica:
     why_down: str = ""
     """What its health checks, or a request, found wrong when it was called down; empty while it
     answers. Of a draining one too, whose state does not tell."""
+    is_silent: bool = False
+    """Whether several health checks in a row were taken and not answered, nor anything else: what
+    waits there for its first byte waits in vain. Of one that refuses them that is not known."""
     heard_s: float = -inf
     """When it gave a sign of life last: part of an answer, or a KV event."""
     has_events: bool = False

@@ -1,7 +1,8 @@
 """Giving up the wait for an answer's first byte, where it is known to be in vain.
 
 A long prompt may rightly take minutes, so by default nothing bounds that wait. But a replica that
-health checks call down, or whose LMCache server has ended, will not answer.
+answers no health checks either, or whose LMCache server has ended, will not answer. One that does
+answer them, be it with 503, may well end what it has.
 """
 
 import asyncio
@@ -65,14 +66,14 @@ class Waits:
                 hung.remove_done_callback(note_hung)
 
     def look(self) -> None:
-        """Give up what is in vain; to be called when a replica was found to be up or down."""
+        """Give up what is in vain; to be called when a replica was found up, down or silent."""
         for each in self._waits:
             self._look_at(each)
 
     def _look_at(self, waiting: _Movable) -> None:
-        why = waiting.replica.why_down
-        if why and self._has_another(waiting):
-            waiting.wait.give_up(TryFailed(Cause.DOWN, f"it was called down: {why}"))
+        replica = waiting.replica
+        if replica.is_silent and self._has_another(waiting):
+            waiting.wait.give_up(TryFailed(Cause.SILENT, replica.why_down))
 
     def _has_another(self, waiting: _Movable) -> bool:
         return any(

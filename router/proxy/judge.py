@@ -26,7 +26,7 @@ from router.staging import Preparation, Preparer
 
 log = logging.getLogger("warmroute.replicas")
 
-_AT_FAULT: Final = frozenset({Cause.CUT, Cause.STATUS, Cause.GATEWAY, Cause.TIMEOUT, Cause.DOWN})
+_AT_FAULT: Final = frozenset({Cause.CUT, Cause.STATUS, Cause.GATEWAY, Cause.TIMEOUT, Cause.SILENT})
 """Causes that a replica's breaker counts. Where nobody listens it is down; one that waits for its
 LMCache server rests."""
 _SERVER_ERROR: Final = 500

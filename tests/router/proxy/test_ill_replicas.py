@@ -54,7 +54,7 @@ async def test_requests_at_a_replica_that_hangs_are_sent_elsewhere(
     await fleet.one.aborted.wait()
     await router.record(2)
     (moved,) = (each for each in router.records if each.failed_tries)
-    assert moved.failed_tries[0].cause is Cause.DOWN
+    assert moved.failed_tries[0].cause is Cause.SILENT
     assert "/health does not answer within" in moved.failed_tries[0].detail
     assert router.in_flight() == 0
     assert len(router.parts.waits) == 0
@@ -69,10 +69,26 @@ async def test_a_stream_that_has_begun_there_is_left_alone(
     async with client.post(router.url + CHAT, json=ASK) as response:
         await response.content.readany()
         fleet.one.silent = True
-        await eventually(lambda: router.parts.fleet.replicas["one"].state == "down")
+        await eventually(lambda: router.parts.fleet.replicas["one"].is_silent)
         end.set()
         assert b"[DONE]" in await response.read()
     assert (await router.record()).outcome is Outcome.OK
+
+
+async def test_one_that_is_down_and_not_silent_may_end_what_it_has(
+    fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait
+) -> None:
+    """As a server does that stops: it takes nothing new, and finishes."""
+    gate = asyncio.Event()
+    fleet.one.will(stream(*chat_events("a"), gates=(gate,)))
+    router = await fleet.router(timeouts=QUICK)
+    asked = asyncio.create_task(ask(client, router))
+    await fleet.one.arrived.wait()
+    fleet.one.healthy = False
+    await eventually(lambda: router.parts.fleet.replicas["one"].state == "down")
+    assert await ask(client, router) == (200, "two")
+    gate.set()
+    assert await asked == (200, "one")
 
 
 async def test_a_request_goes_on_waiting_while_no_other_replica_is_up(
@@ -85,7 +101,7 @@ async def test_a_request_goes_on_waiting_while_no_other_replica_is_up(
     asked = asyncio.create_task(ask(client, router))
     await fleet.one.arrived.wait()
     fleet.one.silent = True
-    await eventually(lambda: router.parts.fleet.replicas["one"].state == "down")
+    await eventually(lambda: router.parts.fleet.replicas["one"].is_silent)
     assert len(router.parts.waits) == 1
     fleet.two.healthy = True
     assert await asked == (200, "two")
@@ -102,7 +118,7 @@ async def test_what_may_not_be_repeated_goes_on_waiting(
     asked = asyncio.create_task(client.post(f"{router.url}/v1/files", data=b"x"))
     await fleet.one.arrived.wait()
     fleet.one.silent = True
-    await eventually(lambda: router.parts.fleet.replicas["one"].state == "down")
+    await eventually(lambda: router.parts.fleet.replicas["one"].is_silent)
     gate.set()
     async with await asked as response:
         assert await response.read() == b"late"
