@@ -10,6 +10,7 @@ Imported by every room; imports none.
 """
 
 from router.config.addresses import host_port, is_loopback, is_same_url, reachable, server_key
+from router.config.breaker import BreakerConfig
 from router.config.clients import (
     AccessConfig,
     CorsConfig,
@@ -44,7 +45,6 @@ from router.config.observability import RequestLogConfig, TracingConfig
 from router.config.requests import MAX_WAIT_HEADER, PROMPTED
 from router.config.schema import build, read_yaml, setting
 from router.config.settings import (
-    BreakerConfig,
     LmcacheWorkersConfig,
     PickerConfig,
     PolicyName,

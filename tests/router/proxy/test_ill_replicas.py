@@ -8,7 +8,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from router.config.settings import BreakerConfig, ReplicaConfig, TimeoutsConfig
+from router.config.breaker import BreakerConfig
+from router.config.settings import ReplicaConfig, TimeoutsConfig
 from router.failures import Circuit
 from router.record.records import Cause, Outcome
 from tests.router.conftest import Fleet, Running, Wait
