@@ -25,6 +25,13 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def without_password(url: str) -> str:
+    """Return a URL as it may stand in a log: without the name and password before its host."""
+    scheme, separator, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path}"
+
+
 def listening_family(host: str, port: int) -> socket.AddressFamily:
     """Return in which family to listen on a host; IPv4 if it has addresses of both.
 

@@ -138,7 +138,17 @@ def parse_http_address(value: object) -> str:
     parts = urlsplit(text if "://" in text else f"http://{text}")
     if parts.scheme not in ("http", "https"):
         raise BadValue(f"{value!r} is not served over http", "write host:port, or http://host:port")
-    parse_host_port(f"{parts.netloc}{parts.path}")
+    parse_host_port(f"{parts.netloc.rpartition('@')[2]}{parts.path}")
+    return text
+
+
+def parse_own_address(value: object) -> str:
+    """Read a URL of http or https with nothing behind the port, and perhaps no host before it."""
+    text = parse_text(value).rstrip("/")
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise BadValue(f"{value!r} is no URL of http", "write http://host:port, or http://:port")
+    parse_host_port(f"{'any' if parts.netloc.startswith(':') else ''}{parts.netloc}{parts.path}")
     return text
 
 

@@ -198,7 +198,9 @@ class MoveStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Registration(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """``POST /register`` at the controller's monitor port, by an agent that starts.
 
     Then ``POST /heartbeat`` (`Heartbeat`) at least every ``heartbeat_s``; the
@@ -213,6 +215,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     address that the registration came from."""
     transfer_port: int | None
     heartbeat_s: float
+    openai_url: str | None = None
+    """Where clients reach the replica, likewise; a router that permits it sends requests there."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

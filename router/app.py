@@ -31,7 +31,7 @@ from router.feeds import Feeds, HealthMonitor
 from router.fleet import Fleet, Replica
 from router.http import BODIES, Bodies, announce_leaving, errors_answered
 from router.lmcache import Lmcache
-from router.membership import ConfigFile, Members, Reload, Source
+from router.membership import ConfigFile, Discovery, Members, Reload, Source
 from router.own_endpoints import Api
 from router.prompt import PromptSource
 from router.proxy import METHODS, Judge, Proxy, Retries, Waits, check_passes, client_session
@@ -64,6 +64,7 @@ class Parts:
     """None where the configuration has none; its two applications want sites of their own."""
     lmcache: Lmcache
     members: Members
+    discovery: Discovery
     reload: Reload
     tls: ssl.SSLContext | None
     """What the clients' port is to take; None for plain HTTP."""
@@ -109,11 +110,13 @@ def create_app(
             await parts.feeds.start()
             await parts.lmcache.start()
             parts.members.start()
+            parts.discovery.start()
             await parts.reload.start()
             tick = asyncio.create_task(ticking(parts.fleet), name="tick")
             yield
             tick.cancel()
             await parts.reload.stop()
+            await parts.discovery.stop()
             await parts.members.stop()
             await parts.lmcache.stop()
             await parts.preparer.stop()
@@ -191,6 +194,7 @@ def _make_parts(
         suspect=health.suspect,
         locate=lmcache.ask,
     )
+    controller = _controller(config, members, session, lmcache, access)
     live["passthrough"] = partial(setattr, judge, "passthrough")
     return Parts(
         fleet=fleet,
@@ -213,9 +217,12 @@ def _make_parts(
             reload=reload,
         ),
         replica_endpoints=ReplicaEndpoints(fleet=fleet, look_again=health.look_again),
-        controller=_controller(config, fleet, session, lmcache, access),
+        controller=controller,
         lmcache=lmcache,
         members=members,
+        discovery=Discovery(
+            config.discovery, members, None if controller is None else controller.registrations
+        ),
         reload=reload,
         tls=tls,
     )
@@ -251,7 +258,7 @@ def _live(
 
 def _controller(
     config: RouterConfig,
-    fleet: Fleet,
+    members: Members,
     session: aiohttp.ClientSession,
     lmcache: Lmcache,
     access: Access,
@@ -262,8 +269,9 @@ def _controller(
     def configured() -> list[Configured]:
         return [
             Configured(id=each.id, agent_url=each.config.agent_url, incarnation=each.incarnation)
-            for each in fleet.replicas.values()
+            for each in members.fleet.replicas.values()
             if each.config.agent_url is not None
+            if members.source(each) not in (None, Source.REGISTRATION)
         ]
 
     return Controller(
@@ -276,6 +284,7 @@ def _controller(
         beside=lmcache.routes(),
         beside_instances=lmcache.listing,
         others=None if lmcache.workers is None else lmcache.workers.control,
+        guards_monitor=config.discovery.registration,
     )
 
 

@@ -91,7 +91,7 @@ def serve(
     Ctrl-C or SIGTERM stops it once running requests have ended
     (timeouts.drain_s at most); a second one stops it at once. After SIGTERM
     it first leaves: /health says 503 while requests are still taken
-    (timeouts.leave_s).
+    (timeouts.leave_s). The file is read again when it changes, and on SIGHUP.
     """
 
     def read() -> RouterConfig:

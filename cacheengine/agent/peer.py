@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 
 from cacheengine import wire
+from cacheengine.address import without_password
 from cacheengine.agent.answers import PeerError
 
 _CONNECT_S: Final = 2.0
@@ -76,11 +77,11 @@ async def call(
         ) as response:
             body = await response.read()
     except TimeoutError:
-        raise PeerError(f"{url}: no answer within {timeout_s:g} s") from None
+        raise PeerError(f"{without_password(url)}: no answer within {timeout_s:g} s") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise PeerError(f"{url}: {error or type(error).__name__}") from error
+        raise PeerError(f"{without_password(url)}: {error or type(error).__name__}") from error
     if response.status != 200:
-        raise PeerRefusedError(url, response.status, _said(body))
+        raise PeerRefusedError(without_password(url), response.status, _said(body))
     return body
 
 

@@ -8,6 +8,7 @@ from typing import Final
 import aiohttp
 
 from cacheengine import wire
+from cacheengine.address import without_password
 from cacheengine.agent.answers import PeerError
 from cacheengine.agent.peer import PeerRefusedError, call
 
@@ -94,7 +95,8 @@ class Registrar:
         if self._state != "registered":
             self._state = "registered"
             name = self._registration.instance_id
-            logger.info("%s is registered with the controller at %s", name, self._base_url)
+            where = without_password(self._base_url)
+            logger.info("%s is registered with the controller at %s", name, where)
 
     def _note_failure(self, error: PeerError) -> None:
         state = "refused" if isinstance(error, PeerRefusedError) else "away"

@@ -16,7 +16,7 @@ import aiohttp
 from aiohttp import web
 
 from cacheengine import wire
-from cacheengine.address import join_host_port
+from cacheengine.address import join_host_port, without_password
 from cacheengine.agent.answers import errors_as_json
 from cacheengine.agent.async_waits import wake
 from cacheengine.agent.handlers import Handlers
@@ -128,7 +128,7 @@ class Agent:
             logger.warning(
                 "the controller at %s cannot reach this agent at %s: set agent_host to an "
                 "address of this machine, or to 0.0.0.0",
-                controller_url,
+                without_password(controller_url),
                 join_host_port(*address),
             )
         registration = wire.Registration(
@@ -137,6 +137,7 @@ class Agent:
             agent_url=f"http://{join_host_port(host, address[1])}",
             transfer_port=self._identity.transfer_port,
             heartbeat_s=self._config.lmcache_worker_heartbeat_time,
+            openai_url=self._config.openai_url,
         )
         return Registrar(session, controller_url, registration)
 

@@ -14,6 +14,7 @@ from cacheengine.identity import option_of
 from cacheengine.launch.launch import (
     free_ports,
     hash_algorithm_of,
+    openai_url_of,
     vllm_arguments,
     vllm_environment,
 )
@@ -79,6 +80,7 @@ def replica(
             os.environ,
             config_path=str(config_path.resolve()),
             hash_algorithm=hash_algorithm_of(vllm_args),
+            openai_url=openai_url_of(vllm_args) if _needs_openai_url(config) else None,
         )
     except (ConfigError, ValueError) as error:
         click.echo(f"warmroute replica: {error}", err=True)
@@ -96,6 +98,10 @@ def replica(
         )
         sys.exit(2)
     os.execve(command[0], command, environment)
+
+
+def _needs_openai_url(config: EngineConfig) -> bool:
+    return config.enable_controller and config.openai_url is None
 
 
 def _check_ports(config: EngineConfig) -> None:

@@ -17,6 +17,7 @@ from cacheengine.keys import ALGORITHMS
 
 _SETTINGS_KEY: Final = "warmroute"
 _HASH_FLAG: Final = "--prefix-caching-hash-algo"
+_VLLM_PORT: Final = "8000"
 _KV_REPLAY_STEPS: Final = 100_000
 """Batches of KV events that vLLM keeps for a router that starts later."""
 
@@ -107,10 +108,19 @@ def _one_kv_group(vllm_args: Sequence[str]) -> list[str]:
 
 
 def vllm_environment(
-    environment: Mapping[str, str], *, config_path: str, hash_algorithm: str
+    environment: Mapping[str, str],
+    *,
+    config_path: str,
+    hash_algorithm: str,
+    openai_url: str | None = None,
 ) -> dict[str, str]:
-    """Return the environment of that command, from the launcher's own."""
+    """Return the environment of that command, from the launcher's own.
+
+    ``openai_url`` is what the configuration does not say.
+    """
     added = {"LMCACHE_CONFIG_FILE": config_path}
+    if openai_url is not None:
+        added["LMCACHE_OPENAI_URL"] = openai_url
     if hash_algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in environment:
         # Without it vLLM's xxhash schemes draw a random seed at each start:
         # then no disk tier outlives a restart and no router can match.
@@ -123,17 +133,36 @@ def hash_algorithm_of(vllm_args: Sequence[str]) -> str:
 
     Raises ValueError for one that cannot be computed outside vLLM.
     """
-    algorithm = "sha256"
-    for index, arg in enumerate(vllm_args):
-        if option_of(arg) != _HASH_FLAG:
-            continue
-        if "=" in arg:
-            algorithm = arg.split("=", 1)[1]
-        elif index + 1 < len(vllm_args):
-            algorithm = vllm_args[index + 1]
+    algorithm = _value_of(vllm_args, _HASH_FLAG, "sha256")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{_HASH_FLAG}: {algorithm!r} is unknown; use {', '.join(ALGORITHMS)}")
     return algorithm
+
+
+def openai_url_of(vllm_args: Sequence[str]) -> str | None:
+    """Return where vLLM will serve, for a router; None where that is no port.
+
+    Without a host where that is every address of this machine.
+    """
+    if any(option_of(arg) == "--uds" for arg in vllm_args):
+        return None
+    scheme = "https" if any(option_of(arg) == "--ssl-certfile" for arg in vllm_args) else "http"
+    host = _value_of(vllm_args, "--host", "0.0.0.0").strip("[]")
+    known = "" if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
+    return f"{scheme}://{known}:{_value_of(vllm_args, '--port', _VLLM_PORT)}"
+
+
+def _value_of(vllm_args: Sequence[str], option: str, default: str) -> str:
+    """Return the value of an option, the last one where it is given several times."""
+    value = default
+    for index, arg in enumerate(vllm_args):
+        if option_of(arg) != option:
+            continue
+        if "=" in arg:
+            value = arg.split("=", 1)[1]
+        elif index + 1 < len(vllm_args):
+            value = vllm_args[index + 1]
+    return value
 
 
 def free_ports(count: int) -> list[int]:

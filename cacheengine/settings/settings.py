@@ -83,8 +83,11 @@ class EngineConfig:
     """The replica's name; by default its host and agent port."""
     enable_controller: bool = _key(False, values.parse_bool)
     """Register with the controller (the router's monitor port) and send it heartbeats."""
-    controller_url: str | None = _key(None, values.parse_http_address)
-    """Where that is: ``host:port``, or ``http://host:port``."""
+    controller_url: str | None = field(
+        default=None, repr=False, metadata={"parse": values.parse_http_address}
+    )
+    """Where that is: ``host:port``, or ``http://host:port``. Where the router asks for its
+    secret there, ``http://any:SECRET@host:port``."""
     lmcache_worker_port: int = _key(8090, values.parse_port)
     """Port of the agent; 0 takes any free one."""
     distributed_url: str | None = _key(None, values.parse_host_port)
@@ -98,6 +101,11 @@ class EngineConfig:
     """Further settings, of the remote store: Mooncake's are LMCache's ``mooncake_`` keys."""
 
     # Ours, not LMCache's.
+    openai_url: str | None = _key(None, values.parse_own_address)
+    """Where the router reaches this replica's OpenAI server, ``http://host:port``, told when it
+    registers: a router with ``discovery.registration`` then sends requests there. Without a host
+    (``http://:8000``), the address that the registration comes from. ``warmroute replica`` knows
+    it from vLLM's options."""
     agent_host: str = _key("127.0.0.1", values.parse_text)
     """Address the agent listens on."""
     disk_direct_reads: bool = _key(True, values.parse_bool)

@@ -18,6 +18,12 @@ from router.config.clients import (
     ReplicaTlsConfig,
     TlsConfig,
 )
+from router.config.discovery import (
+    DiscoveredConfig,
+    DiscoveryConfig,
+    DnsConfig,
+    KubernetesConfig,
+)
 from router.config.errors import (
     ApiError,
     BadRequest,
@@ -68,9 +74,13 @@ __all__ = [
     "ConfigError",
     "Conflict",
     "CorsConfig",
+    "DiscoveredConfig",
+    "DiscoveryConfig",
+    "DnsConfig",
     "Forbidden",
     "Judgment",
     "KeyConfig",
+    "KubernetesConfig",
     "Learning",
     "LmcacheWorkersConfig",
     "MethodNotAllowed",

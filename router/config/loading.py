@@ -39,6 +39,9 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
             raise at.at(name).error("is empty", fix)
     config = build(RouterConfig, value, at)
     replicas = _checked_replicas(config.replicas, at.at("replicas"))
+    if not replicas and not config.discovery.is_on:
+        fix = "add at least one '- url: http://host:port', or the section discovery"
+        raise at.at("replicas").error("names no replica", fix)
     tokenizer = _checked_tokenizer(config.tokenizer, at.at("tokenizer"), base)
     check_unique(((port, at.at(name).key) for name, port in _ports(config)), path)
     picker = _checked_picker(config.picker, at.at("picker"), base)
@@ -58,6 +61,7 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
         raise at.at("max_bodies_bytes").error(found, "give at least max_body_bytes")
     _check_controller(config, at)
     _check_clients(config, at)
+    _check_discovery(config, at.at("discovery"))
     stock = config.lmcache_coordinator
     stock = stock and _normal_url(stock, at.at("lmcache_coordinator"))
     return replace(
@@ -127,9 +131,25 @@ def _check_clients(config: RouterConfig, at: Place) -> None:
             raise here.error(f"'{origin}' is no origin", "write it like https://host, or '*'")
 
 
+def _check_discovery(config: RouterConfig, at: Place) -> None:
+    """Raise `ConfigError` for sources of replicas that cannot be asked."""
+    discovery = config.discovery
+    if discovery.registration and config.controller is None:
+        fix = "add 'controller: {}', where they register"
+        raise at.at("registration").error("is on, and there is no controller", fix)
+    names = ((f"{each.name}:{each.port}", i) for i, each in enumerate(discovery.dns))
+    check_unique(((name, at.at("dns").item(index).key) for name, index in names), at.path)
+    kubernetes = discovery.kubernetes
+    if kubernetes is None:
+        return
+    here = at.at("kubernetes")
+    if (kubernetes.service is None) is (kubernetes.selector is None):
+        raise here.error("wants a service or a selector", "set one of the two")
+    if kubernetes.api_url is not None:
+        _normal_url(kubernetes.api_url, here.at("api_url"))
+
+
 def _checked_replicas(replicas: Sequence[ReplicaConfig], at: Place) -> tuple[ReplicaConfig, ...]:
-    if not replicas:
-        raise at.error("names no replica", "add at least one '- url: http://host:port'")
     checked = []
     seen: dict[str, Place] = {}
     for index, replica in enumerate(replicas):

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from router.config.breaker import BreakerConfig
 from router.config.clients import AccessConfig, CorsConfig, ReplicaTlsConfig, TlsConfig
+from router.config.discovery import DiscoveryConfig
 from router.config.observability import RequestLogConfig, TracingConfig
 from router.config.schema import setting
 
@@ -241,7 +242,9 @@ class RouterConfig:
     """Address to listen on; ``0.0.0.0`` for clients on other machines."""
     port: int = setting(8080, at_least=0, at_most=65535)
     """0 picks a free port (it is printed)."""
-    replicas: tuple[ReplicaConfig, ...]
+    replicas: tuple[ReplicaConfig, ...] = ()
+    """At least one, unless ``discovery`` finds them."""
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     policy: PolicyName = "ttft"
     """``ttft``: the replica that answers soonest; the others are there to compare with."""
     max_body_bytes: int = setting(64 * MIB, at_least=1024)

@@ -15,6 +15,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from cacheengine.wire import Registration
 from router.access import Access
 from router.config import AccessConfig, Overloaded
 from router.controller.agents import AgentCalls
@@ -46,6 +47,7 @@ class Controller:
         beside: Sequence[web.RouteDef] = (),
         beside_instances: Callable[[], list[dict[str, Any]]] = list,
         others: OtherInstances | None = None,
+        guards_monitor: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -53,13 +55,15 @@ class Controller:
 
         ``beside`` are routes that are served on the API's port too, ``beside_instances`` tells
         the instances that these know, ``others`` calls instances that have no agent. With a
-        ``secret``, or admin keys in ``access``, that port asks every caller for it.
+        ``secret``, or admin keys in ``access``, that port asks every caller for it, and with
+        ``guards_monitor`` the other one too.
         """
         self.registry = Registry(configured)
         self._limit_bytes = limit_bytes
         self._body_s = body_s
         self._secret = secret
         self._access = access or Access(AccessConfig())
+        self._guards_monitor = guards_monitor
         self._beside = beside
         self._clock = clock
         self._api = ControllerApi(
@@ -79,7 +83,19 @@ class Controller:
 
     def monitor(self) -> web.Application:
         """Make the monitor's application."""
-        return self._application(self._monitor.routes(), MAX_BODY_BYTES, is_guarded=False)
+        return self._application(
+            self._monitor.routes(), MAX_BODY_BYTES, is_guarded=self._guards_monitor
+        )
+
+    def registrations(self) -> list[Registration]:
+        """Return the registrations of the agents that live."""
+        self._expire()
+        return self.registry.registrations()
+
+    def _expire(self) -> None:
+        for gone in self.registry.expire(self._clock()):
+            name, url = gone.registration.instance_id, gone.registration.agent_url
+            log.warning("%s (%s) has missed its heartbeats and is forgotten", name, url)
 
     def _application(
         self, routes: Sequence[web.RouteDef], limit_bytes: int, *, is_guarded: bool
@@ -93,9 +109,7 @@ class Controller:
             if under_way.locked():
                 raise Overloaded(f"{MAX_REQUESTS} requests are under way; ask again later")
             async with under_way:
-                for gone in self.registry.expire(self._clock()):
-                    name, url = gone.registration.instance_id, gone.registration.agent_url
-                    log.warning("%s (%s) has missed its heartbeats and is forgotten", name, url)
+                self._expire()
                 return await handler(request)
 
         app = web.Application(middlewares=[errors_answered, admitted], client_max_size=limit_bytes)

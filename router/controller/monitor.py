@@ -38,8 +38,9 @@ class Monitor:
     async def register(self, request: web.Request) -> web.Response:
         """Take in an agent's `Registration`; 409 when its name is another's by configuration."""
         call = await read_call(request, RegisterCall)
-        agent_url = _reachable(call.agent_url, request.remote)
-        registration = msgspec.structs.replace(call, agent_url=agent_url)
+        agent_url = _reachable(call.agent_url, request.remote, "agent_url")
+        openai_url = call.openai_url and _reachable(call.openai_url, request.remote, "openai_url")
+        registration = msgspec.structs.replace(call, agent_url=agent_url, openai_url=openai_url)
         try:
             before = self._registry.register(registration, self._clock())
         except ApiError as error:
@@ -62,21 +63,19 @@ class Monitor:
         return {"forgotten": gone.instance_id}
 
 
-def _reachable(agent_url: str, remote: str | None) -> str:
-    """Return an agent's URL, with where it came from for a host that it does not name."""
-    parts = urlsplit(agent_url)
+def _reachable(url: str, remote: str | None, field: str) -> str:
+    """Return a URL of an agent's, with where it came from for a host that it does not name."""
     try:
+        parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError:
-        port = None
+        parts, host, port = urlsplit(""), "", None
     is_base = not (parts.query or parts.fragment or parts.username or parts.password)
     if parts.scheme not in ("http", "https") or port is None or not is_base:
-        raise BadRequest(
-            f"agent_url is '{agent_url}'; give it like http://host:port", param="agent_url"
-        )
+        raise BadRequest(f"{field} is '{url}'; give it like http://host:port", param=field)
     if host in _ANYWHERE:
         if remote is None:
-            raise BadRequest("agent_url must name a host here", param="agent_url")
+            raise BadRequest(f"{field} must name a host here", param=field)
         host = remote.removeprefix("::ffff:")
     return f"{parts.scheme}://{host_port(host, port)}{parts.path.rstrip('/')}"
 

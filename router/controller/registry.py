@@ -156,6 +156,10 @@ class Registry:
             del self._registered[each.registration.instance_id]
         return gone
 
+    def registrations(self) -> list[Registration]:
+        """Return the registrations as they stand."""
+        return [each.registration for each in self._registered.values()]
+
     def instances(self) -> list[Instance]:
         """Return every instance once: the configured ones first, each in a stable order."""
         left = dict(self._registered)

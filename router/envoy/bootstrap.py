@@ -53,6 +53,9 @@ def configuration(config: RouterConfig, at: Place) -> dict[str, Any]:
     are configured.
     """
     picker = config.picker or PickerConfig()
+    if not config.replicas:
+        fix = "name them there, or let a gateway that knows Kubernetes ask the picker"
+        raise at.error("names no replica, and this Envoy finds none by itself", fix)
     for index, each in enumerate(config.replicas):
         parts = urlsplit(each.url)
         if parts.scheme != "http" or parts.path:

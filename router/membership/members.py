@@ -63,7 +63,7 @@ class Members:
         when it was probed once; ``left`` of each that is about to be removed, at the latest
         ``drain_s`` after no source named it any more.
         """
-        self._fleet = fleet
+        self.fleet = fleet
         self._drain_s = drain_s
         self._joined = joined
         self._left = left
@@ -99,6 +99,13 @@ class Members:
         """
         self._named[source, part] = {server_key(each.url): each for each in replicas}
         self._changed.set()
+
+    def source(self, replica: Replica) -> Source | None:
+        """Return where a replica's settings come from; None for one that leaves."""
+        key = server_key(replica.config.url)
+        return min(
+            (source for (source, _), named in self._named.items() if key in named), default=None
+        )
 
     async def _run(self) -> None:
         while True:
@@ -140,12 +147,14 @@ class Members:
             self._stay(key)
         # All of these first: one may have got the name of another.
         drained = {key for key, config in wanted.items() if self._replaced(key, config)}
+        new = [key for key in wanted if key not in self._replicas]
+        self._free({wanted[key].name for key in new}, wanted)
         probed = []
-        for key in wanted.keys() - self._replicas.keys():
+        for key in new:
             if (replica := self._add(key, wanted[key])) is not None:
                 probed.append(self._joined(replica))
                 if key in drained:
-                    self._fleet.drain(replica.id)
+                    self.fleet.drain(replica.id)
         self._refused &= wanted.keys()
         return probed
 
@@ -167,10 +176,8 @@ class Members:
         return is_draining
 
     def _add(self, key: _Key, config: ReplicaConfig) -> Replica | None:
-        for other in [each for each in self._leaving if self._name(each) == config.name]:
-            self._remove(other)  # what has left may not keep its name from what joins
         try:
-            replica = self._fleet.add(config)
+            replica = self.fleet.add(config)
         except ValueError as error:
             if key not in self._refused:
                 log.error("%s cannot join the fleet: %s", config.url, error)
@@ -180,8 +187,11 @@ class Members:
         log.info("%s (%s) has joined the fleet", replica.id, config.url)
         return replica
 
-    def _name(self, key: _Key) -> str:
-        return self._replicas[key].config.name
+    def _free(self, names: Container[str], wanted: Container[_Key]) -> None:
+        """Remove at once what leaves and has a name of a replica that joins."""
+        for key, replica in list(self._replicas.items()):
+            if key not in wanted and replica.config.name in names:
+                self._remove(key)
 
     # --- leaving
 
@@ -192,18 +202,18 @@ class Members:
                 was_draining = replica.state is State.DRAINING
                 self._leaving[key] = _Leaving(now_s + self._drain_s, was_draining)
                 log.info("%s leaves the fleet: %d requests there", replica.id, replica.in_flight)
-                self._fleet.drain(replica.id)
+                self.fleet.drain(replica.id)
         for key, leaving in list(self._leaving.items()):
             if not self._replicas[key].in_flight or leaving.until_s <= now_s:
                 self._remove(key)
 
     def _stay(self, key: _Key) -> None:
         if not self._leaving.pop(key).was_draining:
-            self._fleet.resume(self._replicas[key].id)
+            self.fleet.resume(self._replicas[key].id)
 
     def _remove(self, key: _Key) -> None:
         self._leaving.pop(key, None)
         replica = self._replicas.pop(key)
         self._left(replica)
-        self._fleet.remove(replica.id)
+        self.fleet.remove(replica.id)
         log.info("%s has left the fleet; %d requests go on", replica.id, replica.in_flight)

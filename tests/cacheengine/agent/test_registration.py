@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -187,6 +188,7 @@ async def test_an_agent_registers_while_it_serves(
         enable_controller=True,
         controller_url=url.rstrip("/"),
         lmcache_worker_heartbeat_time=0.01,
+        openai_url="http://:8000",
     )
     agent = Agent(make_bench(2).engine, identity("two"), config)
     await asyncio.to_thread(agent.start)
@@ -196,6 +198,7 @@ async def test_an_agent_registers_while_it_serves(
     registered = heard.calls[0][1]
     assert registered["agent_url"] == f"{told}{agent.address[1]}"
     assert (registered["instance_id"], registered["heartbeat_s"]) == ("two", 0.01)
+    assert registered["openai_url"] == "http://:8000"
     assert heard.paths[-1] == "/deregister"
 
 
@@ -222,3 +225,23 @@ async def test_an_agent_starts_and_stops_without_its_controller(make_bench: Make
     await asyncio.to_thread(agent.start)
     async with asyncio.timeout(5):
         await asyncio.to_thread(agent.stop)
+
+
+async def test_a_secret_is_sent_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[str | None] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.headers.get("Authorization"))
+        return web.json_response({}, status=401 if len(asked) < 2 else 200)
+
+    app = web.Application()
+    app.router.add_post("/register", answer)
+    caplog.set_level(logging.INFO)
+    async with TestServer(app) as server:
+        url = f"http://any:s3cret@127.0.0.1:{server.port}"
+        async with registrar(url) as (_, turns):
+            await turns.next()
+    assert asked == [f"Basic {b64encode(b'any:s3cret').decode()}"] * 2
+    assert "is registered" in caplog.text
+    assert "401" in caplog.text
+    assert "s3cret" not in caplog.text

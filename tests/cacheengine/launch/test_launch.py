@@ -15,6 +15,7 @@ from cacheengine.launch.launch import (
     ReplicaSettings,
     free_ports,
     hash_algorithm_of,
+    openai_url_of,
     vllm_arguments,
     vllm_environment,
 )
@@ -84,6 +85,23 @@ def test_the_hash_algorithm_is_read_from_vllms_options() -> None:
     assert hash_algorithm_of(["--prefix_caching_hash_algo", "xxhash_cbor"]) == "xxhash_cbor"
     with pytest.raises(ValueError, match="'md5' is unknown; use sha256"):
         hash_algorithm_of(["--prefix-caching-hash-algo", "md5"])
+
+
+@pytest.mark.parametrize(
+    ("args", "url"),
+    [
+        ("", "http://:8000"),
+        ("--port 8001", "http://:8001"),
+        ("--port=8001 --host 0.0.0.0", "http://:8001"),
+        ("--host 10.0.0.1", "http://10.0.0.1:8000"),
+        ("--host fd00::1 --ssl-certfile c.pem", "https://[fd00::1]:8000"),
+        ("--uds /tmp/socket", None),
+    ],
+)
+def test_where_vllm_serves_is_read_from_its_options(args: str, url: str | None) -> None:
+    assert openai_url_of(args.split()) == url
+    made = vllm_environment({}, config_path="c", hash_algorithm="sha256", openai_url=url)
+    assert made.get("LMCACHE_OPENAI_URL") == url
 
 
 def test_a_random_seed_is_pinned_and_a_given_one_kept() -> None:

@@ -40,11 +40,22 @@ def test_lmcaches_documented_example_loads(
         ("https://router.internal:9001/", "https://router.internal:9001"),
         ("http://10.0.0.1:9001", "http://10.0.0.1:9001"),
         ("[fd00::1]:9001", "http://[fd00::1]:9001"),
+        ("http://any:s3cret@10.0.0.1:9001", "http://any:s3cret@10.0.0.1:9001"),
     ],
 )
 def test_controller_urls(tmp_path: Path, url: str, base: str) -> None:
     config = load(tmp_path, f"enable_controller: true\ncontroller_url: '{url}'")
     assert config.controller_base_url == base
+
+
+def test_a_secret_in_the_controller_s_url_is_not_shown(tmp_path: Path) -> None:
+    config = load(tmp_path, "enable_controller: true\ncontroller_url: http://any:s3cret@a:9001")
+    assert "s3cret" not in repr(config)
+
+
+@pytest.mark.parametrize("url", ["http://a:8000", "https://[fd00::1]:8000", "http://:8000"])
+def test_urls_of_the_openai_server(tmp_path: Path, url: str) -> None:
+    assert load(tmp_path, f"openai_url: '{url}/'").openai_url == url
 
 
 def test_without_enable_controller_its_url_has_no_effect(
@@ -65,6 +76,9 @@ def test_without_distributed_url_nothing_is_served(tmp_path: Path) -> None:
     [
         ("enable_controller: true", "controller_url does not say where .* localhost:9001"),
         ("controller_url: localhost", "does not end in a colon and a port"),
+        ("openai_url: localhost:8000", "is no URL of http"),
+        ("openai_url: http://localhost", "does not end in a colon and a port"),
+        ("openai_url: http://a:8000/v1", "does not end in a colon and a port"),
         ("controller_url: tcp://localhost:9001", "not served over http"),
         ("controller_url: http://localhost:9001/path", "does not end in a colon and a port"),
         ("distributed_url: 8004", "does not end in a colon and a port .* localhost:8004"),

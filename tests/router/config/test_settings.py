@@ -63,7 +63,7 @@ def test_a_secret_is_not_printed(tmp_path: Path) -> None:
         ("", "router.yaml: is empty; write settings as 'key: value' lines"),
         ("- 1", "router.yaml: holds a list at its top level; write settings as"),
         ("a: [1", "router.yaml: line 1: not valid YAML"),
-        ("port: 1", "replicas: is missing; add 'replicas: ...'"),
+        ("port: 1", "replicas: names no replica; add at least one '- url:"),
         ("replicas: []", "replicas: names no replica; add at least one '- url:"),
         ("replicas: http://a", "replicas: expected a list, got the text 'http://a'; write one"),
         ("replicas: [http://a]", "replicas[0]: expected settings, got the text 'http://a'; write"),

@@ -13,7 +13,9 @@ import pytest
 import yaml
 from aiohttp import web
 
+from router.config import ReplicaConfig
 from router.fleet import State
+from router.membership import Source
 from tests.router.conftest import Running, Wait
 from tests.router.membership.conftest import Reloading
 from tests.router.scripted import chat_events, json_answer, stream
@@ -219,7 +221,10 @@ async def test_replicas_that_exchange_their_names(
 
 
 async def test_a_name_goes_from_one_address_to_another(
-    reloading: Reloading, client: aiohttp.ClientSession, eventually: Wait
+    reloading: Reloading,
+    client: aiohttp.ClientSession,
+    eventually: Wait,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Though the old replica of that name still has a request."""
     one, two = await reloading.upstream(), await reloading.upstream()
@@ -236,6 +241,25 @@ async def test_a_name_goes_from_one_address_to_another(
         assert b"[DONE]" in await response.read()
     assert await ask(client, running) == 200
     assert len(two.seen) == 1
+    assert "cannot join" not in caplog.text
+
+
+async def test_a_name_that_is_another_s_cannot_join(
+    reloading: Reloading, eventually: Wait, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once; and it joins when that one has left."""
+    one, two = await reloading.upstream(), await reloading.upstream()
+    reloading.write([one])
+    running = await reloading.router()
+    named_like = ReplicaConfig(url=two.url, instance_id="r0")
+    running.parts.members.name(Source.DNS, [named_like])
+    await eventually(lambda: "cannot join the fleet" in caplog.text)
+    running.parts.members.name(Source.DNS, [named_like])
+    reloading.write([{"url": one.url, "instance_id": "other"}])
+    await reload(running)
+    await eventually(lambda: named(running) == {"other", "r0"})
+    assert running.parts.fleet.replicas["r0"].config.url == two.url
+    assert caplog.text.count("cannot join the fleet") == 1
 
 
 async def test_series_of_a_removed_replica_disappear(
