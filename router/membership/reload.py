@@ -19,6 +19,8 @@ from router.tasks import end_all
 log = logging.getLogger("warmroute.membership")
 
 _LOOK_EVERY_S: Final = 1.0
+_FILES: Final = frozenset({"tls", "replica_tls"})
+"""Settings that are files, whose contents may be others under the same names."""
 
 Apply = Callable[[Any], None]
 """Uses another value of a setting; raises OSError where its files cannot be used."""
@@ -88,19 +90,22 @@ class Reload:
                 self._refuse(describe(error))
 
     def _apply(self, config: RouterConfig) -> None:
-        live = dict(self._live)
-        if (config.tls is None) is not (self.config.tls is None):
-            del live["tls"]  # its ports speak HTTP or HTTPS from the start
-        for name, apply in live.items():
-            apply(getattr(config, name))
         names = [each.name for each in fields(config)]
         changed = {name for name in names if getattr(config, name) != getattr(self.config, name)}
-        used = changed & live.keys()
+        used = changed & self._live.keys()
+        if (config.tls is None) is not (self.config.tls is None):
+            used.discard("tls")  # its ports speak HTTP or HTTPS from the start
+        for name, apply in self._live.items():
+            if name in used or name in _FILES:
+                apply(getattr(config, name))
         self.waiting = tuple(sorted(changed - used))
         self.config = replace(self.config, **{name: getattr(config, name) for name in used})
         self.problem = None
         self.counts["applied"] += 1
-        log.info("the configuration was read again; %s", _said("changed", sorted(used)))
+        changes = ", ".join(sorted(used)) or "none"
+        log.info(
+            "the configuration was read again, certificates too; changed settings: %s", changes
+        )
         if self.waiting:
             log.warning(
                 "%s: changed in the configuration, and used at the router's next start only",
@@ -150,7 +155,3 @@ def _digest(paths: Iterable[Path]) -> bytes:
             content = b""
         digest.update(content + b"/")
     return digest.digest()
-
-
-def _said(what: str, names: list[str]) -> str:
-    return f"{what}: {', '.join(names)}" if names else f"nothing has {what}"

@@ -1,6 +1,7 @@
 """A router whose configuration file a test rewrites, in front of scripted upstreams."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class Reloading:
 
 @pytest.fixture
 async def reloading(tmp_path: Path) -> AsyncIterator[Reloading]:
+    level = logging.getLogger().level
     with blockbuster_ctx("router"):
         async with AsyncExitStack() as stack:
             yield Reloading(path=tmp_path / "router.yaml", stack=stack)
+    logging.getLogger().setLevel(level)

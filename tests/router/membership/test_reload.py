@@ -359,7 +359,7 @@ async def test_keys_change_and_what_was_used_of_others_stays_used(
     assert [await answers(name) for name in ("bo", "carl", "anna", "anna")] == [401, 200, 200, 429]
 
 
-async def test_aliases_and_passed_paths_change(
+async def test_aliases_passed_paths_and_the_log_level_change(
     reloading: Reloading, client: aiohttp.ClientSession
 ) -> None:
     one = await reloading.upstream()
@@ -373,8 +373,9 @@ async def test_aliases_and_passed_paths_change(
     chat = {"messages": CHAT["messages"], "model": "short"}
     assert await status("/v1/chat/completions", **chat) == 404
     assert await status("/mine") == 404
-    reloading.write([one], model_aliases={"short": "m"}, passthrough=["/mine"], log_level="info")
+    reloading.write([one], model_aliases={"short": "m"}, passthrough=["/mine"], log_level="error")
     await reload(running)
+    assert logging.getLogger().level == logging.ERROR
     assert await status("/v1/chat/completions", **chat) == 200
     assert await status("/mine") == 200
     async with client.get(f"{running.url}/v1/models") as response:
