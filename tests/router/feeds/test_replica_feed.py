@@ -195,6 +195,33 @@ async def test_a_stock_vllm_tells_where_its_events_are(context: zmq.asyncio.Cont
             await until(lambda: next(iter(fleet.replicas.values())).has_events)
 
 
+async def test_a_replica_that_joined_in_another_s_place_is_followed(
+    context: zmq.asyncio.Context,
+) -> None:
+    """The end of the following of the one that left takes nothing from it, though of one name."""
+    async with publisher(context) as source, aiohttp.ClientSession() as session:
+        await source.publish(stored(BLOCKS, list(PROMPT.token_ids or ())))
+        endpoints = {"kv_events": source.endpoint, "kv_replay": source.replay_endpoint}
+        config = ReplicaConfig(url="http://127.0.0.1:1", **endpoints)
+        fleet = Fleet(RouterConfig(replicas=(config,)))
+        feeds = Feeds(fleet, session)
+        await feeds.start()
+        try:
+            old = next(iter(fleet.replicas.values()))
+            await until(lambda: old.has_events)
+            before = asyncio.all_tasks()
+            feeds.left(old)
+            fleet.remove(old.id)
+            new = fleet.add(config)
+            fleet.following_kv(new.id)
+            await until(lambda: any(each.done() for each in before))
+            assert new.has_events
+            feeds.joined(new)
+            await until(lambda: matched(fleet) == {Tier.GPU: 256})
+        finally:
+            await feeds.stop()
+
+
 async def test_a_gpu_cache_that_is_reset_leaves_what_the_cpu_holds(
     context: zmq.asyncio.Context,
 ) -> None:

@@ -187,6 +187,24 @@ def test_a_replica_whose_server_does_not_answer_holds_nothing_until_it_does() ->
     assert matched(fleet)["r0"] == {"cpu": 256, "disk": 256}
 
 
+def test_a_replica_that_leaves_is_untied_and_one_that_comes_is_told_all() -> None:
+    fleet, coordinator = two_tied()
+    coordinator.apply([batch(1, keys=[key(0)])])
+    config = fleet.replicas["r0"].config
+    coordinator.ties.left("r0")
+    fleet.remove("r0")
+    coordinator.apply([batch(2, tier="l2", keys=[key(1)])])
+    assert coordinator.ties.server_of("r0") is None
+    fleet.add(config)
+    fleet.up("r0")
+    assert not fleet.replicas["r0"].can_prefetch
+    assert matched(fleet)["r0"] == {}
+    coordinator.ties.tie(
+        "r0", Server(url="http://host0:8210", instance_id="mp0", chunk_tokens=CHUNK)
+    )
+    assert matched(fleet)["r0"] == {"cpu": 256, "disk": 256}
+
+
 def test_the_latest_declaration_counts() -> None:
     _, coordinator = two_tied()
     declared: dict[str, Any] = {"capacity_revision": 1, "capacity_bytes": 4000}

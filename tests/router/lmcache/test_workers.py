@@ -12,6 +12,7 @@ import pytest
 from router.config.errors import ConfigError
 from router.config.settings import ControllerConfig, LmcacheWorkersConfig, ReplicaConfig
 from router.lmcache.workers.room import LmcacheWorkers
+from router.membership import Source
 from router.residency.lmcache_keys import LmcacheKeys
 from router.residency.tiers import Tier
 from tests.router.conftest import Fleet, Running, Wait
@@ -192,6 +193,25 @@ async def test_after_a_gap_all_keys_are_asked_for_and_followed_to_their_end(rig:
     status = await worker.ask("FullSyncStatusMsg", sync_id="s1")
     assert (status["is_complete"], status["can_exit_freeze"]) == (True, True)
     assert rig.held() == {"cpu": 3}
+
+
+async def test_workers_are_inside_of_a_replica_that_joins_by_their_name(rig: Rig) -> None:
+    """Nothing is known of what they hold: they are asked for it."""
+    worker = await rig.registered()
+    await worker.tell("admit", KEYS)
+    await rig.counted("applied", 4)
+    before = rig.running.parts.fleet.replicas["two"]
+    one = rig.running.parts.fleet.replicas["one"].config
+    members = rig.running.parts.members
+    members.name(Source.FILE, [one])
+    await rig.eventually(lambda: before.is_removed)
+    assert rig.workers.registry.replica_of("two") == "one", "the only one on its host now"
+    members.name(Source.FILE, [one, before.config])
+    await rig.eventually(lambda: rig.workers.registry.replica_of("two") == "two")
+    (command,) = (await worker.beat())["commands"]
+    assert command["command_type"] == "full_sync"
+    await worker.tell("admit", KEYS[:1])
+    await rig.eventually(lambda: rig.held() == {"cpu": 1})
 
 
 async def test_a_gap_in_what_lies_on_disk_leaves_nothing_believed(rig: Rig) -> None:
