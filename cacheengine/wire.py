@@ -11,9 +11,10 @@ This module is shared with the router: standard library and msgspec only.
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 TierName = Literal["cpu", "disk", "remote"]
 """The tiers that an engine reports. The GPU's are in vLLM's own KV events."""
@@ -27,14 +28,20 @@ MAX_PINNED_SHARE: Final = 0.75
 """Of a CPU pool: so much can be pinned at once, for what is being promoted or loaded."""
 
 
+_Port = Annotated[int, Meta(ge=1, le=65535)]
+
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they are to be."""
+
+
 class TierInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One tier's size and its measured speed (0.0 while nothing was measured)."""
 
-    capacity_bytes: int
-    used_bytes: int
-    read_bytes_per_s: float = 0.0
+    capacity_bytes: Annotated[int, Meta(ge=0)]
+    used_bytes: Annotated[int, Meta(ge=0)]
+    read_bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0
     """Towards the CPU pool; for the cpu tier, towards the GPU."""
-    write_bytes_per_s: float = 0.0
+    write_bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class ReplicaIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,11 +54,11 @@ class ReplicaIdentity(msgspec.Struct, frozen=True, kw_only=True):
     hash_seed: str
     block_tokens: int
     chunk_tokens: int
-    chunk_bytes: int
-    kv_events_port: int | None = None
+    chunk_bytes: Annotated[int, Meta(ge=1)]
+    kv_events_port: _Port | None = None
     """Port of vLLM's ZMQ publisher on the replica's host, if events are on."""
-    kv_replay_port: int | None = None
-    transfer_port: int | None = None
+    kv_replay_port: _Port | None = None
+    transfer_port: _Port | None = None
     """Port on the replica's host where other replicas fetch chunks, if it has one."""
 
 

@@ -7,7 +7,9 @@ import hypothesis
 import pytest
 
 # Examples are judged by what they show, not by how long a busy machine takes for them.
-hypothesis.settings.register_profile("no-deadline", deadline=None)
+hypothesis.settings.register_profile("no-deadline", deadline=None, print_blob=True)
+# For tests/fuzz, with --hypothesis-profile=long: minutes for each port.
+hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=2000)
 hypothesis.settings.load_profile("no-deadline")
 
 _ONE_PROCESS = (

@@ -1,5 +1,7 @@
 """Reading requests and writing answers, the same way for every path."""
 
+import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
@@ -9,17 +11,27 @@ from aiohttp import web
 
 from cacheengine import wire
 
+logger = logging.getLogger("vllm.warmroute")
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _T = TypeVar("_T")
 _N = TypeVar("_N", int, float)
 
 _MOST_S: Final = 3600.0
+BODY_S: Final = 30.0
+"""A body that never ends would else be waited for as long as its caller lives."""
 
 
 class BadCallError(Exception):
     """A request the agent cannot serve as it stands; the text says how to mend it."""
 
     status = 400
+
+
+class TooSlowError(BadCallError):
+    """A request whose body did not come in time."""
+
+    status = 408
 
 
 class NotKnownError(BadCallError):
@@ -46,17 +58,30 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except BadCallError as error:
-        return web.json_response({"error": f"{request.path}: {error}"}, status=error.status)
+        response = web.json_response({"error": f"{request.path}: {error}"}, status=error.status)
+        if isinstance(error, TooSlowError):
+            response.force_close()  # the rest of the body may still come
+        return response
     except web.HTTPException as error:
         return web.json_response({"error": error.reason}, status=error.status)
+    except ConnectionResetError:
+        raise  # the caller has gone: no answer reaches it
+    except Exception:
+        logger.exception("the agent failed at %s", request.path)
+        return web.json_response({"error": "the agent failed; see its log"}, status=500)
 
 
 async def decode(request: web.Request, kind: type[_T]) -> _T:
     """Return a request's body; raise `BadCallError` if it is not of that kind."""
-    body = await request.read()
     try:
+        async with asyncio.timeout(BODY_S):
+            body = await request.read()
         return msgspec.json.decode(body or b"{}", type=kind)
-    except msgspec.MsgspecError as error:
+    except TimeoutError:
+        raise TooSlowError(f"the body did not come whole within {BODY_S:g} s") from None
+    except web.RequestPayloadError:
+        raise BadCallError("the body is not encoded as its headers say") from None
+    except wire.UNREADABLE as error:
         raise BadCallError(f"the body is not a {kind.__name__}: {error}") from None
 
 

@@ -55,7 +55,7 @@ class PeerAgent:
     def _decoded(self, body: bytes, kind: type[_T]) -> _T:
         try:
             return msgspec.json.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
+        except wire.UNREADABLE as error:
             raise PeerError(f"{self._base_url} is no agent: {error}") from None
 
 
@@ -90,5 +90,5 @@ def _said(answer: bytes) -> str:
     try:
         error = msgspec.json.decode(answer)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
+    except (*wire.UNREADABLE, KeyError, TypeError):
         return answer[:200].decode(errors="replace")

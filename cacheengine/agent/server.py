@@ -19,6 +19,7 @@ from cacheengine import wire
 from cacheengine.address import join_host_port, without_password
 from cacheengine.agent.answers import errors_as_json
 from cacheengine.agent.async_waits import wake
+from cacheengine.agent.connections import Site
 from cacheengine.agent.handlers import Handlers
 from cacheengine.agent.mover import Mover
 from cacheengine.agent.registration import Registrar
@@ -107,7 +108,7 @@ class Agent:
             undo.push_async_callback(runner.cleanup)
             undo.push_async_callback(mover.stop)
             config = self._config
-            await web.TCPSite(runner, config.agent_host, config.lmcache_worker_port).start()
+            await Site(runner, config.agent_host, config.lmcache_worker_port).start()
             self.address = runner.addresses[0][:2]
             logger.info("Warmroute agent of %s on %s", self._identity.instance_id, self.address)
             _run_within(undo, self._expire_pins())

@@ -128,6 +128,17 @@ def _number(name: str, default: float, text: str) -> _Option:
     help="Port of the first replica, the others follow; 0: free ones.",
 )
 @click.option(
+    "--agent-port",
+    type=click.IntRange(0, 65535),
+    metavar="N",
+    default=_FLEET.agent_port,
+    show_default=True,
+    help="Port of the first replica's agent, the others follow; 0: free ones.",
+)
+@_tokens(
+    "--first", _FLEET.first, "Number of the first replica, in its name: for several such fleets."
+)
+@click.option(
     "--directory",
     type=click.Path(path_type=Path, file_okay=False),
     help="Where the tokenizer lies, and stays; by default a temporary directory.",

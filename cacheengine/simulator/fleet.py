@@ -32,15 +32,18 @@ async def fleet(settings: Settings) -> AsyncIterator[dict[str, Any]]:
         seed=settings.seed,
     )
     reader = CallReader(settings, prompts)
-    replicas = [Replica(settings, f"sim{number + 1}") for number in range(settings.replicas)]
+    first = settings.first
+    replicas = [
+        Replica(settings, f"sim{first + number}", agent_port=port_of(settings.agent_port, number))
+        for number in range(settings.replicas)
+    ]
     began_s = time.monotonic()
     async with contextlib.AsyncExitStack() as undo:
         for number, each in enumerate(replicas):
             undo.push_async_callback(each.stop)
             each.start(began_s)
-            port = settings.port + number if settings.port else 0
             runner, each.url = await serve_app(
-                OpenAiServer(each, reader).app(), settings.host, port
+                OpenAiServer(each, reader).app(), settings.host, port_of(settings.port, number)
             )
             undo.push_async_callback(runner.cleanup)
         runner, control_url = await serve_app(Control(replicas, prompts).app(), settings.host, 0)
@@ -61,6 +64,11 @@ async def fleet(settings: Settings) -> AsyncIterator[dict[str, Any]]:
             "speed": settings.speed,
             "router_rates": settings.router_rates(),
         }
+
+
+def port_of(first: int, number: int) -> int:
+    """Return the port of a fleet's ``number``-th replica, counted from 0; 0: any free one."""
+    return first + number if first else 0
 
 
 async def run(settings: Settings, ready: Callable[[dict[str, Any]], None]) -> None:

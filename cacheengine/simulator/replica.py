@@ -45,10 +45,12 @@ class Replica:
         settings: Settings,
         instance_id: str,
         *,
+        agent_port: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self.instance_id = instance_id
+        self._agent_port = agent_port
         self.url = ""
         self.stream = KvStream(settings.host)
         self.log: deque[dict[str, Any]] = deque(maxlen=_LOG)
@@ -100,6 +102,7 @@ class Replica:
         self._storage = open_storage(
             self.settings,
             self.instance_id,
+            agent_port=self._agent_port,
             kv_events_port=_port(self.stream.endpoint),
             kv_replay_port=_port(self.stream.replay_endpoint),
         )

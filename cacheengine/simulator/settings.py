@@ -29,6 +29,10 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 0
     """Of the first replica, the next ones follow; 0: any free ones."""
+    agent_port: int = 0
+    """The same for the replicas' agents."""
+    first: int = 1
+    """Number of the first replica, in its name: of fleets of several processes each has others."""
     stream_interval_tokens: int = 1
     output_tokens: int = 64
     """Length of an answer when the request does not say."""

@@ -88,8 +88,10 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        # A message may quote what a client sent, and a header's bytes need not be text: no body
+        # could be written of them.
+        self.message = message.encode(errors="replace").decode()
+        super().__init__(self.message)
         self.param = param
         self.code = self.default_code if code is None else code
         self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s

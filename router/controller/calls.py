@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from cacheengine.wire import Registration, TierName
+from cacheengine.wire import UNREADABLE, Registration, TierName
 from router.config import BadRequest
 from router.http import as_json, read_body
 
@@ -136,7 +136,7 @@ async def read_call(request: web.Request, kind: type[_T]) -> _T:
     body = await read_body(request)
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise BadRequest(f"{request.path}: {error}; it takes {_fields_text(kind)}") from None
 
 

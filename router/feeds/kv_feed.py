@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import zmq.asyncio
 
-from cacheengine.wire import InstanceInfo
+from cacheengine.wire import UNREADABLE, InstanceInfo
 from router.feeds.health import fetch
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber, until_first
 from router.feeds.pause import Pause
@@ -138,7 +138,7 @@ class KvFeed:
         )
         try:
             sources = msgspec.json.decode(told or b"{}", type=dict[str, _Source])
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return None
         if len(sources) > 1:
             log.warning(

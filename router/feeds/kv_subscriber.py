@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from router.residency import KvBatch, KvEventReader
+from router.residency import BadEvents, KvBatch, KvEventReader
 from router.tasks import end_all
 
 _REPLAY_TIMEOUT_S: Final = 5.0
@@ -26,7 +26,9 @@ _HIGH_WATER: Final = 100_000
 """Messages kept while others are being applied, as many as vLLM keeps to be sent."""
 _AT_ONCE_BYTES: Final = 32_768
 """Messages taken before others may run: some milliseconds."""
-_END_OF_REPLAY: Final = (1 << 64) - 1
+_NUMBER_BYTES: Final = 8
+_END_OF_REPLAY: Final = b"\xff" * _NUMBER_BYTES
+_MOST: Final = (1 << 63) - 1
 _HEARTBEAT_MS: Final = 5_000
 _DEAD_AFTER_MS: Final = 15_000
 
@@ -160,10 +162,12 @@ class KvSubscriber:
             await socket.send_multipart([b"", start.to_bytes(8, "big")])
             while await socket.poll(self._replay_timeout_s * 1000):
                 # [b"", topic, seq, payload]; before vLLM 0.32 without the topic.
-                *_, seq, payload = await socket.recv_multipart()
-                if _number(seq) == _END_OF_REPLAY:
+                *frames, payload = await socket.recv_multipart()
+                if not frames:
+                    raise BadEvents("a replayed message has no number")
+                if frames[-1] == _END_OF_REPLAY:
                     return
-                yield self._reader.read(_number(seq), payload)
+                yield self._reader.read(_number(frames[-1]), payload)
 
     def _apply(self, batch: KvBatch) -> None:
         """Pass on a message that is new.
@@ -194,7 +198,11 @@ def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
 
 
 def _number(frame: bytes) -> int:
-    return int.from_bytes(frame, "big")
+    """Return a message's number; raise `BadEvents` for what cannot be counted on from."""
+    number = int.from_bytes(frame, "big")
+    if len(frame) != _NUMBER_BYTES or number > _MOST:
+        raise BadEvents(f"0x{frame.hex()[:40]} is no message's number")
+    return number
 
 
 async def _monitored(monitor: zmq.asyncio.Socket, wanted: int) -> None:

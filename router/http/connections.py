@@ -49,10 +49,13 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answer what could not be parsed, and close the connection."""
-        if status != 400:
+        # Before any handler aiohttp itself writes what a header says into its answer.
+        is_no_text = isinstance(exc, UnicodeEncodeError)
+        if status != 400 and not is_no_text:
             return super().handle_error(request, status, exc, message)
         log.info("%s sent no valid HTTP (%s)", request.remote, type(exc).__name__)
-        said = (message or "").partition("\n")[0].rstrip(":")
+        said = "a header is no text" if is_no_text else message or ""
+        said = said.partition("\n")[0].rstrip(":")
         response = error_response(
             request.path, BadRequest(f"this is no valid HTTP request: {said}", code="invalid_http")
         )
@@ -61,7 +64,11 @@ class Connection(web.RequestHandler):
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Write one line; handlers' own errors have been told of before."""
-        kind = type(kw.get("exc_info")).__name__
+        error = kw.get("exc_info")
+        if isinstance(error, web.RequestPayloadError):  # found out after the answer
+            log.info("a body was not encoded as its headers said; the connection is closed")
+            return
+        kind = type(error).__name__
         log.warning("%s (%s); the connection is closed", args[0] % args[1:], kind)
 
 

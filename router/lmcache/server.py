@@ -11,6 +11,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from cacheengine.wire import UNREADABLE
 from router.lmcache.wire import (
     DeletedTold,
     ObjectKey,
@@ -92,7 +93,7 @@ class LmcacheServer:
             raise AgentRefused(f"{self.base_url}{path}", status, _said(answer))
         try:
             return msgspec.json.decode(answer, type=kind)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             text = f"{self.base_url}{path}: the answer is not a {kind.__name__}: {error}"
             raise AgentError(text) from None
 
@@ -130,5 +131,5 @@ def _said(answer: bytes) -> str:
     """Return a server's own words for a refusal."""
     try:
         return str(msgspec.json.decode(answer)["detail"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
+    except (*UNREADABLE, KeyError, TypeError):
         return answer[:200].decode(errors="replace")

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from envoy.data.accesslog.v3.accesslog_pb2 import DownstreamEnd
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsResponse
+from google.protobuf.message import DecodeError
+from grpc import StatusCode
 
 from router.config import host_port
 from router.envoy import ENVELOPE, EXCHANGE, FIRST_BYTE_MS, OWN_METADATA
@@ -16,6 +18,8 @@ from router.picker.words import Message, metadata_of
 from router.record import Outcome
 
 _MS: Final = 1e-3
+_MOST_DIGITS: Final = 18
+"""Of milliseconds since 1970; Python converts no number of thousands of digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +48,16 @@ class AnswersLog:
         self._note = note
 
     async def StreamAccessLogs(  # noqa: N802  (the protocol's name)
-        self, messages: AsyncIterator[Message], _: Any
+        self, messages: AsyncIterator[Message], context: Any
     ) -> Message:
         """Read one Envoy's log to its end."""
-        async for message in messages:
-            for entry in message.http_logs.log_entry:
-                if (told := read(entry)) is not None:
-                    await self._note(told)
+        try:
+            async for message in messages:
+                for entry in message.http_logs.log_entry:
+                    if (told := read(entry)) is not None:
+                        await self._note(told)
+        except DecodeError:
+            await context.abort(StatusCode.INVALID_ARGUMENT, "that is no StreamAccessLogsMessage")
         return StreamAccessLogsResponse()
 
 
@@ -80,9 +87,12 @@ def _served(common: Message) -> str | None:
 def _first_byte_after_s(common: Message) -> float | None:
     """Return when the first byte came, by Envoy's clock alone: the picker's may be another."""
     told = metadata_of(common.metadata, OWN_METADATA, FIRST_BYTE_MS)
-    if told is None or not told.isdecimal():
+    if told is None or not told.isdecimal() or len(told) > _MOST_DIGITS:
         return None
-    asked_ms = common.start_time.ToMilliseconds() + common.time_to_last_rx_byte.ToMilliseconds()
+    try:
+        asked_ms = common.start_time.ToMilliseconds() + common.time_to_last_rx_byte.ToMilliseconds()
+    except ValueError:  # no such time
+        return None
     return max(0.0, (int(told) - int(asked_ms)) * _MS)
 
 

@@ -150,7 +150,9 @@ class Exchange:
 
         ``served`` is the endpoint that gave it, None where the gateway does not tell.
         """
-        await self._note_status(int(headers.get(":status", "0")), served)
+        told = headers.get(":status", "")
+        status = int(told) if told.isascii() and told.isdecimal() else 0
+        await self._note_status(status, served)
         self._streamed = headers.get("content-type", "").startswith("text/event-stream")
         if self._is_ok and not self._streamed:
             self._began(time.monotonic())
@@ -225,7 +227,7 @@ class Exchange:
 
     @property
     def _is_ok(self) -> bool:
-        return self.record.status is not None and self.record.status < 400
+        return self.record.status is not None and 0 < self.record.status < 400
 
     def _began(self, began_s: float, *, told_s: float | None = None) -> None:
         if self._ticket is not None:

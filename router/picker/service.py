@@ -6,6 +6,8 @@ from contextlib import closing
 from itertools import count
 from typing import Any, Final
 
+from grpc import StatusCode
+
 from router.config import ApiError, TooLarge
 from router.http import defect
 from router.picker import words
@@ -41,6 +43,8 @@ class Processor:
             first = await stream.read()
             if first is not None:
                 await self._serve(first, stream)
+            if stream.is_broken:
+                await context.abort(StatusCode.INVALID_ARGUMENT, "that is no ProcessingRequest")
 
     async def note(self, told: Told) -> None:
         """Take over what the log tells; nothing of requests that are closed, or another's."""

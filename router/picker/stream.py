@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Coroutine
-from contextlib import suppress
 from typing import Any, Final, TypeVar
 
+from google.protobuf.message import DecodeError
 from grpc import aio
 
 from router.envoy import MARK
@@ -20,16 +20,30 @@ class Stream:
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        self._reading: asyncio.Task[Message] | None = None
+        self._reading: asyncio.Task[Message | None] | None = None
         """A message that is being waited for already."""
+        self.is_broken = False
+        """Whether a message came that is none of the protocol: the call ends there."""
         self.is_ours = MARK in (context.invocation_metadata() or ())
         """Whether the gateway is an Envoy with our own configuration."""
 
     async def read(self) -> Message | None:
         """Return the next message, None at the call's end."""
         reading, self._reading = self._reading, None
-        message = await (self._context.read() if reading is None else reading)
-        return None if message is aio.EOF else message
+        return await (self._next() if reading is None else reading)
+
+    async def _next(self) -> Message | None:
+        try:
+            message = await self._context.read()
+        except DecodeError:
+            self.is_broken = True
+            return None
+        if message is aio.EOF:
+            return None
+        if message.WhichOneof("request") is None:
+            self.is_broken = True
+            return None
+        return message
 
     async def must_read(self, *kinds: str) -> Message:
         """Return the next message, one of these kinds.
@@ -53,17 +67,16 @@ class Stream:
         All of the request has been told, so any message means that the gateway answers it itself.
         """
         task = asyncio.create_task(placing)
-        self._reading = asyncio.create_task(self._context.read())
+        self._reading = asyncio.create_task(self._next())
         try:
             await asyncio.wait({task, self._reading}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ConnectionResetError(_OVER)
             return task.result()
         finally:
-            if not task.done():
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+            # Also of one that is done: the call may be cancelled before its error was asked for.
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def close(self) -> None:
         """Wait for no more messages."""

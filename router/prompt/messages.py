@@ -238,7 +238,7 @@ def _arguments(text: str) -> dict[str, Any]:
     """Return a call's arguments as templates expect them: an object, empty if unusable."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

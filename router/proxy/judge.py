@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from router.admission import Admission, Admitted
-from router.config import ApiError, RateLimited, RouterConfig
+from router.config import ApiError, BadRequest, RateLimited, RouterConfig
 from router.fleet import Decision, Fleet, Ticket
 from router.latency import Promised
 from router.prompt import Prompt, PromptSource
@@ -273,7 +273,11 @@ class Judge:
     async def _prompt(self, asked: Asked) -> Prompt | None:
         if not asked.has_prompt:
             return None
-        return await self._prompts.reader_for(asked.model).read(asked.endpoint, dict(asked.fields))
+        reader = self._prompts.reader_for(asked.model)
+        try:
+            return await reader.read(asked.endpoint, dict(asked.fields))
+        except RecursionError:  # orjson reads values that are nested deeper than templates may walk
+            raise BadRequest("the body's values are nested too deeply") from None
 
     def _place(
         self,

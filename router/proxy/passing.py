@@ -10,7 +10,7 @@ from typing import Any, Final
 import orjson
 
 from router.config import PROMPTED, NotFound, NotSupported
-from router.proxy.request import Asked, named_session
+from router.proxy.request import Asked, named_session, renamed
 
 METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -87,8 +87,7 @@ def passed(
         named = fields.get("model")
         model = named if isinstance(named, str) else None
         if model is not None and model in aliases:
-            fields["model"] = model = aliases[model]
-            body = orjson.dumps(fields)
+            body = renamed(fields, model := aliases[model])
     return Asked(
         endpoint=path,
         body=body,

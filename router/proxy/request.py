@@ -54,8 +54,7 @@ def parse(
     fields = json_object(body)
     model = _text(fields, "model")
     if model is not None and model in aliases:
-        fields["model"] = model = aliases[model]
-        body = orjson.dumps(fields)
+        body = renamed(fields, model := aliases[model])
     before = _text(fields, "previous_response_id") if endpoint == "/v1/responses" else None
     return Asked(
         endpoint=endpoint,
@@ -66,6 +65,18 @@ def parse(
         ids=() if before is None else (before,),
         max_wait_s=_max_wait_s(headers.get(MAX_WAIT_HEADER)),
     )
+
+
+def renamed(fields: dict[str, Any], model: str) -> bytes:
+    """Return the body that asks another model, whose name ``fields`` get; raise `BadRequest`."""
+    fields["model"] = model
+    try:
+        return orjson.dumps(fields)
+    except orjson.JSONEncodeError as error:  # it writes no such depths as it reads
+        raise BadRequest(
+            f"the body cannot be written for the model '{model}', which its alias stands for: "
+            f"{error}"
+        ) from None
 
 
 def json_object(body: bytes) -> dict[str, Any]:

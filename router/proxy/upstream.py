@@ -23,6 +23,7 @@ from yarl import URL
 from router.config import TimeoutsConfig, describe
 from router.record import Cause
 
+_SWITCHING_PROTOCOLS: Final = 101
 RETRYABLE: Final = frozenset({502, 503, 504})
 """Statuses of a replica that could not answer; another may."""
 _OWN_HEADERS: Final = ("x-warmroute-", "access-control-")
@@ -191,6 +192,8 @@ class Upstream:
                     ),
                 )
                 headers_s = time.monotonic()
+                if response.status == _SWITCHING_PROTOCOLS:
+                    raise TryFailed(Cause.CUT, "switched to a protocol that was not asked for")
                 if response.status in RETRYABLE:
                     raise await _refused(response, Cause.STATUS)
                 if seeks and response.status == web.HTTPNotFound.status_code:

@@ -21,6 +21,7 @@ from cacheengine.keys import (
     key64,
     prompt_extra_keys,
 )
+from cacheengine.wire import UNREADABLE
 from router.residency.tiers import KeyShape, Tier
 
 _FULL_ATTENTION: Final = frozenset(
@@ -160,7 +161,7 @@ class KvEventReader:
         try:
             batch = self._batches.decode(payload)
             events = [event for raw in batch.events for event in self._event(raw)]
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise BadEvents(f"message {seq}: {error}") from None
         return KvBatch(seq, batch.ts, events)
 

@@ -13,6 +13,7 @@ import orjson
 
 from cacheengine.keys import ALGORITHMS
 from cacheengine.wire import (
+    UNREADABLE,
     ClearReply,
     ClearRequest,
     EventBatch,
@@ -175,7 +176,7 @@ class AgentClient:
         answer = await self._call(path, timeout_s, request, query)
         try:
             return decode(answer, type=kind)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise AgentError(f"the answer is not a {kind.__name__}: {error}") from None
 
     async def _call(

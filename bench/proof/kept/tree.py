@@ -19,6 +19,7 @@ UNUSED: Final = (
     "bench/compare",
     "bench/engine",
     "bench/overhead",
+    "bench/soak",
     "bench/replica",
     "bench/proof/__main__.py",
     "bench/proof/cases.py",

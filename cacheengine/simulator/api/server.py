@@ -1,6 +1,7 @@
 """The OpenAI server of one simulated replica."""
 
 import asyncio
+import contextlib
 import time
 import uuid
 from typing import Any, Final
@@ -121,7 +122,12 @@ class OpenAiServer:
         running = self._replica.submit(call.prompt, name=name, emit_every=every)
         try:
             if call.streams:
-                return await _stream(request, call, answer, running)
+                response = web.StreamResponse(
+                    headers={"Content-Type": "text/event-stream; charset=utf-8"}
+                )
+                with contextlib.suppress(ConnectionResetError):  # whoever asked has gone
+                    await _stream(request, response, call, answer, running)
+                return response
             await running.news.get()
             body = answer.whole(call.prompt.output_ids, running.request.cached.total)
             return web.Response(body=body, content_type="application/json")
@@ -131,10 +137,13 @@ class OpenAiServer:
 
 
 async def _stream(
-    request: web.Request, call: Call, answer: Answer, running: Running
-) -> web.StreamResponse:
+    request: web.Request,
+    response: web.StreamResponse,
+    call: Call,
+    answer: Answer,
+    running: Running,
+) -> None:
     first = await running.news.get()
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     output, sent = call.prompt.output_ids, 0
     generated = first
@@ -150,7 +159,7 @@ async def _stream(
         await response.write(data)
         sent = generated
         if is_last:
-            return response
+            return
         generated = await running.news.get()
 
 

@@ -151,4 +151,10 @@ def make_tokenizer(directory: Path) -> None:
         ("tokenizer_config.json", config),
         ("config.json", model),
     ):
-        (directory / name).write_text(json.dumps(content), encoding="utf-8")
+        _write(directory / name, json.dumps(content))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file, but not anew: a router may be reading what another fleet has put there."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")

@@ -37,10 +37,15 @@ class Storage:
 
 
 def open_storage(
-    settings: Settings, instance_id: str, *, kv_events_port: int, kv_replay_port: int
+    settings: Settings,
+    instance_id: str,
+    *,
+    agent_port: int = 0,
+    kv_events_port: int,
+    kv_replay_port: int,
 ) -> Storage:
-    """Start a replica's engine, agent and transfer server on free ports."""
-    config = _engine_config(settings, instance_id)
+    """Start a replica's engine, agent and transfer server, on free ports where none is given."""
+    config = _engine_config(settings, instance_id, agent_port)
     layout = _layout(settings)
     with contextlib.ExitStack() as undo:
         pool = Pool.allocate(settings.cpu_chunks, settings.chunk_bytes)
@@ -79,7 +84,7 @@ def open_storage(
         return Storage(engine=engine, meter=meter, agent=agent, undo=undo.pop_all())
 
 
-def _engine_config(settings: Settings, instance_id: str) -> EngineConfig:
+def _engine_config(settings: Settings, instance_id: str, agent_port: int) -> EngineConfig:
     has_files = settings.disk_files and settings.disk_chunks
     disk = (settings.directory / "disk" / instance_id,) if has_files else ()
     return EngineConfig(
@@ -87,7 +92,7 @@ def _engine_config(settings: Settings, instance_id: str) -> EngineConfig:
         local_disk=disk,
         max_local_disk_size=settings.disk_chunks * settings.chunk_file_bytes / _GB,
         lmcache_instance_id=instance_id,
-        lmcache_worker_port=0,
+        lmcache_worker_port=agent_port,
         agent_host=settings.host,
         disk_direct_reads=False,
         # In memory, what is put does not queue: nothing must be dropped for want of a queue.

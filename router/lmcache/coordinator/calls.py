@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from cacheengine.wire import UNREADABLE
 from router.config import ApiError, BadRequest
 from router.http import read_body
 from router.lmcache.wire import (
@@ -117,7 +118,7 @@ async def read_call(request: web.Request, kind: type[_T]) -> _T:
     body = await read_body(request)
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise Malformed(f"{request.path}: {error}") from None
 
 

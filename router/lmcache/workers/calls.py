@@ -11,6 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from cacheengine.wire import UNREADABLE
 from router.config import UpstreamFailed, UpstreamTimeout, host_port
 from router.lmcache.workers import words
 from router.lmcache.workers.worker import Worker
@@ -49,7 +50,7 @@ class WorkerCalls:
             answer = _ANSWER.decode(frame)
         except TimeoutError:
             raise UpstreamTimeout(f"{about} has not answered within {within_s:g} s") from None
-        except (zmq.ZMQError, msgspec.MsgspecError) as error:
+        except (zmq.ZMQError, *UNREADABLE) as error:
             raise UpstreamFailed(f"{about}: {error}") from None
         if isinstance(answer, words.ErrorMsg):
             raise UpstreamFailed(f"{about}: {answer.error}"[:_LONGEST_ERROR])

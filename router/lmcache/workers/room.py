@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 import zmq.asyncio
 
+from cacheengine.wire import UNREADABLE
 from router.config import ApiError, ConfigError, LmcacheWorkersConfig
 from router.fleet import Fleet
 from router.lmcache.workers import words
@@ -124,7 +125,7 @@ class LmcacheWorkers:
             self._counts["worker_refused"] += 1
             log.error("an LMCache worker was refused: %s", error.message)
             return words.ErrorMsg(error=error.message)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             self._counts["worker_malformed"] += 1
             log.debug("malformed message of an LMCache worker: %s", error)
             return words.ErrorMsg(error=str(error))

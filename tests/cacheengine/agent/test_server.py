@@ -1,6 +1,7 @@
 """The agent over HTTP, on a real engine with a real disk tier."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from cacheengine import wire
-from cacheengine.agent import Agent
+from cacheengine.agent import Agent, answers
 from cacheengine.keys import HashScheme, chunk_keys, key64
 from cacheengine.record import EngineStats, TierStats, TransferStats
 from cacheengine.settings.settings import EngineConfig
@@ -270,3 +271,54 @@ def test_stop_without_start_and_twice(make_bench: MakeBench) -> None:
     agent.start()
     agent.stop()
     agent.stop()
+
+
+HEAD = b"POST /lookup HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+async def exchange(rig: Rig, data: bytes) -> bytes:
+    """Send bytes; return all that comes until the agent closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.base.rpartition(":")[2]))
+    writer.write(data)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01 my secret\r\n\r\n",
+        b"GET /?\xff HTTP/1.1\r\n\r\n",
+        HEAD + b"X: " + b"my secret" * 2000 + b"\r\n\r\n",
+        CHUNKED + b"my secret\r\n",
+        CHUNKED + b"5\r\nhello\r\nmy secret\r\n",
+        HEAD + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\nmy secret",
+    ],
+)
+async def test_what_is_no_http_is_refused_in_one_line_of_the_log(
+    rig: Rig, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    answer = await exchange(rig, data)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.") and b" 400 " in head.splitlines()[0], answer
+    assert b'"error"' in body
+    assert not [each for each in caplog.records if each.exc_info]
+    assert "Traceback" not in caplog.text and "my secret" not in caplog.text
+    await rig.get("/health")
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "BODY_S", 0.05)
+    answer = await exchange(rig, HEAD + b"Content-Length: 9\r\n\r\n{")
+    assert b" 408 " in answer.splitlines()[0], answer
+
+
+async def test_a_lone_surrogate_in_a_call_is_refused(rig: Rig) -> None:
+    answer = await rig.post("/lookup", b'{"keys": ["\\ud800"]}', status=400)
+    assert "the body is not a LookupRequest" in answer["error"]

@@ -61,6 +61,8 @@ class KvPublisher:
             raise
         self.kept = kept
         self.answers_replays = True
+        self.replays_raw: list[bytes] | None = None
+        """Sent instead of each replay."""
         self.replays: list[int] = []
         self._seq = 0
         self._buffer: list[tuple[int, bytes]] = []
@@ -102,7 +104,11 @@ class KvPublisher:
 
     async def send_raw(self, seq: int, body: bytes) -> None:
         """Publish any bytes under any number."""
-        await self._pub.send_multipart([b"", seq.to_bytes(8, "big"), body])
+        await self.send_frames(b"", seq.to_bytes(8, "big"), body)
+
+    async def send_frames(self, *frames: bytes) -> None:
+        """Publish anything."""
+        await self._pub.send_multipart(frames)
 
     async def close(self) -> None:
         self._serving.cancel()
@@ -118,6 +124,9 @@ class KvPublisher:
             first = int.from_bytes(start, "big")
             self.replays.append(first)
             if not self.answers_replays:
+                continue
+            if self.replays_raw is not None:
+                await self._router.send_multipart([client, *self.replays_raw])
                 continue
             for seq, body in self._buffer:
                 if seq >= first:

@@ -193,6 +193,30 @@ async def test_what_is_not_vllms_ends_it_with_the_reason(context: zmq.asyncio.Co
         assert sink.heard[-1] == "forget"
 
 
+@pytest.mark.parametrize("number", [b"", b"\x00" * 7, b"\x01" + b"\x00" * 19, b"\xff" * 8])
+async def test_a_number_that_is_none_ends_it(context: zmq.asyncio.Context, number: bytes) -> None:
+    async with publisher(context) as source, following(context, source) as (sink, task):
+        await source.subscribed()
+        await sink.until(lambda heard: "following" in heard)
+        await source.send_frames(b"", number, payload(1.0, stored([1])))
+        await source.send_raw(5, payload(2.0, stored([2])))
+        with pytest.raises(BadEvents, match="number"):
+            async with asyncio.timeout(20):
+                await task
+
+
+@pytest.mark.parametrize("frames", [[b""], [b"", b"x"], [b"", b"", b"\x00" * 9, b""]])
+async def test_a_replay_that_is_none_ends_it(
+    context: zmq.asyncio.Context, frames: list[bytes]
+) -> None:
+    async with publisher(context) as source:
+        source.replays_raw = frames
+        async with following(context, source) as (_, task):
+            with pytest.raises(BadEvents):
+                async with asyncio.timeout(20):
+                    await task
+
+
 @pytest.mark.vllm
 async def test_vllms_own_publisher_is_followed(
     context: zmq.asyncio.Context, tmp_path: Path

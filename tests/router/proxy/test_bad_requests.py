@@ -9,6 +9,7 @@ import aiohttp
 import openai
 import pytest
 
+from router.prompt import messages
 from tests.router.conftest import Fleet
 
 CHAT = "/v1/chat/completions"
@@ -157,3 +158,42 @@ async def test_a_wait_that_is_no_number_is_refused_before_the_prompt_is_read(
     assert response.status == 400
     assert "x-warmroute-max-wait-s" in answer["error"]["message"]
     assert not read.called
+
+
+def _nested(depth: int) -> bytes:
+    return b'{"a":' * depth + b"1" + b"}" * depth
+
+
+@pytest.mark.parametrize("depth", [100, 300, 500, 900, 1000])
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages", "/v1/rerank", "/explain"])
+async def test_values_in_each_other_are_no_defect(
+    fleet: Fleet, client: aiohttp.ClientSession, path: str, depth: int
+) -> None:
+    router = await fleet.router(model_aliases={"alias": "m"})
+    tool = b'{"type":"function","function":{"name":"f","parameters":%s}}' % _nested(depth)
+    for model in (b"m", b"alias"):
+        body = (
+            b'{"model":"%s","max_tokens":1,"messages":[{"role":"user","content":"x"}],"input":"x",'
+            b'"tools":[%s],"chat_template_kwargs":%s,"other":%s}'
+            % (model, tool, _nested(depth), _nested(depth))
+        )
+        async with client.post(router.url + path, data=body) as response:
+            assert response.status in (200, 400), await response.text()
+    assert router.in_flight() == 0
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "9" * 5000, "-" + "9" * 5000, "NaN"])
+async def test_arguments_of_a_call_that_cannot_be_read_are_no_defect(
+    arguments: str,
+) -> None:
+    assert messages._arguments(arguments) == {}
+
+
+async def test_an_expectation_that_is_no_text_is_refused(fleet: Fleet) -> None:
+    router = await fleet.router()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rsplit(":")[-1]))
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nExpect: \xf7\r\n\r\n")
+    answer = await reader.readuntil(b"}")
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2] + b"}")["error"]["type"]

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 
 from router.config.settings import ReplicaConfig, TimeoutsConfig
 from router.record.records import Cause, Outcome
@@ -52,6 +53,24 @@ async def test_trouble_before_the_first_byte_is_retried(
     record = await router.record()
     assert [(each.replica_id, each.cause) for each in record.failed_tries] == [("one", cause)]
     assert router.in_flight() == 0
+
+
+async def test_a_protocol_that_was_not_asked_for_is_no_answer(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    async def switch(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.write(b"HTTP/1.1 101 x\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n")
+        request.transport.close()
+        return web.Response()
+
+    fleet.one.will(switch)
+    router = await fleet.router()
+    async with client.post(
+        router.url + "/v1/completions", json={"model": "m", "prompt": "x"}
+    ) as response:
+        assert response.status == 200
+        assert response.headers["x-warmroute-replica"] == "two"
 
 
 async def test_nobody_listening_is_retried_and_remembered(

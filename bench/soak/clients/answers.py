@@ -1,0 +1,168 @@
+"""What a simulated replica answers to a prompt, and whether what has come is that. Pure."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from bench.soak.settings import BLOCK_TOKENS, CHUNK_TOKENS
+from cacheengine.keys import HashScheme
+from cacheengine.simulator.api.prompts import Prompts, chat_text
+from cacheengine.simulator.api.vocabulary import text_of
+from cacheengine.simulator.storage.storage import HASH_ALGORITHM
+
+_DATA: Final = b"data: "
+_ERROR_NAME: Final = b"event: error\n"
+
+
+class WrongAnswer(Exception):  # noqa: N818  (what came, not an error of ours)
+    """Bytes that are not those of the answer to this request; the text says which."""
+
+
+class End(StrEnum):
+    """How a stream ended."""
+
+    WHOLE = "whole"
+    TOLD = "told"
+    """It broke off, and said so by an event."""
+    SHORT = "short"
+    """It is not whole, and did not say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The one right answer to a request."""
+
+    request_id: str
+    is_chat: bool
+    text: str
+    output_tokens: int
+    prompt_tokens: int
+
+    @property
+    def answer_id(self) -> str:
+        """What the answer is called in each of its events."""
+        return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}"
+
+
+class Answers:
+    """Works out answers as the replicas of a fleet do, all of which have one seed."""
+
+    def __init__(self) -> None:
+        scheme = HashScheme(HASH_ALGORITHM)
+        self._prompts = Prompts(scheme, BLOCK_TOKENS, CHUNK_TOKENS // BLOCK_TOKENS)
+
+    def expected(self, request_id: str, body: Mapping[str, Any]) -> Expected:
+        """Return what a request's body asks for; ``max_tokens`` must be in it."""
+        is_chat = "messages" in body
+        text = chat_text(body["messages"]) if is_chat else body["prompt"]
+        prompt = self._prompts.of_text(text, body["max_tokens"])
+        return Expected(
+            request_id=request_id,
+            is_chat=is_chat,
+            text=text_of(prompt.output_ids),
+            output_tokens=len(prompt.output_ids),
+            prompt_tokens=len(prompt.token_ids),
+        )
+
+
+def check_whole(expected: Expected, body: bytes) -> None:
+    """Raise `WrongAnswer` unless the body is the whole answer."""
+    try:
+        said = json.loads(body)
+        (choice,) = said["choices"]
+        text = choice["message"]["content"] if expected.is_chat else choice["text"]
+    except (ValueError, KeyError, TypeError):
+        raise WrongAnswer(f"no answer: {body[:200]!r}") from None
+    if said["id"] != expected.answer_id:
+        raise WrongAnswer(f"answers {said['id']}, not {expected.answer_id}")
+    if text != expected.text:
+        raise WrongAnswer(f"the text is not that of {expected.answer_id}")
+    _check_usage(expected, said["usage"])
+
+
+class StreamCheck:
+    """Takes a stream's bytes as they come, and compares each event."""
+
+    def __init__(self, expected: Expected) -> None:
+        self._expected = expected
+        self._rest = b""
+        self._at = 0
+        """Of the answer's text, how much has come."""
+        self._broken = b""
+        """An event that is cut in half: nothing but an error may come after it."""
+        self._finished = self._used = self._done = self._told = False
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes; raise `WrongAnswer`."""
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        for each in events:
+            self._take(each)
+
+    def end(self) -> End:
+        """Return how it ended, so far."""
+        if self._told:
+            return End.TOLD
+        if self._done and not self._rest:
+            return End.WHOLE
+        return End.SHORT
+
+    def _take(self, event: bytes) -> None:
+        said = self._json(event)
+        is_error = said is not None and "error" in said
+        # The end of the transfer itself may be missing where all events have come.
+        if self._told or (self._done and not is_error):
+            raise WrongAnswer(f"after the end came {event[:200]!r}")
+        if not event and not self._broken:
+            raise WrongAnswer("an empty event")
+        if event == _DATA + b"[DONE]":
+            self._check_end()
+            self._done = True
+        elif is_error:
+            self._told = True
+        elif said is None:
+            self._broken = self._broken or event
+        elif self._broken:
+            raise WrongAnswer(f"an event is cut in half: {self._broken[:200]!r}")
+        else:
+            self._take_chunk(said)
+
+    def _json(self, event: bytes) -> dict[str, Any] | None:
+        event = event.lstrip(b"\n").removeprefix(_ERROR_NAME)
+        if not event.startswith(_DATA):
+            return None
+        try:
+            said = json.loads(event[len(_DATA) :])
+        except ValueError:
+            return None
+        return said if isinstance(said, dict) else None
+
+    def _take_chunk(self, said: Mapping[str, Any]) -> None:
+        expected = self._expected
+        if said["id"] != expected.answer_id:
+            raise WrongAnswer(f"an event of {said['id']} in the stream of {expected.answer_id}")
+        if not said["choices"]:
+            _check_usage(expected, said["usage"])
+            self._used = True
+            return
+        (choice,) = said["choices"]
+        text = choice["delta"]["content"] if expected.is_chat else choice["text"]
+        if self._finished or not expected.text.startswith(text, self._at):
+            wanted = expected.text[self._at : self._at + 40]
+            raise WrongAnswer(f"{text[:40]!r} came where {wanted!r} was to come")
+        self._at += len(text)
+        self._finished = choice["finish_reason"] is not None
+
+    def _check_end(self) -> None:
+        if self._broken or not self._finished or self._at != len(self._expected.text):
+            come = f"{self._at} of {len(self._expected.text)} characters"
+            raise WrongAnswer(f"[DONE] came after {come}")
+        if not self._used:
+            raise WrongAnswer("the usage that was asked for is missing")
+
+
+def _check_usage(expected: Expected, usage: Mapping[str, Any]) -> None:
+    counts = (usage["prompt_tokens"], usage["completion_tokens"])
+    if counts != (expected.prompt_tokens, expected.output_tokens):
+        raise WrongAnswer(f"usage says {counts}")

@@ -1,0 +1,64 @@
+"""What happens to which replica, and when: from a seed. Pure."""
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+
+class Kind(StrEnum):
+    """What happens to a replica."""
+
+    KILL = "kill"
+    """SIGKILL; it is started again a while later."""
+    HANG = "hang"
+    """SIGSTOP; its connections stay and nothing comes over them. SIGCONT later."""
+    SLOW = "slow"
+    """Stopped for three quarters of the time."""
+    RESTART = "restart"
+    """SIGTERM, and started again at once."""
+
+
+_LASTS_S: Final = {
+    Kind.KILL: (3.0, 8.0),
+    Kind.HANG: (5.0, 14.0),
+    Kind.SLOW: (8.0, 14.0),
+    Kind.RESTART: (0.0, 0.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One replica's trouble."""
+
+    at_s: float
+    """Since the soak began."""
+    kind: Kind
+    replica: int
+    lasts_s: float
+    """Without the time that a new process takes to start."""
+
+
+def schedule(*, seed: int, duration_s: float, replicas: int, every_s: float) -> list[Fault]:
+    """Return one fault every ``every_s``, each kind as often as the others.
+
+    None begins before the first interval is over, or in the last one.
+    """
+    rng = random.Random(f"faults {seed}")
+    found: list[Fault] = []
+    kinds: list[Kind] = []
+    at_s = every_s
+    while at_s + every_s <= duration_s:
+        if not kinds:
+            kinds = rng.sample(list(Kind), len(Kind))
+        kind = kinds.pop()
+        found.append(
+            Fault(
+                at_s=at_s,
+                kind=kind,
+                replica=rng.randrange(replicas),
+                lasts_s=rng.uniform(*_LASTS_S[kind]),
+            )
+        )
+        at_s += every_s
+    return found

@@ -1,0 +1,12 @@
+"""Errors as clients get them."""
+
+import pytest
+
+from router.config import NotFound
+from router.http import error_body
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_an_error_that_quotes_bytes_which_are_no_text_can_be_told(path: str) -> None:
+    quoted = b"/a\xff".decode(errors="surrogateescape")
+    assert b"no endpoint /a?" in error_body(path, NotFound(f"no endpoint {quoted}"))
