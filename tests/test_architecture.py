@@ -115,6 +115,7 @@ PURE = (
     "router.residency.matches",
     "router.fleet.sessions",
     "router.fleet.fleet",
+    "router.fleet.holdings",
     "router.fleet.phases",
     "router.controller.registry",
     "router.lmcache.coordinator.state",

@@ -4,45 +4,32 @@ The only mutable centre, and synchronous: between two awaits of its callers no c
 half changed. It does no I/O and reads no clock: feeds, health checks and proxy tell it of events.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from cacheengine.wire import EventBatch, InstanceInfo, Snapshot, unpack_keys
 from router.config import DEFAULT, Judgment, ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision, Reason
-from router.fleet.eligibility import Replicas, Roster
+from router.fleet.eligibility import Roster
+from router.fleet.holdings import Holdings
 from router.fleet.in_flight import Ticket
-from router.fleet.phases import Unseen
 from router.fleet.placement import Ask, decide
-from router.fleet.replica import Replica, Signal, State
+from router.fleet.replica import Replica, Replicas, Signal, State
 from router.fleet.sessions import Sessions
-from router.latency import Part, Promised, RecentWork
+from router.latency import Promised, RecentWork
 from router.residency import (
-    LOWER_TIERS,
-    BlocksRemoved,
-    BlocksStored,
-    FirstBlocks,
-    GpuCleared,
-    KvBatch,
-    KvEvent,
-    LmcacheKeys,
     PrefixIndex,
     PromptKeyring,
     PromptView,
-    Tier,
 )
 
 _EXPIRED_KEYS_PER_PLACE: Final = 20
 """Keys whose claims are ended by the way, the last claim whole: never fewer claims than the
 one that a request makes, so that they cannot pile up, and few, so that no request pays for many."""
 
-_TELLING_COPY_TOKENS: Final = 1024
-_REST_FROM_COPIES_S: Final = 5.0
 
-
-class Fleet:
+class Fleet(Holdings):
     """The replicas of one router; see the module."""
 
     def __init__(
@@ -55,13 +42,12 @@ class Fleet:
         """``jitter`` returns random numbers from 0 to 1, for the times that breakers are open."""
         self.config = config
         self.judgment = judgment
-        self.replicas = Replicas()
+        replicas = Replicas()
         for each in config.replicas:
-            self.replicas.add(each, config.rates, judgment)
-        self._roster = Roster(self.replicas, config.model_aliases, config.breaker, jitter)
-        self.index = PrefixIndex(config.index.max_keys)
+            replicas.add(each, config.rates, judgment)
+        roster = Roster(replicas, config.model_aliases, config.breaker, jitter)
+        super().__init__(replicas, roster, PrefixIndex(config.index.max_keys))
         self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, judgment)
-        self.unseen = Unseen()
         self._turn = 0
         self._recent = RecentWork(judgment)
 
@@ -255,112 +241,3 @@ class Fleet:
         # Whether a draining replica answers changes no state, but what others may copy.
         if replica.receive(signal) or replica.is_leaving is not was_leaving:
             self._roster.changed()
-
-    # --- what agents tell
-
-    def apply_info(self, replica_id: str, info: InstanceInfo) -> bool:
-        """Take over what an agent says of its replica; return whether it has started anew.
-
-        A replica that has is forgotten. One without a name gets the agent's, unless that is taken.
-        """
-        replica = self.replicas[replica_id]
-        if restarted := replica.take_info(info):
-            self.index.forget(replica.slot)
-            self._roster.changed()
-        if replica.config.instance_id is None and info.instance_id not in self.replicas:
-            self.replicas.rename(replica.id, info.instance_id)
-            self._roster.changed()
-        return restarted
-
-    def apply_snapshot(self, replica_id: str, snapshot: Snapshot) -> None:
-        """Replace what is known of a replica's lower tiers."""
-        self.forget_lower(replica_id)
-        for name, packed in snapshot.tiers.items():
-            self.change_lower(replica_id, _lower_tier(name), unpack_keys(packed), stored=True)
-
-    def apply_events(self, replica_id: str, batch: EventBatch) -> None:
-        """Take over what has changed in a replica's lower tiers."""
-        for event in batch.events:
-            keys = unpack_keys(event.keys)
-            self.change_lower(replica_id, _lower_tier(event.tier), keys, stored=event.stored)
-
-    def change_lower(
-        self, replica_id: str, tier: Tier, keys: Sequence[int], *, stored: bool
-    ) -> None:
-        """Note that keys were stored in, or have left, one of a replica's lower tiers."""
-        replica = self.replicas[replica_id]
-        if not replica.is_removed:
-            change = self.index.add if stored else self.index.remove
-            change(replica.slot, tier, keys)
-
-    def forget_lower(self, replica_id: str, *tiers: Tier) -> None:
-        """Drop what is known of some of a replica's lower tiers, or of all."""
-        self.index.forget(self.replicas[replica_id].slot, tiers or LOWER_TIERS)
-
-    def tie_lmcache(self, replica_id: str, keys: LmcacheKeys | None) -> None:
-        """Match a replica's lower tiers anew, by LMCache's chunks; None: it has no LMCache."""
-        replica = self.replicas[replica_id]
-        replica.lmcache_keys = keys
-        self.forget_lower(replica_id)
-        self._roster.changed()
-
-    def rest(self, replica_id: str, rests: bool) -> None:
-        """Give a replica nothing while another is up, or end that."""
-        self.replicas[replica_id].rests = rests
-        self._roster.changed()
-
-    # --- what copies tell
-
-    def observed_copy(self, replica_id: str, nbytes: int, seconds: float) -> None:
-        """Learn from how long a replica took to get so many bytes from another.
-
-        Of a small copy nothing: most of its time is not the bytes'.
-        """
-        replica = self.replicas[replica_id]
-        if nbytes >= _TELLING_COPY_TOKENS * replica.kv_bytes_per_token and seconds > 0:
-            replica.rates.observe_rate(Part.PEER, nbytes / seconds)
-
-    def copy_failed(self, replica_id: str, now_s: float) -> None:
-        """Note where a copy failed: for a while nothing is copied from or to that replica."""
-        self.replicas[replica_id].no_copies_until_s = now_s + _REST_FROM_COPIES_S
-
-    # --- what KV events tell
-
-    def following_kv(self, replica_id: str) -> None:
-        """Note that a replica's KV events are being followed from now on."""
-        self.replicas[replica_id].has_events = True
-
-    def apply_kv(self, replica_id: str, batch: KvBatch, now_s: float) -> None:
-        """Take over a message of vLLM's KV events, of the tiers of `Replica.event_tiers`."""
-        replica = self.replicas[replica_id]
-        replica.heard_s = now_s
-        for event in batch.events:
-            if not isinstance(event, FirstBlocks):
-                self._apply_kv_event(replica, event, now_s)
-            elif replica.check_shape(event):
-                self._roster.changed()
-
-    def lost_kv(self, replica_id: str) -> None:
-        """Forget what KV events told: their publisher is gone, began anew, or left a gap."""
-        replica = self.replicas[replica_id]
-        replica.has_events = False
-        self.index.forget(replica.slot, replica.event_tiers)
-        # A stock vLLM may come back with another random seed.
-        replica.shape_checked = False
-
-    def _apply_kv_event(self, replica: Replica, event: KvEvent, now_s: float) -> None:
-        told = () if replica.is_removed else replica.event_tiers
-        match event:
-            case GpuCleared():
-                self.index.forget(replica.slot, (Tier.GPU,))
-            case BlocksStored(tier, keys) if tier in told:
-                self.index.add(replica.slot, tier, keys, counted=True)
-                if tier is Tier.GPU:
-                    self.unseen.stored(replica.slot, keys, now_s)
-            case BlocksRemoved(tier, keys) if tier in told:
-                self.index.remove(replica.slot, tier, keys)
-
-
-def _lower_tier(name: str) -> Tier:
-    """Return the tier that an agent names; one that is not known is the slowest."""
-    return Tier(name) if name in LOWER_TIERS else Tier.REMOTE
