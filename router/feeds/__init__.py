@@ -7,15 +7,10 @@ Started by the application; the doctor follows events itself. Imports config, pr
 residency, fleet, staging, record and tasks.
 """
 
-from router.feeds.health import (
-    HealthMonitor,
-    authorization,
-    fetch_models,
-    model_entries,
-    served_models,
-)
+from router.feeds.health import HealthMonitor
 from router.feeds.kv_feed import KvFeed
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
+from router.feeds.questions import authorization, fetch_models, model_entries, served_models
 from router.feeds.replica_feed import Feeds
 
 __all__ = [

@@ -11,9 +11,9 @@ import msgspec
 import zmq.asyncio
 
 from cacheengine.wire import UNREADABLE, InstanceInfo
-from router.feeds.health import fetch
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber, until_first
 from router.feeds.pause import Pause
+from router.feeds.questions import fetch
 from router.fleet import Fleet, Replica
 from router.residency import BadEvents, KvBatch, KvEventReader
 from router.tasks import all_set

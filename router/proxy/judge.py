@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 from router.admission import Admission, Admitted
@@ -112,9 +113,8 @@ class Judge:
         prompt = await self._prompt(asked)
         keyring = PromptKeyring(prompt)
         await self._locate(keyring)
-        return prompt, self._place(
-            asked, keyring, Promised(), time.monotonic(), streamed=asked.streamed
-        )
+        place = self._placing(asked, keyring)
+        return prompt, place(now_s=time.monotonic(), streamed=asked.streamed)
 
     async def admit(
         self,
@@ -139,14 +139,12 @@ class Judge:
 
         def place(now_s: float, promised: Promised) -> Decision:
             began_s = time.monotonic()
-            decision = self._place(
-                asked,
-                keyring,
-                promised,
-                now_s,
+            decision = self._placing(asked, keyring)(
                 exclude=failed,
                 among=among,
+                promised=promised,
                 streamed=asked.streamed and sees_tokens,
+                now_s=now_s,
             )
             record.place_s = time.monotonic() - began_s
             return decision
@@ -279,25 +277,11 @@ class Judge:
         except RecursionError:  # orjson reads values that are nested deeper than templates may walk
             raise BadRequest("the body's values are nested too deeply") from None
 
-    def _place(
-        self,
-        asked: Asked,
-        keyring: PromptKeyring,
-        promised: Promised,
-        now_s: float,
-        *,
-        exclude: Collection[str] = (),
-        among: Collection[str] | None = None,
-        streamed: bool = True,
-    ) -> Decision:
-        return self.fleet.place(
+    def _placing(self, asked: Asked, keyring: PromptKeyring) -> Callable[..., Decision]:
+        return partial(
+            self.fleet.place,
             keyring,
             model=asked.model,
             session=asked.session,
             bound_to=self.bound_to(asked),
-            exclude=exclude,
-            among=among,
-            promised=promised,
-            streamed=streamed,
-            now_s=now_s,
         )

@@ -16,12 +16,13 @@ from router.config import PROMPTED, NoReplica, UpstreamFailed, UpstreamTimeout
 from router.fleet import Replica, Ticket
 from router.http import read_body, release_body
 from router.proxy.hanging import Waits
+from router.proxy.headers import forwarded_headers
 from router.proxy.judge import Judge
 from router.proxy.passing import keeps, label, passed
 from router.proxy.relay import relay
 from router.proxy.request import Asked, parse
 from router.proxy.retries import Retries
-from router.proxy.upstream import Answer, TryFailed, Upstream, Wait, forwarded_headers
+from router.proxy.upstream import Answer, TryFailed, Upstream, Wait
 from router.proxy.usage import UsageReader
 from router.record import Cause, FailedTry, Outcome, RequestRecord, trace_context
 from router.residency import PromptKeyring

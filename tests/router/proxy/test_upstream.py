@@ -10,15 +10,8 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from router.config.settings import TimeoutsConfig
-from router.proxy.upstream import (
-    AnswerCut,
-    TryFailed,
-    Upstream,
-    Wait,
-    client_session,
-    forwarded_headers,
-    kept_headers,
-)
+from router.proxy.headers import forwarded_headers, kept_headers
+from router.proxy.upstream import AnswerCut, TryFailed, Upstream, Wait, client_session
 from router.record.records import Cause
 from tests.router.scripted import (
     Scripted,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cacheengine.keys import ALGORITHMS, HashScheme, key64, prompt_extra_keys
-from router.feeds.health import served_models
+from router.feeds.questions import served_models
 from router.prompt.reader import PromptReader
 from router.residency.kv_events import (
     BlocksStored,
