@@ -38,7 +38,6 @@ class Front:
     def __init__(self, group: ProcessGroup, directory: Path, *, by_envoy: bool) -> None:
         self.pids: dict[str, int] = {}
         self.log = directory / "router.log"
-        self.reloads = 0
         self._group = group
         self._directory = directory
         self._by_envoy = by_envoy
@@ -80,7 +79,6 @@ class Front:
     def reload(self) -> None:
         """Have the router read its configuration again."""
         os.kill(self.pids["router"], signal.SIGHUP)
-        self.reloads += 1
 
     async def metric(self, name: str, **labels: str) -> dict[str, float]:
         """Return a metric's values by their first label's value."""

@@ -10,7 +10,8 @@ from typing import Final
 from bench.soak.fleet import Replica
 from bench.soak.front import Front
 
-_TAKEN_S: Final = 10.0
+_TAKEN_S: Final = 30.0
+"""A replica that leaves stays until its requests have ended."""
 _POLL_S: Final = 0.2
 
 
@@ -20,6 +21,8 @@ class Reloads:
 
     sent: int = 0
     seen: int = 0
+    bad: int = 0
+    """Files that cannot be, of those sent: the router is to say so and go on as before."""
 
     async def run(
         self,
@@ -40,11 +43,12 @@ class Reloads:
                 say(f"reload: {'a bad file' if bad else [each.instance_id for each in wanted]}")
                 if bad:
                     front.write_bad()
+                    self.bad += 1
                 else:
                     front.write(wanted)
                 front.reload()
-                self.sent += 1
-                self.seen += await _has(front, {each.instance_id for each in wanted})
+                seen = await _has(front, {each.instance_id for each in wanted})
+                self.sent, self.seen = self.sent + 1, self.seen + seen
 
 
 async def _has(front: Front, wanted: set[str]) -> bool:

@@ -24,6 +24,7 @@ from router.launch.processes import ProcessGroup
 
 _QUIET_S: Final = 15.0
 _POLL_S: Final = 0.2
+_REFUSED: Final = "the configuration cannot be used, and nothing was changed"
 _BAD_WORDS: Final = ("Traceback", " ERROR ", "Task exception", "never retrieved")
 
 
@@ -94,7 +95,7 @@ async def _soak(
         *verdict.of_processes(watch.samples, settings.settling_s),
         *verdict.of_the_end(left, busy),
         *verdict.of_logs(_bad_lines([front.log, *(log for each in replicas for log in each.logs)])),
-        *([] if reloads is None else verdict.of_reloads(reloads.sent, reloads.seen)),
+        *_of_reloads(reloads, front),
     ]
     cpu_s = {**watch.cpu_s, "clients": time.process_time()}
     return Soaked(verdicts=verdicts, ledger=ledger, watch=watch, reloads=reloads, cpu_s=cpu_s)
@@ -128,10 +129,17 @@ async def _left(front: Front, replicas: list[Replica]) -> tuple[dict[str, float]
         await asyncio.sleep(_POLL_S)
 
 
+def _of_reloads(reloads: Reloads | None, front: Front) -> list[Verdict]:
+    if reloads is None:
+        return []
+    refused = front.log.read_text(errors="replace").count(_REFUSED)
+    return verdict.of_reloads(reloads.sent, reloads.seen, reloads.bad, refused)
+
+
 def _bad_lines(logs: list[Path]) -> list[str]:
     return [
         f"{log.name}: {line}"
         for log in logs
         for line in log.read_text(errors="replace").splitlines()
-        if any(word in line for word in _BAD_WORDS)
+        if any(word in line for word in _BAD_WORDS) and _REFUSED not in line
     ]

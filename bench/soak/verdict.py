@@ -77,10 +77,11 @@ def of_logs(bad_lines: Sequence[str]) -> list[Verdict]:
     return [Verdict(what="no traceback in a log", holds=not bad_lines, found=found)]
 
 
-def of_reloads(sent: int, seen: int) -> list[Verdict]:
-    """Judge whether each new configuration was taken on."""
+def of_reloads(sent: int, seen: int, bad: int, refused: int) -> list[Verdict]:
+    """Judge whether each new configuration was taken on, and each that cannot be refused."""
     return [
         Verdict(what="configurations taken on", holds=seen == sent, found=f"{seen} of {sent}"),
+        Verdict(what="bad ones refused", holds=refused == bad, found=f"{refused} of {bad}"),
     ]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bench.soak.clients.talk import Manner, Talk
 from bench.soak.faults import Kind, schedule
 from bench.soak.ledger import Ended, Ledger, Outcome
-from bench.soak.verdict import of_processes, of_requests, of_the_end
+from bench.soak.verdict import of_processes, of_reloads, of_requests, of_the_end
 from bench.soak.watch import Sample, growth, more_fds
 
 
@@ -92,6 +92,11 @@ def test_a_leak_is_seen_after_the_settling_and_not_before() -> None:
 def test_what_was_never_measured_does_not_hold() -> None:
     verdicts = of_processes({"router": samples((1, 1))}, 100.0)
     assert not verdicts[0].holds
+
+
+def test_reloads_hold_where_all_were_taken_on_and_bad_ones_refused() -> None:
+    assert all(each.holds for each in of_reloads(9, 9, 3, 3))
+    assert [each.holds for each in of_reloads(9, 8, 3, 2)] == [False, False]
 
 
 def test_requests_left_in_flight_are_told_by_replica() -> None:

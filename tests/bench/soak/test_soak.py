@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.slow
 def test_a_short_soak_holds(tmp_path: Path) -> None:
     options = ["--minutes", "1.1", "--clients", "24", "--fault-every-s", "12"]
+    options += ["--reload-every-s", "10"]
     done = subprocess.run(
         [sys.executable, "-m", "bench.soak", *options, "--logs", str(tmp_path)],
         capture_output=True,
