@@ -37,6 +37,9 @@ _MODE: Final[Mapping[str, str]] = {
     "response_body_mode": "NONE",
     "response_trailer_mode": "SEND",
 }
+_CONNECTION_BYTES: Final = 1 << 20
+_LONGEST_SILENCE_S: Final = 3600.0
+"""After which an answer is given up whose first byte may take as long as it wants."""
 _NO_ANSWER_SLACK_S: Final = 30.0
 """The picker may take so much longer than it holds requests, to read their prompts."""
 
@@ -71,19 +74,25 @@ def configuration(config: RouterConfig, at: Place) -> dict[str, Any]:
 
 
 def _listener(config: RouterConfig) -> dict[str, Any]:
-    timeouts = config.timeouts
-    # A prompt may rightly wait and compute for minutes before the first byte of its answer.
-    idle_s = 0.0 if timeouts.first_byte_s is None else timeouts.first_byte_s + _held_s(config)
     http = {
         "@type": f"{_TYPES}filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "clients",
         "use_remote_address": True,
         "preserve_external_request_id": True,
-        "stream_idle_timeout": f"{idle_s:g}s",
+        "stream_idle_timeout": f"{_idle_s(config):g}s",
+        # While the picker holds a request Envoy still counts it as coming.
+        "request_timeout": f"{config.timeouts.body_s + _held_s(config):g}s",
         **answers_log(_PICKER),
         "route_config": {
             "name": "replicas",
-            "virtual_hosts": [{"name": "replicas", "domains": ["*"], "routes": _routes(config)}],
+            "virtual_hosts": [
+                {
+                    "name": "replicas",
+                    "domains": ["*"],
+                    "request_body_buffer_limit": config.max_body_bytes,
+                    "routes": _routes(config),
+                }
+            ],
         },
         "http_filters": [
             {"name": "picker", "typed_config": _ask(config)},
@@ -95,7 +104,8 @@ def _listener(config: RouterConfig) -> dict[str, Any]:
     return {
         "name": "clients",
         "address": _address(config.host, config.port),
-        "per_connection_buffer_limit_bytes": config.max_body_bytes,
+        # Of an answer, for a client that reads slowly.
+        "per_connection_buffer_limit_bytes": min(_CONNECTION_BYTES, config.max_body_bytes),
         "filter_chains": [chain],
     }
 
@@ -106,6 +116,8 @@ def _routes(config: RouterConfig) -> list[dict[str, Any]]:
     if config.retries:
         retry_on = "connect-failure,refused-stream,reset,gateway-error"
         to["retry_policy"] = {"retry_on": retry_on, "num_retries": config.retries}
+        if config.timeouts.first_byte_s is not None:
+            to["retry_policy"]["per_try_timeout"] = f"{config.timeouts.first_byte_s:g}s"
     is_post = {"name": ":method", "string_match": {"exact": "POST"}}
     without_headers = {
         "@type": f"{_HTTP_FILTERS}ext_proc.v3.ExtProcPerRoute",
@@ -217,6 +229,15 @@ def _policy(name: str, typed: dict[str, Any]) -> dict[str, Any]:
 
 def _address(host: str, port: int) -> dict[str, Any]:
     return {"socket_address": {"address": host, "port_value": port}}
+
+
+def _idle_s(config: RouterConfig) -> float:
+    """Return how long a request may rest; Envoy does not tell its time before the first byte."""
+    timeouts = config.timeouts
+    if timeouts.first_byte_s is None:
+        return 0.0 if timeouts.stream_idle_s is None else _LONGEST_SILENCE_S
+    tries = config.retries + 1
+    return max(tries * timeouts.first_byte_s + _held_s(config), timeouts.stream_idle_s or 0.0)
 
 
 def _held_s(config: RouterConfig) -> float:

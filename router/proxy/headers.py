@@ -1,5 +1,6 @@
 """Which headers are passed on, from a client to a replica and back."""
 
+import re
 from typing import Final
 
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -7,6 +8,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 _OWN_HEADERS: Final = ("x-warmroute-", "access-control-")
 """How the headers begin in which the router alone speaks: of a request, and of other origins."""
 
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _HOP_BY_HOP: Final = frozenset(
     {
         "connection",
@@ -53,9 +55,15 @@ def forwarded_headers(
 
 
 def kept_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Return an answer's headers without connection headers and the router's own."""
-    kept = _without(headers, _HOP_BY_HOP).items()
-    return CIMultiDict(each for each in kept if not each[0].lower().startswith(_OWN_HEADERS))
+    """Return an answer's headers without connection headers and the router's own.
+
+    And without those that no server may send, which a client of HTTP takes and ours refuses.
+    """
+    return CIMultiDict(
+        (name, value)
+        for name, value in _without(headers, _HOP_BY_HOP).items()
+        if not name.lower().startswith(_OWN_HEADERS) and not _CONTROLS.search(value)
+    )
 
 
 def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:

@@ -406,7 +406,12 @@ async def test_an_operators_own_settings_are_merged_in(
         "common_tls_context": {"tls_certificates": [pair]},
     }
     to_file = {"@type": f"{kinds}.access_loggers.file.v3.FileAccessLog", "path": log}
-    own = in_http({"access_log": [{"name": "file", "typed_config": to_file}]})
+    hosts = [{"name": "replicas", "request_body_buffer_limit": 1000}]
+    log_and_limit = {
+        "access_log": [{"name": "file", "typed_config": to_file}],
+        "route_config": {"virtual_hosts": hosts},
+    }
+    own = in_http(log_and_limit)
     [listener] = own["static_resources"]["listeners"]
     listener["per_connection_buffer_limit_bytes"] = 1000
     listener["filter_chains"][0]["transport_socket"] = {"name": "tls", "typed_config": tls}

@@ -194,3 +194,9 @@ def test_the_clients_authorization_is_passed_unless_the_replica_has_its_own() ->
     }
     own = forwarded_headers(headers, request_id="r1", api_key="theirs", is_keyed=False)
     assert dict(own) == {"Authorization": "Bearer theirs", "X-Request-Id": "r1"}
+
+
+@pytest.mark.parametrize("odd", ["\x01", "a\x7fb", "\x1b[31m"])
+def test_a_header_that_no_server_may_send_is_left_out(odd: str) -> None:
+    told = CIMultiDictProxy(CIMultiDict({"X-Odd": odd, "X-Tab": "a\tb", "X": "\udcff"}))
+    assert dict(kept_headers(told)) == {"X-Tab": "a\tb", "X": "\udcff"}
