@@ -45,6 +45,7 @@ NEEDS = (
     Need("curl", lambda: shutil.which("curl") is not None, "curl as a client"),
     Need("nodejs", lambda: shutil.which("node") is not None, _NODE),
     Need("npm", lambda: shutil.which("npm") is not None, _NODE),
+    Need("chromium", lambda: shutil.which("chromium") is not None, "the page at /ui"),
     Need("libibverbs1", _has_library("ibverbs"), _MOONCAKE),
     Need("librdmacm1", _has_library("rdmacm"), _MOONCAKE),
     Need("libnuma1", _has_library("numa"), _MOONCAKE),
