@@ -8,6 +8,9 @@ copied, `proxy.upstream` forwards, `proxy.relay` passes the answer on, `record` 
 Behind a gateway `picker` stands in for `proxy`: it says where a request goes, and `envoy` has the
 configuration of an Envoy that asks it and carries the bytes.
 
+What a person sees of it: `ui` shows a page of the fleet, the last requests' records and their sums,
+and `terminal` the same in a terminal.
+
 One KV event: `feeds` follows the stream of a replica's agent or of vLLM itself;
 `residency.kv_events` reads it, and `fleet` puts the keys into the `residency.PrefixIndex`.
 
@@ -23,6 +26,6 @@ One restart: `cli` reads the `config`, `serve` opens the ports, `app` puts the r
 
 Directions: launch, doctor and the files here -> feeds, picker -> proxy -> admission, staging,
 prompt -> fleet -> latency, residency, failures -> config; controller, lmcache -> staging, http;
-membership -> fleet; controller, proxy -> access -> http -> config;
-`tasks` is below them all.
+membership -> fleet; controller, proxy -> access -> http -> config; ui -> record,
+fleet, http; `tasks` and `terminal` import no other room.
 """

@@ -38,6 +38,7 @@ from router.proxy import METHODS, Judge, Proxy, Retries, Waits, check_passes, cl
 from router.record import Metrics, Outlets, RequestRecord
 from router.replica_endpoints import ReplicaEndpoints
 from router.staging import AgentClient, Preparer
+from router.ui import FILES, Page, Recent
 
 log = logging.getLogger("warmroute")
 
@@ -60,6 +61,7 @@ class Parts:
     proxy: Proxy
     api: Api
     replica_endpoints: ReplicaEndpoints
+    page: Page
     controller: Controller | None
     """None where the configuration has none; its two applications want sites of their own."""
     lmcache: Lmcache
@@ -86,7 +88,7 @@ def create_app(
     read again from ``file`` whenever that changes. Raises what loading the configured tokenizer
     raises.
     """
-    access = Access(config.access)
+    access = Access(config.access, open_paths=FILES.keys())
     middlewares = [errors_answered, access.guard]
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     app[BODIES] = Bodies(within_s=config.timeouts.body_s, limit_bytes=config.max_bodies_bytes)
@@ -178,7 +180,8 @@ def _make_parts(
         *(fleet, sizes, lmcache.counts, access.refused, reload.counts),
         dropped=outlets.dropped,
     )
-    readers = [metrics.observe, outlets.take, *([observe] if observe else [])]
+    recent = Recent(time.monotonic())
+    readers = [metrics.observe, recent.observe, outlets.take, *([observe] if observe else [])]
 
     def record(done: RequestRecord) -> None:
         for read in readers:
@@ -218,6 +221,7 @@ def _make_parts(
         ),
         replica_endpoints=ReplicaEndpoints(fleet=fleet, look_again=health.look_again),
         controller=controller,
+        page=Page(fleet=fleet, recent=recent, waiting=lambda: len(admission)),
         lmcache=lmcache,
         members=members,
         discovery=Discovery(
@@ -335,5 +339,8 @@ def _add_routes(app: web.Application) -> None:
     own("/replicas", lambda parts: parts.replica_endpoints.listing, "GET", "HEAD")
     own("/replicas/{id:.+}/drain", lambda parts: parts.replica_endpoints.drain, "POST")
     own("/replicas/{id:.+}/resume", lambda parts: parts.replica_endpoints.resume, "POST")
+    own("/ui/state", lambda parts: parts.page.state, "GET", "HEAD")
+    for path in FILES:
+        own(path, lambda parts: parts.page.file, "GET", "HEAD")
     for method in METHODS:
         app.router.add_route(method, "/{path:.*}", passed)

@@ -21,9 +21,10 @@ from router.config import (
 )
 from router.doctor import doctor
 from router.envoy import configuration
-from router.explain import ask, post, table
+from router.explain import ask, table
 from router.launch import ChildFailed, commands_text, load_any, load_fleet_file, run_fleet
 from router.plugins import LazyGroup
+from router.terminal import answer_of, top
 
 
 @click.group(
@@ -39,6 +40,8 @@ def main() -> None:
     replica holds which prompt's KV cache, and in which tier.
     """
 
+
+main.add_command(top)
 
 _CONFIG: Final = click.option(
     "-c",
@@ -238,7 +241,7 @@ def drain(replica: str, url: str, wait_s: float, admin_key: str | None) -> None:
     knows nothing of it.
     """
     path = f"/replicas/{quote(replica, safe='')}/drain?wait_s={wait_s:g}"
-    told = post(url, path, key=admin_key, timeout_s=wait_s + 30)
+    told = answer_of(url, path, b"", key=admin_key, timeout_s=wait_s + 30)
     click.echo(f"{told['id']} is {told['state']}, {told['in_flight']} requests run there")
     if wait_s and told["in_flight"]:
         raise click.exceptions.Exit(1)
@@ -250,7 +253,7 @@ def drain(replica: str, url: str, wait_s: float, admin_key: str | None) -> None:
 @_ADMIN_KEY
 def resume(replica: str, url: str, admin_key: str | None) -> None:
     """End 'warmroute drain' for REPLICA (its id)."""
-    post(url, f"/replicas/{quote(replica, safe='')}/resume", key=admin_key)
+    answer_of(url, f"/replicas/{quote(replica, safe='')}/resume", b"", key=admin_key)
     click.echo(f"{replica} gets requests again, once it is found up")
 
 
@@ -259,7 +262,7 @@ def resume(replica: str, url: str, admin_key: str | None) -> None:
 @click.option(
     "--admin",
     is_flag=True,
-    help="For administration: /explain, /metrics, /replicas, the controller.",
+    help="For administration: /explain, /metrics, /replicas, /ui, the controller.",
 )
 def key(name: str | None, admin: bool) -> None:
     """Make a key for the client NAME, and the lines of router.yaml that let it in.

@@ -2,12 +2,12 @@
 
 import json
 import textwrap
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import click
+
+from router.terminal import answer_of
 
 _COLUMNS: Final = 100
 _INDENT: Final = 11
@@ -25,37 +25,7 @@ def ask(
     if session is not None:
         # The first that is looked for in a body, so before one that stands there.
         body["prompt_cache_key"] = session
-    return post(url, "/explain", json.dumps(body).encode(), key=key)
-
-
-def post(
-    url: str, path: str, body: bytes = b"", *, key: str | None, timeout_s: float = 30.0
-) -> dict[str, Any]:
-    """POST to a router's own endpoint, with its admin key if there is one; return its answer.
-
-    Raises `click.ClickException` where it cannot be asked, or refuses.
-    """
-    request = urllib.request.Request(
-        url.rstrip("/").removesuffix("/v1") + path,
-        data=body,
-        headers={"Content-Type": "application/json"},
-    )
-    if key is not None:
-        request.add_header("Authorization", f"Bearer {key}")
-    try:
-        # Never through a proxy from the environment: routers are near.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=timeout_s) as response:
-            answer: dict[str, Any] = json.load(response)
-    except urllib.error.HTTPError as error:
-        raise click.ClickException(_refusal(error)) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise click.ClickException(
-            f"no router answers at {url} ({reason}); start one with 'warmroute serve', "
-            "or name another with --router"
-        ) from None
-    return answer
+    return answer_of(url, "/explain", json.dumps(body).encode(), key=key)
 
 
 def _body(text: str, model: str | None) -> dict[str, Any]:
@@ -67,13 +37,6 @@ def _body(text: str, model: str | None) -> dict[str, Any]:
             what = f"PROMPT begins with '{{' but is not JSON: {error}"
             raise click.ClickException(what) from None
     return body if model is None else {**body, "model": model}
-
-
-def _refusal(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the router answered {error.code}"
 
 
 def table(answer: dict[str, Any]) -> str:

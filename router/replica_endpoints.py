@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from router.config import BadRequest, Forbidden, NotFound
-from router.failures import Circuit
 from router.fleet import Fleet, Replica, State
 from router.http import as_json
 
@@ -105,23 +104,5 @@ def _told(replica: Replica, now_s: float) -> dict[str, Any]:
         "state": str(replica.state),
         "breaker": str(replica.breaker.state),
         "in_flight": replica.in_flight,
-        "why": _why(replica, now_s),
+        "why": replica.why_idle(now_s),
     }
-
-
-def _why(replica: Replica, now_s: float) -> str | None:
-    """Return why a replica gets no requests now, in words; None if it gets some."""
-    breaker = replica.breaker
-    match replica.state:
-        case State.UNKNOWN:
-            return "it has not been asked yet"
-        case State.DOWN:
-            return replica.why_down
-        case State.DRAINING:
-            also = f"; {replica.why_down}" if replica.why_down else ""
-            return f"it is drained{also}"
-    if breaker.state is Circuit.OPEN:
-        return f"{breaker.why}; it is tried again in {max(0.0, breaker.due_s - now_s):.1f} s"
-    if breaker.state is Circuit.HALF_OPEN:
-        return f"{breaker.why}; one request at a time is tried"
-    return "its LMCache server has ended" if replica.rests else None

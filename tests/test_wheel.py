@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("router", "cacheengine")
 NOT_CODE = {".pyc"}
-COMMANDS = ("serve", "picker", "simulate", "up", "replica", "key", "explain")
+COMMANDS = ("serve", "picker", "simulate", "up", "replica", "key", "explain", "top")
 
 
 @pytest.fixture(scope="module")

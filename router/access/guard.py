@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from ipaddress import IPv6Address, ip_address
 from typing import Final
 
@@ -21,7 +21,7 @@ GRANT: Final = web.RequestKey("grant", Grant)
 
 _METRICS: Final = "/metrics"
 _REPLICAS: Final = "/replicas"
-_ADMIN: Final = frozenset({"/explain", _METRICS, _REPLICAS})
+_ADMIN: Final = frozenset({"/explain", "/ui/state", _METRICS, _REPLICAS})
 _BELOW_ADMIN: Final = (f"{_REPLICAS}/",)
 """How paths begin that are for administration, whatever follows."""
 _HEALTH: Final = "/health"
@@ -29,17 +29,23 @@ _PROXIED: Final = ("Forwarded", "X-Forwarded-For")
 
 
 class Access:
-    """Lets requests in: all but administration and health want a client's key.
+    """Lets requests in: all but administration, health and the page want a client's key.
 
     Keys are found by their SHA-256 in a table. The time that takes may tell of the digests, of
     which a caller cannot choose any part, nor get from them to a key.
     """
 
     def __init__(
-        self, config: AccessConfig, *, clock: Callable[[], float] = time.monotonic
+        self,
+        config: AccessConfig,
+        *,
+        open_paths: Collection[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``open_paths`` want no key, as health."""
         self.refused: Counter[tuple[str, str]] = Counter()
         """Requests by key ("none" for an unknown one) and what they were refused for."""
+        self._open = frozenset({_HEALTH, *open_paths})
         self._clock = clock
         self._grants: dict[str, Grant] = {}
         self.change(config)
@@ -85,11 +91,12 @@ class Access:
         return await handler(request)
 
     def _let_in(self, request: web.Request) -> None:
-        # The path decides as the routes' table does: no two spellings lead to one handler.
-        path = request.path
+        # The path decides as the routes' table does, in which %2F is no slash: no two spellings
+        # lead to one handler, and none that is let in as a file of the page to a replica.
+        path = request.rel_url.path_safe
         if path in _ADMIN or path.startswith(_BELOW_ADMIN):
             self._check_admin(request)
-        elif self._grants and path != _HEALTH:
+        elif self._grants and path not in self._open:
             request[GRANT] = grant = self._grant_of(request)
             grant.take_request(self._clock())
 

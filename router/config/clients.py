@@ -30,8 +30,9 @@ class AccessConfig:
     keys_file: str | None = None
     """A YAML file with more ``keys:``."""
     admin_sha256: tuple[str, ...] = ()
-    """Of the keys for ``/explain``, ``/metrics`` and the controller's API, and for what
-    ``/health`` tells of each replica. Without one these answer this machine alone."""
+    """Of the keys for ``/explain``, ``/metrics``, ``/replicas``, the data of ``/ui`` and the
+    controller's API, and for what ``/health`` tells of each replica. Without one these answer
+    this machine alone."""
     metrics: Literal["admin", "open"] = "admin"
     """Whether ``/metrics`` answers everyone."""
 

@@ -61,6 +61,7 @@ class Ticket:
         self._has_begun = False
         self._was_alone = not replica.waiting
         replica.waiting += 1
+        replica.fetching += 1
         replica.started += 1
         replica.note_work(self._cost.busy_s)
         self._number = replica.started
@@ -159,6 +160,7 @@ class Ticket:
             return False
         self.phase = after
         replica = self.replica
+        replica.fetching -= before is Phase.FETCHING
         if before in WAITING and after not in WAITING:
             replica.waiting -= 1
             if self._unseen is not None and self._unseen_number is not None:

@@ -1,5 +1,7 @@
 """Which replica is a session's home. Pure state, bounded in number and time."""
 
+from collections import Counter
+from collections.abc import Mapping
 from itertools import islice
 from math import inf
 from typing import Final
@@ -29,6 +31,7 @@ class Sessions:
         self.ttl_s = ttl_s
         self.evicted = 0
         self._homes: dict[str, int] = {}
+        self._at: Counter[int] = Counter()
         self._expire_next_s = -inf
         self._spills_to_move = judgment.spills_to_move
 
@@ -49,18 +52,23 @@ class Sessions:
             self._expire(now_s)
         home, spills = replica, 0
         # Taken out and put in again, it stands last.
-        packed = self._homes.pop(session, None)
+        packed = self._take_out(session)
         if packed is not None and not self._is_over(_unpack(packed)[0], now_s):
             _, former, spilled = _unpack(packed)
             if replica != former and spilled + 1 < self._spills_to_move:
                 home, spills = former, spilled + 1
         self._homes[session] = _pack(now_s, home, spills)
+        self._at[home] += 1
         if len(self._homes) > self.max_sessions:
             self._make_room(now_s)
 
     def forget(self, session: str) -> None:
         """Forget a session's home: that is gone."""
-        self._homes.pop(session, None)
+        self._take_out(session)
+
+    def at_home(self) -> Mapping[int, int]:
+        """Return how many sessions are at home at each replica (`Replica.serial`)."""
+        return self._at
 
     def check(self) -> None:
         """Raise AssertionError if the table contradicts itself."""
@@ -68,7 +76,17 @@ class Sessions:
         homes = [_unpack(packed) for packed in self._homes.values()]
         times = [last_ms for last_ms, _, _ in homes]
         assert times == sorted(times), "the least recently used does not stand first"
+        assert self._at == Counter(home for _, home, _ in homes)
         assert all(spills < self._spills_to_move for _, _, spills in homes)
+
+    def _take_out(self, session: str) -> int | None:
+        packed = self._homes.pop(session, None)
+        if packed is not None:
+            _, home, _ = _unpack(packed)
+            self._at[home] -= 1
+            if not self._at[home]:
+                del self._at[home]
+        return packed
 
     def _is_over(self, last_ms: int, now_s: float) -> bool:
         return last_ms / 1000 + self.ttl_s <= now_s
@@ -80,7 +98,7 @@ class Sessions:
                 break
             over.append(session)
         for session in over:
-            del self._homes[session]
+            self._take_out(session)
         if len(over) < _EXPIRED_AT_ONCE:
             self._expire_next_s = now_s + self.ttl_s / _EXPIRIES_PER_TTL
 
@@ -90,7 +108,7 @@ class Sessions:
             return
         oldest = list(islice(self._homes, 1 + self.max_sessions // _EVICTION_SLACK))
         for session in oldest:
-            del self._homes[session]
+            self._take_out(session)
         self.evicted += len(oldest)
 
 

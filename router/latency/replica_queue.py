@@ -116,6 +116,11 @@ class ReplicaQueue:
         self._capacity_tokens = capacity_tokens
         self._is_stale = True
 
+    @property
+    def capacity_tokens(self) -> float:
+        """How many tokens of KV the replica's GPU holds in all; infinite where it has not told."""
+        return self._capacity_tokens
+
     def set_answer_s(self, answer_s: float) -> None:
         """Note how long an answer takes from its first token to its end, on average."""
         self._answer_s = answer_s

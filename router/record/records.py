@@ -121,6 +121,8 @@ class RequestRecord:
     replica_id: str | None = None
     """The replica that was asked last."""
     reason: str | None = None
+    home: str | None = None
+    """The replica that was the session's home when it was decided."""
     prompt_tokens: int | None = None
     matched_tokens: Mapping[Tier, int] = field(default_factory=dict)
     """By tier, as the router believed when it decided."""
@@ -146,6 +148,7 @@ class RequestRecord:
     def decided(self, decision: Decision) -> None:
         """Note where the request goes. The decision's keys are not kept: they may be long."""
         self.replica_id, self.reason = decision.replica_id, decision.reason
+        self.home = decision.home
         self.prompt_tokens, self.matched_tokens = decision.prompt_tokens, decision.matched_tokens
         self.predicted_ttft_s = decision.predicted_ttft_s
 

@@ -74,6 +74,10 @@ class PrefixIndex:
         """Return how many keys a replica is known to hold, by tier."""
         return {tier: len(keys) for tier, keys in self._held.get(replica, {}).items()}
 
+    def believed(self, replica: int) -> int:
+        """Return how many keys a replica is believed to hold on its GPU, or to be computing."""
+        return len(self._claims.of(replica))
+
     def add(self, replica: int, tier: Tier, keys: Sequence[int], *, counted: bool = False) -> None:
         """Note that a replica holds keys in a tier; what was believed of them is now known.
 

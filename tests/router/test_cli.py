@@ -31,13 +31,24 @@ def router_yaml(tmp_path: Path) -> Path:
 def test_help_lists_every_command_plugins_included() -> None:
     code, output = invoke("--help")
     assert code == 0
-    for command in ("serve", "picker", "up", "explain", "doctor", "key", "check-config", "replica"):
+    for command in (
+        "serve",
+        "picker",
+        "up",
+        "explain",
+        "doctor",
+        "top",
+        "key",
+        "check-config",
+        "replica",
+    ):
         assert f"\n  {command} " in output
     assert "(unavailable" not in output
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "picker", "up", "explain", "doctor", "key", "check-config", "replica"]
+    "command",
+    ["serve", "picker", "up", "explain", "doctor", "top", "key", "check-config", "replica"],
 )
 def test_each_command_has_help(command: str) -> None:
     code, output = invoke(command, "--help")

@@ -12,7 +12,7 @@ from typing import Final
 from cacheengine.keys import HashScheme
 from cacheengine.wire import MAX_PINNED_SHARE, InstanceInfo
 from router.config import DEFAULT, Judgment, RatesConfig, ReplicaConfig
-from router.failures import Breaker
+from router.failures import Breaker, Circuit
 from router.fleet.replica.state import TRANSITIONS, Signal, State
 from router.latency import Part, PredictionErrors, Rates, RecentWork, ReplicaQueue
 from router.residency import (
@@ -74,6 +74,8 @@ class Replica:
     """The agent's; None without one, or before it answered."""
     transfer_port: int | None = None
     """Where other replicas fetch its chunks, if it has an agent that lets them."""
+    capacity_bytes: Mapping[str, int] = field(default_factory=dict)
+    """How much its lower tiers hold at most, by their names, of those that have told."""
     layout: str = ""
     """Fingerprint of its chunks: only replicas with equal ones can exchange them."""
     max_staged_tokens: float = inf
@@ -105,6 +107,8 @@ class Replica:
     """What each of them was to take of its time, on average of the last `_RECENT`."""
     waiting: int = 0
     """Requests sent whose first token has not come."""
+    fetching: int = 0
+    """Those of them whose KV is being brought to its CPU RAM first."""
     decoding: int = 0
     """Requests between first token and end."""
     others_waiting: int = 0
@@ -204,6 +208,7 @@ class Replica:
         if (cpu := info.tiers.get(Tier.CPU.value)) and cpu.capacity_bytes:
             pinned_bytes = MAX_PINNED_SHARE * cpu.capacity_bytes
             self.max_staged_tokens = pinned_bytes / self.kv_bytes_per_token
+        self.capacity_bytes = {name: each.capacity_bytes for name, each in info.tiers.items()}
         for tier, part in _MEASURED_TIERS.items():
             if measured := info.tiers.get(tier.value):
                 self.rates.measured(part, measured.read_bytes_per_s)
@@ -266,6 +271,23 @@ class Replica:
     def is_held_off(self) -> bool:
         """Whether it gets nothing while another replica can answer."""
         return self.rests or not self.breaker.admits
+
+    def why_idle(self, now_s: float) -> str | None:
+        """Return why it gets no requests now, in words; None if it gets some."""
+        breaker = self.breaker
+        match self.state:
+            case State.UNKNOWN:
+                return "it has not been asked yet"
+            case State.DOWN:
+                return self.why_down
+            case State.DRAINING:
+                also = f"; {self.why_down}" if self.why_down else ""
+                return f"it is drained{also}"
+        if breaker.state is Circuit.OPEN:
+            return f"{breaker.why}; it is tried again in {max(0.0, breaker.due_s - now_s):.1f} s"
+        if breaker.state is Circuit.HALF_OPEN:
+            return f"{breaker.why}; one request at a time is tried"
+        return "its LMCache server has ended" if self.rests else None
 
     def serves(self, model: str | None) -> bool:
         """Whether a request for a model may go there; yes if that is not known."""

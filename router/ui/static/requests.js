@@ -1,0 +1,60 @@
+// The requests that have ended last.
+
+import { bar, byId, cell, element, headings, reconcile } from "./elements.js";
+import { clock, count, promptParts, seconds } from "./words.js";
+
+export function begin() {
+  headings(byId("requests-head"), [
+    ["Ended", "time", null],
+    ["Replica", "", null],
+    ["Why", "why", "Why that replica was picked"],
+    ["Prompt tokens", "prompt", "By the tier that they were matched in; the rest was computed"],
+    ["Predicted", "number predicted", "Time to first token as predicted"],
+    ["TTFT", "number", "Time to first token; of an answer that is not streamed, to its end"],
+    ["Status", "number", null],
+  ]);
+}
+
+export function show({ requests }) {
+  reconcile(byId("requests"), requests, (each) => each.number, makeRow);
+  byId("no-requests").hidden = requests.length > 0;
+}
+
+function makeRow(request) {
+  const { replica, reason, home, status, outcome, tries } = request;
+  const spilled = reason === "session-spill" && home;
+  const why = [reason ?? "–", spilled ? ` from ${home}` : "", tries > 1 ? `, try ${tries}` : ""];
+  const ok = outcome === "ok" && status !== null && status < 400;
+  return element(
+    "tr", { role: "row", class: ok ? null : "troubled", title: `${request.endpoint} ${request.id}` },
+    cell("ended", "time", clock(request.ended)),
+    cell("replica", "replica", replica ?? "none"),
+    cell("why", "why", why.join("")),
+    cell("prompt tokens", "prompt", prompt(request)),
+    cell("predicted", "number predicted", seconds(request.predicted_s)),
+    cell("TTFT", "number", time(request)),
+    cell("status", "number outcome", outcome === "ok" ? String(status) : said(status, outcome)),
+  );
+}
+
+function said(status, outcome) {
+  return status === null ? outcome : `${status} ${outcome}`;
+}
+
+function time({ streamed, ttft_s }) {
+  if (streamed || ttft_s === null) return seconds(ttft_s);
+  return element("span", { class: "whole", title: "Not streamed: until the whole answer" },
+    seconds(ttft_s));
+}
+
+function prompt({ prompt_tokens: all, matched_tokens: matched }) {
+  if (!all) return "–";
+  const parts = promptParts(matched, all);
+  const told = parts.map(([tier, name, tokens]) =>
+    element("span", {}, element("span", { class: `swatch ${tier}`, "aria-hidden": "true" }),
+      `${name} ${count(tokens)}`));
+  return element("div", { class: "split" },
+    element("span", { class: "all" }, count(all)),
+    bar(parts.map(([tier, , tokens]) => [tier, tokens / all])),
+    element("span", { class: "parts" }, ...told));
+}
