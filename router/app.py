@@ -1,75 +1,33 @@
-"""The router as an aiohttp application: what its parts are made of, and when they start."""
+"""The router as an aiohttp application: its routes, and when its parts start and stop."""
 
 import asyncio
 import logging
-import random
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from router.access import Access
-from router.admission import Admission, Gate
 from router.config import (
     PROMPTED,
-    ReplicaTlsConfig,
     RouterConfig,
-    TlsConfig,
     client_context,
-    load_certificate,
-    server_context,
 )
-from router.controller import Configured, Controller
 from router.cors import allow_origins
-from router.feeds import Feeds, HealthMonitor
-from router.fleet import Fleet, Replica
+from router.fleet import Fleet
 from router.http import BODIES, Bodies, announce_leaving, errors_answered
-from router.lmcache import Lmcache
-from router.membership import ConfigFile, Discovery, Members, Reload, Source
-from router.own_endpoints import Api
+from router.membership import ConfigFile
+from router.parts import Parts, make_parts
 from router.prompt import PromptSource
-from router.proxy import METHODS, Judge, Proxy, Retries, Waits, check_passes, client_session
-from router.record import Metrics, Outlets, RequestRecord
-from router.replica_endpoints import ReplicaEndpoints
-from router.staging import AgentClient, Preparer
-from router.ui import FILES, Page, Recent
+from router.proxy import METHODS, check_passes, client_session
+from router.record import Outlets, RequestRecord
+from router.ui import FILES
 
 log = logging.getLogger("warmroute")
 
 _TICK_S: Final = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """The router's parts while it runs, for tests and for programs that embed it."""
-
-    fleet: Fleet
-    admission: Admission
-    feeds: Feeds
-    health: HealthMonitor
-    prompts: PromptSource
-    preparer: Preparer
-    judge: Judge
-    waits: Waits
-    retries: Retries
-    proxy: Proxy
-    api: Api
-    replica_endpoints: ReplicaEndpoints
-    page: Page
-    controller: Controller | None
-    """None where the configuration has none; its two applications want sites of their own."""
-    lmcache: Lmcache
-    members: Members
-    discovery: Discovery
-    reload: Reload
-    tls: ssl.SSLContext | None
-    """What the clients' port is to take; None for plain HTTP."""
 
 
 PARTS: Final = web.AppKey("parts", Parts)
@@ -99,7 +57,7 @@ def create_app(
     async def run_parts(app: web.Application) -> AsyncIterator[None]:
         replica_tls = client_context(config.replica_tls)
         async with outlets, client_session(replica_tls) as session:
-            parts = _make_parts(
+            parts = make_parts(
                 *(config, session, prompts, access),
                 outlets=outlets,
                 observe=observe,
@@ -136,170 +94,6 @@ def create_app(
     if config.cors is not None:
         allow_origins(app, config.cors)
     return app
-
-
-def _make_parts(
-    config: RouterConfig,
-    session: aiohttp.ClientSession,
-    prompts: PromptSource,
-    access: Access,
-    *,
-    outlets: Outlets,
-    observe: Callable[[RequestRecord], None] | None,
-    file: ConfigFile | None,
-    replica_tls: ssl.SSLContext | bool,
-) -> Parts:
-    fleet = Fleet(config, jitter=random.random)
-    admission = Admission(Gate(fleet))
-    lmcache = Lmcache(fleet, session, stock_url=config.lmcache_coordinator)
-    preparer = Preparer(config, fleet, partial(AgentClient, session), lmcache=lmcache.prefetch)
-    sizes = partial(_sizes, fleet, admission, lmcache)
-    waits, retries = Waits(fleet, lmcache.hung), Retries()
-    health = HealthMonitor(config, fleet, prompts, session, changed=waits.look)
-    feeds = Feeds(fleet, session)
-
-    def joined(replica: Replica) -> asyncio.Event:
-        feeds.joined(replica)
-        lmcache.joined()
-        admission.wake()
-        return health.joined(replica)
-
-    def left(replica: Replica) -> None:
-        health.left(replica)
-        feeds.left(replica)
-        lmcache.left(replica)
-        preparer.left(replica)
-        prompts.forget(replica.config.url)
-        admission.wake()
-
-    members = Members(fleet, drain_s=config.timeouts.drain_s, joined=joined, left=left)
-    tls = None if config.tls is None else server_context(config.tls)
-    live = _live(fleet, members, access, tls, replica_tls)
-    reload = Reload(config, file, live)
-    metrics = Metrics(
-        *(fleet, sizes, lmcache.counts, access.refused, reload.counts),
-        dropped=outlets.dropped,
-    )
-    recent = Recent(time.monotonic())
-    readers = [metrics.observe, recent.observe, outlets.take, *([observe] if observe else [])]
-
-    def record(done: RequestRecord) -> None:
-        for read in readers:
-            read(done)
-
-    judge = Judge(
-        config,
-        fleet=fleet,
-        admission=admission,
-        prompts=prompts,
-        preparer=preparer,
-        observe=record,
-        suspect=health.suspect,
-        locate=lmcache.ask,
-    )
-    controller = _controller(config, members, session, lmcache, access)
-    live["passthrough"] = partial(setattr, judge, "passthrough")
-    return Parts(
-        fleet=fleet,
-        admission=admission,
-        feeds=feeds,
-        health=health,
-        prompts=prompts,
-        preparer=preparer,
-        judge=judge,
-        waits=waits,
-        retries=retries,
-        proxy=Proxy(judge, session, waits, retries),
-        api=Api(
-            config=config,
-            fleet=fleet,
-            judge=judge,
-            counted=metrics,
-            session=session,
-            access=access,
-            reload=reload,
-        ),
-        replica_endpoints=ReplicaEndpoints(fleet=fleet, look_again=health.look_again),
-        controller=controller,
-        page=Page(fleet=fleet, recent=recent, waiting=lambda: len(admission)),
-        lmcache=lmcache,
-        members=members,
-        discovery=Discovery(
-            config.discovery, members, None if controller is None else controller.registrations
-        ),
-        reload=reload,
-        tls=tls,
-    )
-
-
-def _live(
-    fleet: Fleet,
-    members: Members,
-    access: Access,
-    tls: ssl.SSLContext | None,
-    replica_tls: ssl.SSLContext | bool,
-) -> dict[str, Callable[[Any], None]]:
-    """Return how the settings are used that can change while the router runs."""
-
-    def show(settings: TlsConfig | None) -> None:
-        if tls is not None and settings is not None:
-            load_certificate(tls, settings)
-
-    def trust(settings: ReplicaTlsConfig) -> None:
-        if isinstance(replica_tls, ssl.SSLContext) and settings.ca_file is not None:
-            replica_tls.load_verify_locations(settings.ca_file)
-
-    return {
-        # First what may fail: then nothing has changed yet.
-        "tls": show,
-        "replica_tls": trust,
-        "replicas": partial(members.name, Source.FILE),
-        "access": access.change,
-        "model_aliases": partial(setattr, fleet, "aliases"),
-        "log_level": lambda level: logging.getLogger().setLevel(level.upper()),
-    }
-
-
-def _controller(
-    config: RouterConfig,
-    members: Members,
-    session: aiohttp.ClientSession,
-    lmcache: Lmcache,
-    access: Access,
-) -> Controller | None:
-    if config.controller is None:
-        return None
-
-    def configured() -> list[Configured]:
-        return [
-            Configured(id=each.id, agent_url=each.config.agent_url, incarnation=each.incarnation)
-            for each in members.fleet.replicas.values()
-            if each.config.agent_url is not None
-            if members.source(each) not in (None, Source.REGISTRATION)
-        ]
-
-    return Controller(
-        configured,
-        session,
-        limit_bytes=config.max_body_bytes,
-        body_s=config.timeouts.body_s,
-        secret=config.controller.secret,
-        access=access,
-        beside=lmcache.routes(),
-        beside_instances=lmcache.listing,
-        others=None if lmcache.workers is None else lmcache.workers.control,
-        guards_monitor=config.discovery.registration,
-    )
-
-
-def _sizes(fleet: Fleet, admission: Admission, lmcache: Lmcache) -> dict[str, int]:
-    return {
-        "index": len(fleet.index),
-        "sessions": len(fleet.sessions),
-        "waiting": len(admission),
-        "lmcache": len(lmcache),
-        "lmcache_workers": 0 if lmcache.workers is None else len(lmcache.workers.registry),
-    }
 
 
 async def ticking(fleet: Fleet) -> None:

@@ -1,12 +1,10 @@
 """The ``warmroute`` command. Heavy imports wait until a command needs them."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
 
 import click
 import yaml
@@ -21,10 +19,10 @@ from router.config import (
 )
 from router.doctor import doctor
 from router.envoy import configuration
-from router.explain import ask, table
+from router.explain import explain
 from router.launch import ChildFailed, commands_text, load_any, load_fleet_file, run_fleet
 from router.plugins import LazyGroup
-from router.terminal import answer_of, top
+from router.terminal import drain, resume, top
 
 
 @click.group(
@@ -41,8 +39,6 @@ def main() -> None:
     """
 
 
-main.add_command(top)
-
 _CONFIG: Final = click.option(
     "-c",
     "--config",
@@ -57,19 +53,6 @@ _REPLICAS: Final = click.option(
     multiple=True,
     metavar="URL",
     help="A replica's base URL; repeat it for each. Instead of, or on top of, the file's.",
-)
-_ROUTER: Final = click.option(
-    "--router",
-    "url",
-    default="http://127.0.0.1:8080",
-    show_default=True,
-    help="The running router to ask.",
-)
-_ADMIN_KEY: Final = click.option(
-    "--admin-key",
-    envvar="WARMROUTE_ADMIN_KEY",
-    show_envvar=True,
-    help="The router's admin key, where it asks for one.",
 )
 
 
@@ -194,69 +177,6 @@ def up(config_path: Path, gateway: str | None, print_commands: bool) -> None:
         raise click.ClickException(str(error)) from None
 
 
-@main.command(short_help="Ask a running router where a prompt would go.")
-@click.argument("prompt", required=False)
-@_ROUTER
-@click.option("--model", help="The model; needed where the replicas serve several.")
-@click.option("--session", help="Ask as this session.")
-@click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON.")
-@_ADMIN_KEY
-def explain(
-    *,
-    prompt: str | None,
-    url: str,
-    model: str | None,
-    session: str | None,
-    as_json: bool,
-    admin_key: str | None,
-) -> None:
-    """Ask a running router where it would send PROMPT, and why.
-
-    PROMPT is a user's message, or a whole request body as JSON if it begins
-    with '{'. Without PROMPT it is read from standard input. Nothing is sent to
-    a replica.
-    """
-    text = sys.stdin.read() if prompt is None else prompt
-    answer = ask(url, text, model=model, session=session, key=admin_key)
-    click.echo(json.dumps(answer, indent=2) if as_json else table(answer))
-
-
-@main.command(short_help="Let a replica finish what it has, and give it nothing new.")
-@click.argument("replica")
-@_ROUTER
-@click.option(
-    "--wait-s",
-    type=click.FloatRange(0, 3600),
-    default=600.0,
-    show_default=True,
-    help="How long to wait for its requests to end; 0 not to wait.",
-)
-@_ADMIN_KEY
-def drain(replica: str, url: str, wait_s: float, admin_key: str | None) -> None:
-    """Take REPLICA (its id) out of service without losing a request.
-
-    The router gives it nothing new; its sessions go on elsewhere, with their KV
-    where it can be copied. Exit code 1 when requests still run there after
-    --wait-s. 'warmroute resume' takes it back; a router that is started anew
-    knows nothing of it.
-    """
-    path = f"/replicas/{quote(replica, safe='')}/drain?wait_s={wait_s:g}"
-    told = answer_of(url, path, b"", key=admin_key, timeout_s=wait_s + 30)
-    click.echo(f"{told['id']} is {told['state']}, {told['in_flight']} requests run there")
-    if wait_s and told["in_flight"]:
-        raise click.exceptions.Exit(1)
-
-
-@main.command(short_help="Give requests to a drained replica again.")
-@click.argument("replica")
-@_ROUTER
-@_ADMIN_KEY
-def resume(replica: str, url: str, admin_key: str | None) -> None:
-    """End 'warmroute drain' for REPLICA (its id)."""
-    answer_of(url, f"/replicas/{quote(replica, safe='')}/resume", b"", key=admin_key)
-    click.echo(f"{replica} gets requests again, once it is found up")
-
-
 @main.command(short_help="Make a key for a client, or for administration.")
 @click.argument("name", required=False)
 @click.option(
@@ -280,7 +200,8 @@ def key(name: str | None, admin: bool) -> None:
     click.echo(yaml.safe_dump({"access": access}, sort_keys=False), nl=False)
 
 
-main.add_command(doctor)
+for each in (doctor, drain, explain, resume, top):
+    main.add_command(each)
 
 
 def _run(read: Callable[[], RouterConfig], path: Path | None, *, picks: bool = False) -> None:

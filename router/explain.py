@@ -1,17 +1,45 @@
-"""Commands that ask a running router, and ``warmroute explain``'s table of its answer."""
+"""``warmroute explain``, and its table of the router's answer."""
 
 import json
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import click
 
-from router.terminal import answer_of
+from router.terminal import ADMIN_KEY, ROUTER, answer_of
 
 _COLUMNS: Final = 100
 _INDENT: Final = 11
 _LEFT: Final = ("", "replica")
+
+
+@click.command(short_help="Ask a running router where a prompt would go.")
+@click.argument("prompt", required=False)
+@ROUTER
+@click.option("--model", help="The model; needed where the replicas serve several.")
+@click.option("--session", help="Ask as this session.")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON.")
+@ADMIN_KEY
+def explain(
+    *,
+    prompt: str | None,
+    url: str,
+    model: str | None,
+    session: str | None,
+    as_json: bool,
+    admin_key: str | None,
+) -> None:
+    """Ask a running router where it would send PROMPT, and why.
+
+    PROMPT is a user's message, or a whole request body as JSON if it begins
+    with '{'. Without PROMPT it is read from standard input. Nothing is sent to
+    a replica.
+    """
+    text = sys.stdin.read() if prompt is None else prompt
+    answer = ask(url, text, model=model, session=session, key=admin_key)
+    click.echo(json.dumps(answer, indent=2) if as_json else table(answer))
 
 
 def ask(

@@ -14,7 +14,7 @@ from typing import Final
 import uvloop
 from aiohttp import web
 
-from router.app import PARTS, Parts, create_app
+from router.app import PARTS, create_app
 from router.config import (
     PickerConfig,
     RouterConfig,
@@ -26,6 +26,7 @@ from router.config import (
 from router.controller import Controller
 from router.http import LEAVING, Site
 from router.membership import ConfigFile, Reload
+from router.parts import Parts
 
 log = logging.getLogger("warmroute")
 

@@ -73,6 +73,7 @@ BESIDE_THE_ROOMS = {
         ("cli",),
         ("serve", "explain", "plugins"),
         ("app",),
+        ("parts",),
         ("own_endpoints", "replica_endpoints", "cors"),
         ("explanation",),
     ),

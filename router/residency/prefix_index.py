@@ -1,13 +1,13 @@
 """What each replica holds, by key, and how much of a prompt that is.
 
-Keys are 64-bit (`cacheengine.keys.key64`): a collision can only cost a wrong
-guess. Block keys and chunk keys live in one space, since a chunk has the key
-of its last block; schemes that differ give different keys.
+Keys are 64-bit (`cacheengine.keys.key64`): a collision can only cost a wrong guess. Block keys and
+chunk keys live in one space, since a chunk has the key of its last block; schemes that differ give
+different keys.
 
-It is kept twice. Every replica has a dictionary per tier, in the order in which
-keys came: for one replica's match in detail, for eviction, and to forget it
-without a walk over all keys. And every key has the bits of its holders
-(`router.residency.replica_sets`), so that one walk tells how deep all replicas match.
+It is kept twice. Every replica has a dictionary per tier, in the order in which keys came: for one
+replica's match in detail, for eviction, and to forget it without a walk over all keys. And every
+key has the bits of its holders (`router.residency.replica_sets`), so that one walk tells how deep
+all replicas match.
 
 Pure state: no clock, no I/O. Replicas are small integers (`Replica.slot`).
 """
@@ -28,14 +28,11 @@ from router.residency.tiers import Tier
 _EVICTION_SLACK: Final = 256
 """When full, this fraction of the limit is evicted at once: an eviction that
 made room for one key only would scan past all earlier deletions each time."""
-
 _EVICTED_PART: Final = 16
 """At most this fraction of a replica's keys in a tier goes before the next largest is
 taken from: so none loses all while others, hardly smaller, lose nothing."""
-
 _KEYS_PER_TICK: Final = 10_000
 """Keys whose claims end, and keys whose bits are cleared, in one `tick`: some 10 ms each."""
-
 _KEYS_PER_CLAIM: Final = 12
 """Ending a claim costs as much as so many keys, beside its own."""
 
@@ -43,10 +40,9 @@ _KEYS_PER_CLAIM: Final = 12
 class PrefixIndex:
     """The keys that replicas hold or are believed to hold, at most ``max_keys`` of them.
 
-    A key counts once for each replica and tier that holds it, and once for
-    each claim; those of a forgotten replica count until they are swept.
-    Beyond the limit the oldest claims go first, then the oldest keys of the
-    largest holdings; ``evicted`` counts both.
+    A key counts once for each replica and tier that holds it, and once for each claim; those of a
+    forgotten replica count until they are swept. Beyond the limit the oldest claims go first, then
+    the oldest keys of the largest holdings; ``evicted`` counts both.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -66,9 +62,8 @@ class PrefixIndex:
         return self._known + len(self._claims) + self._to_sweep
 
     def __repr__(self) -> str:
-        return (
-            f"<PrefixIndex known={self._known} claimed={len(self._claims)} evicted={self.evicted}>"
-        )
+        counts = f"known={self._known} claimed={len(self._claims)} evicted={self.evicted}"
+        return f"<PrefixIndex {counts}>"
 
     def held(self, replica: int) -> dict[Tier, int]:
         """Return how many keys a replica is known to hold, by tier."""
@@ -81,8 +76,8 @@ class PrefixIndex:
     def add(self, replica: int, tier: Tier, keys: Sequence[int], *, counted: bool = False) -> None:
         """Note that a replica holds keys in a tier; what was believed of them is now known.
 
-        With ``counted`` a key added twice must be removed twice: vLLM reports
-        each physical copy of a block, and the second one outlives the first.
+        With ``counted`` a key added twice must be removed twice: vLLM reports each physical copy
+        of a block, and the second one outlives the first.
         """
         held = self._held.setdefault(replica, {}).setdefault(tier, {})
         before = len(held)
@@ -118,8 +113,7 @@ class PrefixIndex:
     def forget(self, replica: int, tiers: Collection[Tier] | None = None) -> None:
         """Drop all that is known of a replica, or of these tiers of it.
 
-        With the GPU goes what was only believed. It is unknown at once, however
-        much it is; its bits are left to `tick`.
+        With the GPU goes what was only believed. It is unknown at once; its bits are left to `tick`.
         """
         held = self._held.get(replica, {})
         tiers = tuple(Tier) if tiers is None else tiers

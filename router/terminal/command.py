@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from router.terminal.asking import NoAnswer, Refused, answer_of
+from router.terminal.options import ADMIN_KEY, ROUTER
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,24 +16,10 @@ _SHOWN: Final = ("totals", "replicas", "requests", "ttft", "sessions")
 
 
 @click.command(short_help="Watch a running router in the terminal.")
-@click.option(
-    "--router",
-    "--url",
-    "url",
-    default="http://127.0.0.1:8080",
-    show_default=True,
-    help="The running router to watch.",
-)
-@click.option(
-    "--admin-key",
-    "--key",
-    "key",
-    envvar="WARMROUTE_ADMIN_KEY",
-    show_envvar=True,
-    help="The router's admin key, where it asks for one.",
-)
+@ROUTER
+@ADMIN_KEY
 @click.option("--once", is_flag=True, help="Print one frame, for scripts, and stop.")
-def top(url: str, key: str | None, once: bool) -> None:
+def top(url: str, admin_key: str | None, once: bool) -> None:
     """Watch a running router: its fleet and tiers, and the last requests.
 
     The same as the page at /ui, once a second. Ctrl-C ends it.
@@ -43,11 +30,11 @@ def top(url: str, key: str | None, once: bool) -> None:
     from router.terminal.frame import frame  # noqa: PLC0415
 
     console = Console()
-    state = _state(url, key)
+    state = _state(url, admin_key)
     if once:
         console.print(frame(state, url))
     else:
-        _watch(console, url, key, state)
+        _watch(console, url, admin_key, state)
 
 
 def _state(url: str, key: str | None) -> dict[str, Any]:
