@@ -62,8 +62,7 @@ class PrefixIndex:
         return self._known + len(self._claims) + self._to_sweep
 
     def __repr__(self) -> str:
-        counts = f"known={self._known} claimed={len(self._claims)} evicted={self.evicted}"
-        return f"<PrefixIndex {counts}>"
+        return f"<PrefixIndex {self._known=} claimed={len(self._claims)} {self.evicted=}>"
 
     def held(self, replica: int) -> dict[Tier, int]:
         """Return how many keys a replica is known to hold, by tier."""
@@ -111,9 +110,9 @@ class PrefixIndex:
             self._clear_bits(replica, tier, gone)
 
     def forget(self, replica: int, tiers: Collection[Tier] | None = None) -> None:
-        """Drop all that is known of a replica, or of these tiers of it.
+        """Drop all that is known of a replica, or of these tiers of it, at once.
 
-        With the GPU goes what was only believed. It is unknown at once; its bits are left to `tick`.
+        With the GPU goes what was only believed. Its bits are left to `tick`.
         """
         held = self._held.get(replica, {})
         tiers = tuple(Tier) if tiers is None else tiers
