@@ -181,7 +181,7 @@ _COMMANDS: Final[Mapping[str, tuple[Callable[[argparse.Namespace], int], str]]] 
     "show": (_show, "show what a case's result says"),
     "readme": (
         _readme,
-        "rewrite the marked parts of README.md and bench/results/README.md, and the plots",
+        "rewrite the marked parts of README.md, docs/ and bench/results/README.md, and the plots",
     ),
     "check": (_check, "say which bars are met; exit code 0: all"),
     "costliest": (_costliest, "show the requests on which ours lost most"),

@@ -19,7 +19,16 @@ import yaml
 
 from bench.command import write_report
 from bench.replica import local
-from bench.replica.demo_report import ROWS, Sample, lies_in, report, sample, strays, table
+from bench.replica.demo_report import (
+    ROWS,
+    Sample,
+    caption,
+    lies_in,
+    report,
+    sample,
+    strays,
+    table,
+)
 from bench.replica.model import make_model
 from bench.replica.text import real_text
 from bench.replica.tiers import NotThere, ReplicaTiers, call, common_prefix, wait_until
@@ -28,6 +37,7 @@ from bench.ttft import (
     WARM_QUESTION,
     BenchError,
     ask,
+    machine,
 )
 from router.launch.processes import ChildFailed, ProcessGroup
 
@@ -316,6 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(f"\nTime to first token, {samples[0].prompt_tokens} tokens, ", end="")
     print(f"median of {arguments.rounds}:\n\n{table(samples)}\n")
+    print(f"{caption(arguments.model, machine())}\n")
     if arguments.json:
         write_report(arguments.json, report(arguments, samples))
     for stray in strays(samples):

@@ -79,6 +79,18 @@ def table(samples: Sequence[Sample], rows: Mapping[str, str] = ROWS) -> str:
     return "\n".join(lines)
 
 
+SMALL_MODEL: Final = "a model of 27 million parameters with 8 KiB of KV a token"
+
+
+def caption(model: str | None, where: Mapping[str, object]) -> str:
+    """Return what the ratios are of: the model and the machine, and how others would differ."""
+    return (
+        f"The ratios are of {model or SMALL_MODEL},\non {where['gpu'] or where['cpu']}. "
+        "The slower a machine computes and the smaller its KV, the larger\nthey are: measure "
+        "your own model on your own machine, with bench/ttft.py."
+    )
+
+
 def _median(samples: Sequence[Sample], row: str) -> float:
     return statistics.median(each.ttft_s for each in samples if each.row == row)
 

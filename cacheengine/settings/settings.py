@@ -98,7 +98,7 @@ class EngineConfig:
     extra_config: Mapping[str, Any] = field(
         default_factory=dict, metadata={"parse": values.parse_mapping}
     )
-    """Further settings, of the remote store: Mooncake's are LMCache's ``mooncake_`` keys."""
+    """Further settings, of the remote store (Mooncake)."""
 
     # Ours, not LMCache's.
     openai_url: str | None = _key(None, values.parse_own_address)

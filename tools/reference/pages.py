@@ -55,8 +55,9 @@ tiers are and when each pays: [engine.md](engine.md).
 _MOONCAKE: Final = """\
 ### `extra_config` for Mooncake Store
 
-For `remote_url: mooncakestore://host:port/`. The URL names the master, whatever a key says; a JSON
-file that the variable `MOONCAKE_CONFIG_PATH` names goes before these keys.
+For `remote_url: mooncakestore://host:port/`, which names the master. Each key may also be written
+with `mooncake_` before it. A JSON file that the variable `MOONCAKE_CONFIG_PATH` names goes before
+these keys.
 
 """
 _ALIASES: Final = """\
@@ -101,7 +102,7 @@ def configuration() -> str:
         _ENGINE,
         table(row(name, EngineConfig, each) for name, each in settings(EngineConfig)),
         _MOONCAKE,
-        table(row(f"mooncake_{n}", MooncakeSettings, e) for n, e in settings(MooncakeSettings)),
+        table(row(name, MooncakeSettings, each) for name, each in settings(MooncakeSettings)),
         _ALIASES,
         plain_table("key", "is read as", ((f"`{k}`", f"`{v}`") for k, v in ALIASES.items())),
         _REFUSED,
@@ -122,8 +123,12 @@ def _by_reason() -> Iterator[tuple[str, str]]:
 
 def commands() -> str:
     """Return what each command says of itself."""
-    known = dict(sorted({**warmroute.commands, **dict(_plugged())}.items()))
-    return _COMMANDS + "\n".join(_command(name, each) for name, each in known.items())
+    return _COMMANDS + "\n".join(_command(*each) for each in sorted(known_commands().items()))
+
+
+def known_commands() -> dict[str, click.Command]:
+    """Return every command of ``warmroute``, by its name."""
+    return {**warmroute.commands, **dict(_plugged())}
 
 
 def _plugged() -> Iterator[tuple[str, click.Command]]:

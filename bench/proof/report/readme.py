@@ -12,7 +12,7 @@ from bench.proof.kept.tree import RESULTS
 from bench.proof.report.tables import PLOTS, Results, table
 from bench.ttft import BenchError
 
-PAGES: Final = ("README.md", f"{RESULTS}/README.md")
+PAGES: Final = ("README.md", "docs/benchmarks.md", f"{RESULTS}/README.md")
 """The texts with marked parts, from the project's root."""
 PLOT_PREFIX: Final = "plot-"
 """Of the names of marks whose part is a picture."""

@@ -1,5 +1,6 @@
 """What is committed: results that no hand has changed, and a README that says what they say."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_the_pages_say_what_the_results_say(page: str) -> None:
     """Where it fails: python -m bench.proof readme."""
     text = (ROOT / page).read_text(encoding="utf-8")
     results = [STORE.read(name) for name in STORE.names()]
-    directory = STORE.directory.relative_to((ROOT / page).parent).as_posix()
+    directory = os.path.relpath(STORE.directory, (ROOT / page).parent)
     assert rewritten(text, part_from(results, directory)) == text
 
 

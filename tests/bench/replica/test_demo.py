@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.replica import demo
-from bench.replica.demo_report import Sample, strays, table
+from bench.replica.demo_report import Sample, caption, strays, table
 
 
 def sample(
@@ -34,6 +34,13 @@ def test_the_table_has_a_line_for_each_measured_row_with_its_ratio() -> None:
     assert len(lines) == 4
     assert lines[0].split("it", 1)[1].split()[:3] == ["7.000", "1.0", "replica2"]
     assert lines[1].split("tier", 1)[1].split()[:2] == ["0.100", "70.0"]
+
+
+def test_the_caption_names_the_model_and_the_machine() -> None:
+    small = caption(None, {"cpu": "2 x CPU", "gpu": None})
+    assert "27 million parameters" in small
+    assert "on 2 x CPU." in small
+    assert "of org/large,\non H100." in caption("org/large", {"cpu": "2 x CPU", "gpu": "H100"})
 
 
 def test_a_warm_row_that_went_elsewhere_is_said() -> None:
