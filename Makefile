@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.warmroute-$(WARMROUTE_REPLICA)
 LOCKS := requirements/router.lock requirements/dev.lock requirements/$(WARMROUTE_REPLICA).lock
 PIP_INSTALL := $(BIN)/python -m pip install --no-deps --disable-pip-version-check
+# Every file that is installed is one that the locks know by its hash.
+PIP_LOCKED := $(PIP_INSTALL) --require-hashes
 # Tests share the cores; tests/conftest.py says which belong to one process.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder
 SOURCES := router cacheengine bench tests tools
@@ -30,13 +32,13 @@ $(STAMP): $(LOCKS) pyproject.toml
 	@echo '== 1/4 virtual environment in $(VENV)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo '== 2/4 checks and the router'
-	$(PIP_INSTALL) -q -r requirements/dev.lock
-	$(PIP_INSTALL) -q -r requirements/router.lock
+	$(PIP_LOCKED) -q -r requirements/dev.lock
+	$(PIP_LOCKED) -q -r requirements/router.lock
 	@echo '== 3/4 a replica ($(WARMROUTE_REPLICA)): the long one, minutes'
-	$(PIP_INSTALL) -r requirements/$(WARMROUTE_REPLICA).lock
+	$(PIP_LOCKED) -r requirements/$(WARMROUTE_REPLICA).lock
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 	  echo '== torch came as its CUDA build: adding the libraries that it needs (some GB)'; \
-	  $(BIN)/python -m pip install --disable-pip-version-check "$$(grep '^torch==' requirements/$(WARMROUTE_REPLICA).lock)"; }
+	  $(BIN)/python -m pip install --disable-pip-version-check "$$(grep -o '^torch==[^ ]*' requirements/$(WARMROUTE_REPLICA).lock)"; }
 	@echo '== 4/4 warmroute itself'
 	$(PIP_INSTALL) -qq --no-build-isolation -e .
 	@touch $@
@@ -76,8 +78,8 @@ fix: $(STAMP) ## Mend what the linter can mend
 bench: $(STAMP) ## Measure against a running router or replica: make bench ARGS='--rounds 5'
 	@$(BIN)/python -m bench.ttft $(ARGS)
 
-lock: $(STAMP) ## Resolve the locked dependencies anew
-	$(BIN)/python -m tools.relock
+lock: $(STAMP) ## Resolve the locked dependencies (all anew: make lock ARGS=--upgrade)
+	$(BIN)/python -m tools.relock $(ARGS)
 
 clean: ## Remove everything that was made here: .venv, .warmroute, caches
 	rm -rf $(VENV) .warmroute .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist

