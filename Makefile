@@ -35,6 +35,8 @@ $(STAMP): $(LOCKS) pyproject.toml
 	$(PIP_LOCKED) -q -r requirements/dev.lock
 	$(PIP_LOCKED) -q -r requirements/router.lock
 	@echo '== 3/4 a replica ($(WARMROUTE_REPLICA)): the long one, minutes'
+	@case $(WARMROUTE_REPLICA) in *-cpu) $(PIP_LOCKED) -qq -r requirements/torch-cpu.lock 2>$(VENV)/torch-cpu.log || \
+	  echo "== torch: pip finds no build for CPUs ($(VENV)/torch-cpu.log): taking the registry's";; esac
 	$(PIP_LOCKED) -r requirements/$(WARMROUTE_REPLICA).lock
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 	  echo '== torch came as its CUDA build: adding the libraries that it needs (some GB)'; \

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -13,11 +14,17 @@ class NotInstalled(Exception):  # noqa: N818  (a state of this machine, in one l
     """Why there is no such environment."""
 
 
-def installed(directory: Path, packages: Sequence[str], *steps: Sequence[str]) -> Path:
+def installed(
+    directory: Path,
+    packages: Sequence[str],
+    *steps: Sequence[str],
+    if_found: Sequence[str] = (),
+) -> Path:
     """Return the interpreter of an environment that has ``packages``, made where there is none.
 
     Each step is what one ``pip install`` is told; by default the packages
-    alone, with what they need. Raises `NotInstalled`.
+    alone, with what they need. ``if_found`` is a step before them that may fail.
+    Raises `NotInstalled`.
     """
     python = directory / "bin" / "python"
     done = directory / mark(packages)
@@ -25,10 +32,12 @@ def installed(directory: Path, packages: Sequence[str], *steps: Sequence[str]) -
         return python
     print(f"installing {' and '.join(packages)} in {directory}", file=sys.stderr)
     _run(sys.executable, "-m", "venv", str(directory))
+    pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    if if_found:
+        with suppress(NotInstalled):
+            _run(*pip, *if_found)
     for step in steps or (packages,):
-        _run(
-            *(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"), *step
-        )
+        _run(*pip, *step)
     done.touch()
     return python
 

