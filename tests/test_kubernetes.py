@@ -18,9 +18,11 @@ from jsonschema import Draft202012Validator
 from cacheengine.settings import load_engine_config
 from router.config import RouterConfig
 from router.config.loading import load_router_config
+from router.serve import leave_s
 from tools.reference.pages import known_commands
 
 FOLDER: Final = Path(__file__).parent.parent / "configs" / "kubernetes"
+ANYWHERE: Final = "0.0.0.0"
 OVERLAYS: Final = ("router", "router-monitored", "gateway")
 CORE_VERSION: Final = "1.37"
 
@@ -329,8 +331,10 @@ def test_what_serves_is_safe_and_drains(overlay: str, name: str, tmp_path: Path)
     assert of(overlay, "PodDisruptionBudget", name)["spec"]["selector"]["matchLabels"] == labels
     settings = config_of(overlay, name, tmp_path)
     assert settings.shares_replicas is (deployment["spec"]["replicas"] > 1)
-    _, sleep_s = container["lifecycle"]["preStop"]["exec"]["command"]
-    drained_s = int(sleep_s) + settings.timeouts.drain_s
+    timeouts = settings.timeouts
+    assert settings.picker is not None or settings.host == ANYWHERE
+    drained_s = leave_s(timeouts, ANYWHERE) + timeouts.drain_s
+    assert drained_s > timeouts.drain_s
     assert drained_s < pod["terminationGracePeriodSeconds"] < drained_s + 30
     assert pod["securityContext"]["runAsNonRoot"]
     assert container["securityContext"]["readOnlyRootFilesystem"]
