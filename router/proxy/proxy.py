@@ -263,7 +263,7 @@ class Proxy:
 
     def _give_up(self, record: RequestRecord) -> NoReturn:
         """Raise what tells of the tries, none of which has got an answer."""
-        tried = "; ".join(f"{each.replica_id}: {each.detail}" for each in record.failed_tries)
+        tried = "; ".join(f"{each.replica_id}: {each.cause}" for each in record.failed_tries)
         match record.failed_tries[-1].cause:
             case Cause.CONNECT:
                 retry_after_s = max(1, ceil(self._config.timeouts.health_interval_s))

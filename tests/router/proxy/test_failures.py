@@ -93,6 +93,23 @@ async def test_nobody_listening_is_retried_and_remembered(
     assert router.in_flight() == 0
 
 
+async def test_clients_are_not_told_where_replicas_are(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    """Which ones were tried, and why in a word; the request log has all of it."""
+    async with scripted() as gone:
+        router = await fleet.router(
+            replicas=(ReplicaConfig(url=gone.url, instance_id="gone"),),
+            timeouts=TimeoutsConfig(health_interval_s=3600),
+        )
+    async with client.post(f"{router.url}/v1/chat/completions", json=ASK) as response:
+        assert response.status == 503
+        message = (await response.json())["error"]["message"]
+    assert message == "no replica could be reached (gone: connect)"
+    [tried] = (await router.record()).failed_tries
+    assert gone.url.rpartition(":")[2] in tried.detail
+
+
 async def test_the_last_refusal_is_the_replicas_own(
     fleet: Fleet, client: aiohttp.ClientSession
 ) -> None:
