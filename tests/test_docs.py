@@ -28,6 +28,7 @@ PAGES: Final = sorted(
 )
 FENCE: Final = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK: Final = re.compile(r"\]\(([^()\s]+)\)")
+PICTURE: Final = re.compile(r"<(?:img|source)[^>]* src(?:set)?=\"([^\"]+)\"")
 COMMANDS: Final = known_commands()
 
 
@@ -55,7 +56,7 @@ def anchors(page: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_to_what_is_there(page: str) -> None:
     wrong = []
-    for target in LINK.findall(prose(page)):
+    for target in (*LINK.findall(prose(page)), *PICTURE.findall(prose(page))):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = unquote(target).partition("#")
@@ -212,7 +213,7 @@ def test_the_checks_see_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monkey
     """Each of them, on a page with one mistake of its kind."""
     page = tmp_path / "page.md"
     page.write_text(
-        "# Page\n\n[a](#nowhere) [b](none.md) `warmroute nothing` `warmroute serve --nothing`\n"
+        "# Page\n\n[a](#nowhere) `warmroute nothing` `warmroute serve --nothing`\n"
         "`admission.nothing` `warmroute_nothing_at_all`\n\n"
         "```\npython -m bench.nothing\nmake nothing\n```\n\n"
         "```\n# router.yaml\nnothing: 1\n```\n",
