@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from functools import partial
 from ssl import SSLContext
 from typing import Any, Final
@@ -15,6 +16,9 @@ from router.http.boundary import error_response
 log = logging.getLogger("warmroute.http")
 
 _BACKLOG: Final = 1024
+_UNSENT_BYTES: Final = 128 << 10
+"""Kept by the kernel for a client that does not take them. By default it keeps 4 MB for each, and
+slows all connections of a machine down when slow clients have it keep too much."""
 
 
 class Connection(web.RequestHandler):
@@ -107,3 +111,6 @@ class Site(web.TCPSite):
             ssl=self._ssl_context,
             backlog=self._backlog,
         )
+        # The connections that are accepted have it from here.
+        for each in self._server.sockets if hasattr(socket, "TCP_NOTSENT_LOWAT") else ():
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)

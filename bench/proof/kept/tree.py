@@ -19,6 +19,7 @@ UNUSED: Final = (
     "bench/compare",
     "bench/engine",
     "bench/overhead",
+    "bench/crowds",
     "bench/soak",
     "bench/replica",
     "bench/proof/__main__.py",

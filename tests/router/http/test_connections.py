@@ -3,10 +3,12 @@
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from aiohttp import web
 
 from router.config.settings import TimeoutsConfig
 from router.http import BODIES
@@ -153,3 +155,43 @@ async def test_a_body_is_held_until_its_answer_begins(fleet: Fleet) -> None:
         gates[1].set()
         await router.record()
     assert held_bytes(router) == 0
+
+
+async def test_a_client_that_never_reads_makes_its_replica_wait(
+    fleet: Fleet, eventually: Wait
+) -> None:
+    """What the router and its sockets keep of an endless answer is bounded."""
+    fleet.timeouts = TimeoutsConfig(health_interval_s=60.0, stream_idle_s=1.0)
+    sent_bytes = 0
+    piece = b"data: " + b"x" * (1 << 18) + b"\n\n"
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        nonlocal sent_bytes
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            await response.write(piece)
+            sent_bytes += len(piece)
+
+    fleet.one.will(endless)
+    router = await fleet.router()
+    body = b'{"model": "m", "prompt": "x", "stream": true}'
+    async with connected(router) as (_, writer):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]  # one that can
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        # Where nothing moves any more the router ends the answer, and not before.
+        await fleet.one.aborted.wait()
+        assert sent_bytes < 40 << 20
+    await eventually(lambda: router.in_flight() == 0)
+
+
+async def test_slow_clients_have_the_kernel_keep_little(router: Running) -> None:
+    async with connected(router) as (reader, writer):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readline()
+        assert router.runner.server is not None
+        [connection] = router.runner.server.connections
+        assert connection.transport is not None
+        made = connection.transport.get_extra_info("socket")
+        unsent = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+        assert unsent <= 128 << 10, "the default is unlimited"
