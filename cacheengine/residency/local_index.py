@@ -6,7 +6,7 @@ from enum import Enum, auto
 from typing import Final
 
 from cacheengine.residency.lower_index import LowerIndex
-from cacheengine.tiers import GetOutcome
+from cacheengine.tiers import GetOutcome, TierBackoff
 
 _OPERATOR_SHARE: Final = 0.5
 
@@ -28,6 +28,9 @@ class TierIndex(LowerIndex):
     it is deleted, so the tier is never over it. Of one that makes room and the
     one it makes room for, only the latter counts: they are never there at once.
     At most half of the capacity can be pinned.
+
+    A read that fails begins a pause for its chunk alone: others may lie on a
+    path that works, and the tier may read this one again later.
     """
 
     name = "disk"
@@ -40,6 +43,8 @@ class TierIndex(LowerIndex):
         self._readers: dict[bytes, int] = {}
         self._condemned: set[bytes] = set()
         self._pinned: set[bytes] = set()
+        # Of chunks whose last read failed.
+        self._backoffs: dict[bytes, TierBackoff] = {}
         self._replaced = 0
         self._max_items = capacity_bytes // item_bytes
         self._max_pinned = int(_OPERATOR_SHARE * self._max_items)
@@ -48,8 +53,13 @@ class TierIndex(LowerIndex):
         return len(self._items)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the chunk can be read."""
+        """Whether the chunk is held, and may be found."""
         return self._items.get(key) is Residence.HELD and key not in self._condemned
+
+    def can_read(self, key: bytes, now_s: float) -> bool:
+        """Whether the chunk is held, and is not being left alone after a failed read."""
+        backoff = self._backoffs.get(key)
+        return key in self and (backoff is None or not backoff.is_on(now_s))
 
     @property
     def is_there(self) -> bool:
@@ -62,7 +72,7 @@ class TierIndex(LowerIndex):
         return self._used_items * self.item_bytes
 
     def keys(self) -> list[bytes]:
-        """Return the keys that can be read, least recent first."""
+        """Return the keys that may be found, least recent first."""
         held = [key for key, state in self._items.items() if state is Residence.HELD]
         return [key for key in held if key not in self._condemned] if self._condemned else held
 
@@ -107,6 +117,7 @@ class TierIndex(LowerIndex):
         self._replaced -= self._items.pop(key) is Residence.REPLACED
         self._condemned.discard(key)
         self._pinned.discard(key)
+        self._backoffs.pop(key, None)
 
     def begin_read(self, key: bytes) -> None:
         """Keep a readable chunk while it is read, and make it the most recent."""
@@ -116,8 +127,12 @@ class TierIndex(LowerIndex):
 
     def end_read(self, key: bytes, outcome: GetOutcome, now_s: float) -> bool:
         """End a read. True: the chunk must be deleted now, then `forget` it."""
-        if outcome is not GetOutcome.OK:
-            # Kept, one that cannot be read would be found by every lookup again.
+        if outcome is GetOutcome.FAILED:
+            # Without a pause every lookup would find it, and every read fail again.
+            self._backoffs.setdefault(key, TierBackoff()).failed(now_s)
+        else:
+            self._backoffs.pop(key, None)
+        if outcome in (GetOutcome.MISSING, GetOutcome.DAMAGED):
             self._hide(key)
         self._readers[key] -= 1
         if self._readers[key]:
@@ -186,6 +201,7 @@ class TierIndex(LowerIndex):
         assert all(count > 0 for count in self._readers.values())
         assert self._readers.keys() <= self._items.keys()
         assert self._condemned <= self._items.keys()
+        assert self._backoffs.keys() <= self._items.keys()
         assert all(key in self for key in self._pinned), "a pin on what cannot be found"
         assert len(self._pinned) <= self._max_pinned
 

@@ -141,7 +141,7 @@ class Promoter:
     def _read_failed(self, entry: Entry, now_s: float) -> None:
         source = None if entry.condemned else self.source(entry.key, now_s)
         if source is not None:
-            # Another tier has it, too: the one that failed does not any more.
+            # Another tier has it, too: the one that failed cannot be read for now.
             self._queue(entry, source)
             return
         self._state.cpu.remove(entry)

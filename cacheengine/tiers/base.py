@@ -135,14 +135,17 @@ LONGEST_BACKOFF_S: Final = 60.0
 
 
 class TierBackoff:
-    """A pause after each failure, twice as long after each further one in a row."""
+    """A pause for a tier, or for one chunk of it, after each failure.
+
+    Twice as long after each further one in a row.
+    """
 
     def __init__(self) -> None:
         self._next_s = FIRST_BACKOFF_S
         self._until_s = float("-inf")
 
     def is_on(self, now_s: float) -> bool:
-        """Whether the tier is to be left alone."""
+        """Whether the tier, or the chunk, is to be left alone."""
         return now_s < self._until_s
 
     def failed(self, now_s: float) -> None:

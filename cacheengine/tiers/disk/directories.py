@@ -15,6 +15,7 @@ from typing import Final
 logger = logging.getLogger("vllm.warmroute")
 
 _LAYOUT_NAME: Final = re.compile("[0-9a-f]{32}")
+_LOCK_NAME: Final = ".lock"
 
 
 class DirectoryInUse(OSError):  # noqa: N818  (reads as the condition it is)
@@ -26,7 +27,7 @@ def lock_directory(directory: Path, wait_s: float) -> int:
 
     Raises `DirectoryInUse` if another process keeps it for longer than ``wait_s``.
     """
-    fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline_s = time.monotonic() + wait_s
     while True:
         try:
@@ -42,6 +43,18 @@ def lock_directory(directory: Path, wait_s: float) -> int:
                 os.fspath(directory),
             ) from None
         return fd
+
+
+def is_away(directory: Path, lock_fd: int) -> bool:
+    """Whether a directory that is locked exists still, but not under its name.
+
+    So it is while what is mounted there is taken away: its files are not lost.
+    """
+    try:
+        lock = os.fstat(lock_fd)
+        return lock.st_nlink > 0 and not os.path.samestat(lock, (directory / _LOCK_NAME).stat())
+    except OSError:
+        return True
 
 
 class OtherLayouts:
@@ -109,7 +122,7 @@ def _locks() -> Iterator[Callable[[Path], bool]]:
 
 def _others(own: Path) -> Iterator[Path]:
     for directory in own.parent.iterdir():
-        is_layout = _LAYOUT_NAME.fullmatch(directory.name) and (directory / ".lock").exists()
+        is_layout = _LAYOUT_NAME.fullmatch(directory.name) and (directory / _LOCK_NAME).exists()
         if is_layout and directory.name != own.name:
             yield directory
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.disk.chunk_file import ChunkFile
-from cacheengine.tiers.disk.directories import lock_directory
+from cacheengine.tiers.disk.directories import is_away, lock_directory
 from cacheengine.tiers.disk.disk_space import DiskSpace
 
 logger = logging.getLogger("vllm.warmroute")
@@ -153,8 +153,11 @@ class DiskPath:
         name = self._name(key)
         try:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return GetOutcome.MISSING
+        except FileNotFoundError as error:
+            if not self._is_away():
+                return GetOutcome.MISSING
+            self._report("read", error)
+            return GetOutcome.FAILED
         except OSError as error:
             self._report("read", error)
             return GetOutcome.FAILED
@@ -173,6 +176,11 @@ class DiskPath:
         logger.warning("disk tier: %s is damaged; removed", name)
         self._space.remove(Path(name))
         return GetOutcome.DAMAGED
+
+    def _is_away(self) -> bool:
+        """Whether files that are not found may come back (`directories.is_away`)."""
+        with self._relocking:
+            return self._lock_fd is not None and is_away(self.directory, self._lock_fd)
 
     def remove(self, key: bytes) -> None:
         """Remove a file, now or as soon as that can be."""

@@ -1,5 +1,6 @@
 """The engine with a real disk tier: restarts, kills, damage, a disk that goes away."""
 
+import errno
 import os
 import shutil
 import signal
@@ -121,6 +122,43 @@ def test_a_directory_that_vanishes_is_a_miss(make_bench: MakeBench, tmp_path: Pa
     bench.finish_puts()
     bench.engine.clear(["cpu"])
     assert bench.promote(keys(1)) == (0, 1, 0)
+
+
+def test_no_descriptor_left_costs_no_chunk(
+    make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process out of file descriptors says nothing about the files."""
+    chunks = keys(*range(32))
+    bench = make_bench(64, config(tmp_path))
+    bench.store(chunks)
+    bench.finish_puts()
+    bench.engine.clear(["cpu"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", _no_descriptor_left)
+        assert bench.promote(chunks) == (0, 0, 32)
+    assert len(list(tmp_path.rglob("*.kv"))) == 32
+    bench.clock.advance(60)
+    assert bench.promote(chunks) == (0, 32, 0)
+    assert bench.has_right_bytes(chunks)
+
+
+def _no_descriptor_left(*args: object, **options: object) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_disk_that_is_away_for_a_moment_loses_no_chunk(
+    make_bench: MakeBench, tmp_path: Path
+) -> None:
+    chunks = keys(*range(8))
+    bench = make_bench(16, config(tmp_path / "mount"))
+    bench.store(chunks)
+    bench.finish_puts()
+    bench.engine.clear(["cpu"])
+    (tmp_path / "mount").rename(tmp_path / "away")
+    assert bench.promote(chunks) == (0, 0, 8)
+    (tmp_path / "away").rename(tmp_path / "mount")
+    bench.clock.advance(60)
+    assert bench.promote(chunks) == (0, 8, 0)
 
 
 def test_a_disk_that_fills_up_costs_nothing_but_puts(

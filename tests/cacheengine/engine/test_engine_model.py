@@ -322,8 +322,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.tier.meanwhile = self.remote.meanwhile = actions[meanwhile]
         self._run(job)
         self.tier.meanwhile = self.remote.meanwhile = None
-        if get is not GetOutcome.OK:
-            # No pin keeps what cannot be read.
+        if get is GetOutcome.DAMAGED:
+            # No pin keeps what is damaged.
             self.kept["disk"] = {
                 chunk for chunk in self.kept["disk"] if self.engine.held_in([chunk], "disk")
             }

@@ -248,7 +248,7 @@ def test_a_tier_that_raises_is_a_failed_tier(
 
 
 @pytest.mark.parametrize("outcome", [GetOutcome.DAMAGED, GetOutcome.FAILED, GetOutcome.MISSING])
-def test_what_the_disk_has_lost_comes_from_the_remote(
+def test_what_the_disk_does_not_give_comes_from_the_remote(
     make_bench: MakeBench, remote: ScriptedRemote, outcome: GetOutcome
 ) -> None:
     tier = ScriptedTier()
@@ -260,7 +260,7 @@ def test_what_the_disk_has_lost_comes_from_the_remote(
     tier.get_outcome = outcome
     assert bench.promote(keys(1)) == (0, 1, 0)
     assert bench.has_right_bytes(keys(1))
-    assert bench.engine.held_in(keys(1), "disk") == 0
+    assert bench.engine.held_in(keys(1), "disk") == (outcome is GetOutcome.FAILED)
 
 
 def test_clear_deletes_what_this_engine_knows(

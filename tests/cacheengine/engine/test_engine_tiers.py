@@ -180,8 +180,8 @@ def test_what_was_promoted_in_vain_is_counted_once(
     assert stats.prefetch_unused_bytes == 2 * bench.pool.slot_bytes
 
 
-@pytest.mark.parametrize("outcome", [GetOutcome.DAMAGED, GetOutcome.FAILED, GetOutcome.MISSING])
-def test_a_read_that_fails_is_a_miss_from_then_on(
+@pytest.mark.parametrize("outcome", [GetOutcome.DAMAGED, GetOutcome.MISSING])
+def test_a_chunk_that_is_gone_is_a_miss_from_then_on(
     make_bench: MakeBench, tier: ScriptedTier, outcome: GetOutcome
 ) -> None:
     """Else the scheduler would be told to retry for ever."""
@@ -194,10 +194,27 @@ def test_a_read_that_fails_is_a_miss_from_then_on(
     below = stats.lower_tiers
     assert (below.corrupt, below.io_errors, below.get_misses) == (
         outcome is GetOutcome.DAMAGED,
-        outcome is GetOutcome.FAILED,
+        0,
         outcome is GetOutcome.MISSING,
     )
     assert [(event.tier, event.stored) for event in bench.engine.take_events()] == [("disk", False)]
+
+
+def test_a_read_that_fails_is_a_miss_for_a_while(make_bench: MakeBench, tier: ScriptedTier) -> None:
+    """Nothing is proven against the chunk, so it stays, and is tried again later."""
+    bench = _on_disk(make_bench, tier, 1)
+    bench.engine.pin(keys(1), "disk")
+    tier.get_outcome = GetOutcome.FAILED
+    assert bench.promote(keys(1)) == (0, 0, 1)
+    assert bench.engine.lookup(key(1)) is Presence.MISS
+    assert (bench.engine.stats().cpu_used_bytes, bench.engine.stats().disk.io_errors) == (0, 1)
+    assert bench.engine.take_events() == []
+    assert bench.engine.held_in(keys(1), "disk") == bench.engine.unpin(keys(1), "disk") == 1
+    tier.get_outcome = GetOutcome.OK
+    bench.clock.advance(1)
+    assert bench.engine.lookup(key(1)) is Presence.DISK
+    assert bench.promote(keys(1)) == (0, 1, 0)
+    assert bench.has_right_bytes(keys(1))
 
 
 def test_a_tier_that_raises_is_a_failed_tier(

@@ -67,14 +67,34 @@ def test_a_lost_chunk_is_not_found_again() -> None:
     tier.check()
 
 
-def test_a_chunk_that_cannot_be_read_is_to_be_deleted() -> None:
+def test_a_chunk_that_cannot_be_read_rests_longer_each_time() -> None:
     tier = _tier(1)
+    now_s = 100.0
+    for pause_s in (1.0, 2.0, 4.0):
+        tier.begin_read(key(0))
+        assert not tier.end_read(key(0), GetOutcome.FAILED, now_s)
+        tier.check()
+        assert key(0) in tier
+        assert not tier.can_read(key(0), now_s + pause_s - 0.01)
+        now_s += pause_s
+        assert tier.can_read(key(0), now_s)
     tier.begin_read(key(0))
-    assert tier.end_read(key(0), GetOutcome.FAILED, 0.0)
-    assert key(0) not in tier
-    assert tier.used_bytes == 10
+    assert not tier.end_read(key(0), GetOutcome.OK, now_s)
+    tier.begin_read(key(0))
+    tier.end_read(key(0), GetOutcome.FAILED, now_s)
+    assert tier.can_read(key(0), now_s + 1.0)  # a read that succeeded has ended the row
+
+
+def test_a_chunk_that_cannot_be_read_may_leave_as_any_other() -> None:
+    tier = _tier(1, capacity=1)
+    tier.begin_read(key(0))
+    assert not tier.end_read(key(0), GetOutcome.FAILED, 0.0)
+    assert tier.reserve(key(1)) == keys(0)
+    tier.check()
     tier.forget(key(0))
     tier.check()
+    assert tier.publish(key(1))
+    assert tier.can_read(key(1), 0.0)
 
 
 def test_adopt_keeps_the_most_recent() -> None:
