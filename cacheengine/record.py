@@ -76,7 +76,7 @@ class EngineStats:
         "they left the pool)."
     )
     prefetch_unused_bytes: int = counter("Bytes of those.")
-    pins_expired: int = counter("Pins that reached their deadline unused.")
+    pins_expired: int = counter("Pins that lasted until their deadline.")
     events_dropped: int = counter("Events that vLLM's stream lost, not taken in time.")
     cpu_used_bytes: int = gauge("Bytes in the CPU pool, those under way included.")
     cpu_held_bytes: int = gauge("Bytes in the CPU pool that cannot be evicted now.")

@@ -101,7 +101,7 @@ class LookupReply(msgspec.Struct, frozen=True, kw_only=True):
 class PrefetchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /prefetch``: promote these chunks to the cpu tier and pin them.
 
-    The pins last until a request has used the chunks, ``pin_s`` at most. The
+    The pins last for ``pin_s``, whatever requests use the chunks meanwhile. The
     answer comes when all is there, or after ``wait_s``, whichever is first;
     the promotion goes on in either case.
     """
@@ -168,7 +168,7 @@ class MoveRequest(ChunkSelection, frozen=True, kw_only=True, forbid_unknown_fiel
     """``POST /move``, to the agent of the replica that is to get the chunks.
 
     The agent fetches from ``source`` what its tier holds of the prefix, into
-    ``tier`` of its own, and pins it for ``pin_s`` or until its use. Without
+    ``tier`` of its own, and pins it for ``pin_s``. Without
     ``copy`` the source then drops what has arrived.
     """
 

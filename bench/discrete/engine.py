@@ -13,6 +13,7 @@ from typing import Final
 from cacheengine.record import BandwidthMeter, EngineStats, KeyEventRecord
 from cacheengine.residency.decider import Decider
 from cacheengine.residency.decisions import Presence, Promotion, StoreReservation, Todo
+from cacheengine.residency.entry import Holder
 from cacheengine.residency.local_index import TierIndex
 from cacheengine.simulator.model.machine import Machine
 from cacheengine.tiers.base import GetOutcome, PutOutcome
@@ -64,9 +65,11 @@ class ModelEngine:
         """Hold a chunk if it is ready."""
         return self._decider.try_hold(key)
 
-    def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
-        """Keep chunks until `release`; end their pins."""
-        return self._decider.hold(keys, held_before=held_before)
+    def hold(
+        self, keys: Sequence[bytes], *, held_before: bool = False, holder: Holder = None
+    ) -> list[int]:
+        """Keep chunks until `release`; end the holder's pins."""
+        return self._decider.hold(keys, held_before=held_before, holder=holder)
 
     def release(self, keys: Collection[bytes]) -> None:
         """End one hold of each chunk."""
@@ -89,10 +92,10 @@ class ModelEngine:
         with self._deciding() as decider:
             decider.complete_store(keys, self._loop.time(), success=success, prefetched=prefetched)
 
-    def promote(self, keys: Sequence[bytes], *, pin_s: float) -> Promotion:
+    def promote(self, keys: Sequence[bytes], *, pin_s: float, holder: Holder = None) -> Promotion:
         """Bring a prefix into CPU RAM and pin it."""
         with self._deciding() as decider:
-            return decider.promote(keys, pin_s, self._loop.time())
+            return decider.promote(keys, pin_s, self._loop.time(), holder)
 
     def match(self, keys: Sequence[bytes]) -> list[str]:
         """Return the tier of each chunk, up to the first that is nowhere."""

@@ -58,6 +58,7 @@ class _UnderWay:
 class _Request:
     """What is remembered of a request from its first lookup to its end."""
 
+    req_id: str
     wanted: dict[bytes, CacheHitSource] = field(default_factory=dict)
     """Chunks below the pool that this step's lookups found, in their order."""
     last_position: int = 0
@@ -109,7 +110,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
             request.wanted.clear()
 
     def _request(self, req_context: ReqContext) -> _Request:
-        return self._requests.setdefault(req_context.req_id, _Request())
+        return self._requests.setdefault(req_context.req_id, _Request(req_context.req_id))
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether a chunk can be loaded; have it promoted if it is below the CPU tier.
@@ -164,7 +165,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
 
     def _promote(self, chunks: list[bytes], request: _Request) -> None:
         if chunks:
-            promotion = self._engine.promote(chunks, pin_s=_LOOKUP_PIN_S)
+            promotion = self._engine.promote(chunks, pin_s=_LOOKUP_PIN_S, holder=request.req_id)
             for chunk in chunks:
                 request.promotions[chunk] = (promotion, request.wanted[chunk])
 
@@ -189,7 +190,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         chunks = [get_offload_block_hash(key) for key in keys]
         # The step holds them since `lookup`; the agent's thread may have
         # cleared them in between.
-        slots = self._engine.hold(chunks, held_before=True)
+        slots = self._engine.hold(chunks, held_before=True, holder=req_context.req_id)
         # vLLM's scheduler never calls touch().
         self._note_use(chunks, req_context)
         self._loads.update(chunks)

@@ -19,7 +19,7 @@ from cacheengine.identity import ChunkLayout
 from cacheengine.keys import key64
 from cacheengine.memory import Pool
 from cacheengine.record import CPU, EngineStats, KeyEventRecord, to_wire
-from cacheengine.residency import Decider, Presence, Promotion, StoreReservation, count_held
+from cacheengine.residency import Decider, Holder, Presence, Promotion, StoreReservation, count_held
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import LocalTier, SharedTier
 
@@ -85,19 +85,21 @@ class CacheEngine:
     def try_hold(self, key: bytes) -> int | None:
         """Hold a chunk if it is ready, in one step, and return its slot; else None.
 
-        Does not end a pin: only `hold` counts as the use that a pin waits for.
+        Ends no pin: only `hold` counts as the use that a pin waits for.
         """
         with self._lock:
             return self._decider.try_hold(key)
 
-    def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
-        """Keep chunks in their slots until `release`; end their pins; return the slots.
+    def hold(
+        self, keys: Sequence[bytes], *, held_before: bool = False, holder: Holder = None
+    ) -> list[int]:
+        """Keep chunks in their slots until `release`, and return these; end the holder's pins.
 
         Raises KeyError, having held none, unless all are ready; or, with
         ``held_before``, held by the caller already (`try_hold`) and cleared since.
         """
         with self._lock:
-            return self._decider.hold(keys, held_before=held_before)
+            return self._decider.hold(keys, held_before=held_before, holder=holder)
 
     def release(self, keys: Collection[bytes]) -> None:
         """End one `hold` or `try_hold` of each chunk. KeyError if there was none."""
@@ -134,17 +136,16 @@ class CacheEngine:
 
     # --- promotion, pins ---
 
-    def promote(self, keys: Sequence[bytes], *, pin_s: float) -> Promotion:
+    def promote(self, keys: Sequence[bytes], *, pin_s: float, holder: Holder = None) -> Promotion:
         """Bring a prefix into the pool: start its reads and return at once.
 
-        Its chunks are pinned until `hold`, at most for ``pin_s`` from when they
-        are ready (0: no pin). Chunks that the remote tier must be asked for are
-        pending until it answers. From the first chunk on that is in no tier,
-        finds no room or would pin more than `wire.MAX_PINNED_SHARE` of the pool
-        all are missing.
+        Its chunks are pinned for ``pin_s`` from when they are ready (0: no pin), or until the
+        holder's `hold`; no other request's ends that pin. Chunks that the remote tier must be
+        asked for are pending until it answers. From the first chunk on that is in no tier,
+        finds no room or would pin more than `wire.MAX_PINNED_SHARE` of the pool all are missing.
         """
         with self._deciding() as decider:
-            return decider.promote(keys, pin_s, self._clock())
+            return decider.promote(keys, pin_s, self._clock(), holder)
 
     def expire_pins(self) -> int:
         """Take off promotions' pins whose deadline has passed; return how many."""

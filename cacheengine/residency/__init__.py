@@ -11,7 +11,7 @@ no threads.
 
 from cacheengine.residency.decider import Decider
 from cacheengine.residency.decisions import Presence, Promotion, StoreReservation, Todo
-from cacheengine.residency.entry import Entry, count_held
+from cacheengine.residency.entry import Entry, Holder, count_held
 from cacheengine.residency.eviction import POLICY_NAMES
 from cacheengine.residency.local_index import TierIndex
 from cacheengine.residency.lower_index import LowerIndex
@@ -21,6 +21,7 @@ __all__ = [
     "POLICY_NAMES",
     "Decider",
     "Entry",
+    "Holder",
     "LowerIndex",
     "Presence",
     "Promotion",

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from cacheengine.record import CPU, EngineStats
 from cacheengine.residency.cascade import Cascade
 from cacheengine.residency.decisions import Outcome, Presence, Promotion, StoreReservation, Todo
-from cacheengine.residency.entry import Entry, State
+from cacheengine.residency.entry import Entry, Holder, State
 from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.residency.pool_index import CpuIndex
 from cacheengine.residency.promoter import Promoter
@@ -111,8 +111,10 @@ class Decider:
 
     # --- holds ---
 
-    def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
-        """Keep ready chunks until `release`; ends their pins. KeyError: none was held."""
+    def hold(
+        self, keys: Sequence[bytes], *, held_before: bool = False, holder: Holder = None
+    ) -> list[int]:
+        """Keep ready chunks until `release`; ends the holder's pins. KeyError: none was held."""
         entries = []
         for key in keys:
             entry = self.cpu.get(key)
@@ -123,11 +125,12 @@ class Decider:
         for entry in entries:
             entry.in_use.holds += 1
             entry.in_use.prefetched = False
-            self.cpu.unpin(entry)
+            if holder is not None:
+                self.cpu.end_pin(entry, holder)
         return [entry.slot for entry in entries]
 
     def try_hold(self, key: bytes) -> int | None:
-        """Keep a chunk if it is ready; its pin stays."""
+        """Keep a chunk if it is ready; its pins stay."""
         entry = self.cpu.ready(key)
         if entry is None:
             return None
@@ -195,7 +198,9 @@ class Decider:
 
     # --- promotion, clearing ---
 
-    def promote(self, keys: Sequence[bytes], pin_s: float, now_s: float) -> Promotion:
+    def promote(
+        self, keys: Sequence[bytes], pin_s: float, now_s: float, holder: Holder = None
+    ) -> Promotion:
         """Bring a prefix into the pool (see `Promoter.begin`)."""
         # First of all, so that what is wanted leaves the front of the order,
         # where room is looked for.
@@ -203,15 +208,15 @@ class Decider:
         if not self.cpu.may_pin(None):
             # Pins that are over still count against what may be pinned.
             self.expire_pins(now_s)
-        return self.promoter.begin(keys, pin_s, now_s)
+        return self.promoter.begin(keys, pin_s, now_s, holder)
 
     def expire_pins(self, now_s: float) -> int:
         """Take off the pins whose deadline has passed; return how many."""
-        expired = self.cpu.expired_pins(now_s)
-        for entry in expired:
-            self.state.expire(entry)
+        ended = 0
+        for entry in self.cpu.expired_pins(now_s):
+            ended += self.state.expire(entry, now_s)
             self.state.drop_if_unwanted(entry, now_s)
-        return len(expired)
+        return ended
 
     def clear(
         self, tiers: Collection[str] | None, keys: Collection[bytes] | None = None

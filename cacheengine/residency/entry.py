@@ -1,7 +1,7 @@
 """One chunk of the CPU pool: its slot, and how the chunk is used at the moment."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
@@ -12,6 +12,10 @@ class State(Enum):
     STORING = auto()
     PROMOTING = auto()
     READY = auto()
+
+
+Holder = str | None
+"""The request or loan that a pin is for, whose `hold` ends it; None: only its deadline does."""
 
 
 @dataclass(slots=True)
@@ -27,9 +31,10 @@ class Use:
     """Times held and not released."""
     putting: int = 0
     """Puts to lower tiers that are queued or reading the bytes."""
-    pin_s: float = 0.0
-    """How long to pin from the moment the entry gets ready."""
+    leases: dict[Holder, float] = field(default_factory=dict)
+    """Each holder's pin: until when, or while the entry is not ready, how long from when it is."""
     pinned_until_s: float | None = None
+    """The last of them, of a ready entry."""
     operator_pinned: bool = False
     """Pinned by an operator."""
     condemned: bool = False
@@ -120,6 +125,6 @@ def check_entry(entry: Entry) -> None:
     if entry.state is not State.READY:
         assert not entry.is_busy, "unfinished bytes in use"
         return
-    assert use.pin_s == 0.0, "a pin that never began"
+    assert use.pinned_until_s == max(use.leases.values(), default=None), "a pin that never ends"
     if entry.condemned:
         assert entry.is_busy, "condemned, unused and still here"

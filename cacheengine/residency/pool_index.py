@@ -7,7 +7,7 @@ and passes the time in.
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
-from cacheengine.residency.entry import UNUSED, Entry, State, check_entry
+from cacheengine.residency.entry import UNUSED, Entry, Holder, State, check_entry
 from cacheengine.residency.eviction import make_policy
 from cacheengine.wire import MAX_PINNED_SHARE
 
@@ -89,9 +89,8 @@ class CpuIndex:
         assert entry.state is not State.READY and not entry.condemned
         entry.in_use.state = State.READY
         self._policy.add(entry.key)
-        if entry.seen.pin_s > 0:
-            self.pin(entry, now_s + entry.seen.pin_s)
-        self.tidy(entry)
+        leases = {holder: now_s + pin_s for holder, pin_s in entry.seen.leases.items()}
+        self._keep_leases(entry, leases)
 
     def remove(self, entry: Entry) -> None:
         """Forget an unused entry, and free its slot."""
@@ -129,33 +128,52 @@ class CpuIndex:
             return True
         return len(self._pinned) + len(self._operator_pinned) < self._max_pinned
 
-    def pin(self, entry: Entry, until_s: float) -> None:
-        """Keep an entry from eviction until then, or longer if it was to be longer."""
-        use = entry.in_use
-        use.pin_s = 0.0
-        if use.pinned_until_s is None or use.pinned_until_s < until_s:
-            use.pinned_until_s = until_s
-        self._pinned[entry.key] = entry
+    def pin(self, entry: Entry, pin_s: float, now_s: float, holder: Holder = None) -> None:
+        """Keep an entry from eviction for so long from now, or from when its bytes are there.
 
-    def pin_when_ready(self, entry: Entry, pin_s: float) -> None:
-        """Pin an entry for so long, or longer, from when its bytes are there."""
-        if pin_s > 0:
-            entry.in_use.pin_s = max(entry.seen.pin_s, pin_s)
-            self._pinned[entry.key] = entry
+        A holder's pin that was to last longer does. Other holders' are not changed.
+        """
+        lease_s = pin_s if entry.state is not State.READY else now_s + pin_s
+        leases = {**entry.seen.leases}
+        leases[holder] = max(lease_s, leases.get(holder, lease_s))
+        self._pinned[entry.key] = entry
+        self._keep_leases(entry, leases)
 
     def unpin(self, entry: Entry) -> None:
-        """End an entry's pin, if it has one; an operator's stays."""
-        if self._pinned.pop(entry.key, None) is not None:
-            entry.in_use.pinned_until_s = None
-            entry.in_use.pin_s = 0.0
+        """End all holders' pins of an entry; an operator's stays."""
+        self._keep_leases(entry, {})
+
+    def end_pin(self, entry: Entry, holder: Holder) -> None:
+        """End one holder's pin, if it has one."""
+        leases = entry.seen.leases
+        if holder in leases:
+            self._keep_leases(entry, {each: leases[each] for each in leases if each != holder})
+
+    def end_expired(self, entry: Entry, now_s: float) -> int:
+        """End the pins of a ready entry whose deadline has passed; return how many."""
+        leases = entry.seen.leases
+        kept = {holder: until_s for holder, until_s in leases.items() if until_s > now_s}
+        self._keep_leases(entry, kept)
+        return len(leases) - len(kept)
+
+    def _keep_leases(self, entry: Entry, leases: dict[Holder, float]) -> None:
+        if entry.key not in self._pinned:
             self.tidy(entry)
+            return
+        use = entry.in_use
+        use.leases = leases
+        is_ready = use.state is State.READY
+        use.pinned_until_s = max(leases.values(), default=None) if is_ready else None
+        if not leases:
+            del self._pinned[entry.key]
+        self.tidy(entry)
 
     def expired_pins(self, now_s: float) -> list[Entry]:
-        """Return entries whose pin has run out and was not taken off yet."""
+        """Return entries with a pin that has run out and was not taken off yet."""
         return [
             entry
             for entry in self._pinned.values()
-            if entry.seen.pinned_until_s is not None and entry.seen.pinned_until_s <= now_s
+            if entry.state is State.READY and min(entry.seen.leases.values()) <= now_s
         ]
 
     def operator_pin(self, key: bytes) -> bool:
@@ -191,7 +209,7 @@ class CpuIndex:
             check_entry(entry)
             if entry.is_usable:
                 ready.add(key)
-            if entry.seen.pinned_until_s is not None or entry.seen.pin_s > 0:
+            if entry.seen.leases:
                 pinned.add(key)
             if entry.seen.operator_pinned:
                 by_operator.add(key)

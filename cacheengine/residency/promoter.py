@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cacheengine.record import CPU
 from cacheengine.residency.decisions import Outcome, Promotion
-from cacheengine.residency.entry import Entry, State
+from cacheengine.residency.entry import Entry, Holder, State
 from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.residency.shared_index import RemoteIndex
 from cacheengine.residency.state import CacheState
@@ -20,6 +20,7 @@ class _Walk:
     promotion: Promotion
     keys: Sequence[bytes]
     pin_s: float
+    holder: Holder
     position: int = 0
 
     @property
@@ -36,7 +37,7 @@ class Promoter:
         self._waiting: dict[str, deque[Entry]] = {index.name: deque() for index in state.lower}
         self._walks: dict[bytes, list[_Walk]] = {}
 
-    def begin(self, keys: Sequence[bytes], pin_s: float, now_s: float) -> Promotion:
+    def begin(self, keys: Sequence[bytes], pin_s: float, now_s: float, holder: Holder) -> Promotion:
         """Pin what is ready, join what is under way, begin to read the rest, in order.
 
         Where it is not known whether the remote tier holds a chunk, that tier is asked
@@ -44,7 +45,7 @@ class Promoter:
         """
         self._state.stats.prefetches += 1
         promotion = Promotion(len(keys))
-        self._go_on(_Walk(promotion, keys, pin_s), now_s)
+        self._go_on(_Walk(promotion, keys, pin_s, holder), now_s)
         return promotion
 
     def _go_on(self, walk: _Walk, now_s: float) -> None:
@@ -66,13 +67,11 @@ class Promoter:
 
     def _join(self, entry: Entry, walk: _Walk, now_s: float) -> None:
         state = self._state
+        if walk.pin_s > 0 and state.cpu.may_pin(entry):
+            state.cpu.pin(entry, walk.pin_s, now_s, walk.holder)
         if entry.state is State.READY:
-            if walk.pin_s > 0 and state.cpu.may_pin(entry):
-                state.cpu.pin(entry, now_s + walk.pin_s)
             state.todo.settled.append((walk.promotion, Outcome.RESIDENT, 1))
         else:
-            if state.cpu.may_pin(entry):
-                state.cpu.pin_when_ready(entry, walk.pin_s)
             state.waiters.setdefault(walk.key, []).append(walk.promotion)
 
     def source(self, key: bytes, now_s: float) -> LowerIndex | None:

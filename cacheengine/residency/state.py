@@ -114,18 +114,20 @@ class CacheState:
         victims = self.cpu.victims(lacking, protected, now_s)
         for entry in victims:
             if entry.seen.pinned_until_s is not None:
-                self.expire(entry)
+                self.expire(entry, now_s)
             self._remove(entry)
         self.stats.evictions += len(victims)
         evicted = [entry.key for entry in victims]
         self.emit(CPU, stored=False, keys=evicted)
         return min(count, self.cpu.free_slots), evicted
 
-    def expire(self, entry: Entry) -> None:
-        """Take off a pin whose deadline has passed."""
-        self._count_unused(entry)
-        self.cpu.unpin(entry)
-        self.stats.pins_expired += 1
+    def expire(self, entry: Entry, now_s: float) -> int:
+        """Take off the pins whose deadline has passed; return how many."""
+        ended = self.cpu.end_expired(entry, now_s)
+        if entry.seen.pinned_until_s is None:
+            self._count_unused(entry)
+        self.stats.pins_expired += ended
+        return ended
 
     def drop_if_unwanted(self, entry: Entry, now_s: float) -> None:
         """Free the slot of an unused chunk that was cleared, or is not to stay in the pool."""

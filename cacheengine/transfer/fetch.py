@@ -47,7 +47,7 @@ class Fetch:
 
     ``keys`` in prefix order, all of one length. ``peer`` is where the other
     replica's `TransferServer` listens. What has arrived in the cpu tier is
-    pinned for ``pin_s``, or until its use, from the moment it is complete.
+    pinned for ``pin_s`` from the moment it is complete.
 
     `run` blocks, and may be called once; `cancel` ends it early from any
     thread, and the counts may be read at any time.

@@ -5,6 +5,7 @@ The chunks are lent by the engine; those below the pool are brought up first.
 
 import contextlib
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,11 +38,12 @@ class Loan:
         self.keys = keys
         self._engine = engine
         self._timeout_s = timeout_s
+        self._holder = f"loan {uuid.uuid4().hex}"
         self._promoted: frozenset[bytes] = frozenset()
         self._promotion: Promotion | None = None
         below = [key for key in keys if engine.match([key]) != ["cpu"]]
         if below:
-            self._promotion = engine.promote(below, pin_s=_PIN_S)
+            self._promotion = engine.promote(below, pin_s=_PIN_S, holder=self._holder)
             self._promoted = frozenset(below)
 
     @property
@@ -82,7 +84,8 @@ class Loan:
         deadline_s = time.monotonic() + _ROOM_S
         pause_s = _SHORTEST_PAUSE_S
         while True:
-            self._engine.promote([key], pin_s=_PIN_S).wait(self._timeout_s)
+            promotion = self._engine.promote([key], pin_s=_PIN_S, holder=self._holder)
+            promotion.wait(self._timeout_s)
             slot = self._hold_promoted(key)
             if slot is not None or not self._engine.match([key]):
                 return slot
@@ -95,7 +98,7 @@ class Loan:
         # Not try_hold: this is the use that the pin has waited for. A pin that
         # stayed would let a prefix larger than the pool fill it and get stuck.
         try:
-            (slot,) = self._engine.hold([key])
+            (slot,) = self._engine.hold([key], holder=self._holder)
         except KeyError:
             return None
         return slot

@@ -119,9 +119,11 @@ class Bench:
 
         wait_until(all_there)
 
-    def promote(self, chunks: Sequence[bytes], pin_s: float = 10.0) -> tuple[int, int, int]:
+    def promote(
+        self, chunks: Sequence[bytes], pin_s: float = 10.0, holder: str | None = None
+    ) -> tuple[int, int, int]:
         """Promote and wait; return (resident, promoted, missing)."""
-        promotion = self.engine.promote(chunks, pin_s=pin_s)
+        promotion = self.engine.promote(chunks, pin_s=pin_s, holder=holder)
         assert promotion.wait(20)
         return promotion.counts.resident, promotion.counts.promoted, promotion.counts.missing
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from cacheengine.residency import Presence, Promotion, StoreReservation
+from cacheengine.residency import Holder, Presence, Promotion, StoreReservation
 from cacheengine.simulator.model.lower_tiers import Found
 from cacheengine.simulator.model.request import SimRequest
 
@@ -27,8 +27,10 @@ class Engine(Protocol):
     def try_hold(self, key: bytes) -> int | None:
         """Hold a chunk if it is ready."""
 
-    def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
-        """Keep chunks until `release`; return their slots."""
+    def hold(
+        self, keys: Sequence[bytes], *, held_before: bool = False, holder: Holder = None
+    ) -> list[int]:
+        """Keep chunks until `release`; return their slots; end the holder's pins."""
 
     def release(self, keys: Collection[bytes]) -> None:
         """End one hold of each chunk."""
@@ -42,7 +44,7 @@ class Engine(Protocol):
     def complete_store(self, keys: Collection[bytes]) -> None:
         """Make reserved chunks visible."""
 
-    def promote(self, keys: Sequence[bytes], *, pin_s: float) -> Promotion:
+    def promote(self, keys: Sequence[bytes], *, pin_s: float, holder: Holder = None) -> Promotion:
         """Bring a prefix into the pool."""
 
     def match(self, keys: Sequence[bytes]) -> list[str]:
@@ -53,6 +55,7 @@ class Engine(Protocol):
 class _Asked:
     """What is remembered of a request from its first lookup to its end."""
 
+    request_id: str
     wanted: list[bytes] = field(default_factory=list)
     promotions: dict[bytes, Promotion] = field(default_factory=dict)
     loads: Sequence[bytes] = ()
@@ -92,7 +95,7 @@ class EngineTiers:
 
     def find(self, request: SimRequest, gpu_tokens: int) -> Found | None:
         """Look up what follows the GPU's part; None while some of it is on its way up."""
-        asked = self._asked.setdefault(request.id, _Asked())
+        asked = self._asked.setdefault(request.id, _Asked(request.id))
         if any(not each.done for each in asked.promotions.values()):
             return None
         first = gpu_tokens // self._chunk_tokens
@@ -145,7 +148,7 @@ class EngineTiers:
     def begin_load(self, request: SimRequest) -> None:
         """Hold the chunks that were found, and see that they are the right ones."""
         asked = self._asked[request.id]
-        slots = self._engine.hold(asked.loads, held_before=True)
+        slots = self._engine.hold(asked.loads, held_before=True, holder=request.id)
         self._note_use(asked, asked.loads)
         self._being_loaded.update(asked.loads)
         if self._view is None:
@@ -197,7 +200,7 @@ class EngineTiers:
         for asked in self._wanting:
             keys = tuple(asked.wanted)
             asked.wanted.clear()
-            promotion = self._engine.promote(keys, pin_s=self._pin_s)
+            promotion = self._engine.promote(keys, pin_s=self._pin_s, holder=asked.request_id)
             asked.promotions.update(dict.fromkeys(keys, promotion))
             promotion.add_done_callback(self._on_promoted)
         self._wanting.clear()

@@ -160,8 +160,10 @@ def test_without_local_cpu_the_pool_only_stages(make_bench: MakeBench) -> None:
     assert bench.engine.match(keys(1, 2)) == ["disk", "disk"]
     # What is on disk is not stored again.
     assert bench.store(keys(1, 2)) == ()
-    assert bench.promote(keys(1, 2)) == (0, 2, 0)
-    assert bench.has_right_bytes(keys(1, 2))  # its use ends the pin, its release the stay
+    assert bench.promote(keys(1, 2), holder="request") == (0, 2, 0)
+    assert bench.has_right_bytes(keys(1, 2))  # not the holder's use
+    bench.engine.hold(keys(1, 2), holder="request")  # ends the pin, its release the stay
+    bench.engine.release(keys(1, 2))
     assert bench.engine.stats().cpu_used_bytes == 0
     bench.promote(keys(1), pin_s=5.0)
     bench.clock.advance(6.0)

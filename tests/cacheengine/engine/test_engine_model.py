@@ -31,6 +31,7 @@ from tests.cacheengine.scripted_tier import Scripted, ScriptedRemote, ScriptedTi
 
 SLOTS = 4
 UNIVERSE = [key(number) for number in range(8)]
+HOLDERS = st.sampled_from([None, "one", "two"])
 PREFIXES = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=3)
 
 
@@ -219,11 +220,11 @@ class EngineMachine(RuleBasedStateMachine):
         if slot is not None:
             self._note_hold(chunk, slot)
 
-    @rule(chunks=PREFIXES)
-    def hold(self, chunks: list[bytes]) -> None:
+    @rule(chunks=PREFIXES, holder=HOLDERS)
+    def hold(self, chunks: list[bytes], holder: str | None) -> None:
         ready = all(self._tier_of(chunk) == "cpu" for chunk in chunks)
         try:
-            slots = self.engine.hold(chunks)
+            slots = self.engine.hold(chunks, holder=holder)
         except KeyError:
             assert not ready
             return
@@ -252,9 +253,9 @@ class EngineMachine(RuleBasedStateMachine):
     def touch(self, chunks: list[bytes]) -> None:
         self.engine.touch(chunks)
 
-    @rule(chunks=PREFIXES, pin_s=st.sampled_from([0.0, 5.0]))
-    def promote(self, chunks: list[bytes], pin_s: float) -> None:
-        promotion = self.engine.promote(chunks, pin_s=pin_s)
+    @rule(chunks=PREFIXES, pin_s=st.sampled_from([0.0, 5.0]), holder=HOLDERS)
+    def promote(self, chunks: list[bytes], pin_s: float, holder: str | None) -> None:
+        promotion = self.engine.promote(chunks, pin_s=pin_s, holder=holder)
         counts = promotion.counts
         total = counts.resident + counts.promoted + counts.pending + counts.missing
         assert total == len(chunks)

@@ -6,7 +6,7 @@ import pytest
 
 from cacheengine.residency import Presence
 from cacheengine.tiers.base import GetOutcome
-from tests.cacheengine.building import config, key, keys, payload
+from tests.cacheengine.building import Bench, config, key, keys, payload
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier
 
@@ -103,6 +103,65 @@ def test_a_pin_does_not_keep_what_is_damaged(make_bench: MakeBench) -> None:
     tier.get_outcome = GetOutcome.DAMAGED
     assert bench.promote(keys(1)) == (0, 0, 1)
     assert bench.engine.held_in(keys(1), "disk") == 0
+
+
+def _prefetched(make_bench: MakeBench) -> Bench:
+    """An engine that has promoted four chunks and holds four more."""
+    tier = ScriptedTier(held=keys(1, 2, 3, 4))
+    tier.chunks = {chunk: payload(chunk) for chunk in keys(1, 2, 3, 4)}
+    bench = make_bench(8, tier=tier)
+    bench.store(keys(5, 6, 7, 8))
+    assert bench.promote(keys(1, 2, 3, 4), pin_s=10) == (0, 4, 0)
+    return bench
+
+
+@pytest.mark.parametrize("holder", [None, "another"])
+def test_one_requests_use_does_not_end_the_pins_for_another(
+    make_bench: MakeBench, holder: str | None
+) -> None:
+    bench = _prefetched(make_bench)
+    bench.promote(keys(1, 2, 3, 4), pin_s=10, holder="another")
+    bench.engine.hold(keys(1, 2, 3, 4), holder=holder)
+    bench.engine.release(keys(1, 2, 3, 4))
+    bench.store(keys(*range(10, 18)))
+    assert bench.engine.match(keys(1, 2, 3, 4)) == ["cpu"] * 4
+    bench.clock.advance(10)
+    bench.store(keys(*range(20, 28)))
+    assert bench.engine.match(keys(1, 2, 3, 4)) == ["disk"] * 4
+
+
+def test_each_holders_pin_has_its_own_deadline(make_bench: MakeBench) -> None:
+    bench = _prefetched(make_bench)
+    bench.promote(keys(1), pin_s=20, holder="slow")
+    bench.promote(keys(1), pin_s=5, holder="quick")
+    bench.clock.advance(5)
+    assert bench.engine.expire_pins() == 1
+    bench.clock.advance(5)
+    assert bench.engine.expire_pins() == 4  # of the prefetch
+    bench.store(keys(*range(10, 18)))
+    assert bench.engine.match(keys(1, 2)) == ["cpu", "disk"]
+    bench.clock.advance(10)
+    assert bench.engine.expire_pins() == 1
+    assert bench.engine.stats().prefetch_unused_chunks == 4
+
+
+def test_pins_asked_for_before_the_chunk_is_there_are_each_their_own(
+    make_bench: MakeBench,
+) -> None:
+    tier = ScriptedTier(held=keys(1))
+    tier.chunks = {key(1): payload(key(1))}
+    tier.gets.clear()
+    bench = make_bench(1, tier=tier)
+    for holder in ("one", "two"):
+        promotion = bench.engine.promote(keys(1), pin_s=10, holder=holder)
+    tier.gets.set()
+    assert promotion.wait(20)
+    bench.engine.hold(keys(1), holder="one")
+    bench.engine.release(keys(1))
+    assert bench.store(keys(2)) is None
+    bench.engine.hold(keys(1), holder="two")
+    bench.engine.release(keys(1))
+    assert bench.store(keys(2)) == tuple(keys(2))
 
 
 @pytest.mark.parametrize("tier", ["remote", "disk"])

@@ -146,13 +146,13 @@ def test_a_pin_ends_at_its_deadline(make_bench: MakeBench, tier: ScriptedTier) -
     assert (stats.pins_expired, stats.prefetch_unused_bytes) == (1, bench.pool.slot_bytes)
 
 
-def test_a_pin_ends_with_its_use(make_bench: MakeBench, tier: ScriptedTier) -> None:
+def test_a_pin_ends_with_the_use_of_its_holder(make_bench: MakeBench, tier: ScriptedTier) -> None:
     bench = _on_disk(make_bench, tier, 1, slots=1)
-    bench.promote(keys(1), pin_s=10)
+    bench.promote(keys(1), pin_s=10, holder="request")
     assert bench.engine.try_hold(key(1)) is not None  # looking is not using
     bench.engine.release(keys(1))
     assert bench.store(keys(2)) is None
-    bench.engine.hold(keys(1))
+    bench.engine.hold(keys(1), holder="request")
     bench.engine.release(keys(1))
     assert bench.store(keys(2)) == tuple(keys(2))
     assert bench.engine.stats().pins_expired == 0
@@ -165,8 +165,8 @@ def test_what_was_promoted_in_vain_is_counted_once(
     """When its pin ends, be it used later or evicted; what lay in the pool cost nothing."""
     bench = _on_disk(make_bench, tier, 1, 2, 3, slots=6)
     bench.store(keys(4))
-    bench.promote(keys(1, 2, 3, 4), pin_s=10)
-    bench.engine.hold(keys(1))
+    bench.promote(keys(1, 2, 3, 4), pin_s=10, holder="request")
+    bench.engine.hold(keys(1), holder="request")
     bench.engine.release(keys(1))
     bench.engine.clear(["cpu"], keys(2))
     assert bench.engine.stats().prefetch_unused_chunks == 1

@@ -48,13 +48,13 @@ def test_a_pin_keeps_until_its_deadline() -> None:
     index = _index(1)
     entry = index.ready(key(0))
     assert entry is not None
-    index.pin(entry, until_s=5.0)
-    index.pin(entry, until_s=3.0)  # the longer one counts
+    index.pin(entry, 5.0, now_s=0.0)
+    index.pin(entry, 3.0, now_s=0.0)  # the longer one counts
     assert index.victims(1, protected=(), now_s=4.9) == []
     assert index.expired_pins(4.9) == []
     assert index.victims(1, protected=(), now_s=5.0) == [entry]
     assert index.expired_pins(5.0) == [entry]
-    index.unpin(entry)
+    assert index.end_expired(entry, 5.0) == 1
     assert index.expired_pins(5.0) == []
     index.check()
 
@@ -62,8 +62,8 @@ def test_a_pin_keeps_until_its_deadline() -> None:
 def test_a_pin_asked_for_early_runs_from_when_the_bytes_are_there() -> None:
     index = _index(0)
     entry = index.add(key(1), State.PROMOTING)
-    index.pin_when_ready(entry, 10.0)
-    index.pin_when_ready(entry, 3.0)  # the longer one counts
+    index.pin(entry, 10.0, now_s=0.0)
+    index.pin(entry, 3.0, now_s=0.0)  # the longer one counts
     index.publish(entry, now_s=100.0)
     assert entry.seen.pinned_until_s == 110.0
     index.check()
@@ -120,7 +120,7 @@ def test_a_chunk_that_nothing_goes_on_with_is_small() -> None:
     entry = index.ready(key(0))
     assert entry is not None
     assert entry.use is None
-    index.pin(entry, until_s=5.0)
+    index.pin(entry, 5.0, now_s=0.0)
     assert entry.use is not None
     index.unpin(entry)
     assert entry.use is None

@@ -154,7 +154,7 @@ async def test_what_the_destination_holds_is_not_sent(real: RealFleet, copier: C
     assert ready(real, 1) == 20
 
 
-async def test_copies_are_pinned_until_their_use(real: RealFleet, copier: Copier) -> None:
+async def test_copies_are_pinned_for_a_while(real: RealFleet, copier: Copier) -> None:
     await run(copier, decision(CHUNKS[:5]))
     bench = real.replicas[1].bench
     assert bench.engine.stats().cpu_held_bytes == 5 * CHUNK_BYTES
