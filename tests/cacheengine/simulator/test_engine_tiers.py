@@ -141,6 +141,7 @@ def test_what_is_on_disk_is_promoted_and_passed_over_meanwhile(
     assert again.first_token_s == pytest.approx(113.3)
     assert bench.tiers.wrong_chunks == 0
     assert bench.engine.stats().promoted == 4
+    assert bench.engine.stats().cpu_held_bytes == 0  # its load has ended its pins
 
 
 def test_a_prefetch_beforehand_makes_it_a_hit_in_cpu_ram(benches: Callable[..., Bench]) -> None:
