@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.bodies import CHAT
@@ -15,6 +15,8 @@ from tests.fuzz.servers import Fleet
 from tests.fuzz.test_router import METHODS, SEGMENTS, STREAMS
 
 JSON: Final = (b"Content-Type", b"application/json")
+FEWER: Final = settings(max_examples=settings().max_examples // 4)
+"""For each of many calls."""
 TOKENS: Final = [*range(300)]
 
 CONTROLLER: Final[dict[str, list[Any]]] = {
@@ -140,6 +142,7 @@ def check(got: Got) -> None:
 @pytest.mark.parametrize(
     ("port", "call"), [(port, call) for port, calls in PORTS.items() for call in calls]
 )
+@FEWER
 @given(data=st.data())
 def test_calls_that_are_nearly_right(
     router: Fleet, port: str, call: str, data: st.DataObject

@@ -108,7 +108,7 @@ SEGMENTS: Final = st.one_of(
                 b"%zz",
             ),
             *(b"a" * 3000, b"\xff\xfe", b"*", b"//", b"?a=b", b"#x", b";x", b"chat%2Fcompletions"),
-            *(b"health", b"metrics", b"explain", b"ui", b"@host", b"http://x/"),
+            *(b"health", b"metrics", b"explain", b"ui", b"replicas", b"@host", b"http://x/"),
         ]
     ),
 )
