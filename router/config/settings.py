@@ -81,7 +81,7 @@ class PrefetchConfig:
     wait_cap_s: float = setting(2.0, at_least=0)
     """The longest that a request is held back for its prefetch or copy."""
     pin_s: float = setting(10.0, above=0)
-    """How long promoted or copied KV is kept for a request that does not come."""
+    """How long promoted or copied KV is kept from eviction, for the request it was brought for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,6 +72,9 @@ class Connection(web.RequestHandler):
         if isinstance(error, web.RequestPayloadError):  # found out after the answer
             log.info("a body was not encoded as its headers said; the connection is closed")
             return
+        if isinstance(error, ConnectionResetError):  # found out when its answer was written
+            log.info("a client left before it was answered")
+            return
         kind = type(error).__name__
         log.warning("%s (%s); the connection is closed", args[0] % args[1:], kind)
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 
 from router.config.settings import TimeoutsConfig
-from router.http import BODIES
+from router.http import BODIES, Site
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.scripted import chat_events, stream
 
@@ -51,6 +51,28 @@ async def exchange(router: Running, *pieces: bytes) -> bytes:
             writer.write(piece)
             await asyncio.sleep(0.05)
         return await reader.read()
+
+
+async def test_that_a_client_has_left_when_it_is_answered_is_no_trouble(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def answer_late(_: web.Request) -> web.StreamResponse:
+        raise ClientConnectionResetError("Cannot write to closing transport")
+
+    app = web.Application()
+    app.router.add_get("/", answer_late)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await Site(runner, "127.0.0.1", 0, idle_s=5.0).start()
+        reader, writer = await asyncio.open_connection(*runner.addresses[0][:2])
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.read()
+        writer.close()
+    finally:
+        await runner.cleanup()
+    told = [each for each in caplog.records if each.name == "warmroute.http"]
+    assert [each.levelname for each in told] == ["INFO"]
 
 
 def held_bytes(router: Running) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from router.config.settings import ControllerConfig, PrefetchConfig, RatesConfig, ReplicaConfig
 from router.controller.controller import Controller
+from router.fleet import State
 from router.lmcache.lmcache import Lmcache
 from router.residency.tiers import Tier
 from tests.router.conftest import Fleet, Running, Wait
@@ -200,7 +201,8 @@ async def test_a_server_that_ends_is_forgotten_and_its_replica_rests(
         answer = await rig.ask()
         assert answer.headers["x-warmroute-replica"] == "two"
         assert running.parts.fleet.index.held(one.slot).get(Tier.CPU, 0) == 0
-        running.parts.fleet.down("two")
+        fleet.two.healthy = False
+        await eventually(lambda: running.parts.fleet.replicas["two"].state is State.DOWN)
         assert (await rig.ask()).headers["x-warmroute-replica"] == "one"
 
 

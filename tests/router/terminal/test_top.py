@@ -6,9 +6,11 @@ import io
 import os
 import pty
 import re
+import signal
 import sys
 from collections.abc import AsyncIterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -102,6 +104,8 @@ async def pseudo_terminal(*arguments: str) -> AsyncIterator[tuple[asyncio.subpro
         stdout=theirs,
         stderr=theirs,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "110", "LINES": "30"},
+        # What runs the tests in the background may have it ignored, which children inherit.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     os.close(theirs)
     try:
@@ -137,7 +141,7 @@ async def test_it_watches_until_it_is_interrupted(
         await read_until(terminal, b"round-robin")
         await router.runner.cleanup()
         await read_until(terminal, b"no router answers at")
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         assert await process.wait() == 0
 
 
