@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import urllib.request
@@ -16,6 +17,7 @@ from cacheengine.launch.launch import free_ports
 from tests.cacheengine.building import wait_until
 from tests.fuzz.exchange import Port
 
+_MOST_ADDRESSES: Final = 8 << 30
 _ROOT: Final = Path(__file__).parents[2]
 _BAD: Final = re.compile(
     r"Traceback|Task exception|never retrieved|Unhandled|Segmentation| failed: |Error handling"
@@ -61,6 +63,8 @@ def running(log: Path, *argv: str, url: str | None = None) -> Iterator[Server]:
     """Run a command of this repository; entered once it answers at ``url``, if one is given."""
     with log.open("wb") as out:
         process = subprocess.Popen([sys.executable, *argv], stdout=out, stderr=out, cwd=_ROOT)
+    # What takes all memory there is would end other processes as well.
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (_MOST_ADDRESSES, _MOST_ADDRESSES))
     try:
         server = Server(process, log)
         if url is not None:

@@ -75,7 +75,7 @@ class CallReader:
         known = (None, self._settings.model, str(self._settings.tokenizer_directory))
         if model not in known:
             raise BadCall(
-                f"The model `{model}` does not exist.",
+                f"The model `{model if isinstance(model, str) else type(model)}` does not exist.",
                 param="model",
                 status=404,
                 kind="NotFoundError",
@@ -121,7 +121,14 @@ class CallReader:
             if tokens is None:
                 continue
             if not isinstance(tokens, int) or tokens < 1:
-                raise BadCall(f"{name} must be at least 1, got {tokens}.", param=name)
+                raise BadCall(f"{name} must be a number, at least 1.", param=name)
+            # Before so long an answer is made up.
+            if tokens > (most := self._settings.max_model_tokens):
+                raise BadCall(
+                    f"This model's maximum context length is {most} tokens. However, you "
+                    f"requested {tokens} output tokens.",
+                    param=name,
+                )
             return tokens
         return self._settings.output_tokens
 
