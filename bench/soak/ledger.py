@@ -24,7 +24,7 @@ class Outcome(StrEnum):
     LEFT = "left"
     """The client closed the connection; what had come was right."""
     TIMED_OUT = "timed out"
-    """408: the client did not send its body."""
+    """408: the client had not sent its body."""
     CUT = "cut"
     """It broke off and said so, and its replica had been in trouble meanwhile."""
     LOST = "lost"
