@@ -57,6 +57,7 @@ def report(settings: Settings, done: Soaked) -> dict[str, Any]:
                 {
                     "minute": round(each.at_s / 60, 1),
                     "rss_mib": round(each.rss_bytes / 2**20, 1),
+                    "own_mib": round(each.own_bytes / 2**20, 1),
                     "fds": each.fds,
                 }
                 for each in _once_a_minute(samples)

@@ -45,7 +45,7 @@ def of_processes(samples: Mapping[str, Sequence[Sample]], settling_s: float) -> 
         grown, fds = growth(settled), more_fds(settled) if settled else 0
         found += [
             Verdict(
-                what=f"memory of {name} grows by less than {MOST_GROWTH:.0%}",
+                what=f"own memory of {name} grows by less than {MOST_GROWTH:.0%}",
                 holds=bool(settled) and grown < MOST_GROWTH,
                 found=f"{grown:+.1%} over {len(settled)} samples",
             ),

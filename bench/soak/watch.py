@@ -1,14 +1,13 @@
 """Memory, open files and CPU time of processes, over time."""
 
 import asyncio
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 
-from bench.processes import parse_stat, process_cpu_s
+from bench.processes import process_cpu_s
 
 _EVERY_S = 5.0
 
@@ -20,6 +19,9 @@ class Sample:
     at_s: float
     """Since the soak began."""
     rss_bytes: int
+    own_bytes: int
+    """Of it what the process has allocated (anonymous). The rest are pages of program files, which
+    the kernel drops when others want memory, and which come again one by one."""
     fds: int
 
 
@@ -42,22 +44,28 @@ class Watch:
 
     def _sample(self, pid: int) -> Sample:
         proc = Path(f"/proc/{pid}")
-        pages = parse_stat((proc / "stat").read_text()).resident_pages
+        told = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
         return Sample(
             at_s=time.monotonic() - self.began_s,
-            rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+            rss_bytes=_bytes(told["VmRSS"]),
+            own_bytes=_bytes(told["RssAnon"]),
             fds=len([*(proc / "fd").iterdir()]),
         )
 
 
+def _bytes(told: str) -> int:
+    """Return a size of ``/proc/PID/status``, which is in kB."""
+    return int(told.split()[0]) << 10
+
+
 def growth(samples: Sequence[Sample]) -> float:
-    """Return by what share of the first the memory has grown, on a line fitted to all."""
+    """Return by what share of the first its own memory has grown, on a line fitted to all."""
     if len(samples) < 2:
         return 0.0
     mean_s = fmean(each.at_s for each in samples)
-    mean_bytes = fmean(each.rss_bytes for each in samples)
+    mean_bytes = fmean(each.own_bytes for each in samples)
     spread = sum((each.at_s - mean_s) ** 2 for each in samples)
-    slope = sum((e.at_s - mean_s) * (e.rss_bytes - mean_bytes) for e in samples) / spread
+    slope = sum((e.at_s - mean_s) * (e.own_bytes - mean_bytes) for e in samples) / spread
     first = mean_bytes + slope * (samples[0].at_s - mean_s)
     return slope * (samples[-1].at_s - samples[0].at_s) / first
 

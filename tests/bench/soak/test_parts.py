@@ -71,7 +71,10 @@ def test_one_bad_request_fails_the_soak() -> None:
 
 
 def samples(*figures: tuple[int, int]) -> list[Sample]:
-    return [Sample(at_s=5.0 * at, rss_bytes=rss, fds=fds) for at, (rss, fds) in enumerate(figures)]
+    return [
+        Sample(at_s=5.0 * at, rss_bytes=10_000 - own, own_bytes=own, fds=fds)
+        for at, (own, fds) in enumerate(figures)
+    ]
 
 
 def test_memory_that_only_goes_up_and_down_is_flat() -> None:
