@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import logging
 import resource
 import signal
@@ -80,6 +81,7 @@ async def _serve(config: RouterConfig, file: ConfigFile | None, *, picks: bool) 
     stop = _stop_signal()
     async with AsyncExitStack() as stack:
         runner = await _setup(app, config.timeouts.drain_s, stack)
+        _keep_for_good()
         controller = app[PARTS].controller
         # First: a program that waits for the router's line finds the controller there too.
         if controller is not None:
@@ -98,6 +100,15 @@ async def _serve(config: RouterConfig, file: ConfigFile | None, *, picks: bool) 
             await leave()
         await _leave(0.0 if number is signal.SIGINT else leave_s(config.timeouts, host))
         log.info("stopping: running requests may take %g s more", config.timeouts.drain_s)
+
+
+def _keep_for_good() -> None:
+    """Have the garbage collector look no more at what is there by now: modules, classes, parts.
+
+    Each full collection halts all requests, and the modules alone are 30 to 50 ms of it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 async def _leave(seconds: float) -> None:

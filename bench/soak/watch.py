@@ -55,7 +55,7 @@ class Watch:
 
 def _bytes(told: str) -> int:
     """Return a size of ``/proc/PID/status``, which is in kB."""
-    return int(told.split()[0]) << 10
+    return int(told.split(maxsplit=1)[0]) << 10
 
 
 def growth(samples: Sequence[Sample]) -> float:

@@ -208,3 +208,23 @@ def test_it_opens_as_many_files_as_it_may_and_says_if_that_is_few() -> None:
     (said,) = [each for each in lines if "may open" in each]
     assert "may open 300 files only" in said
     assert re.search(r"Max open files +300 +300 ", limits)
+
+
+_TELLS_OBJECTS = """
+import atexit, gc, sys
+from router.cli import main
+atexit.register(lambda: print(len(gc.get_objects()), gc.get_freeze_count(), file=sys.stderr))
+main()
+"""
+
+
+def test_the_garbage_collector_looks_at_no_module() -> None:
+    argv = [sys.executable, "-c", _TELLS_OBJECTS, "serve", "--replica", "http://127.0.0.1:1"]
+    with subprocess.Popen([*argv, "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "OPENAI_BASE_URL=" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        collected, kept = map(int, process.stderr.read().splitlines()[-1].split())
+    assert collected < kept / 10, "a full collection halts all requests"
