@@ -182,6 +182,14 @@ def _directory(value: object) -> Path:
     return Path(text).expanduser().absolute()
 
 
+def parse_file(value: object) -> Path:
+    """Read the path of a file."""
+    text = parse_text(value)
+    if not text:
+        raise BadValue("it is empty", "write a path")
+    return Path(text).expanduser().absolute()
+
+
 def parse_mapping(value: object) -> Mapping[str, Any]:
     """Read a mapping, or its JSON text."""
     if isinstance(value, str):

@@ -1,9 +1,10 @@
 """Reading requests and writing answers, the same way for every path."""
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Final, TypeVar
 
 import msgspec
@@ -20,12 +21,34 @@ _N = TypeVar("_N", int, float)
 _MOST_S: Final = 3600.0
 BODY_S: Final = 30.0
 """A body that never ends would else be waited for as long as its caller lives."""
+MAX_BODY_BYTES: Final = 8 * 1024**2
+"""Of one request: more than the keys of 65,536 chunks, or a million tokens, take."""
+MAX_BODIES_BYTES: Final = 64 * 1024**2
+"""Of all requests that are being read."""
 
 
 class BadCallError(Exception):
     """A request the agent cannot serve as it stands; the text says how to mend it."""
 
     status = 400
+
+
+class StrangerError(BadCallError):
+    """A request that does not show the fleet's secret."""
+
+    status = 401
+
+
+class ForeignError(BadCallError):
+    """A request that a web page may have made."""
+
+    status = 403
+
+
+class NoJsonError(BadCallError):
+    """A request whose body is said to be something else: forms in web pages send such."""
+
+    status = 415
 
 
 class TooSlowError(BadCallError):
@@ -52,6 +75,29 @@ class PeerError(BadCallError):
     status = 502
 
 
+class Bodies:
+    """Room for the bodies that are being read, all together."""
+
+    def __init__(self) -> None:
+        self._left_bytes = MAX_BODIES_BYTES
+
+    @contextlib.contextmanager
+    def room_for(self, request: web.Request) -> Iterator[None]:
+        """Keep room for a request's body; raise `TooMuchError` where there is none left."""
+        said = request.content_length
+        size = MAX_BODY_BYTES if said is None else min(said, MAX_BODY_BYTES)
+        if size > self._left_bytes:
+            raise TooMuchError(f"{MAX_BODIES_BYTES} bytes of bodies are being read; try again")
+        self._left_bytes -= size
+        try:
+            yield
+        finally:
+            self._left_bytes += size
+
+
+BODIES: Final = web.AppKey("bodies", Bodies)
+
+
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer every refusal as ``{"error": text}``."""
@@ -73,9 +119,12 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 async def decode(request: web.Request, kind: type[_T]) -> _T:
     """Return a request's body; raise `BadCallError` if it is not of that kind."""
+    if request.content_type != "application/json":
+        raise NoJsonError("a request's body is JSON: send 'Content-Type: application/json'")
     try:
-        async with asyncio.timeout(BODY_S):
-            body = await request.read()
+        with request.app[BODIES].room_for(request):
+            async with asyncio.timeout(BODY_S):
+                body = await request.read()
         return msgspec.json.decode(body or b"{}", type=kind)
     except TimeoutError:
         raise TooSlowError(f"the body did not come whole within {BODY_S:g} s") from None

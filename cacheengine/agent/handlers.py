@@ -33,7 +33,7 @@ from cacheengine.record import TransferMeter
 
 _LEAST_STALL_S: Final = 0.1
 MAX_CHUNKS: Final = 65_536
-"""Most chunks of one call that moves or changes them."""
+"""Most chunks of one call."""
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +178,7 @@ class Handlers:
         seconds("pin_s", call.pin_s)
         seconds("stall_s", call.stall_s, least=_LEAST_STALL_S)
         move = await self.mover.begin(call, self._some_keys_of(call))
-        num_tokens = len(move.keys) * self.identity.chunk_tokens
+        num_tokens = move.status().asked_chunks * self.identity.chunk_tokens
         return as_json(wire.MoveReply(event_id=move.event_id, num_tokens=num_tokens))
 
     async def move_status(self, request: web.Request) -> web.Response:
@@ -195,23 +195,23 @@ class Handlers:
     def _keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
         """Return the keys of the chunks that a call names.
 
-        Raises `BadCallError` unless it names them in exactly one way.
+        Raises `BadCallError` unless it names them in exactly one way, and not too many.
         """
         if (call.tokens is None) == (call.keys is None):
             raise BadCallError("give either 'tokens' or 'keys', one of them")
         if call.keys is not None:
             return _digests(call.keys)
+        tokens = call.tokens or []
+        _check_count(len(tokens) // self.identity.chunk_tokens)
         extra, first = prompt_extra_keys(cache_salt=call.cache_salt)
         chain = self._scheme.chain(
-            call.tokens or [], self.identity.block_tokens, extra_keys=extra, first_extra_keys=first
+            tokens, self.identity.block_tokens, extra_keys=extra, first_extra_keys=first
         )
         return chunk_keys(chain, self.identity.chunk_tokens // self.identity.block_tokens)
 
     def _some_keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
-        """Return `_keys_of`, each key once; raise `BadCallError` for too many, or none of ours."""
+        """Return `_keys_of`, each key once; raise `BadCallError` too for none of ours."""
         keys = list(dict.fromkeys(self._keys_of(call)))
-        if len(keys) > MAX_CHUNKS:
-            raise BadCallError(f"{len(keys)} chunks; one call may name {MAX_CHUNKS}")
         size = len(self._scheme.root)
         if any(len(key) != size for key in keys):
             raise BadCallError(f"'keys' of this replica are digests of {size} bytes")
@@ -219,8 +219,14 @@ class Handlers:
 
 
 def _digests(keys: list[str]) -> list[bytes]:
-    """Return keys given in hex; raise `BadCallError` for anything else."""
+    """Return keys given in hex; raise `BadCallError` for anything else, or too many."""
+    _check_count(len(keys))
     try:
         return [bytes.fromhex(key) for key in keys]
     except ValueError:
         raise BadCallError("'keys' are whole digests in hex, two digits a byte") from None
+
+
+def _check_count(chunks: int) -> None:
+    if chunks > MAX_CHUNKS:
+        raise BadCallError(f"{chunks} chunks; one call may name {MAX_CHUNKS}")

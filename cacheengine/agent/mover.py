@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
-import aiohttp
+import msgspec
 
 from cacheengine import wire
 from cacheengine.address import split_host_port
 from cacheengine.agent.answers import BadCallError, PeerError, TooMuchError
 from cacheengine.agent.async_waits import wait_for_promotion
-from cacheengine.agent.peer import PeerAgent
+from cacheengine.agent.peer import Caller, PeerAgent
 from cacheengine.engine import CacheEngine
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import Fetch
@@ -25,6 +25,9 @@ MAX_FETCHES: Final = 4
 """Moves whose bytes flow at the same time; further moves wait for them."""
 MAX_RUNNING: Final = 64
 MAX_REMEMBERED: Final = 1000
+MAX_CHUNKS: Final = 131_072
+"""Of all moves that are running, unless one alone has more."""
+_LONGEST_ERROR: Final = 1000
 _PROMOTE_S: Final = 60.0
 _STOP_S: Final = 8.0
 _SHORTEST_PAUSE_S: Final = 0.002
@@ -37,8 +40,9 @@ class Move:
 
     event_id: str
     request: wire.MoveRequest
+    """Without the chunks: `keys` are those."""
     keys: list[bytes]
-    """What the source's tier held of the prefix when it was asked."""
+    """What the source's tier held of the prefix when it was asked; none of them once it is over."""
     source: PeerAgent
     address: tuple[str, int] | None
     """Where the source's chunks are fetched; None if the source is this replica."""
@@ -48,20 +52,32 @@ class Move:
     moved_bytes: int = 0
     error: str = ""
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    _final: wire.MoveStatus | None = None
 
     def status(self) -> wire.MoveStatus:
         """Return how it stands."""
-        state: wire.MoveState = "failed" if self.error else "done"
-        is_over = self.over.is_set()
-        arrived = self.fetch.received_chunks if self.fetch else 0
+        if self._final is not None:
+            return self._final
         return wire.MoveStatus(
             event_id=self.event_id,
-            state=state if is_over else "running",
+            state="running",
             asked_chunks=len(self.keys),
-            arrived_chunks=self.held_chunks if is_over else arrived,
-            moved_bytes=self.moved_bytes if is_over else 0,
-            error=self.error,
+            arrived_chunks=self.fetch.received_chunks if self.fetch else 0,
+            moved_bytes=0,
         )
+
+    def end(self) -> None:
+        """Keep of it only how it has ended: many are remembered, and their keys are large."""
+        self._final = wire.MoveStatus(
+            event_id=self.event_id,
+            state="failed" if self.error else "done",
+            asked_chunks=len(self.keys),
+            arrived_chunks=self.held_chunks,
+            moved_bytes=self.moved_bytes,
+            error=self.error[:_LONGEST_ERROR],
+        )
+        self.keys, self.fetch = [], None
+        self.over.set()
 
 
 class Mover:
@@ -74,12 +90,12 @@ class Mover:
         self,
         engine: CacheEngine,
         identity: wire.ReplicaIdentity,
-        session: aiohttp.ClientSession,
+        caller: Caller,
         meter: TransferMeter,
     ) -> None:
         self._engine = engine
         self._identity = identity
-        self._session = session
+        self._caller = caller
         self._meter = meter
         self._known: OrderedDict[str, Move] = OrderedDict()
         self._running: dict[asyncio.Task[None], Move] = {}
@@ -95,17 +111,18 @@ class Mover:
         self._check_tier(request.tier, "this replica", self._engine.tier_info())
         if request.source.tier is None and not request.copy:
             raise BadCallError("name the 'tier' of the source that is to lose the chunks, or copy")
-        self._check_room()
-        source = PeerAgent(self._session, request.source.agent_url)
+        self._check_room(0)
+        source = PeerAgent(self._caller, request.source.agent_url)
         info = await source.info()
         address = self._check_source(request, info)
         held = (await source.lookup(keys, request.source.tier)).matched_tokens
+        keys = keys[: held // self._identity.chunk_tokens]
         # Others may have begun while the source was asked.
-        self._check_room()
+        self._check_room(len(keys))
         move = Move(
             event_id=uuid.uuid4().hex,
-            request=request,
-            keys=keys[: held // self._identity.chunk_tokens],
+            request=msgspec.structs.replace(request, tokens=None, keys=None),
+            keys=keys,
             source=source,
             address=address,
         )
@@ -133,9 +150,12 @@ class Mover:
 
     # --- what may be moved ---
 
-    def _check_room(self) -> None:
+    def _check_room(self, chunks: int) -> None:
         if len(self._running) >= MAX_RUNNING:
             raise TooMuchError(f"{len(self._running)} moves are running; try again later")
+        running = sum(len(move.keys) for move in self._running.values())
+        if running and running + chunks > MAX_CHUNKS:
+            raise TooMuchError(f"{running} chunks are being moved; try again later")
 
     def _check_tier(self, tier: str, replica: str, tiers: dict[str, wire.TierInfo]) -> None:
         if tier not in tiers:
@@ -195,7 +215,7 @@ class Mover:
             if move.error:
                 self._meter.add("moves_failed")
                 logger.warning("a move of %d chunks failed: %s", len(move.keys), move.error)
-            move.over.set()
+            move.end()
 
     async def _fetch(self, move: Move, address: tuple[str, int]) -> None:
         async with self._free_threads:
@@ -207,6 +227,7 @@ class Mover:
                 self._meter,
                 tier=move.request.tier,
                 pin_s=move.request.pin_s,
+                secret=self._caller.secret,
                 timeout_s=move.request.stall_s,
             )
             loop = asyncio.get_running_loop()

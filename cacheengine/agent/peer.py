@@ -11,11 +11,16 @@ import msgspec
 from cacheengine import wire
 from cacheengine.address import without_password
 from cacheengine.agent.answers import PeerError
+from cacheengine.trust import FleetSecret
 
 _CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 10.0
 _CLEAR_S: Final = 60.0
 """A disk tier's files are removed one by one."""
+
+MAX_ANSWER_BYTES: Final = 4 * 1024**2
+"""Of what peers answer: names of tiers by chunk are the most of it."""
+_LONGEST_SAID: Final = 500
 
 _T = TypeVar("_T")
 
@@ -29,28 +34,78 @@ class PeerRefusedError(PeerError):
         """HTTP status of the answer."""
 
 
+class Caller:
+    """Calls other agents and the controller over one session, showing the secret where one is."""
+
+    def __init__(self, session: aiohttp.ClientSession, secret: FleetSecret | None) -> None:
+        self._session = session
+        self.secret = secret
+
+    async def call(
+        self,
+        method: str,
+        url: str,
+        request: msgspec.Struct | None = None,
+        *,
+        timeout_s: float = _ANSWER_S,
+    ) -> bytes:
+        """Return the answer's body; raise `PeerRefusedError` or another `PeerError`."""
+        try:
+            async with self._session.request(
+                method,
+                url,
+                data=None if request is None else msgspec.json.encode(request),
+                headers=self._headers(url, has_body=request is not None),
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S),
+                # An agent sends nobody elsewhere; and the secret is shown to none but it.
+                allow_redirects=False,
+            ) as response:
+                body = await _read(response)
+        except TimeoutError:
+            raise PeerError(f"{without_password(url)}: no answer within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise PeerError(f"{without_password(url)}: {error or type(error).__name__}") from error
+        if response.status != 200:
+            raise PeerRefusedError(without_password(url), response.status, _said(body))
+        return body
+
+    def _headers(self, url: str, *, has_body: bool) -> dict[str, str]:
+        shown = {} if self.secret is None else self.secret.headers(url)
+        return {**shown, "Content-Type": "application/json"} if has_body else shown
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """Return an answer's body; raise ValueError for one longer than any of an agent's."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > MAX_ANSWER_BYTES:
+            raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(body)
+
+
 class PeerAgent:
     """Calls one other agent; every call raises `PeerError` when it fails."""
 
-    def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
-        self._session = session
+    def __init__(self, caller: Caller, base_url: str) -> None:
+        self._caller = caller
         self._base_url = base_url.rstrip("/")
 
     async def info(self) -> wire.InstanceInfo:
         """Return its identity and its tiers."""
-        body = await call(self._session, "GET", f"{self._base_url}/info")
+        body = await self._caller.call("GET", f"{self._base_url}/info")
         return self._decoded(body, wire.InstanceInfo)
 
     async def lookup(self, keys: list[bytes], tier: wire.TierName | None) -> wire.LookupReply:
         """Return how much of a prefix its tier holds, or all of its tiers together."""
         request = wire.LookupRequest(keys=[key.hex() for key in keys], tier=tier)
-        body = await call(self._session, "POST", f"{self._base_url}/lookup", request)
+        body = await self._caller.call("POST", f"{self._base_url}/lookup", request)
         return self._decoded(body, wire.LookupReply)
 
     async def clear(self, keys: list[bytes], tier: wire.TierName) -> None:
         """Have it drop chunks from a tier."""
         request = wire.ClearRequest(keys=[key.hex() for key in keys], tiers=[tier])
-        await call(self._session, "POST", f"{self._base_url}/clear", request, timeout_s=_CLEAR_S)
+        await self._caller.call("POST", f"{self._base_url}/clear", request, timeout_s=_CLEAR_S)
 
     def _decoded(self, body: bytes, kind: type[_T]) -> _T:
         try:
@@ -59,36 +114,11 @@ class PeerAgent:
             raise PeerError(f"{self._base_url} is no agent: {error}") from None
 
 
-async def call(
-    session: aiohttp.ClientSession,
-    method: str,
-    url: str,
-    request: msgspec.Struct | None = None,
-    *,
-    timeout_s: float = _ANSWER_S,
-) -> bytes:
-    """Return the answer's body; raise `PeerRefusedError` or another `PeerError`."""
-    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
-    data = None if request is None else msgspec.json.encode(request)
-    headers = {} if request is None else {"Content-Type": "application/json"}
-    try:
-        async with session.request(
-            method, url, data=data, headers=headers, timeout=timeout
-        ) as response:
-            body = await response.read()
-    except TimeoutError:
-        raise PeerError(f"{without_password(url)}: no answer within {timeout_s:g} s") from None
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise PeerError(f"{without_password(url)}: {error or type(error).__name__}") from error
-    if response.status != 200:
-        raise PeerRefusedError(without_password(url), response.status, _said(body))
-    return body
-
-
 def _said(answer: bytes) -> str:
     """Return the other side's own words for a refusal."""
     try:
         error = msgspec.json.decode(answer)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
+        said = error["message"] if isinstance(error, dict) else error
+        return str(said)[:_LONGEST_SAID]
     except (*wire.UNREADABLE, KeyError, TypeError):
         return answer[:200].decode(errors="replace")

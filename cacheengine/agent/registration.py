@@ -5,12 +5,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-import aiohttp
-
 from cacheengine import wire
 from cacheengine.address import without_password
 from cacheengine.agent.answers import PeerError
-from cacheengine.agent.peer import PeerRefusedError, call
+from cacheengine.agent.peer import Caller, PeerRefusedError
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -31,13 +29,13 @@ class Registrar:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        caller: Caller,
         controller_url: str,
         registration: wire.Registration,
         *,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self._session = session
+        self._caller = caller
         self._base_url = controller_url.rstrip("/")
         self._registration = registration
         self._heartbeat = wire.Heartbeat(
@@ -89,7 +87,7 @@ class Registrar:
     async def _post(
         self, path: str, body: wire.Registration | wire.Heartbeat, timeout_s: float
     ) -> None:
-        await call(self._session, "POST", self._base_url + path, body, timeout_s=timeout_s)
+        await self._caller.call("POST", self._base_url + path, body, timeout_s=timeout_s)
 
     def _note_success(self) -> None:
         if self._state != "registered":

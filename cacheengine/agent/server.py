@@ -17,11 +17,13 @@ from aiohttp import web
 
 from cacheengine import wire
 from cacheengine.address import join_host_port, without_password
-from cacheengine.agent.answers import errors_as_json
+from cacheengine.agent.answers import BODIES, MAX_BODY_BYTES, Bodies, errors_as_json
 from cacheengine.agent.async_waits import wake
 from cacheengine.agent.connections import Site
+from cacheengine.agent.guard import Guard
 from cacheengine.agent.handlers import Handlers
 from cacheengine.agent.mover import Mover
+from cacheengine.agent.peer import Caller
 from cacheengine.agent.registration import Registrar
 from cacheengine.engine import CacheEngine
 from cacheengine.record import TransferMeter
@@ -29,7 +31,6 @@ from cacheengine.settings import EngineConfig
 
 logger = logging.getLogger("vllm.warmroute")
 
-_MAX_BODY_BYTES: Final = 32 * 1024**2
 _START_TIMEOUT_S: Final = 10.0
 _STOP_TIMEOUT_S: Final = 15.0
 _EXPIRY_INTERVAL_S: Final = 1.0
@@ -99,8 +100,12 @@ class Agent:
         self._stopping = asyncio.Event()
         async with AsyncExitStack() as undo:
             session = await undo.enter_async_context(aiohttp.ClientSession())
-            mover = Mover(self._engine, self._identity, session, self._meter)
-            app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
+            caller, secret = Caller(session, self._config.fleet_secret), self._config.fleet_secret
+            mover = Mover(self._engine, self._identity, caller, self._meter)
+            app = web.Application(
+                client_max_size=MAX_BODY_BYTES, middlewares=[errors_as_json, Guard(secret).guard]
+            )
+            app[BODIES] = Bodies()
             handlers = Handlers(self._engine, self._identity, mover, self._meter)
             app.add_routes(handlers.routes())
             runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
@@ -113,14 +118,14 @@ class Agent:
             logger.info("Warmroute agent of %s on %s", self._identity.instance_id, self.address)
             _run_within(undo, self._expire_pins())
             if config.controller_base_url is not None:
-                registrar = self._registrar(session, config.controller_base_url, self.address)
+                registrar = self._registrar(caller, config.controller_base_url, self.address)
                 undo.push_async_callback(registrar.leave)
                 _run_within(undo, registrar.run())
             started.set_result(None)
             await self._stopping.wait()
 
     def _registrar(
-        self, session: aiohttp.ClientSession, controller_url: str, address: tuple[str, int]
+        self, caller: Caller, controller_url: str, address: tuple[str, int]
     ) -> Registrar:
         # A wildcard is no address: the controller takes the one that the
         # registration comes from.
@@ -140,7 +145,7 @@ class Agent:
             heartbeat_s=self._config.lmcache_worker_heartbeat_time,
             openai_url=self._config.openai_url,
         )
-        return Registrar(session, controller_url, registration)
+        return Registrar(caller, controller_url, registration)
 
     async def _expire_pins(self) -> None:
         while True:

@@ -171,7 +171,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         address = self.engine_config.transfer_address
         if address is None:
             return None
-        server = TransferServer(engine, address, meter)
+        server = TransferServer(engine, address, meter, secret=self.engine_config.fleet_secret)
         undo.callback(server.stop)
         server.start()
         assert server.address is not None

@@ -19,6 +19,7 @@ import yaml
 from cacheengine import values
 from cacheengine.settings import lmcache_keys as keys
 from cacheengine.settings.settings import ConfigError, EngineConfig
+from cacheengine.trust import FILE_KEY, VARIABLE, BadSecret, read_fleet_secret
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -67,6 +68,12 @@ def load_engine_config(
     given.update(_by_key(_from_environment(environment)))
     settings = {key: _parse(key, each) for key, each in given.items() if _is_setting(key, each)}
     known: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
+    try:
+        known["fleet_secret"] = read_fleet_secret(known.get(FILE_KEY), environment)
+    except BadSecret as error:
+        source = given[FILE_KEY].where if FILE_KEY in given else "environment"
+        name = FILE_KEY if FILE_KEY in given else VARIABLE
+        raise ConfigError(source, name, error.problem, error.fix) from None
     try:
         config = EngineConfig(source=str(path or "environment"), **known)
     except ConfigError as error:

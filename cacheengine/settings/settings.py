@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 from cacheengine import values
 from cacheengine.address import split_host_port
 from cacheengine.memory import HugePagesMissing, check_huge_pages
+from cacheengine.trust import HOW_TO_SET, FleetSecret, is_loopback
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -92,7 +93,7 @@ class EngineConfig:
     """Port of the agent; 0 takes any free one."""
     distributed_url: str | None = _key(None, values.parse_host_port)
     """``host:port`` on which other replicas fetch chunks from this one (port 0: any
-    free one); without it they cannot. Unauthenticated: for a private network."""
+    free one); without it they cannot. Beyond loopback it wants a fleet secret."""
     lmcache_worker_heartbeat_time: float = _key(10.0, values.parse_seconds)
     """Seconds between heartbeats."""
     extra_config: Mapping[str, Any] = field(
@@ -106,8 +107,14 @@ class EngineConfig:
     registers: a router with ``discovery.registration`` then sends requests there. Without a host
     (``http://:8000``), the address that the registration comes from. ``warmroute replica`` knows
     it from vLLM's options."""
+    fleet_secret_file: Path | None = field(default=None, metadata={"parse": values.parse_file})
+    """File with the secret that router and replicas share, or the variable WARMROUTE_FLEET_SECRET
+    instead: with it the agent answers callers that know it, and chunks are exchanged with
+    replicas that prove it."""
+    fleet_secret: FleetSecret | None = field(default=None, repr=False, compare=False)
+    """What is in it; read with the configuration."""
     agent_host: str = _key("127.0.0.1", values.parse_text)
-    """Address the agent listens on."""
+    """Address the agent listens on; beyond loopback it wants a fleet secret."""
     disk_direct_reads: bool = _key(True, values.parse_bool)
     """Read files that are not in the page cache past it (O_DIRECT), where that works."""
     disk_read_threads: int = _key(4, values.parse_int(minimum=1, maximum=256))
@@ -143,12 +150,23 @@ class EngineConfig:
                 "set local_cpu: true, or local_disk and max_local_disk_size, or remote_url",
             )
         self._check_remote()
+        self._check_listening()
         if self.enable_controller and not self.controller_url:
             raise self._error(
                 "enable_controller",
                 "true, and controller_url does not say where the controller is",
                 "set controller_url, such as localhost:9001, or remove enable_controller",
             )
+
+    def _check_listening(self) -> None:
+        """Raise `ConfigError` where anyone on a network could take and change KV."""
+        if self.fleet_secret is not None:
+            return
+        transfer_host = self.transfer_address[0] if self.transfer_address else "localhost"
+        for key, host in (("agent_host", self.agent_host), ("distributed_url", transfer_host)):
+            if not is_loopback(host):
+                found = f"{host} is open to other machines, and there is no fleet secret"
+                raise self._error(key, found, f"{HOW_TO_SET}, or listen on 127.0.0.1")
 
     def check_ready(self) -> None:
         """Raise `ConfigError` for what this machine cannot do: memory, directory, packages.

@@ -14,6 +14,8 @@ from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.arrivals import Arrivals, Window
 from cacheengine.transfer.channel import Channel, PeerGone
+from cacheengine.transfer.proofs import ChunkProofs
+from cacheengine.trust import FleetSecret
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -47,7 +49,8 @@ class Fetch:
 
     ``keys`` in prefix order, all of one length. ``peer`` is where the other
     replica's `TransferServer` listens. What has arrived in the cpu tier is
-    pinned for ``pin_s`` from the moment it is complete.
+    pinned for ``pin_s`` from the moment it is complete. With a ``secret`` only a
+    peer that proves it is taken for one, and only what it has sent itself is kept.
 
     `run` blocks, and may be called once; `cancel` ends it early from any
     thread, and the counts may be read at any time.
@@ -62,6 +65,7 @@ class Fetch:
         *,
         tier: str = "cpu",
         pin_s: float = 0.0,
+        secret: FleetSecret | None = None,
         connections: int = CONNECTIONS,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
@@ -71,6 +75,7 @@ class Fetch:
         self._meter = meter
         self._tier = tier
         self._pin_s = pin_s
+        self._secret = secret
         self._timeout_s = timeout_s
         # A lower tier takes one window after the other: see `Arrivals`.
         self._connections = connections if tier == "cpu" else 1
@@ -176,7 +181,8 @@ class Fetch:
 
     def _converse(self, channel: Channel, asked: deque[Window]) -> None:
         """Ask ahead, receive in order; leaves in ``asked`` what is not completed."""
-        protocol.greet(channel, self._engine.layout.fingerprint(), len(self._keys[0]))
+        layout = self._engine.layout.fingerprint()
+        proofs = protocol.greet(channel, layout, len(self._keys[0]), self._secret)
         while True:
             while len(asked) < self._gets_ahead:
                 window = self._arrivals.reserve()
@@ -186,16 +192,16 @@ class Fetch:
                 protocol.send_get(channel, window.keys)
             if not asked:
                 return
-            if not self._receive(channel, asked[0]):
+            if not self._receive(channel, asked[0], proofs):
                 self._arrivals.stop()
                 return
             self._arrivals.complete(asked.popleft())
 
-    def _receive(self, channel: Channel, window: Window) -> bool:
+    def _receive(self, channel: Channel, window: Window, proofs: ChunkProofs) -> bool:
         """Receive a window's chunks; False at one that the source does not have."""
         for key, slot in zip(window.keys, window.slots, strict=True):
             payload = self._engine.view(slot)
-            if not protocol.receive_chunk(channel, key, payload):
+            if not protocol.receive_chunk(channel, key, payload, proofs):
                 self._note("the source does not have all of it any more")
                 return False
             window.arrived.append(key)

@@ -16,6 +16,7 @@ from cacheengine.record import TransferMeter
 from cacheengine.residency import Promotion
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
+from cacheengine.transfer.proofs import ChunkProofs
 
 _LOANS: Final = 2
 """Gets whose chunks are read from the lower tiers ahead of being sent, the present one included."""
@@ -111,6 +112,7 @@ class Sender:
     engine: CacheEngine
     channel: Channel
     meter: TransferMeter
+    proofs: ChunkProofs
     key_bytes: int
     timeout_s: float
     _loans: deque[Loan] = field(default_factory=deque, init=False)
@@ -148,10 +150,10 @@ class Sender:
         """Send a chunk; False, and the end, if it is not there."""
         with loan.hold(key) as payload:
             if payload is not None:
-                protocol.send_chunk(self.channel, key, payload)
+                protocol.send_chunk(self.channel, key, payload, self.proofs)
                 self.meter.add("sent_chunks")
                 self.meter.add("sent_bytes", len(payload))
                 return True
         self.meter.add("send_missing")
-        protocol.send_missing(self.channel, key, self.key_bytes)
+        protocol.send_missing(self.channel, key, self.key_bytes, self.proofs)
         return False

@@ -11,6 +11,7 @@ from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel, PeerGone
 from cacheengine.transfer.sender import Sender
+from cacheengine.trust import FleetSecret
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -26,9 +27,10 @@ _REST_S: Final = 0.5
 class TransferServer:
     """Serves an engine's chunks to other replicas from `start` to `stop`.
 
-    Listens on ``address`` (port 0: any free one) and nowhere else. There is no
-    authentication and no encryption: any host that reaches the port and knows
-    a prompt's keys can read its KV, so it belongs on a private network.
+    Listens on ``address`` (port 0: any free one) and nowhere else. With a ``secret``
+    each peer proves that it knows it, and each chunk is proven to be ours; without
+    one any host that reaches the port and knows a prompt's keys can read its KV. There
+    is no encryption, so it belongs on a private network.
 
     A connection beyond ``max_connections`` is refused, one on which nothing
     moves for ``timeout_s`` is closed. `start` raises OSError, naming the
@@ -42,12 +44,14 @@ class TransferServer:
         address: tuple[str, int],
         meter: TransferMeter,
         *,
+        secret: FleetSecret | None = None,
         timeout_s: float = TIMEOUT_S,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self._engine = engine
         self._wanted = address
         self._meter = meter
+        self._secret = secret
         self._timeout_s = timeout_s
         self._max_connections = max_connections
         self._layout = engine.layout.fingerprint()
@@ -159,14 +163,19 @@ class TransferServer:
                 channel.close()
 
     def _serve(self, channel: Channel, peer: str, is_too_many: bool) -> None:
-        key_bytes, reason = protocol.receive_hello(channel, self._layout)
+        hello = protocol.receive_hello(channel, self._layout, self._secret)
+        reason = hello.refusal
         if is_too_many and reason is None:
             reason = f"{self._max_connections} connections are served already; try again later"
-        protocol.send_welcome(channel, reason)
         if reason is not None:
+            protocol.refuse(channel, reason)
             self._meter.add("send_refused")
             logger.warning("chunks were refused to %s: %s", peer, reason)
             return
+        proofs = protocol.welcome(channel, hello, self._secret)
         Sender(
-            self._engine, channel, self._meter, key_bytes=key_bytes, timeout_s=self._timeout_s
+            *(self._engine, channel, self._meter),
+            proofs=proofs,
+            key_bytes=hello.key_bytes,
+            timeout_s=self._timeout_s,
         ).run()

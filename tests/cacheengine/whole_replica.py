@@ -6,6 +6,7 @@ from cacheengine.agent import Agent
 from cacheengine.record import TransferMeter
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.transfer.server import TransferServer
+from cacheengine.trust import FleetSecret
 from cacheengine.wire import ReplicaIdentity
 from tests.cacheengine.building import CHUNK_BYTES, Bench
 
@@ -25,14 +26,14 @@ def identity(name: str) -> ReplicaIdentity:
 class WholeReplica:
     """All of a replica but the model, in this process; runs from now to `stop`."""
 
-    def __init__(self, name: str, bench: Bench) -> None:
+    def __init__(self, name: str, bench: Bench, secret: FleetSecret | None = None) -> None:
         self.bench = bench
         self.meter = TransferMeter()
-        self.server = TransferServer(bench.engine, ("127.0.0.1", 0), self.meter)
+        self.server = TransferServer(bench.engine, ("127.0.0.1", 0), self.meter, secret=secret)
         self.server.start()
         assert self.server.address is not None
         named = msgspec.structs.replace(identity(name), transfer_port=self.server.address[1])
-        port = EngineConfig(lmcache_worker_port=0)
+        port = EngineConfig(lmcache_worker_port=0, fleet_secret=secret)
         self.agent = Agent(bench.engine, named, port, self.meter)
         self.agent.start()
         assert self.agent.address is not None

@@ -116,7 +116,10 @@ class Worker(threading.Thread):
 
 def call(url: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data=data), timeout=60) as response:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"}),
+        timeout=60,
+    ) as response:
         return json.loads(response.read())
 
 

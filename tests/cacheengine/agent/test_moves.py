@@ -14,6 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from cacheengine import wire
 from cacheengine.agent import mover as moving
+from cacheengine.agent.peer import Caller
 from cacheengine.keys import HashScheme, chunk_keys
 from cacheengine.record import TransferMeter
 from cacheengine.residency import Presence
@@ -21,6 +22,7 @@ from cacheengine.tiers.base import PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
+from cacheengine.transfer.proofs import ChunkProofs
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier
@@ -49,7 +51,8 @@ class Fleet:
     async def call(self, url: str, body: Any = None, status: int = 200) -> Any:
         data = None if body is None else msgspec.json.encode(body)
         method = "GET" if body is None else "POST"
-        async with self.session.request(method, url, data=data) as response:
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        async with self.session.request(method, url, data=data, headers=headers) as response:
             assert response.status == status, await response.text()
             return await response.json()
 
@@ -216,12 +219,12 @@ async def test_the_peer_dies_in_the_middle(fleet: Fleet, monkeypatch: pytest.Mon
     send = protocol.send_chunk
     sent = iter(range(1000))
 
-    def dies(channel: Channel, key: bytes, view: memoryview) -> None:
+    def dies(channel: Channel, key: bytes, view: memoryview, proofs: ChunkProofs) -> None:
         if next(sent) == 10:
-            channel.send(protocol._CHUNK.pack(0, len(view), bytes(16)) + key, view[:99])
+            channel.send(protocol._CHUNK.pack(0, len(view)) + bytes(32) + key, view[:99])
             for each in list(fleet.first.server._open):
                 each.shut()
-        send(channel, key, view)
+        send(channel, key, view, proofs)
 
     monkeypatch.setattr(protocol, "send_chunk", dies)
     ended = await fleet.move()
@@ -405,7 +408,7 @@ async def test_the_latest_moves_are_remembered(
 ) -> None:
     monkeypatch.setattr(moving, "MAX_REMEMBERED", 3)
     engine, meter = fleet.second.bench.engine, TransferMeter()
-    moves = moving.Mover(engine, identity("three"), fleet.session, meter)
+    moves = moving.Mover(engine, identity("three"), Caller(fleet.session, None), meter)
     source = wire.MoveSource(agent_url=fleet.first.url, transfer_address=fleet.first.address)
     begun = []
     for _ in range(5):

@@ -15,12 +15,15 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from cacheengine import wire
 from cacheengine.agent import Agent
+from cacheengine.agent.peer import Caller
 from cacheengine.agent.registration import Registrar
 from cacheengine.settings.settings import EngineConfig
+from cacheengine.trust import FleetSecret
 from tests.cacheengine.building import wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.whole_replica import identity
 
+SECRET = FleetSecret("known-to-the-fleet-alone")
 REGISTRATION = wire.Registration(
     instance_id="one",
     incarnation="i",
@@ -35,10 +38,12 @@ class Controller:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.shown: list[str | None] = []
         self.status = 200
         self.knows = False
 
     async def answer(self, request: web.Request) -> web.Response:
+        self.shown.append(request.headers.get("Authorization"))
         self.calls.append((request.path, json.loads(await request.read())))
         if self.status != 200:
             return web.json_response({"error": {"message": "not now"}}, status=self.status)
@@ -83,7 +88,7 @@ class Turns:
 async def registrar(url: str) -> AsyncIterator[tuple[Registrar, Turns]]:
     turns = Turns()
     async with aiohttp.ClientSession() as session:
-        registrar = Registrar(session, url, REGISTRATION, sleep=turns.sleep)
+        registrar = Registrar(Caller(session, None), url, REGISTRATION, sleep=turns.sleep)
         task = asyncio.create_task(registrar.run())
         await turns.reach()
         yield registrar, turns
@@ -185,6 +190,7 @@ async def test_an_agent_registers_while_it_serves(
     config = EngineConfig(
         lmcache_worker_port=0,
         agent_host=host,
+        fleet_secret=SECRET,
         enable_controller=True,
         controller_url=url.rstrip("/"),
         lmcache_worker_heartbeat_time=0.01,
@@ -200,6 +206,7 @@ async def test_an_agent_registers_while_it_serves(
     assert (registered["instance_id"], registered["heartbeat_s"]) == ("two", 0.01)
     assert registered["openai_url"] == "http://:8000"
     assert heard.paths[-1] == "/deregister"
+    assert set(heard.shown) == {f"Bearer {SECRET.token}"}
 
 
 async def test_an_agent_that_a_controller_elsewhere_cannot_reach_says_so(

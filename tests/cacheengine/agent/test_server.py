@@ -53,7 +53,8 @@ class Rig:
 
     async def post(self, path: str, body: Any, status: int = 200) -> Any:
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        async with self.session.post(self.base + path, data=data) as response:
+        headers = {"Content-Type": "application/json"}
+        async with self.session.post(self.base + path, data=data, headers=headers) as response:
             assert response.status == status, await response.text()
             return await response.json()
 
@@ -273,7 +274,7 @@ def test_stop_without_start_and_twice(make_bench: MakeBench) -> None:
     agent.stop()
 
 
-HEAD = b"POST /lookup HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 

@@ -12,6 +12,8 @@ from cacheengine.launch.cli import replica
 from cacheengine.settings.loading import load_engine_config
 from cacheengine.settings.settings import ConfigError, EngineConfig
 
+SECRET = "known-to-the-fleet-alone"
+
 
 def load(tmp_path: Path, text: str) -> EngineConfig:
     path = tmp_path / "instance.yaml"
@@ -115,7 +117,10 @@ def test_a_taken_port_is_found_before_the_model_is_loaded(tmp_path: Path, key: s
     assert f"{key}: cannot listen on 127.0.0.1:{port} (Address already in use)" in result.output
 
 
-def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
+def test_an_address_of_another_machine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMROUTE_FLEET_SECRET", SECRET)
     path = tmp_path / "instance.yaml"
     path.write_text(
         "max_local_cpu_size: 0.01\nlmcache_worker_port: 0\ndistributed_url: 192.0.2.1:8004\n"
@@ -123,3 +128,81 @@ def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(replica, ["--config", str(path), "--", "--model", "m"])
     assert result.exit_code == 2
     assert "distributed_url: cannot listen on 192.0.2.1:8004" in result.output
+
+
+# --- the fleet secret ---
+
+OPEN = {
+    "agent_host": "agent_host: 0.0.0.0",
+    "distributed_url": "distributed_url: 10.0.0.1:8004",
+}
+
+
+@pytest.mark.parametrize("key", OPEN)
+def test_listening_to_others_wants_a_secret(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, OPEN[key])
+    host = "0.0.0.0" if key == "agent_host" else "10.0.0.1"
+    assert refused.value.key == key
+    assert str(refused.value).endswith(
+        f"{key}: {host} is open to other machines, and there is no fleet secret; set "
+        "fleet_secret_file, or the variable WARMROUTE_FLEET_SECRET, to the same at router and "
+        "replicas, or listen on 127.0.0.1"
+    )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "::1", "[::1]"])
+def test_loopback_wants_none(tmp_path: Path, host: str) -> None:
+    assert load(tmp_path, f"agent_host: '{host}'").fleet_secret is None
+
+
+@pytest.mark.parametrize("text", OPEN.values())
+def test_a_secret_comes_from_a_file_or_the_environment(tmp_path: Path, text: str) -> None:
+    file, config = tmp_path / "secret", tmp_path / "instance.yaml"
+    file.write_text(f"{SECRET}\n")
+    config.write_text(text)
+    by_variable = load_engine_config(config, environment={"WARMROUTE_FLEET_SECRET": SECRET})
+    by_name = load_engine_config(config, environment={"LMCACHE_FLEET_SECRET_FILE": str(file)})
+    by_key = load(tmp_path, f"{text}\nfleet_secret_file: {file}")
+    for each in (by_variable, by_name, by_key):
+        assert each.fleet_secret is not None
+        assert each.fleet_secret.is_known_by(SECRET)
+        assert SECRET not in repr(each)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read \\(No such file"),
+        ("", "has 0 characters, not 16 to 512; make one: openssl rand -hex 32"),
+        ("too short", "has spaces"),
+        ("short", "has 5 characters"),
+        ("x" * 513, "has 513 characters"),
+        ("secrét-secrét-secrét", "other than printable ASCII"),
+    ],
+)
+def test_secrets_that_cannot_be_used(tmp_path: Path, content: str | None, message: str) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=f"instance.yaml: fleet_secret_file: .*{message}"):
+        load(tmp_path, f"fleet_secret_file: {file}")
+
+
+def test_two_secrets_are_one_too_many(tmp_path: Path) -> None:
+    config = tmp_path / "instance.yaml"
+    config.write_text("fleet_secret_file: secret")
+    with pytest.raises(ConfigError, match="WARMROUTE_FLEET_SECRET is set too; take one of them"):
+        load_engine_config(config, environment={"WARMROUTE_FLEET_SECRET": SECRET})
+
+
+def test_the_secret_is_in_no_argument_of_the_replica_s_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMROUTE_FLEET_SECRET", SECRET)
+    path = tmp_path / "instance.yaml"
+    path.write_text("max_local_cpu_size: 0.01\nlmcache_worker_port: 0\nagent_host: 0.0.0.0\n")
+    arguments = ["--config", str(path), "--print-command", "--", "--model", "m"]
+    result = CliRunner().invoke(replica, arguments)
+    assert result.exit_code == 0, result.output
+    assert SECRET not in result.output

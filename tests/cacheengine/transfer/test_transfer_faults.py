@@ -12,6 +12,7 @@ from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
 from cacheengine.transfer.fetch import Fetch
+from cacheengine.transfer.proofs import Checksums, ChunkProofs
 from tests.cacheengine.building import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.transfer.conftest import Play, Script, Serve, assert_idle, fetch
@@ -38,10 +39,10 @@ def answering(
     """Play a source that greets as it should and answers the n-th chunk in its own way."""
 
     def script(channel: Channel) -> None:
-        key_bytes, _ = protocol.receive_hello(channel, LAYOUT)
-        protocol.send_welcome(channel)
+        hello = protocol.receive_hello(channel, LAYOUT, None)
+        protocol.welcome(channel, hello, None)
         number = 0
-        while (asked := protocol.receive_get(channel, key_bytes)) is not None:
+        while (asked := protocol.receive_get(channel, hello.key_bytes)) is not None:
             for key in asked:
                 answer(channel, number, key)
                 number += 1
@@ -50,9 +51,10 @@ def answering(
     return script
 
 
-def header(key: bytes, *, status: int = 0, size: int = CHUNK_BYTES, of: bytes = b"") -> bytes:
-    checksum = protocol.checksum(memoryview(of or payload(key)))
-    return struct.pack(">HQ16s", status, size, checksum) + key
+def header(key: bytes, *, status: int = 0, size: int = CHUNK_BYTES) -> bytes:
+    numbers = struct.pack(">HQ", status, size)
+    sent = b"" if status else payload(key)
+    return numbers + Checksums().of(numbers + key, memoryview(sent)) + key
 
 
 def right(channel: Channel, key: bytes) -> None:
@@ -200,10 +202,10 @@ def test_a_source_that_stalls_is_left(other: Bench, play: Play, silent_at: str) 
     over = threading.Event()
 
     def stall(channel: Channel) -> None:
-        key_bytes, _ = protocol.receive_hello(channel, LAYOUT)
+        hello = protocol.receive_hello(channel, LAYOUT, None)
         if silent_at != "welcome":
-            protocol.send_welcome(channel)
-            (key, *_) = protocol.receive_get(channel, key_bytes) or []
+            protocol.welcome(channel, hello, None)
+            (key, *_) = protocol.receive_get(channel, hello.key_bytes) or []
             if silent_at == "payload":
                 channel.send(header(key), payload(key)[:10])
         over.wait(20)
@@ -262,7 +264,7 @@ def connect(address: tuple[str, int]) -> Channel:
 
 def ask(address: tuple[str, int], asked: Sequence[bytes] = PREFIX) -> Channel:
     channel = connect(address)
-    protocol.greet(channel, LAYOUT, 32)
+    protocol.greet(channel, LAYOUT, 32, None)
     protocol.send_get(channel, asked)
     return channel
 
@@ -302,8 +304,8 @@ def test_a_destination_that_never_asks_times_out(source: Bench, serve: Serve) ->
     "said",
     [
         b"GET / HTTP/1.1\r\nhost: replica\r\nuser-agent: lost\r\n\r\n",
-        struct.pack(">4sHH32s", b"WRKV", 1, 32, LAYOUT.encode()) + struct.pack(">I", 0),
-        struct.pack(">4sHH32s", b"WRKV", 1, 32, LAYOUT.encode()) + b"\xff" * 4,
+        struct.pack(">4sHH32s", b"WRKV", 2, 32, LAYOUT.encode()) + bytes(32) + struct.pack(">I", 0),
+        struct.pack(">4sHH32s", b"WRKV", 2, 32, LAYOUT.encode()) + bytes(32) + b"\xff" * 4,
     ],
 )
 def test_nonsense_ends_a_connection(source: Bench, serve: Serve, said: bytes) -> None:
@@ -318,7 +320,7 @@ def test_nonsense_ends_a_connection(source: Bench, serve: Serve, said: bytes) ->
 
 @pytest.mark.parametrize(
     ("version", "key_bytes", "message"),
-    [(9, 32, "version 9 of the transfer protocol"), (1, 65, "keys of 65 bytes"), (1, 0, "keys of")],
+    [(9, 32, "version 9 of the transfer protocol"), (2, 65, "keys of 65 bytes"), (2, 0, "keys of")],
 )
 def test_other_versions_and_keys_are_refused(
     source: Bench, serve: Serve, version: int, key_bytes: int, message: str
@@ -326,6 +328,8 @@ def test_other_versions_and_keys_are_refused(
     peer = serve(source)
     channel = connect(peer.address)
     channel.send(struct.pack(">4sHH32s", b"WRKV", version, key_bytes, LAYOUT.encode()))
+    if version == protocol.VERSION:
+        channel.send(bytes(32))
     magic, status, size = struct.unpack(">4sHH", channel.receive(8))
     assert (magic, status) == (b"WRKV", 2)
     assert message in channel.receive(size).decode()
@@ -335,7 +339,7 @@ def test_other_versions_and_keys_are_refused(
 def fetch_one(address: tuple[str, int]) -> bytes:
     channel = ask(address, PREFIX[:1])
     received = bytearray(CHUNK_BYTES)
-    assert protocol.receive_chunk(channel, PREFIX[0], memoryview(received))
+    assert protocol.receive_chunk(channel, PREFIX[0], memoryview(received), Checksums())
     channel.close()
     return bytes(received)
 
@@ -348,11 +352,11 @@ def test_a_server_that_stops_in_the_middle_of_a_chunk(
     send = protocol.send_chunk
     sent = iter(range(1000))
 
-    def stops(channel: Channel, key: bytes, view: memoryview) -> None:
+    def stops(channel: Channel, key: bytes, view: memoryview, proofs: ChunkProofs) -> None:
         if next(sent) == 10:
             channel.send(header(key), view[:100])
             channel.shut()
-        send(channel, key, view)
+        send(channel, key, view, proofs)
 
     monkeypatch.setattr(protocol, "send_chunk", stops)
     fetched, _ = fetch(other, PREFIX, peer.address, connections=1)

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
+from cacheengine.agent.peer import Caller
 from cacheengine.agent.registration import Registrar
 from cacheengine.wire import Registration
 from router.config import (
@@ -180,7 +181,7 @@ def registration(openai_url: str | None, **more: Any) -> Registration:
 async def registered(
     client: aiohttp.ClientSession, url: str, told: Registration
 ) -> AsyncIterator[Registrar]:
-    registrar = Registrar(client, url, told)
+    registrar = Registrar(Caller(client, None), url, told)
     task = asyncio.create_task(registrar.run())
     try:
         yield registrar

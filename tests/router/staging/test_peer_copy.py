@@ -13,6 +13,7 @@ import pytest
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
+from cacheengine.transfer.proofs import ChunkProofs
 from router.config.settings import PrefetchConfig
 from router.fleet.decision import Decision, KvCopy, Reason
 from router.latency.ttft_model import Part
@@ -195,7 +196,7 @@ async def test_a_source_that_dies_in_the_middle(
     monkeypatch.setattr(fetching, "_WINDOW_BYTES", 4 * CHUNK_BYTES)
     send = protocol.send_chunk
 
-    def dies(channel: Channel, key: bytes, view: memoryview) -> None:
+    def dies(channel: Channel, key: bytes, view: memoryview, proofs: ChunkProofs) -> None:
         # From then on, too: the second of the two connections may open later.
         if CHUNKS.index(key) >= 10:
             # The first window may go over the other connection, and be slower.
@@ -203,7 +204,7 @@ async def test_a_source_that_dies_in_the_middle(
                 time.sleep(0.001)
             for each in (channel, *real.replicas[0].server._open):
                 each.shut()
-        send(channel, key, view)
+        send(channel, key, view, proofs)
 
     monkeypatch.setattr(protocol, "send_chunk", dies)
     outcome = await run(copier, decision())

@@ -1,0 +1,341 @@
+"""Whom an agent answers, and from whom it takes chunks: the fleet, and nobody uninvited."""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from cacheengine import wire
+from cacheengine.agent import answers, handlers
+from cacheengine.agent import mover as moving
+from cacheengine.agent import peer as calling
+from cacheengine.agent.peer import Caller
+from cacheengine.keys import HashScheme, chunk_keys
+from cacheengine.record import TransferMeter
+from cacheengine.transfer import protocol
+from cacheengine.transfer.channel import Channel
+from cacheengine.trust import FleetSecret
+from tests.cacheengine.building import CHUNK_BYTES, Bench, layout
+from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.transfer.conftest import Play, play
+from tests.cacheengine.whole_replica import WholeReplica, identity
+
+TOKENS = list(range(256 * 4))
+PREFIX = chunk_keys(HashScheme("sha256", "seed").chain(TOKENS, 16), 16)
+SECRET = FleetSecret("known-to-the-fleet-alone")
+EVIL = b"\x66" * CHUNK_BYTES
+JSON = {"Content-Type": "application/json"}
+POSTS = ("/lookup", "/prefetch", "/pin", "/unpin", "/clear", "/move")
+
+__all__ = ["play"]
+
+
+class Rig:
+    """A replica that asks for the secret, one that does not, and calls to them."""
+
+    def __init__(self, guarded: WholeReplica, loose: WholeReplica, session: aiohttp.ClientSession):
+        self.guarded = guarded
+        self.loose = loose
+        self.session = session
+
+    async def status(
+        self, url: str, headers: dict[str, str], method: str = "POST", body: bytes = b"{}"
+    ) -> tuple[int, str]:
+        data = io.BytesIO(body) if method == "POST" else None
+        async with self.session.request(method, url, data=data, headers=headers) as answer:
+            return answer.status, await answer.text()
+
+
+@pytest.fixture
+async def rig(make_bench: MakeBench) -> AsyncIterator[Rig]:
+    made: list[tuple[str, Bench, FleetSecret | None]]
+    made = [("guarded", make_bench(32), SECRET), ("loose", make_bench(32), None)]
+    replicas = [await asyncio.to_thread(WholeReplica, *each) for each in made]
+    async with aiohttp.ClientSession() as session:
+        yield Rig(replicas[0], replicas[1], session)
+    for each in replicas:
+        await asyncio.to_thread(each.stop)
+
+
+# --- the secret ---
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        {},
+        {"Authorization": f"Bearer {SECRET.token[:-1]}"},
+        {"Authorization": f"Basic {SECRET.token}"},
+        {"Authorization": SECRET.token},
+        {"Authorization": "Bearer \u00e9"},
+        {"Authorization": f"Bearer {SECRET.key('transfer').hex()}"},
+    ],
+)
+async def test_without_the_secret_nothing_is_told_or_done(rig: Rig, shown: dict[str, str]) -> None:
+    rig.guarded.bench.store(PREFIX)
+    calls = [("POST", each) for each in POSTS]
+    calls += [("GET", each) for each in ("/info", "/snapshot", "/events", "/moves/x", "/none")]
+    for method, path in calls:
+        status, told = await rig.status(rig.guarded.url + path, JSON | shown, method)
+        assert status == 401, path
+        assert "the fleet secret is asked for" in told
+        assert "WARMROUTE_FLEET_SECRET" in told
+    assert rig.guarded.bench.engine.match(PREFIX) == ["cpu"] * 4
+
+
+@pytest.mark.parametrize("shown", [SECRET.token, "known-to-the-fleet-alone"])
+async def test_who_knows_it_gets_in(rig: Rig, shown: str) -> None:
+    rig.guarded.bench.store(PREFIX)
+    headers = JSON | {"Authorization": f"Bearer {shown}"}
+    assert (await rig.status(rig.guarded.url + "/clear", headers))[0] == 200
+    assert rig.guarded.bench.engine.match(PREFIX) == []
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+async def test_probes_and_prometheus_need_none(rig: Rig, path: str) -> None:
+    assert (await rig.status(rig.guarded.url + path, {}, "GET"))[0] == 200
+
+
+async def test_agents_show_it_to_each_other(rig: Rig, make_bench: MakeBench) -> None:
+    other = await asyncio.to_thread(WholeReplica, "other", make_bench(32), SECRET)
+    other.bench.store(PREFIX)
+    source = {"agent_url": other.url, "transfer_address": other.address}
+    ended = await move(rig, source, copy=False)
+    assert (ended["state"], ended["arrived_chunks"], ended["error"]) == ("done", 4, "")
+    assert rig.guarded.bench.has_right_bytes(PREFIX)
+    assert other.bench.engine.match(PREFIX) == []
+    await asyncio.to_thread(other.stop)
+
+
+async def move(rig: Rig, source: dict[str, str], *, copy: bool = True) -> Any:
+    """Have the guarded replica fetch from a source; return how that ended."""
+    headers = JSON | {"Authorization": f"Bearer {SECRET.token}"}
+    body = json.dumps({"source": source, "tokens": TOKENS, "copy": copy}).encode()
+    status, told = await rig.status(f"{rig.guarded.url}/move", headers, body=body)
+    assert status == 200, told
+    ended = f"{rig.guarded.url}/moves/{json.loads(told)['event_id']}?wait_s=20"
+    return json.loads((await rig.status(ended, headers, "GET"))[1])
+
+
+# --- a rogue source ---
+
+
+class Rogue:
+    """An agent and a transfer server of a stranger's, who knows all of the protocol."""
+
+    def __init__(self, play: Play) -> None:
+        self.host, self.port = play(self._serve)
+        self.shown: list[str | None] = []
+
+    def _serve(self, channel: Channel) -> None:
+        hello = protocol.receive_hello(channel, layout().fingerprint(), SECRET)
+        proofs = protocol.welcome(channel, hello, None)
+        if hello.said[-32:] != bytes(32):
+            channel.receive(32)
+        while (asked := protocol.receive_get(channel, hello.key_bytes)) is not None:
+            for key in asked:
+                protocol.send_chunk(channel, key, memoryview(EVIL), proofs)
+
+    def app(self) -> web.Application:
+        async def info(request: web.Request) -> web.Response:
+            self.shown.append(request.headers.get("Authorization"))
+            tiers = {"cpu": wire.TierInfo(capacity_bytes=1, used_bytes=1)}
+            named = msgspec.structs.replace(identity("rogue"), transfer_port=self.port)
+            told = wire.InstanceInfo(
+                **msgspec.structs.asdict(named),
+                incarnation="rogue",
+                tiers=tiers,
+                layout=layout().fingerprint(),
+            )
+            return web.Response(body=msgspec.json.encode(told))
+
+        async def lookup(request: web.Request) -> web.Response:
+            reply = wire.LookupReply(matched_tokens=len(TOKENS), tokens_by_tier={}, tiers=[])
+            return web.Response(body=msgspec.json.encode(reply))
+
+        app = web.Application()
+        app.add_routes([web.get("/info", info), web.post("/lookup", lookup)])
+        return app
+
+
+async def test_a_rogue_source_s_chunks_are_refused(rig: Rig, play: Play) -> None:
+    """Even where somebody who knows the secret names it as a source."""
+    rogue = Rogue(play)
+    async with TestServer(rogue.app()) as server:
+        url = str(server.make_url("")).rstrip("/")
+        source = {"agent_url": url, "transfer_address": f"{rogue.host}:{rogue.port}"}
+        ended = await move(rig, source)
+    assert (ended["state"], ended["arrived_chunks"]) == ("failed", 0)
+    assert "the source does not know the fleet secret" in ended["error"]
+    assert rig.guarded.bench.engine.match(PREFIX) == []
+    assert "known-to-the-fleet-alone" not in str(rogue.shown)
+
+
+async def test_a_stranger_cannot_have_it_fetch_at_all(rig: Rig, play: Play) -> None:
+    rogue = Rogue(play)
+    async with TestServer(rogue.app()) as server:
+        url = str(server.make_url("")).rstrip("/")
+        source = {"agent_url": url, "transfer_address": f"{rogue.host}:{rogue.port}"}
+        body = json.dumps({"source": source, "tokens": TOKENS, "copy": True}).encode()
+        guarded = await rig.status(f"{rig.guarded.url}/move", JSON, body=body)
+        assert guarded[0] == 401
+        assert rogue.shown == []
+        # The rogue is no straw man: a replica without a secret believes it.
+        loose = await rig.status(f"{rig.loose.url}/move", JSON, body=body)
+        assert loose[0] == 200
+        ended = f"{rig.loose.url}/moves/{json.loads(loose[1])['event_id']}?wait_s=20"
+        assert json.loads((await rig.status(ended, {}, "GET"))[1])["state"] == "done"
+    (slot,) = rig.loose.bench.engine.hold(PREFIX[:1])
+    assert bytes(rig.loose.bench.engine.view(slot)) == EVIL
+    rig.loose.bench.engine.release(PREFIX[:1])
+
+
+async def test_an_agent_follows_nobody_elsewhere(rig: Rig) -> None:
+    async def elsewhere(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(f"{rig.guarded.url}/info")
+
+    app = web.Application()
+    app.router.add_get("/info", elsewhere)
+    async with TestServer(app) as server:
+        caller = Caller(rig.session, SECRET)
+        with pytest.raises(calling.PeerRefusedError) as refused:
+            await caller.call("GET", str(server.make_url("/info")))
+    assert refused.value.answered == 307
+
+
+# --- web pages ---
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+async def test_what_a_form_can_send_is_not_taken(rig: Rig, kind: str | None) -> None:
+    rig.loose.bench.store(PREFIX)
+    for path in POSTS:
+        headers = {} if kind is None else {"Content-Type": kind}
+        status, told = await rig.status(rig.loose.url + path, headers)
+        assert status == 415, path
+        assert "send 'Content-Type: application/json'" in told
+    assert rig.loose.bench.engine.match(PREFIX) == ["cpu"] * 4
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example:8090"},
+        {"Host": "127.0.0.1.evil.example"},
+        {"Host": "[oh"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+    ],
+)
+async def test_pages_of_other_sites_reach_no_agent(rig: Rig, headers: dict[str, str]) -> None:
+    for method, path in (("POST", "/clear"), ("GET", "/snapshot")):
+        status, told = await rig.status(rig.loose.url + path, JSON | headers, method)
+        assert status == 403, told
+        assert "it may come from a web page" in told
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]:8090"])
+async def test_this_machine_s_own_names_are_taken(rig: Rig, host: str) -> None:
+    assert (await rig.status(rig.loose.url + "/info", {"Host": host}, "GET"))[0] == 200
+
+
+# --- bounds ---
+
+
+@pytest.mark.parametrize("path", ["/lookup", "/prefetch", "/pin", "/unpin", "/clear"])
+async def test_no_call_names_chunks_without_bound(rig: Rig, path: str) -> None:
+    body = {"keys": [PREFIX[0].hex()] * (handlers.MAX_CHUNKS + 1)}
+    status, told = await rig.status(rig.loose.url + path, JSON, body=json.dumps(body).encode())
+    assert status == 400
+    assert "65537 chunks; one call may name 65536" in told
+
+
+async def test_a_body_beyond_the_bound_is_refused(rig: Rig) -> None:
+    body = b" " * (answers.MAX_BODY_BYTES + 1)
+    assert (await rig.status(rig.loose.url + "/lookup", JSON, body=body))[0] == 413
+
+
+async def test_bodies_together_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MAX_BODIES_BYTES", 100)
+    bodies = answers.Bodies()
+
+    class Asked:
+        content_length = 60
+
+    asked = cast("web.Request", Asked())
+    with bodies.room_for(asked), pytest.raises(answers.TooMuchError):
+        bodies.room_for(asked).__enter__()
+    with bodies.room_for(asked):
+        pass
+
+
+async def test_a_peer_s_answer_is_read_up_to_a_bound(rig: Rig) -> None:
+    sent = 0
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with pytest.raises(ConnectionError):
+            while sent < 10 * calling.MAX_ANSWER_BYTES:
+                await response.write(bytes(1 << 16))
+                sent += 1 << 16
+        return response
+
+    app = web.Application()
+    app.router.add_get("/info", endless)
+    async with TestServer(app) as server:
+        with pytest.raises(calling.PeerError, match="an answer of more than 4194304 bytes"):
+            await Caller(rig.session, None).call("GET", str(server.make_url("/info")))
+    assert sent < 10 * calling.MAX_ANSWER_BYTES
+
+
+async def test_moves_that_are_over_keep_no_keys(rig: Rig, make_bench: MakeBench) -> None:
+    """A thousand are remembered; each may have named a million tokens."""
+    other = await asyncio.to_thread(WholeReplica, "other", make_bench(32), None)
+    other.bench.store(PREFIX)
+    mover = moving.Mover(
+        rig.loose.bench.engine, identity("loose"), Caller(rig.session, None), TransferMeter()
+    )
+    source = wire.MoveSource(agent_url=other.url, transfer_address=other.address)
+    begun = await mover.begin(wire.MoveRequest(source=source, tokens=TOKENS, copy=True), PREFIX)
+    assert (begun.request.tokens, begun.status().asked_chunks) == (None, 4)
+    await begun.over.wait()
+    ended = begun.status()
+    assert (ended.state, ended.asked_chunks, ended.arrived_chunks) == ("done", 4, 4)
+    assert (begun.keys, begun.fetch) == ([], None)
+    await mover.stop()
+    await asyncio.to_thread(other.stop)
+
+
+async def test_chunks_of_all_moves_together_are_bounded(
+    rig: Rig, make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "MAX_CHUNKS", 7)
+    other = await asyncio.to_thread(WholeReplica, "other", make_bench(32), None)
+    other.bench.store(PREFIX)
+    mover = moving.Mover(
+        rig.loose.bench.engine, identity("loose"), Caller(rig.session, None), TransferMeter()
+    )
+    gate = asyncio.Event()
+
+    async def waits(move: moving.Move, address: tuple[str, int]) -> None:
+        await gate.wait()
+
+    monkeypatch.setattr(mover, "_fetch", waits)
+    source = wire.MoveSource(agent_url=other.url, transfer_address=other.address)
+    wanted = wire.MoveRequest(source=source, tokens=[], copy=True)
+    begun = await mover.begin(wanted, PREFIX)
+    with pytest.raises(answers.TooMuchError, match="4 chunks are being moved; try again later"):
+        await mover.begin(wanted, PREFIX)
+    gate.set()
+    await begun.over.wait()
+    await mover.stop()
+    await asyncio.to_thread(other.stop)
