@@ -134,7 +134,7 @@ def _names(name: Path, file: int) -> bool:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock file, alone; it goes afterwards (a waiting process has it open)."""
-    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

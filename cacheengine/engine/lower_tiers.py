@@ -5,8 +5,8 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 from cacheengine import wire
 from cacheengine.engine.tier_io import Clock, Deciding, MakeThreads, TierIo
@@ -64,7 +64,7 @@ def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
     config.check_remote_ready()
     url = parse_remote_url(config.remote_url)
     try:
-        store = _connect(url, config.remote_url, config.extra_config)
+        store = _connect(url, config.remote_url, config)
     except BadValue as error:
         raise ConfigError(config.source, "remote_url", error.problem, error.fix) from None
     except StoreError as error:
@@ -90,11 +90,11 @@ def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
     return tier
 
 
-def _connect(url: RemoteUrl, text: str, extra: Mapping[str, Any]) -> BlobStore:
+def _connect(url: RemoteUrl, text: str, config: EngineConfig) -> BlobStore:
     if url.scheme in REDIS_SCHEMES:
-        return RedisStore(RedisServer.from_url(url))
+        return RedisStore(RedisServer.from_url(url, ttl_s=config.remote_ttl))
     store = MooncakeStore if url.scheme == "mooncakestore" else InfiniStore
-    return store.connect(text, extra)
+    return store.connect(text, config.extra_config)
 
 
 def _exact_serdes(dtype: str) -> list[Serde]:

@@ -19,6 +19,8 @@ logger = logging.getLogger("vllm.warmroute")
 _T = TypeVar("_T")
 
 _GB: Final = 1024**3
+_WEEK_S: Final = 7 * 24 * 3600
+_MOST_TTL_S: Final = 10 * 365 * 24 * 3600
 
 
 class ConfigError(ValueError):
@@ -76,6 +78,9 @@ class EngineConfig:
     """Server of the remote tier, ``scheme://host:port``; off without one. May hold a password."""
     remote_serde: str = _key("naive", values.parse_text)
     """How chunks are written for the remote tier (`tiers.serde` has the names)."""
+    remote_ttl: int = _key(_WEEK_S, values.parse_int(minimum=0, maximum=_MOST_TTL_S))
+    """Seconds that a Redis or Valkey server keeps what is put there; 0: as long as it has room.
+    (LMCache's default is for ever.)"""
     save_decode_cache: bool = _key(True, values.parse_bool)
     """Store generated tokens too (LMCache's default is false)."""
     cache_policy: str = _key("LRU", _parse_policy)
@@ -219,7 +224,7 @@ class EngineConfig:
 
     def _check_directory(self, directory: Path) -> None:
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Permission bits do not tell all (read-only mounts, the superuser).
             with tempfile.TemporaryFile(dir=directory):
                 pass

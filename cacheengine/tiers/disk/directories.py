@@ -16,6 +16,9 @@ logger = logging.getLogger("vllm.warmroute")
 
 _LAYOUT_NAME: Final = re.compile("[0-9a-f]{32}")
 _LOCK_NAME: Final = ".lock"
+DIRECTORY_MODE: Final = 0o700
+FILE_MODE: Final = 0o600
+"""Chunks are prompts: text can be computed from them, and others of the machine have no part."""
 
 
 class DirectoryInUse(OSError):  # noqa: N818  (reads as the condition it is)
@@ -27,7 +30,8 @@ def lock_directory(directory: Path, wait_s: float) -> int:
 
     Raises `DirectoryInUse` if another process keeps it for longer than ``wait_s``.
     """
-    fd = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(directory / _LOCK_NAME, flags, FILE_MODE)
     deadline_s = time.monotonic() + wait_s
     while True:
         try:
@@ -43,6 +47,16 @@ def lock_directory(directory: Path, wait_s: float) -> int:
                 os.fspath(directory),
             ) from None
         return fd
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that is this user's alone, also one that an earlier version has left open.
+
+    Those above it, which people name, are left as they are.
+    """
+    directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # another user's, who decides
+        directory.chmod(DIRECTORY_MODE)
 
 
 def is_away(directory: Path, lock_fd: int) -> bool:
@@ -123,11 +137,11 @@ def _locks() -> Iterator[Callable[[Path], bool]]:
 def _others(own: Path) -> Iterator[Path]:
     for directory in own.parent.iterdir():
         is_layout = _LAYOUT_NAME.fullmatch(directory.name) and (directory / _LOCK_NAME).exists()
-        if is_layout and directory.name != own.name:
+        if is_layout and directory.name != own.name and not directory.is_symlink():
             yield directory
 
 
 def _files(directory: Path) -> Iterator[tuple[int, int, Path]]:
     for path in directory.glob("??/*.kv*"):
-        stat = path.stat()
+        stat = path.lstat()
         yield stat.st_mtime_ns, stat.st_size, path

@@ -13,7 +13,13 @@ from typing import Final
 
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.disk.chunk_file import ChunkFile
-from cacheengine.tiers.disk.directories import is_away, lock_directory
+from cacheengine.tiers.disk.directories import (
+    DIRECTORY_MODE,
+    FILE_MODE,
+    is_away,
+    lock_directory,
+    make_private,
+)
 from cacheengine.tiers.disk.disk_space import DiskSpace
 
 logger = logging.getLogger("vllm.warmroute")
@@ -48,7 +54,7 @@ class DiskPath:
         # Guards _lock_fd: two puts may find the directory gone at once.
         self._relocking = threading.Lock()
         self._is_closed = False
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_private(self.directory)
         self._lock_fd: int | None = lock_directory(self.directory, lock_wait_s)
 
     def file(self, key: bytes) -> Path:
@@ -63,7 +69,7 @@ class DiskPath:
     def scan(self) -> Iterator[Found]:
         """Yield the whole files; remove what a writer left or is of another size."""
         for subdirectory in os.scandir(self.directory):
-            if subdirectory.is_dir() and len(subdirectory.name) == 2:
+            if subdirectory.is_dir(follow_symlinks=False) and len(subdirectory.name) == 2:
                 for entry in os.scandir(subdirectory.path):
                     found = self._examine(entry)
                     if found is not None:
@@ -112,14 +118,14 @@ class DiskPath:
         return outcome
 
     def _open_new(self, path: Path) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         if self._lock_fd is None:
             self._keep_directory()
         try:
-            return os.open(path, flags, 0o644)
+            return os.open(path, flags, FILE_MODE)
         except FileNotFoundError:
             self._make_parent(path)
-            return os.open(path, flags, 0o644)
+            return os.open(path, flags, FILE_MODE)
 
     def _rename(self, temporary: Path, path: Path) -> None:
         try:
@@ -131,7 +137,7 @@ class DiskPath:
     def _make_parent(self, path: Path) -> None:
         """Make a subdirectory for its first chunk, or after the tree was removed."""
         self._keep_directory()
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
 
     def _keep_directory(self) -> None:
         """Make and lock the directory anew if it was removed.
@@ -145,14 +151,14 @@ class DiskPath:
                 os.close(self._lock_fd)
                 self._lock_fd = None
             if not self._is_closed:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                make_private(self.directory)
                 self._lock_fd = lock_directory(self.directory, 0.0)
 
     def get(self, key: bytes, into: memoryview) -> GetOutcome:
         """Read a file into the buffer and compare it with its seal."""
         name = self._name(key)
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError as error:
             if not self._is_away():
                 return GetOutcome.MISSING

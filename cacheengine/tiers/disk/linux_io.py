@@ -47,13 +47,15 @@ def cached_bytes(fd: int, offset: int, length: int) -> int | None:
 def why_not_direct(directory: Path) -> str | None:
     """Try out whether reads may bypass the page cache here; return what stands against it.
 
-    Writes and reads back one page of a file of its own.
+    Writes and reads back one page of a file of its own; one that was there before, a link
+    too, is taken away, and never written to.
     """
     probe = directory / ".probe"
     page = mmap.mmap(-1, PAGE_BYTES)
     page[:] = b"\x5a" * PAGE_BYTES
     try:
-        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        probe.unlink(missing_ok=True)
+        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         return str(error)
     try:

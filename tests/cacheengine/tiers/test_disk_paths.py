@@ -1,5 +1,6 @@
 """Several paths under one disk tier: each takes its share, and fails alone."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from cacheengine.tiers.base import GetOutcome, PutOutcome
+from cacheengine.tiers.disk import linux_io
 from cacheengine.tiers.disk.directories import DirectoryInUse
 from cacheengine.tiers.disk.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
-from tests.cacheengine.tiers.disk_chunks import bytes_under, open_disk, put
+from tests.cacheengine.tiers.disk_chunks import FINGERPRINT, bytes_under, open_disk, put
 
 MANY = keys(*range(40))
 
@@ -243,3 +245,59 @@ def test_a_chunk_stored_again_elsewhere_is_not_left_behind(
         assert put(tier, key(1)) is PutOutcome.STORED
     assert not home.exists()
     assert sum(len(_files(root)) for root in roots) == 1
+
+
+# --- others on the machine ---
+
+
+def _mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_files_and_directories_are_its_user_s_alone(roots: list[Path]) -> None:
+    """Whatever the umask; also a directory that an earlier version has left open."""
+    before = os.umask(0)
+    try:
+        directory = roots[0] / FINGERPRINT
+        directory.mkdir(parents=True)
+        assert _mode(directory) == 0o777
+        with contextlib.closing(open_disk(*roots)) as tier:
+            _put_all(tier, MANY)
+            made = [each for root in roots for each in root.rglob("*")]
+            assert {_mode(each) for each in made if each.is_dir()} == {0o700}
+            assert {_mode(each) for each in made if each.is_file()} == {0o600}
+            assert any(each.suffix == ".kv" for each in made)
+    finally:
+        os.umask(before)
+
+
+def test_a_link_in_the_place_of_the_probe_is_not_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / ".probe").symlink_to(victim)
+    linux_io.why_not_direct(tmp_path)
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / ".probe").is_symlink()
+
+
+def test_links_in_the_place_of_chunks_are_not_followed(roots: list[Path], tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    with contextlib.closing(open_disk(roots[0])) as tier:
+        assert _put_all(tier, MANY[:1]) == {PutOutcome.STORED}
+        (file,) = _files(roots[0])
+        whole = tmp_path / "whole"
+        file.rename(whole)
+        file.symlink_to(whole)
+        assert _get_all(tier, MANY[:1]) == [GetOutcome.FAILED]
+    assert whole.exists()
+    assert victim.read_text() == "mine"
+
+
+def test_a_link_in_the_place_of_the_lock_is_refused(roots: list[Path], tmp_path: Path) -> None:
+    directory = roots[0] / FINGERPRINT
+    directory.mkdir(parents=True)
+    (directory / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_disk(roots[0])
+    assert not (tmp_path / "elsewhere").exists()

@@ -78,6 +78,14 @@ def _get(store: HostedStore, name: str, room: int = 100) -> bytes | None:
     return None if size is None else bytes(into[:size])
 
 
+def test_settings_are_in_no_argument(open_store: Open) -> None:
+    """There may be a password among them, and all of a machine see arguments."""
+    store = open_store()
+    store.exists(["name"])
+    words = Path(f"/proc/{_pid(store)}/cmdline").read_bytes().split(b"\0")
+    assert words[1:] == [b"-m", b"cacheengine.tiers.stores.hosted.client_host", b""]
+
+
 def test_a_call_that_hangs_ends_at_its_deadline_and_others_go_on(open_store: Open) -> None:
     store = connected(open_store(timeout_s=0.3))
     with pytest.raises(StoreError, match=r"no answer in 0\.3 s"):

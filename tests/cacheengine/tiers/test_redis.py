@@ -1,5 +1,6 @@
 """The adapter for Redis and Valkey against real servers, as operators may have set them up."""
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +13,14 @@ from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.remote.remote import RemoteTier
 from cacheengine.tiers.serde.base import NaiveSerde
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
+from cacheengine.tiers.stores.redis.channels import Deadline, PlainChannel
 from cacheengine.tiers.stores.redis.redis import RedisStore
 from cacheengine.tiers.stores.redis.redis_server import RedisServer
+from cacheengine.tiers.stores.redis.resp import Conversation, command
 from cacheengine.tiers.stores.server_backoff import ServerBackoff
 from cacheengine.tiers.stores.url import parse_remote_url
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, layout, payload
+from tests.cacheengine.tiers.scripted_redis import scripted
 from tests.servers import (
     PATIENT,
     Certificates,
@@ -120,6 +124,41 @@ def test_find_and_remove_take_any_number_of_names(
     assert store.exists(names).count(True) == 250
     assert (store.exists([]), store.get_many([]), store.put_many([])) == ([], [], [])
     store.remove([])
+
+
+@pytest.mark.parametrize("ttl_s", [0, 3600])
+def test_what_is_put_expires(server: RedisProcess, ttl_s: int) -> None:
+    store = RedisStore(RedisServer.from_url(parse_remote_url(server.url), ttl_s=ttl_s))
+    content = payload(key(1), 100_003)
+    blobs = [Blob("one", [content[:7], content[7:]]), Blob("none", [])]
+    assert store.put_many(blobs) == [True, True]
+    for name in ("one", "none"):
+        left_s = _integer(server, "TTL", name)
+        assert left_s == -1 if ttl_s == 0 else 3500 < left_s <= 3600
+    assert _get(store, "one", 100_003) == (100_003, content)
+    store.close()
+
+
+def _integer(server: RedisProcess, *words: str) -> int:
+    with socket.socket(socket.AF_UNIX) as connected:
+        connected.connect(server.socket_path)
+        talk = Conversation(PlainChannel(connected), Deadline(10), drain_bytes_s=1e6)
+        talk.send([command(*words)])
+        answer = talk.integer()
+        assert isinstance(answer, int)
+        return answer
+
+
+def test_what_is_removed_is_freed_in_the_background(open_store: OpenStore) -> None:
+    asked: list[bytes] = []
+
+    def answer(words: list[bytes]) -> bytes:
+        asked.append(words[0])
+        return b":1\r\n"
+
+    with scripted(answer) as server:
+        open_store(server.url).remove(["one"])
+    assert asked == [b"UNLINK"]
 
 
 def test_what_no_put_of_ours_made_is_there_and_empty(

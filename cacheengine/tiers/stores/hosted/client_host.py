@@ -4,7 +4,8 @@ Such libraries hang in calls that take no timeout, crash when they are closed at
 the wrong moment, and change the signals and the environment of their process.
 Here they may: the replica kills this process, and a new one connects anew.
 
-Started by `client_process` as ``python -m cacheengine.tiers.stores.hosted.client_host SETUP``.
+Started by `client_process` as ``python -m cacheengine.tiers.stores.hosted.client_host``, with a
+`Setup` on standard input: settings may hold passwords, and all of a machine see arguments.
 It ends when the replica closes the socket, or is gone.
 """
 
@@ -154,11 +155,11 @@ def _described(error: Exception) -> str:
     return str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
 
 
-def main(argument: str) -> NoReturn:
-    """Serve, then end without the library's own exit handlers: they hang or crash."""
-    Host(msgspec.json.decode(argument, type=Setup)).run()
+def main() -> NoReturn:
+    """Serve what standard input says, and end without the library's exit handlers, which hang."""
+    Host(msgspec.json.decode(sys.stdin.buffer.read(), type=Setup)).run()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

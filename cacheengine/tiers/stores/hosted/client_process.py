@@ -168,17 +168,18 @@ class ClientProcess:
         with contextlib.ExitStack() as undo, theirs:
             undo.callback(ours.close)
             process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "cacheengine.tiers.stores.hosted.client_host"),
-                    msgspec.json.encode(setup).decode(),
-                ],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "cacheengine.tiers.stores.hosted.client_host"],
+                stdin=subprocess.PIPE,
                 stdout=None if library.log_variable in os.environ else subprocess.DEVNULL,
                 stderr=None if library.log_variable in os.environ else subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), self.memory.fd),
                 env={**library.environment, **os.environ, "PYTHONPATH": _import_path()},
                 start_new_session=True,  # a Ctrl-C is the replica's to deal with
             )
+            assert process.stdin is not None
+            # Not an argument: those are seen by all of the machine, and there may be a password.
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # it has died: seen later
+                process.stdin.write(msgspec.json.encode(setup))
             undo.pop_all()
         return Connection(ours.detach()), process
 

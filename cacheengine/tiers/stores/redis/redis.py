@@ -38,7 +38,7 @@ _NAMES_AT_ONCE: Final = 1024
 _EXPLAINED: Final = {
     "NOAUTH": "wants a password: write scheme://:password@host:port",
     "WRONGPASS": "does not accept the user and the password",
-    "NOPERM": "forbids it to this user: allow ping, set, get, exists, del on warmroute:*",
+    "NOPERM": "forbids it to this user: allow ping, set, get, exists, unlink on warmroute:*",
     "DENIED": "is in protected mode, and answers its own machine only",
     "MOVED": "is part of a cluster, which is not served: name one server",
     "ASK": "is part of a cluster, which is not served: name one server",
@@ -104,7 +104,9 @@ class RedisStore(BlobStore):
             )
 
         def talk(server: Conversation) -> list[Refusal | None]:
-            server.send([part for blob in blobs for part in set_command(blob.name, blob.parts)])
+            ttl_s = self._server.ttl_s
+            sets = (set_command(blob.name, blob.parts, ttl_s=ttl_s) for blob in blobs)
+            server.send([part for each in sets for part in each])
             return [_stored(server.simple()) for _ in blobs]
 
         refusals = self._call(sum(blob.size_bytes for blob in blobs), talk)
@@ -114,13 +116,13 @@ class RedisStore(BlobStore):
         return [refusal is None for refusal in refusals]
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove with DEL, which every server of this protocol has."""
+        """Remove with UNLINK: a DEL of large values would halt the server for all others."""
         for start in range(0, len(names), _NAMES_AT_ONCE):
             self._remove(names[start : start + _NAMES_AT_ONCE])
 
     def _remove(self, names: Sequence[str]) -> None:
         def talk(server: Conversation) -> None:
-            server.send([command("DEL", *names)])
+            server.send([command("UNLINK", *names)])
             _granted(server.integer())
 
         self._call(0, talk)

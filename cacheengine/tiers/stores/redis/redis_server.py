@@ -44,9 +44,11 @@ class RedisServer:
     """For an answer; the time that its bytes take is added."""
     connections: int = 8
     """At most so many at once."""
+    ttl_s: int = 0
+    """How long it keeps what is put; 0: until it has no room."""
 
     @classmethod
-    def from_url(cls, url: RemoteUrl) -> "RedisServer":
+    def from_url(cls, url: RemoteUrl, *, ttl_s: int = 0) -> "RedisServer":
         """Read a URL's path and options.
 
         The database is the path, or for a unix socket the option
@@ -68,6 +70,7 @@ class RedisServer:
             connect_timeout_s=url.option("connect_timeout_s", parse_seconds, 2.0),
             timeout_s=url.option("timeout_s", parse_seconds, 2.0),
             connections=url.option("connections", parse_int(minimum=1, maximum=1024), 8),
+            ttl_s=ttl_s,
         )
 
     def check_files(self) -> None:

@@ -39,10 +39,13 @@ def command(*words: str | bytes | Part) -> bytes:
     return b"".join([b"*%d\r\n" % len(encoded), *(_bulk(word) for word in encoded)])
 
 
-def set_command(name: str, parts: Sequence[Part]) -> list[Part]:
-    """Return the command that stores a value, its parts left where they are."""
+def set_command(name: str, parts: Sequence[Part], *, ttl_s: int) -> list[Part]:
+    """Return the command that stores a value for so long (0: for ever), its parts not copied."""
     size_bytes = sum(map(len, parts))
-    return [b"*3\r\n$3\r\nSET\r\n%s$%d\r\n" % (_bulk(name.encode()), size_bytes), *parts, b"\r\n"]
+    expiry = b"".join(map(_bulk, (b"EX", b"%d" % ttl_s))) if ttl_s else b""
+    words = 5 if ttl_s else 3
+    head = b"*%d\r\n$3\r\nSET\r\n%s$%d\r\n" % (words, _bulk(name.encode()), size_bytes)
+    return [head, *parts, b"\r\n" + expiry]
 
 
 def _bulk(word: bytes) -> bytes:
