@@ -74,7 +74,7 @@ def read_fleet_secret(path: Path | None, environment: Mapping[str, str]) -> Flee
 
     Raises `BadSecret` for one that cannot be read or used, and where both are given.
     """
-    given = environment.get(VARIABLE) or None
+    given = environment.get(VARIABLE, "").strip() or None
     if path is None:
         return None if given is None else FleetSecret(given)
     if given is not None:

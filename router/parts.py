@@ -12,13 +12,17 @@ from typing import Any
 
 import aiohttp
 
+from cacheengine.trust import FleetSecret
 from router.access import Access
 from router.admission import Admission, Gate
 from router.config import (
     ReplicaTlsConfig,
     RouterConfig,
     TlsConfig,
+    host_port,
+    is_loopback,
     load_certificate,
+    load_fleet_secret,
     server_context,
 )
 from router.controller import Configured, Controller
@@ -80,11 +84,13 @@ def make_parts(
     fleet = Fleet(config, jitter=random.random)
     admission = Admission(Gate(fleet))
     lmcache = Lmcache(fleet, session, stock_url=config.lmcache_coordinator)
-    preparer = Preparer(config, fleet, partial(AgentClient, session), lmcache=lmcache.prefetch)
+    secret = load_fleet_secret(config)
+    agents = partial(AgentClient, session, secret=secret)
+    preparer = Preparer(config, fleet, agents, lmcache=lmcache.prefetch)
     sizes = partial(_sizes, fleet, admission, lmcache)
     waits, retries = Waits(fleet, lmcache.hung), Retries()
     health = HealthMonitor(config, fleet, prompts, session, changed=waits.look)
-    feeds = Feeds(fleet, session)
+    feeds = Feeds(fleet, session, secret)
 
     def joined(replica: Replica) -> asyncio.Event:
         feeds.joined(replica)
@@ -125,7 +131,7 @@ def make_parts(
         suspect=health.suspect,
         locate=lmcache.ask,
     )
-    controller = _controller(config, members, session, lmcache, access)
+    controller = _controller(config, members, session, lmcache, access, secret=secret)
     live["passthrough"] = partial(setattr, judge, "passthrough")
     return Parts(
         fleet=fleet,
@@ -194,9 +200,12 @@ def _controller(
     session: aiohttp.ClientSession,
     lmcache: Lmcache,
     access: Access,
+    *,
+    secret: FleetSecret | None,
 ) -> Controller | None:
     if config.controller is None:
         return None
+    others_reach_it = not is_loopback(f"http://{host_port(config.controller.host, 1)}")
 
     def configured() -> list[Configured]:
         return [
@@ -213,10 +222,11 @@ def _controller(
         body_s=config.timeouts.body_s,
         secret=config.controller.secret,
         access=access,
+        fleet_secret=secret,
         beside=lmcache.routes(),
         beside_instances=lmcache.listing,
         others=None if lmcache.workers is None else lmcache.workers.control,
-        guards_monitor=config.discovery.registration,
+        guards_monitor=config.discovery.registration or others_reach_it,
     )
 
 

@@ -275,6 +275,7 @@ def test_the_engines_file_is_what_its_pod_has_room_for() -> None:
         environment={
             "LMCACHE_LMCACHE_INSTANCE_ID": "vllm-0",
             "LMCACHE_DISTRIBUTED_URL": f"10.0.0.1:{ports(container)['transfer']}",
+            "WARMROUTE_FLEET_SECRET": "known-to-the-fleet-alone",
         },
     )
     variables = {each["name"] for each in container["env"] if each["name"].startswith("LMCACHE_")}
@@ -289,6 +290,19 @@ def test_the_engines_file_is_what_its_pod_has_room_for() -> None:
     shared = gibibytes(volumes["shm"]["emptyDir"]["sizeLimit"])
     assert engine.max_local_cpu_size < shared
     assert shared < gibibytes(container["resources"]["requests"]["memory"])
+
+
+def test_routers_and_replicas_have_one_fleet_secret() -> None:
+    kinds = [("StatefulSet", "vllm"), ("Deployment", "warmroute")]
+    [one, other] = [
+        next(
+            each["valueFrom"]["secretKeyRef"]
+            for each in container_of(of("router", *kind))["env"]
+            if each["name"] == "WARMROUTE_FLEET_SECRET"
+        )
+        for kind in kinds
+    ]
+    assert one == other == {"name": "warmroute-fleet", "key": "secret"}
 
 
 def gibibytes(text: str) -> int:

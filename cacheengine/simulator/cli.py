@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import yaml
 from cacheengine.simulator.fleet import run
 from cacheengine.simulator.model.rates import Rates, Shape
 from cacheengine.simulator.settings import Settings
+from cacheengine.trust import read_fleet_secret
 
 _F = TypeVar("_F", bound=Callable[..., Any] | click.Command)
 
@@ -178,6 +180,7 @@ def _settings(directory: Path, given: dict[str, Any]) -> Settings:
         {each.name: given.pop(each.name) for each in dataclasses.fields(kind) if each.name in given}
         for kind in (Rates, Shape)
     )
+    given["fleet_secret"] = read_fleet_secret(None, os.environ)
     return Settings(directory=directory, rates=Rates(**rates), shape=Shape(**shape), **given)
 
 

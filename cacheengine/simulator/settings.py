@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cacheengine.simulator.model.rates import Rates, Shape
 from cacheengine.tiers.disk import SEAL_BYTES
+from cacheengine.trust import FleetSecret
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class Settings:
     first: int = 1
     """Number of the first replica, in its name: of fleets of several processes each has others."""
     stream_interval_tokens: int = 1
+    fleet_secret: FleetSecret | None = None
+    """Asked for by the agents; beyond loopback there must be one."""
     output_tokens: int = 64
     """Length of an answer when the request does not say."""
 

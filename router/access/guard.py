@@ -4,12 +4,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from ipaddress import IPv6Address, ip_address
 from typing import Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from cacheengine.trust import is_loopback, may_be_of_a_page
 from router.access.grant import Grant
 from router.access.keys import sha256_of, shown_keys
 from router.config import AccessConfig, ApiError, Forbidden, Unauthorized
@@ -129,10 +129,8 @@ class Access:
 
 
 def _is_from_here(request: web.Request) -> bool:
-    """Whether a caller is on this machine, and does not ask for another one that is not."""
+    """Whether a program on this machine asks, for itself: no proxy, and no page in a browser."""
     if not request.remote or any(name in request.headers for name in _PROXIED):
         return False
-    address = ip_address(request.remote.partition("%")[0])
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return address.is_loopback
+    host, origin = request.headers.get("Host"), request.headers.get("Origin")
+    return is_loopback(request.remote) and not may_be_of_a_page(host, origin)

@@ -3,8 +3,8 @@
 `RouterConfig` is read from YAML by `load_router_config` (`loading`); every key is checked
 against the dataclasses in `settings` by `schema`. `Judgment` is the one table of the decision's
 constants. `errors` holds each error that a client can get, with its status and code;
-`observability` has what is told of requests, `addresses` compares hosts, ports and URLs; `tls`
-makes contexts from files.
+`observability` has what is told of requests, `addresses` compares hosts, ports and URLs;
+`credentials` makes TLS contexts from files, and reads the fleet's secret.
 
 Imported by every room; imports none.
 """
@@ -17,6 +17,12 @@ from router.config.clients import (
     KeyConfig,
     ReplicaTlsConfig,
     TlsConfig,
+)
+from router.config.credentials import (
+    client_context,
+    load_certificate,
+    load_fleet_secret,
+    server_context,
 )
 from router.config.discovery import (
     DiscoveredConfig,
@@ -61,7 +67,6 @@ from router.config.settings import (
     TimeoutsConfig,
     TokenizerConfig,
 )
-from router.config.tls import client_context, load_certificate, server_context
 
 __all__ = [
     "DEFAULT",
@@ -116,6 +121,7 @@ __all__ = [
     "is_loopback",
     "is_same_url",
     "load_certificate",
+    "load_fleet_secret",
     "load_router_config",
     "reachable",
     "read_yaml",

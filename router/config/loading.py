@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
+from cacheengine.trust import VARIABLE
 from router.config.addresses import host_port, is_loopback
 from router.config.clients import AccessConfig, KeyConfig, ReplicaTlsConfig, TlsConfig
+from router.config.credentials import client_context, load_fleet_secret, server_context
 from router.config.errors import Place
 from router.config.observability import RequestLogConfig, TracingConfig
 from router.config.schema import build, read_yaml
 from router.config.settings import PickerConfig, ReplicaConfig, RouterConfig, TokenizerConfig
-from router.config.tls import client_context, server_context
 
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 _Tls = TypeVar("_Tls", TlsConfig, ReplicaTlsConfig)
@@ -50,6 +51,9 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
         access=_checked_access(config.access, at.at("access"), base),
         tls=config.tls and _checked_tls(config.tls, server_context, at.at("tls"), base),
         replica_tls=_checked_tls(config.replica_tls, client_context, at.at("replica_tls"), base),
+        fleet_secret_file=_existing(
+            config.fleet_secret_file, "file", at.at("fleet_secret_file"), base
+        ),
     )
     config = replace(
         config,
@@ -91,15 +95,18 @@ def check_unique(claims: Iterable[tuple[int | str | None, str]], path: str) -> N
 
 def _check_controller(config: RouterConfig, at: Place) -> None:
     """Raise `ConfigError` for a controller open to anyone, or none where LMCache needs it."""
-    controller = config.controller
+    controller, fleet_secret = config.controller, load_fleet_secret(config, at)
     if controller is not None:
         if controller.secret == "":
             raise at.at("controller.secret").error("is empty", "set one, or leave it out")
         listens_at = f"http://{host_port(controller.host, 1)}"
-        is_guarded = controller.secret is not None or config.access.admin_sha256
+        is_guarded = controller.secret or config.access.admin_sha256 or fleet_secret
         if not is_guarded and not is_loopback(listens_at):
             found = f"{controller.host} is open to other machines, and there is no secret"
-            fix = "set controller.secret or access.admin_sha256, or host: 127.0.0.1"
+            fix = (
+                f"set {VARIABLE} (the fleet's secret), controller.secret or access.admin_sha256, "
+                "or host: 127.0.0.1"
+            )
             raise at.at("controller.host").error(found, fix)
     elif config.lmcache_coordinator is None:
         for index, each in enumerate(config.replicas):

@@ -273,6 +273,9 @@ class RouterConfig:
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
+    fleet_secret_file: str | None = None
+    """File with the secret that replicas' agents ask for and show (their own
+    ``fleet_secret_file``), or the variable WARMROUTE_FLEET_SECRET instead."""
     tls: TlsConfig | None = None
     """Off without the section: the router then speaks plain HTTP."""
     replica_tls: ReplicaTlsConfig = field(default_factory=ReplicaTlsConfig)

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 import aiohttp
 
+from cacheengine.trust import FleetSecret
 from cacheengine.wire import InstanceInfo, LookupRequest, MoveStatus, TierName
 from router.config import (
     ApiError,
@@ -55,15 +56,16 @@ class AcceptedMove:
 class AgentCalls:
     """Calls to agents over one session."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, secret: FleetSecret | None) -> None:
         self._session = session
+        self._secret = secret
         self._turns = asyncio.Semaphore(MAX_CALLS)
 
     async def ask(self, instance: Instance, call: Callable[[AgentClient], Awaitable[_T]]) -> _T:
         """Return an agent's answer; raise `ApiError`."""
         try:
             async with self._turns:
-                return await call(AgentClient(self._session, instance.agent_url))
+                return await call(AgentClient(self._session, instance.agent_url, self._secret))
         except AgentError as error:
             raise _as_api_error(instance.id, error) from None
 

@@ -132,7 +132,12 @@ def answering(
 
 
 async def read_call(request: web.Request, kind: type[_T]) -> _T:
-    """Return a request's body; raise `BadRequest` or `TooLarge`."""
+    """Return a request's body; raise `BadRequest` or `TooLarge`.
+
+    Only of a body that is said to be JSON: forms in web pages cannot send such.
+    """
+    if request.content_type != "application/json":
+        raise BadRequest(f"{request.path}: send 'Content-Type: application/json'")
     body = await read_body(request)
     try:
         return msgspec.json.decode(body, type=kind)

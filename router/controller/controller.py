@@ -15,6 +15,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from cacheengine.trust import FleetSecret
 from cacheengine.wire import Registration
 from router.access import Access
 from router.config import AccessConfig, Overloaded
@@ -23,7 +24,7 @@ from router.controller.api import ControllerApi
 from router.controller.monitor import MAX_BODY_BYTES, Monitor
 from router.controller.others import OtherInstances
 from router.controller.registry import Configured, Registry
-from router.controller.secret import check_secret
+from router.controller.secret import Guard
 from router.http import BODIES, Bodies, errors_answered
 
 log = logging.getLogger("warmroute.controller")
@@ -44,6 +45,7 @@ class Controller:
         body_s: float = 60.0,
         secret: str | None = None,
         access: Access | None = None,
+        fleet_secret: FleetSecret | None = None,
         beside: Sequence[web.RouteDef] = (),
         beside_instances: Callable[[], list[dict[str, Any]]] = list,
         others: OtherInstances | None = None,
@@ -56,19 +58,19 @@ class Controller:
         ``beside`` are routes that are served on the API's port too, ``beside_instances`` tells
         the instances that these know, ``others`` calls instances that have no agent. With a
         ``secret``, or admin keys in ``access``, that port asks every caller for it, and with
-        ``guards_monitor`` the other one too.
+        ``guards_monitor`` the other one too. With a ``fleet_secret``, which agents are shown, both
+        ports ask for any of them.
         """
         self.registry = Registry(configured)
         self._limit_bytes = limit_bytes
         self._body_s = body_s
-        self._secret = secret
-        self._access = access or Access(AccessConfig())
-        self._guards_monitor = guards_monitor
+        self._guard = Guard(secret, access or Access(AccessConfig()), fleet_secret)
+        self._guards_monitor = guards_monitor or fleet_secret is not None
         self._beside = beside
         self._clock = clock
         self._api = ControllerApi(
             self.registry,
-            AgentCalls(session),
+            AgentCalls(session, fleet_secret),
             clock,
             wall_clock,
             beside=beside_instances,
@@ -105,7 +107,9 @@ class Controller:
         @web.middleware
         async def admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
             if is_guarded:
-                check_secret(request, self._secret, self._access)
+                self._guard.check(request)
+            else:
+                self._guard.check_page(request)
             if under_way.locked():
                 raise Overloaded(f"{MAX_REQUESTS} requests are under way; ask again later")
             async with under_way:

@@ -4,22 +4,30 @@ What an agent tells is given to the fleet, as the router's own feed of it does.
 """
 
 from importlib.metadata import version
+from typing import Final
 
 import aiohttp
 
+from cacheengine.trust import HOW_TO_SET, FleetSecret
 from cacheengine.wire import InstanceInfo, TierInfo
 from router.doctor.findings import Section
-from router.doctor.replica_checks import Examined
+from router.doctor.replica_checks import Examined, Parts
 from router.feeds import KvFeed
-from router.fleet import Fleet
 from router.lmcache import LmcacheServer
-from router.staging import AgentClient, AgentError
+from router.staging import AgentClient, AgentError, AgentRefused
+
+_WANTS_SECRET: Final = 401
+_MEND: Final = (
+    "run the replica with 'warmroute replica', correct agent_url, or take it out: until "
+    "then its CPU and disk tiers are not known, and nothing is prefetched"
+)
 
 
 async def check_agent(
-    session: aiohttp.ClientSession, seen: Examined, fleet: Fleet, feed: KvFeed
+    parts: Parts, seen: Examined, feed: KvFeed, secret: FleetSecret | None
 ) -> None:
     """Ask a replica's agent what it is; note it with the replica, the fleet and the feed."""
+    session, fleet = parts.session, parts.fleet
     section, config = seen.section, seen.config
     if config.lmcache is not None:
         await _check_lmcache(session, section, config.lmcache)
@@ -29,18 +37,38 @@ async def check_agent(
         section.note("agent", found, "run it with 'warmroute replica' where it should")
         return
     try:
-        info = await AgentClient(session, config.agent_url).info()
+        info = await AgentClient(session, config.agent_url, secret).info()
+    except AgentRefused as error:
+        if error.status != _WANTS_SECRET:
+            section.trouble("agent", f"its agent refuses the router ({error})", _MEND)
+            return
+        found = f"its agent asks for the fleet secret, and here {_known(secret)}"
+        section.trouble("fleet-secret", found, HOW_TO_SET)
+        return
     except AgentError as error:
-        mend = (
-            "run the replica with 'warmroute replica', correct agent_url, or take it out: until "
-            "then its CPU and disk tiers are not known, and nothing is prefetched"
-        )
-        section.trouble("agent", f"its agent cannot be asked ({error})", mend)
+        section.trouble("agent", f"its agent cannot be asked ({error})", _MEND)
         return
     seen.info = info
     feed.agent_told(info, fleet.apply_info(seen.replica.id, info))
     section.ok("agent", _described(info))
     _check_identity(seen, info)
+    if secret is not None:
+        await _check_asks(session, section, config.agent_url)
+
+
+async def _check_asks(session: aiohttp.ClientSession, section: Section, url: str) -> None:
+    """Note an agent that answers callers who show it no secret."""
+    try:
+        await AgentClient(session, url).info()
+    except AgentError:
+        section.ok("fleet-secret", "its agent asks for the fleet secret")
+        return
+    found = "its agent answers everyone who reaches it, although the router has a fleet secret"
+    section.note("fleet-secret", found, HOW_TO_SET)
+
+
+def _known(secret: FleetSecret | None) -> str:
+    return "none is set" if secret is None else "another one is set"
 
 
 def _described(info: InstanceInfo) -> str:

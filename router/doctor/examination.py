@@ -6,7 +6,7 @@ from typing import Any, Final
 import aiohttp
 import zmq.asyncio
 
-from router.config import ConfigError, RouterConfig, client_context
+from router.config import ConfigError, RouterConfig, client_context, load_fleet_secret
 from router.doctor.agent_checks import check_agent
 from router.doctor.event_checks import check_events
 from router.doctor.findings import Report, Section, counted
@@ -92,7 +92,7 @@ async def _check(parts: Parts, seen: Examined, *, probe: bool) -> None:
     if not seen.answers:
         return
     feed = KvFeed(parts.fleet, seen.replica, session, parts.context)
-    await check_agent(session, seen, parts.fleet, feed)
+    await check_agent(parts, seen, feed, load_fleet_secret(config))
     if parts.prompts is not None:
         await check_tokens(session, seen, parts.prompts)
     await check_events(parts, seen, feed, probe=probe)

@@ -11,6 +11,7 @@ from typing import Final
 import aiohttp
 import zmq.asyncio
 
+from cacheengine.trust import FleetSecret
 from router.feeds.agent_feed import AgentFeed, poll_gap_s
 from router.feeds.kv_feed import KvFeed
 from router.fleet import Fleet, Replica
@@ -23,9 +24,13 @@ _START_WAIT_S: Final = 3.0
 class Feeds:
     """All feeds of a fleet, between `start` and `stop`."""
 
-    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, fleet: Fleet, session: aiohttp.ClientSession, secret: FleetSecret | None = None
+    ) -> None:
+        """``secret`` is shown to agents."""
         self._fleet = fleet
         self._session = session
+        self._secret = secret
         self._context = zmq.asyncio.Context()
         # It must be told before the first socket, and allows 1023 altogether unless it is.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
@@ -43,7 +48,7 @@ class Feeds:
         tasks = self._tasks[replica] = [asyncio.create_task(kv_feed.run())]
         if (url := replica.config.agent_url) is None:
             return None
-        client = AgentClient(self._session, url)
+        client = AgentClient(self._session, url, self._secret)
         agent = AgentFeed(self._fleet, replica, client, kv_feed.agent_told, self._gap_s)
         tasks.append(asyncio.create_task(agent.run()))
         return agent

@@ -112,6 +112,8 @@ def load_fleet_file(path: Path | str, *, by_envoy: bool = False) -> FleetPlan:
     router = router_config(settings, path=str(path), key="router", base=path.parent)
     if router.port == 0:
         raise at.at("router.port").error("0 is no port to wait at", "name one")
+    if router.fleet_secret_file is not None:
+        settings["fleet_secret_file"] = router.fleet_secret_file
     # Paths in these are relative to this file, not to the one made here.
     for name in ("tokenizer", "access", "tls", "replica_tls"):
         if (section := getattr(router, name)) is None or name not in settings:

@@ -12,6 +12,7 @@ import msgspec
 import orjson
 
 from cacheengine.keys import ALGORITHMS
+from cacheengine.trust import FleetSecret
 from cacheengine.wire import (
     UNREADABLE,
     ClearReply,
@@ -39,6 +40,12 @@ _CLEAR_S: Final = 60.0
 """A disk tier's files are removed one by one."""
 _MOVE_S: Final = 30.0
 """The destination asks the source what it has before it answers."""
+
+_MOST_BYTES: Final = 8 << 20
+"""Of an answer; `_MOST_NEWS_BYTES` where it has keys: 32 million of them."""
+_MOST_NEWS_BYTES: Final = 256 << 20
+_WANTS_SECRET: Final = 401
+_LONGEST_SAID: Final = 500
 
 _T = TypeVar("_T")
 
@@ -91,8 +98,12 @@ Agents = Callable[[str], StagingAgent]
 class AgentClient:
     """Calls one agent; every call raises `AgentError` when it fails."""
 
-    def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, base_url: str, secret: FleetSecret | None = None
+    ) -> None:
+        """``secret`` is shown to the agent."""
         self._session = session
+        self._secret = secret
         self.base_url = base_url.rstrip("/")
 
     async def info(self) -> InstanceInfo:
@@ -112,7 +123,8 @@ class AgentClient:
 
     async def snapshot(self) -> Snapshot:
         """Return all keys that the replica's engine holds, by tier."""
-        return await self._ask("/snapshot", Snapshot, _SNAPSHOT_S, decode=msgspec.msgpack.decode)
+        decode, most = msgspec.msgpack.decode, _MOST_NEWS_BYTES
+        return await self._ask("/snapshot", Snapshot, _SNAPSHOT_S, decode=decode, most_bytes=most)
 
     async def events(self, after: int, incarnation: str, wait_s: float) -> EventBatch:
         """Return what happened after event ``after``; wait up to ``wait_s`` for something to.
@@ -120,8 +132,14 @@ class AgentClient:
         Raises `HistoryGone` when that cannot be told any more.
         """
         query = {"after": str(after), "wait_s": str(wait_s), "incarnation": incarnation}
-        timeout_s, decode = wait_s + _ANSWER_S, msgspec.msgpack.decode
-        return await self._ask("/events", EventBatch, timeout_s, query=query, decode=decode)
+        return await self._ask(
+            "/events",
+            EventBatch,
+            wait_s + _ANSWER_S,
+            query=query,
+            decode=msgspec.msgpack.decode,
+            most_bytes=_MOST_NEWS_BYTES,
+        )
 
     async def prefetch(
         self, keys: Sequence[bytes], *, wait_s: float, pin_s: float
@@ -171,9 +189,10 @@ class AgentClient:
         *,
         query: Mapping[str, str] | None = None,
         decode: _Decode = msgspec.json.decode,
+        most_bytes: int = _MOST_BYTES,
     ) -> _T:
         """GET, or POST a request; return the answer, which is to be a ``kind``."""
-        answer = await self._call(path, timeout_s, request, query)
+        answer = await self._call(path, timeout_s, request, query, most_bytes=most_bytes)
         try:
             return decode(answer, type=kind)
         except UNREADABLE as error:
@@ -185,6 +204,8 @@ class AgentClient:
         timeout_s: float,
         request: msgspec.Struct | None = None,
         query: Mapping[str, str] | None = None,
+        *,
+        most_bytes: int = _MOST_BYTES,
     ) -> bytes:
         where = self.base_url + path
         try:
@@ -193,24 +214,45 @@ class AgentClient:
                 where,
                 params=query,
                 data=None if request is None else msgspec.json.encode(request),
-                headers=None if request is None else {"Content-Type": "application/json"},
+                headers=self._headers(has_body=request is not None),
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S),
+                # An agent sends nobody elsewhere; and the secret is shown to none but it.
+                allow_redirects=False,
             ) as response:
-                answer = await response.read()
+                answer = await _read(response, most_bytes)
         except TimeoutError:
             raise AgentTimeout(f"{where}: no answer within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise AgentError(f"{where}: {describe(error)}") from error
+        if response.status == _WANTS_SECRET:
+            raise AgentRefused(where, response.status, f"{_said(answer)} (here: {self._known()})")
         if response.status == 410:
             raise HistoryGone(f"{where}: {_said(answer)}")
         if response.status != 200:
             raise AgentRefused(where, response.status, _said(answer))
         return answer
 
+    def _headers(self, *, has_body: bool) -> dict[str, str]:
+        shown = {} if self._secret is None else self._secret.headers(self.base_url)
+        return {**shown, "Content-Type": "application/json"} if has_body else shown
+
+    def _known(self) -> str:
+        return "there is none" if self._secret is None else "another one is set"
+
+
+async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    """Return an answer's body; raise `AgentError` for one longer than any of an agent's."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > most_bytes:
+            raise AgentError(f"{response.url}: an answer of more than {most_bytes} bytes")
+    return bytes(body)
+
 
 def _said(answer: bytes) -> str:
     """Return an agent's own words for a refusal."""
     try:
-        return str(orjson.loads(answer)["error"])
+        return str(orjson.loads(answer)["error"])[:_LONGEST_SAID]
     except (ValueError, KeyError, TypeError):
         return answer[:200].decode(errors="replace")

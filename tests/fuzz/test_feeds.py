@@ -87,7 +87,7 @@ class Told(AgentClient):
         self.base_url = "http://odd"
         self._says = says
 
-    async def _call(self, path: str, *_: object) -> bytes:
+    async def _call(self, path: str, *_: object, **__: object) -> bytes:
         return self._says[path]
 
 

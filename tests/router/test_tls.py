@@ -13,8 +13,8 @@ from aiohttp import web
 
 from router.config import ConfigError, load_router_config
 from router.config.clients import ReplicaTlsConfig, TlsConfig
+from router.config.credentials import server_context
 from router.config.settings import ReplicaConfig
-from router.config.tls import server_context
 from tests.router.conftest import Fleet
 from tests.router.test_serve import serving
 

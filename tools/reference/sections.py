@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _SCALARS: Final = {int: "whole number", float: "number", str: "text", bool: "true or false"}
-_HIDDEN: Final = ("source", "master_server_address")
+_HIDDEN: Final = ("source", "fleet_secret", "master_server_address")
 """Fields that no file has."""
 _MIB: Final = 1 << 20
 

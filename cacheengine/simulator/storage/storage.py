@@ -62,7 +62,7 @@ def open_storage(
             cast("CacheEngine", PacedEngine(engine, Pacer(settings.bytes_per_s(rate))))
             for rate in (settings.rates.peer_tokens_per_s, settings.rates.receive_tokens_per_s)
         )
-        server = TransferServer(sends, (settings.host, 0), meter)
+        server = TransferServer(sends, (settings.host, 0), meter, secret=settings.fleet_secret)
         undo.callback(server.stop)
         server.start()
         assert server.address is not None
@@ -94,6 +94,7 @@ def _engine_config(settings: Settings, instance_id: str, agent_port: int) -> Eng
         lmcache_instance_id=instance_id,
         lmcache_worker_port=agent_port,
         agent_host=settings.host,
+        fleet_secret=settings.fleet_secret,
         disk_direct_reads=False,
         # In memory, what is put does not queue: nothing must be dropped for want of a queue.
         put_queue_share=0.5 if settings.disk_files else 1.0,

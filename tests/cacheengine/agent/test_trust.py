@@ -292,7 +292,7 @@ async def test_a_peer_s_answer_is_read_up_to_a_bound(rig: Rig) -> None:
     app = web.Application()
     app.router.add_get("/info", endless)
     async with TestServer(app) as server:
-        with pytest.raises(calling.PeerError, match="an answer of more than 4194304 bytes"):
+        with pytest.raises(answers.PeerError, match="an answer of more than 4194304 bytes"):
             await Caller(rig.session, None).call("GET", str(server.make_url("/info")))
     assert sent < 10 * calling.MAX_ANSWER_BYTES
 

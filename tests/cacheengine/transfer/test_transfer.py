@@ -181,9 +181,10 @@ def test_chunks_cleared_while_they_arrive_are_gone(
     other = make_bench(64)
     receive = fetching.Fetch._receive
 
-    def cleared_first(self: Fetch, channel: object, window: object) -> None:
-        receive(self, channel, window)  # type: ignore[arg-type]
+    def cleared_first(self: Fetch, *given: object) -> bool:
+        received = receive(self, *given)  # type: ignore[arg-type]
         other.engine.clear(["cpu"])
+        return received
 
     monkeypatch.setattr(fetching.Fetch, "_receive", cleared_first)
     fetched, _ = fetch(other, PREFIX, serve(source).address, connections=1)

@@ -8,7 +8,7 @@ import pytest
 
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
-from cacheengine.transfer.proofs import PROOF_BYTES, Checksums, ChunkProofs, KeyedDigests
+from cacheengine.transfer.proofs import PROOF_BYTES, Checksums, ChunkProofs, Handshake, KeyedDigests
 from cacheengine.trust import FleetSecret
 from tests.cacheengine.building import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
 from tests.cacheengine.conftest import MakeBench
@@ -101,7 +101,7 @@ def without_a_secret(channel: Channel, hello: protocol.Hello) -> None:
 def with_the_nonce_sent_back(channel: Channel, hello: protocol.Hello) -> None:
     """The proof of the other side is of another kind: what it says proves nothing of us."""
     own = hello.said[-32:]
-    proof = protocol.Handshake(OTHER, hello.said + own).peer_proof()
+    proof = Handshake(OTHER, hello.said + own).peer_proof()
     channel.send(struct.pack(">4sHH", b"WRKV", 0, 0) + own + proof)
 
 
@@ -189,7 +189,7 @@ def test_a_peer_that_does_not_prove_it_has_nothing_read_for_it(source: Bench, se
     hello = struct.pack(">4sHH32s", b"WRKV", 2, 32, LAYOUT.encode()) + b"\x01" * 32
     channel.send(hello)
     welcome = channel.receive(8 + 32 + PROOF_BYTES)
-    channel.send(protocol.Handshake(OTHER, hello + welcome[8:40]).peer_proof())
+    channel.send(Handshake(OTHER, hello + welcome[8:40]).peer_proof())
     with pytest.MonkeyPatch.context() as patch:
         asked = threading.Event()
         patch.setattr(source.engine, "promote", lambda *args, **kw: asked.set())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from router.config.credentials import load_fleet_secret
 from router.config.errors import ConfigError
 from router.config.loading import load_router_config
 from router.config.settings import RouterConfig
@@ -230,3 +231,39 @@ def test_a_controller_open_to_others_is_guarded_by_an_admin_key_too(tmp_path: Pa
     with pytest.raises(ConfigError, match="there is no secret"):
         load(tmp_path, open_to_others)
     assert load(tmp_path, f"{open_to_others}access: {{admin_sha256: [{SHA}]}}").controller
+
+
+FLEET_SECRET = "known-to-the-fleet-alone"
+
+
+@pytest.mark.parametrize("by", ["file", "variable"])
+def test_a_fleet_secret_guards_a_controller_open_to_others_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    text = f"{ONE}controller: {{host: 0.0.0.0}}\n"
+    if by == "file":
+        (tmp_path / "secret").write_text(f"{FLEET_SECRET}\n")
+        text += "fleet_secret_file: secret\n"
+    else:
+        monkeypatch.setenv("WARMROUTE_FLEET_SECRET", FLEET_SECRET)
+    config = load(tmp_path, text)
+    secret = load_fleet_secret(config)
+    assert secret is not None
+    assert secret.is_known_by(FLEET_SECRET)
+    assert FLEET_SECRET not in repr(config)
+    if by == "file":
+        assert config.fleet_secret_file == str(tmp_path / "secret")
+
+
+def test_fleet_secrets_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="fleet_secret_file: 'secret' does not exist"):
+        load(tmp_path, f"{ONE}fleet_secret_file: secret")
+    (tmp_path / "secret").write_text("short")
+    with pytest.raises(ConfigError, match="fleet_secret_file: the fleet secret has 5 characters"):
+        load(tmp_path, f"{ONE}fleet_secret_file: secret")
+    monkeypatch.setenv("WARMROUTE_FLEET_SECRET", FLEET_SECRET)
+    with pytest.raises(ConfigError, match="WARMROUTE_FLEET_SECRET is set too"):
+        load(tmp_path, f"{ONE}fleet_secret_file: secret")
+    monkeypatch.setenv("WARMROUTE_FLEET_SECRET", "short")
+    with pytest.raises(ConfigError, match="WARMROUTE_FLEET_SECRET: the fleet secret has 5"):
+        load(tmp_path, ONE)

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 from blockbuster import blockbuster_ctx
 
+from cacheengine.trust import FleetSecret
 from router.access import Access
 from router.controller.controller import Controller
 from router.controller.registry import Configured
@@ -16,6 +17,7 @@ from router.proxy.upstream import client_session
 from tests.router.controller.control_agent import CHUNK_TOKENS, ControlAgent
 from tests.router.staging.agent_server import serving
 
+JSON = {"Content-Type": "application/json"}
 TOKENS = list(range(5 * CHUNK_TOKENS + 7))
 
 
@@ -59,7 +61,7 @@ class Controlled:
 
     async def _send(self, method: str, url: str, body: object) -> tuple[int, Any]:
         data = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
-        given = {} if body is None else data
+        given: dict[str, Any] = {} if body is None else {**data, "headers": JSON}
         async with self.session.request(method, url, **given) as response:
             assert response.content_type == "application/json", await response.text()
             return response.status, await response.json()
@@ -67,7 +69,10 @@ class Controlled:
 
 @contextlib.asynccontextmanager
 async def controlled(
-    limit_bytes: int = 1 << 20, body_s: float = 60.0, access: Access | None = None
+    limit_bytes: int = 1 << 20,
+    body_s: float = 60.0,
+    access: Access | None = None,
+    fleet_secret: FleetSecret | None = None,
 ) -> AsyncIterator[Controlled]:
     """Run a controller that knows nobody; its event loop must never block."""
     clock, configured = Clock(), list[Configured]()
@@ -79,6 +84,7 @@ async def controlled(
                 limit_bytes=limit_bytes,
                 body_s=body_s,
                 access=access,
+                fleet_secret=fleet_secret,
                 clock=clock,
                 wall_clock=lambda: clock() + 1e9,
             )

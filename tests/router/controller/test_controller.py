@@ -371,7 +371,10 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     async with controlled(body_s=0.05) as control:
         url = urlsplit(control.url)
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
-        writer.write(b"POST /lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        writer.write(
+            b"POST /lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 9\r\n\r\n{"
+        )
         answer = await reader.readuntil(b"did not come whole within")
         assert answer.startswith(b"HTTP/1.1 408 ")
         writer.close()

@@ -10,6 +10,7 @@ import pytest
 
 from cacheengine.simulator.fleet import fleet as simulated
 from cacheengine.simulator.settings import Settings
+from cacheengine.trust import FleetSecret
 from router.doctor.findings import Level
 from router.prompt.reader import PromptReader
 from tests.router.doctor.replicas import StandIn, examined, found
@@ -208,3 +209,39 @@ async def test_a_tokenizer_that_is_not_here_and_one_that_is_none(tmp_path: Path)
         assert "no tokenizer of '/no/model'" in found(report, Level.NOTE)["one", "tokenizer"]
         report = await examined(*entries, tokenizer={"path": str(tmp_path)})
         assert str(tmp_path) in found(report)["the router", "tokenizer"]
+
+
+async def test_agents_that_ask_for_the_fleet_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real agents; with the secret here, without one, and with another one."""
+    secret = "known-to-the-fleet-alone"
+    settings = Settings(
+        directory=tmp_path, replicas=1, disk_tokens=0, fleet_secret=FleetSecret(secret)
+    )
+    names = ("url", "instance_id", "agent_url")
+    async with simulated(settings) as where:
+        replicas = [{name: each[name] for name in names} for each in where["replicas"]]
+        report = await examined(*replicas)
+        assert (
+            "asks for the fleet secret, and here none is set"
+            in (found(report)["sim1", "fleet-secret"])
+        )
+        monkeypatch.setenv("WARMROUTE_FLEET_SECRET", "of-another-fleet-altogether")
+        report = await examined(*replicas)
+        assert "and here another one is set" in found(report)["sim1", "fleet-secret"]
+        monkeypatch.setenv("WARMROUTE_FLEET_SECRET", secret)
+        report = await examined(*replicas)
+    assert ("sim1", "fleet-secret") not in found(report)
+    assert ("sim1", "agent") in found(report, Level.OK)
+    assert ("sim1", "fleet-secret") in found(report, Level.OK)
+
+
+async def test_an_agent_that_asks_for_none_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMROUTE_FLEET_SECRET", "known-to-the-fleet-alone")
+    async with two(one=AgentServer()) as (_, _, entries):
+        report = await examined(*entries)
+    told = found(report, Level.NOTE)["one", "fleet-secret"]
+    assert "answers everyone who reaches it" in told

@@ -4,6 +4,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from cacheengine.trust import FleetSecret
+from router.staging import agent_client
 from router.staging.agent_client import AgentClient, AgentError, HistoryGone
 from tests.router.staging.agent_server import AgentServer, serving
 
@@ -42,3 +44,45 @@ async def test_events_of_another_incarnation_are_gone() -> None:
     async with serving(agent.app()) as url, aiohttp.ClientSession() as session:
         with pytest.raises(HistoryGone):
             await AgentClient(session, url).events(0, "earlier", 0.0)
+
+
+SECRET = FleetSecret("known-to-the-fleet-alone")
+
+
+async def asked(answer: web.StreamResponse, secret: FleetSecret | None) -> str | None:
+    """Ask an agent that answers so; return what it was shown."""
+    shown: list[str | None] = []
+
+    async def info(request: web.Request) -> web.StreamResponse:
+        shown.append(request.headers.get("Authorization"))
+        return answer
+
+    app = web.Application()
+    app.router.add_get("/info", info)
+    async with serving(app) as url, aiohttp.ClientSession() as session:
+        with pytest.raises(AgentError) as failed:
+            await AgentClient(session, url, secret).info()
+    assert len(shown) == 1
+    return f"{shown[0]}; {failed.value}"
+
+
+@pytest.mark.parametrize(
+    ("secret", "words"),
+    [
+        (None, ["None; ", "401: show it (here: there is none)"]),
+        (SECRET, [f"Bearer {SECRET.token}; ", "401: show it (here: another one is set)"]),
+    ],
+)
+async def test_the_secret_is_shown_and_missed(secret: FleetSecret | None, words: list[str]) -> None:
+    told = await asked(web.json_response({"error": "show it"}, status=401), secret)
+    assert all(each in str(told) for each in words)
+
+
+async def test_an_agent_that_sends_elsewhere_is_not_followed() -> None:
+    answer = web.Response(status=307, headers={"Location": "http://127.0.0.1:1/"})
+    assert "307" in str(await asked(answer, SECRET))
+
+
+async def test_an_answer_is_read_up_to_a_bound() -> None:
+    told = await asked(web.Response(body=b" " * (agent_client._MOST_BYTES + 1)), None)
+    assert f"an answer of more than {8 << 20} bytes" in str(told)

@@ -1,8 +1,13 @@
-"""TLS contexts from files."""
+"""What proves who is who, from files: TLS contexts, and the secret that the fleet shares."""
 
+import os
 import ssl
+from pathlib import Path
 
+from cacheengine.trust import FILE_KEY, VARIABLE, BadSecret, FleetSecret, read_fleet_secret
 from router.config.clients import ReplicaTlsConfig, TlsConfig
+from router.config.errors import Place
+from router.config.settings import RouterConfig
 
 
 def server_context(tls: TlsConfig) -> ssl.SSLContext:
@@ -23,3 +28,15 @@ def client_context(tls: ReplicaTlsConfig) -> ssl.SSLContext | bool:
     if not tls.verify or tls.ca_file is None:
         return tls.verify
     return ssl.create_default_context(cafile=tls.ca_file)
+
+
+def load_fleet_secret(config: RouterConfig, at: Place | None = None) -> FleetSecret | None:
+    """Return the secret; None where there is none. Raises `ConfigError` for one of no use."""
+    file = config.fleet_secret_file
+    try:
+        return read_fleet_secret(None if file is None else Path(file), os.environ)
+    except BadSecret as error:
+        here = (
+            Place("the environment", VARIABLE) if file is None else (at or Place("")).at(FILE_KEY)
+        )
+        raise here.error(error.problem, error.fix) from None

@@ -1,0 +1,78 @@
+"""A whole router before agents that ask for the fleet's secret, and pages that ask the router."""
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestServer
+
+from cacheengine.simulator.fleet import fleet as simulated
+from cacheengine.simulator.settings import Settings
+from cacheengine.trust import VARIABLE, FleetSecret
+from router.app import PARTS, create_app
+from router.config import router_config
+from tests.router.staging.agent_server import until
+
+SECRET = "known-to-the-fleet-alone"
+TOKENS = list(range(300))
+
+
+def config(where: dict[str, Any], **more: Any) -> dict[str, Any]:
+    names = ("url", "agent_url", "instance_id")
+    replicas = [{name: each[name] for name in names} for each in where["replicas"]]
+    return {"port": 0, "replicas": replicas, **more}
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_router_follows_agents_by_the_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    settings = Settings(
+        directory=tmp_path, replicas=2, disk_tokens=0, fleet_secret=FleetSecret(SECRET)
+    )
+    if known:
+        monkeypatch.setenv(VARIABLE, SECRET)
+    async with simulated(settings) as where:
+        given = config(where, controller={"port": 0, "monitor_port": 0})
+        app = create_app(router_config(given, path="router.yaml"))
+        async with TestServer(app), aiohttp.ClientSession() as session:
+            parts = app[PARTS]
+            assert parts.controller is not None
+            if known:
+                replicas = parts.fleet.replicas.values()
+                await until(lambda: all(each.incarnation is not None for each in replicas))
+            async with TestServer(parts.controller.api()) as server:
+                shown = FleetSecret(SECRET).headers("") if known else {}
+                url, body = server.make_url("/lookup"), {"tokens": TOKENS}
+                async with session.post(url, json=body, headers=shown) as answer:
+                    told = await answer.json()
+            if known:
+                assert told["layout_info"] == {}
+                assert "errors" not in told
+            else:
+                assert "the fleet secret is asked for" in told["error"]["message"]
+                assert all(each.incarnation is None for each in parts.fleet.replicas.values())
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+    ],
+)
+async def test_pages_of_other_sites_administer_no_router(
+    headers: dict[str, str], status: int
+) -> None:
+    app = create_app(router_config({"replicas": [{"url": "http://127.0.0.1:1"}]}, path="r"))
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        for method, path in (("GET", "/replicas"), ("GET", "/metrics"), ("GET", "/ui/state")):
+            url = server.make_url(path)
+            async with session.request(method, url, headers=headers) as answer:
+                assert answer.status == status, path
+        drained = server.make_url("/replicas/127.0.0.1:1/drain")
+        async with session.post(drained, headers=headers) as answer:
+            assert answer.status == status
