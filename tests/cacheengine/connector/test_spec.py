@@ -141,3 +141,42 @@ def test_other_replicas_are_served_where_distributed_url_says(configured: Path) 
     manager.shutdown()
     names = {thread.name for thread in threading.enumerate()}
     assert not names & {"kv-serve", "kv-agent"}
+
+
+def test_a_replica_asks_for_the_fleet_secret_at_both_ports(
+    configured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its process has it: from the environment, by the names that a router knows, too."""
+    import urllib.error
+    import urllib.request
+
+    from cacheengine.agent import Agent
+    from cacheengine.connector import spec as made
+    from cacheengine.transfer import protocol
+    from cacheengine.transfer.channel import Channel
+    from cacheengine.transfer.server import TransferServer
+
+    started: list[Agent | TransferServer] = []
+    monkeypatch.setattr(Agent, "start", _noted(Agent.start, started))
+    monkeypatch.setattr(TransferServer, "start", _noted(TransferServer.start, started))
+    monkeypatch.setenv("WARMROUTE_FLEET_SECRET", "known-to-the-fleet-alone")
+    configured.write_text(configured.read_text() + "distributed_url: localhost:0\n")
+    manager = made.WarmrouteSpec(offloading_config()).get_manager()
+    server, agent = started
+    assert agent.address is not None
+    assert server.address is not None
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen("http://{}:{}/info".format(*agent.address), timeout=20)
+    channel = Channel.connect(server.address, timeout_s=20, connect_s=20)
+    with pytest.raises(protocol.TransferRefusedError, match="the fleet secret: it is asked for"):
+        protocol.greet(channel, "f" * 32, 32, None)
+    channel.close()
+    manager.shutdown()
+
+
+def _noted(start: Any, started: list[Any]) -> Any:
+    def noting(self: Any) -> None:
+        start(self)
+        started.append(self)
+
+    return noting
