@@ -102,7 +102,7 @@ def request(
     target = path.encode() if isinstance(path, str) else path
     lines = [
         method.encode() + b" " + target + b" HTTP/1.1",
-        b"Host: fuzz",
+        b"Host: localhost",
         b"Connection: close",
         *(name + b": " + value for name, value in headers),
     ]

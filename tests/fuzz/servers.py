@@ -126,7 +126,7 @@ class Fleet:
     def in_flight(self) -> float:
         """Return how many requests are in flight or wait, as the router tells."""
         got = self.ports["own"].send(
-            b"GET /metrics HTTP/1.1\r\nHost: fuzz\r\nConnection: close\r\n\r\n", method="GET"
+            b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", method="GET"
         )
         wanted = re.compile(
             rb'^warmroute_(?:in_flight\{[^}]*\}|table_entries\{table="waiting"\}) (\S+)', re.M

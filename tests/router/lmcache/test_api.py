@@ -205,7 +205,7 @@ async def test_half_a_body_holds_up_nobody(client: aiohttp.ClientSession) -> Non
             (1 << 21, 413, "the body may have 1048576 bytes and 2097152 bytes were announced"),
         ):
             reader, writer = await asyncio.open_connection(url.hostname, url.port)
-            head = f"POST /events HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{{"
+            head = f"POST /events HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n{{"
             writer.write(head.encode())
             assert (await caller.call("PUT", "/instances/mp0/heartbeat"))[0] == 200
             answer = (await asyncio.wait_for(reader.readuntil(b"}"), 10)).decode()
