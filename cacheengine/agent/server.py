@@ -24,6 +24,7 @@ from cacheengine.agent.handlers import Handlers
 from cacheengine.agent.mover import Mover
 from cacheengine.agent.registration import Registrar
 from cacheengine.engine import CacheEngine
+from cacheengine.identity import KvVersions
 from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig
 
@@ -54,8 +55,10 @@ class Agent:
         identity: wire.ReplicaIdentity,
         config: EngineConfig,
         meter: TransferMeter | None = None,
+        versions: KvVersions | None = None,
     ) -> None:
         self._engine = engine
+        self._versions = versions or KvVersions()
         self._identity = identity
         self._config = config
         self._meter = meter or TransferMeter()
@@ -101,7 +104,7 @@ class Agent:
             session = await undo.enter_async_context(aiohttp.ClientSession())
             mover = Mover(self._engine, self._identity, session, self._meter)
             app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
-            handlers = Handlers(self._engine, self._identity, mover, self._meter)
+            handlers = Handlers(self._engine, self._identity, mover, self._meter, self._versions)
             app.add_routes(handlers.routes())
             runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
             await runner.setup()
