@@ -39,7 +39,13 @@ def test_the_weights_of_the_start_keep_vllms_keys() -> None:
 @pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
 def test_other_weights_have_other_keys_and_routers_know_them(algorithm: str) -> None:
     key = HashScheme(algorithm).root
-    versions = [KvVersion(), KvVersion("e"), KvVersion("f"), KvVersion("", "e"), KvVersion("e", "f")]
+    versions = [
+        KvVersion(),
+        KvVersion("e"),
+        KvVersion("f"),
+        KvVersion("", "e"),
+        KvVersion("e", "f"),
+    ]
     stored = [version.stored_key(key) for version in versions]
     assert len(set(stored)) == len(versions)
     assert {len(each) for each in stored} == {len(key)}

@@ -93,9 +93,13 @@ def vllm(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
     directory = tmp_path_factory.mktemp("vllm")
     environment = {
         **os.environ,
-        **{"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
-        **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
-        **{"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+        "HF_HUB_CACHE": str(hub),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     with (

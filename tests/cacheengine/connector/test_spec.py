@@ -17,8 +17,13 @@ BLOCK_TOKENS = 128
 
 
 MODEL = {
-    **{"model": "a/model", "weights": "w", "options": "o", "build": "b"},
-    **{"attention": "A", "pages": "p", "hash_algorithm": "sha256_cbor"},
+    "model": "a/model",
+    "weights": "w",
+    "options": "o",
+    "build": "b",
+    "attention": "A",
+    "pages": "p",
+    "hash_algorithm": "sha256_cbor",
 }
 """What the connector tells of a model."""
 
