@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 GPU_BLOCKS = 36
 
@@ -88,11 +88,7 @@ class Served:
 
     def close(self) -> bool:
         """End vLLM and the engine."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
-        cleanup_dist_env_and_memory()
         return True
 
     @property
@@ -100,14 +96,35 @@ class Served:
         return self._llm.llm_engine.engine_core.engine_core.scheduler.connector._manager
 
 
-def main() -> None:
-    """Answer until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM's own output is no answer
+def serve(first: str, answers: TextIO) -> None:
+    """Answer commands from an "open" to its "close"."""
     served = Served()
-    for line in sys.stdin:
+    line = first
+    while line:
         ((name, arguments),) = json.loads(line).items()
         print(json.dumps(getattr(served, name)(**arguments)), file=answers, flush=True)
+        if name == "close":
+            return
+        line = sys.stdin.readline()
+
+
+def main() -> None:
+    """Have each model served by a process of its own, forked when vLLM has been imported.
+
+    vLLM can be started once in a process, and its import takes most of the time.
+    """
+    import vllm.entrypoints.llm
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's own output is no answer
+    while line := sys.stdin.readline():
+        child = os.fork()
+        if child == 0:
+            serve(line, answers)
+            os._exit(0)
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

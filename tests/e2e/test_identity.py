@@ -115,8 +115,7 @@ def vllm(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
     ):
         yield Vllm(process, directory)
         assert process.stdin is not None
-        process.stdin.close()
-        process.kill()
+        process.stdin.close()  # which ends both: the one that serves, and its parent
 
 
 @pytest.fixture(params=["disk", "redis"])
