@@ -113,9 +113,6 @@ def main() -> None:
 
     vLLM can be started once in a process, and its import takes most of the time.
     """
-    import vllm.entrypoints.llm
-    import vllm.v1.engine.core
-    import vllm.v1.worker.cpu_worker
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's own output is no answer
