@@ -38,6 +38,9 @@ _ALGORITHMS: Final[dict[str, Callable[[object], bytes]]] = {
 ALGORITHMS: Final = tuple(_ALGORITHMS)
 """The names of vLLM's ``--prefix-caching-hash-algo``."""
 
+CRYPTOGRAPHIC: Final = ("sha256", "sha256_cbor")
+"""Those of them with which nobody can make two prompts that have one key."""
+
 
 @dataclass(frozen=True)
 class HashScheme:

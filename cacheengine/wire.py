@@ -73,12 +73,22 @@ class InstanceInfo(ReplicaIdentity, frozen=True, kw_only=True):
     version: str = ""
 
 
-class ChunkSelection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+Lora = tuple[str, str]
+"""Name and path of an adapter, as vLLM was told them."""
+
+
+class ChunkSelection(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The chunks of a prefix: those of ``tokens`` (with their salt), or of ``keys`` in hex."""
 
     tokens: list[int] | None = None
     cache_salt: str | None = None
     keys: list[str] | None = None
+    lora: Lora | None = None
+    """The adapter that its KV is of."""
+    keys_are_stored: bool = False
+    """Between agents: ``keys`` are those in tiers, which differ from vLLM's for adapters' KV."""
 
 
 class LookupRequest(ChunkSelection, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,7 +108,9 @@ class LookupReply(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[str]
 
 
-class PrefetchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PrefetchRequest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """``POST /prefetch``: promote these chunks to the cpu tier and pin them.
 
     The pins last for ``pin_s``, whatever requests use the chunks meanwhile. The
@@ -107,6 +119,7 @@ class PrefetchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
 
     keys: list[str]
+    lora: Lora | None = None
     wait_s: float = 0.0
     pin_s: float = 10.0
 

@@ -55,8 +55,8 @@ ENGINE_ROOMS = {
     "settings": {"memory", "residency", "tiers"},
     "engine": {"identity", "memory", "record", "residency", "settings", "tiers"},
     "transfer": {"engine", "residency", "record"},
-    "agent": {"engine", "record", "residency", "settings", "transfer"},
-    "launch": {"identity", "settings"},
+    "agent": {"engine", "identity", "record", "residency", "settings", "transfer"},
+    "launch": {"settings"},
     "connector": {
         *("identity", "memory", "record", "settings", "tiers", "residency", "engine"),
         *("transfer", "agent", "launch"),

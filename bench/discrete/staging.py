@@ -8,7 +8,7 @@ from typing import Final
 
 from bench.discrete.replica import ModelReplica
 from cacheengine.residency.decisions import Promotion
-from cacheengine.wire import MoveReply, MoveRequest, MoveStatus, PrefetchReply
+from cacheengine.wire import Lora, MoveReply, MoveRequest, MoveStatus, PrefetchReply
 from router.staging.agent_client import AgentError
 
 _CALL_S: Final = 0.002
@@ -57,7 +57,7 @@ class ModelAgent:
         self._numbers = count(1)
 
     async def prefetch(
-        self, keys: Sequence[bytes], *, wait_s: float, pin_s: float
+        self, keys: Sequence[bytes], *, wait_s: float, pin_s: float, lora: Lora | None = None
     ) -> PrefetchReply:
         """Promote chunks; return what became of them within ``wait_s``."""
         await self._call()

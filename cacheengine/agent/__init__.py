@@ -4,7 +4,8 @@ It answers what the engine holds, executes the controls on request, fetches
 chunks from other replicas, and feeds routers with what changes
 (`cacheengine.wire` has the formats).
 
-Started by connector and simulator. Imports engine, transfer, residency, record and settings.
+Started by connector and simulator. Imports engine, transfer, residency, record,
+identity and settings.
 """
 
 from cacheengine.agent.server import Agent

@@ -28,6 +28,7 @@ from cacheengine.agent.async_waits import (
 )
 from cacheengine.agent.mover import Mover
 from cacheengine.engine import CacheEngine, render_metrics
+from cacheengine.identity import KvVersions
 from cacheengine.keys import HashScheme, chunk_keys, prompt_extra_keys
 from cacheengine.record import TransferMeter
 
@@ -44,6 +45,7 @@ class Handlers:
     identity: wire.ReplicaIdentity
     mover: Mover
     meter: TransferMeter
+    versions: KvVersions
     _scheme: HashScheme = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class Handlers:
     async def lookup(self, request: web.Request) -> web.Response:
         """Say how much of a prompt the tiers, or one of them, hold."""
         call = await decode(request, wire.LookupRequest)
-        keys = self._keys_of(call)
+        keys = await self._keys_of(call)
         if call.tier is None:
             tiers = self.engine.match(keys)
         else:
@@ -133,7 +135,8 @@ class Handlers:
         """Promote chunks, and pin them for a while."""
         call = await decode(request, wire.PrefetchRequest)
         pin_s = seconds("pin_s", call.pin_s)
-        promotion = self.engine.promote(_digests(call.keys), pin_s=pin_s)
+        keys = await self._stored(_digests(call.keys), call.lora)
+        promotion = self.engine.promote(keys, pin_s=pin_s)
         await wait_for_promotion(promotion, min(call.wait_s, MAX_WAIT_S))
         # All counts of one moment: reads go on.
         counts = promotion.counts
@@ -159,7 +162,7 @@ class Handlers:
         self, request: web.Request, change: Callable[[Sequence[bytes], str], int]
     ) -> web.Response:
         call = await decode(request, wire.PinRequest)
-        chunks = change(self._some_keys_of(call), call.tier)
+        chunks = change(await self._some_keys_of(call), call.tier)
         return as_json(wire.PinReply(num_tokens=chunks * self.identity.chunk_tokens))
 
     async def clear(self, request: web.Request) -> web.Response:
@@ -168,7 +171,7 @@ class Handlers:
         names_none = call.tokens is None and call.keys is None
         if names_none and call.cache_salt is not None:
             raise BadCallError("'cache_salt' is a prompt's: give its 'tokens' too")
-        keys = None if names_none else self._some_keys_of(call)
+        keys = None if names_none else await self._some_keys_of(call)
         dropped = await asyncio.to_thread(self.engine.clear, call.tiers, keys)
         return as_json(wire.ClearReply(dropped=dropped))
 
@@ -177,7 +180,7 @@ class Handlers:
         call = await decode(request, wire.MoveRequest)
         seconds("pin_s", call.pin_s)
         seconds("stall_s", call.stall_s, least=_LEAST_STALL_S)
-        move = await self.mover.begin(call, self._some_keys_of(call))
+        move = await self.mover.begin(call, await self._some_keys_of(call))
         num_tokens = move.status().asked_chunks * self.identity.chunk_tokens
         return as_json(wire.MoveReply(event_id=move.event_id, num_tokens=num_tokens))
 
@@ -192,26 +195,35 @@ class Handlers:
 
     # --- the chunks that a call names ---
 
-    def _keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
-        """Return the keys of the chunks that a call names.
+    async def _keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
+        """Return the keys in the tiers of the chunks that a call names.
 
         Raises `BadCallError` unless it names them in exactly one way, and not too many.
         """
         if (call.tokens is None) == (call.keys is None):
             raise BadCallError("give either 'tokens' or 'keys', one of them")
         if call.keys is not None:
-            return _digests(call.keys)
+            given = _digests(call.keys)
+            return given if call.keys_are_stored else await self._stored(given, call.lora)
         tokens = call.tokens or []
         _check_count(len(tokens) // self.identity.chunk_tokens)
-        extra, first = prompt_extra_keys(cache_salt=call.cache_salt)
+        extra, first = prompt_extra_keys(cache_salt=call.cache_salt, lora=call.lora)
         chain = self._scheme.chain(
             tokens, self.identity.block_tokens, extra_keys=extra, first_extra_keys=first
         )
-        return chunk_keys(chain, self.identity.chunk_tokens // self.identity.block_tokens)
+        keys = chunk_keys(chain, self.identity.chunk_tokens // self.identity.block_tokens)
+        return await self._stored(keys, call.lora)
 
-    def _some_keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
+    async def _stored(self, keys: list[bytes], lora: wire.Lora | None) -> list[bytes]:
+        """Return the keys in the tiers of what vLLM has under some keys."""
+        # An adapter that vLLM has not loaded yet is read.
+        version = await asyncio.to_thread(self.versions.of_name, lora) if lora else None
+        version = version or self.versions.of_name(None)
+        return [version.stored_key(key) for key in keys]
+
+    async def _some_keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
         """Return `_keys_of`, each key once; raise `BadCallError` too for none of ours."""
-        keys = list(dict.fromkeys(self._keys_of(call)))
+        keys = list(dict.fromkeys(await self._keys_of(call)))
         size = len(self._scheme.root)
         if any(len(key) != size for key in keys):
             raise BadCallError(f"'keys' of this replica are digests of {size} bytes")

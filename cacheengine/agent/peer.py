@@ -98,13 +98,17 @@ class PeerAgent:
 
     async def lookup(self, keys: list[bytes], tier: wire.TierName | None) -> wire.LookupReply:
         """Return how much of a prefix its tier holds, or all of its tiers together."""
-        request = wire.LookupRequest(keys=[key.hex() for key in keys], tier=tier)
+        request = wire.LookupRequest(
+            keys=[key.hex() for key in keys], keys_are_stored=True, tier=tier
+        )
         body = await self._caller.call("POST", f"{self._base_url}/lookup", request)
         return self._decoded(body, wire.LookupReply)
 
     async def clear(self, keys: list[bytes], tier: wire.TierName) -> None:
         """Have it drop chunks from a tier."""
-        request = wire.ClearRequest(keys=[key.hex() for key in keys], tiers=[tier])
+        request = wire.ClearRequest(
+            keys=[key.hex() for key in keys], keys_are_stored=True, tiers=[tier]
+        )
         await self._caller.call("POST", f"{self._base_url}/clear", request, timeout_s=_CLEAR_S)
 
     def _decoded(self, body: bytes, kind: type[_T]) -> _T:

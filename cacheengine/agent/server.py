@@ -26,6 +26,7 @@ from cacheengine.agent.mover import Mover
 from cacheengine.agent.peer import Caller
 from cacheengine.agent.registration import Registrar
 from cacheengine.engine import CacheEngine
+from cacheengine.identity import KvVersions
 from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig
 
@@ -55,8 +56,10 @@ class Agent:
         identity: wire.ReplicaIdentity,
         config: EngineConfig,
         meter: TransferMeter | None = None,
+        versions: KvVersions | None = None,
     ) -> None:
         self._engine = engine
+        self._versions = versions or KvVersions()
         self._identity = identity
         self._config = config
         self._meter = meter or TransferMeter()
@@ -106,7 +109,7 @@ class Agent:
                 client_max_size=MAX_BODY_BYTES, middlewares=[errors_as_json, Guard(secret).guard]
             )
             app[BODIES] = Bodies()
-            handlers = Handlers(self._engine, self._identity, mover, self._meter)
+            handlers = Handlers(self._engine, self._identity, mover, self._meter, self._versions)
             app.add_routes(handlers.routes())
             runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
             await runner.setup()

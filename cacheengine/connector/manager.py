@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from vllm.v1.kv_offload.base import (
@@ -17,14 +17,17 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
-    get_offload_block_hash,
     make_offload_key,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from cacheengine.connector.served.request_keys import RequestKeys
+from cacheengine.connector.served.request_state import RequestState
 from cacheengine.engine import CacheEngine
-from cacheengine.residency import Presence, Promotion
+from cacheengine.identity import KvVersions
+from cacheengine.record import CPU
+from cacheengine.residency import Presence
 
 # vLLM tells a remote store from a local one by its locality.
 _MEDIUM_BY_TIER: Final = {
@@ -54,24 +57,6 @@ class _UnderWay:
     steps_left: int = _STEPS_UNTIL_FLUSHED
 
 
-@dataclass(slots=True)
-class _Request:
-    """What is remembered of a request from its first lookup to its end."""
-
-    req_id: str
-    wanted: dict[bytes, CacheHitSource] = field(default_factory=dict)
-    """Chunks below the pool that this step's lookups found, in their order."""
-    last_position: int = 0
-    """Where in the request the last of those is."""
-    looks_back: bool = False
-    """It is looked up from its end: all layers have a window."""
-    promotions: dict[bytes, tuple[Promotion, CacheHitSource]] = field(default_factory=dict)
-    """What was promoted for it, and where from. Each chunk once: a request
-    does not wait again for one that did not come, or did not stay."""
-    used: set[bytes] = field(default_factory=set)
-    """Chunks whose use was noted."""
-
-
 class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     """A thin face of `CacheEngine`: translates keys, keeps what one step holds.
 
@@ -87,20 +72,23 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         *,
         enable_events: bool,
         on_shutdown: Callable[[], None],
+        versions: KvVersions | None = None,
     ) -> None:
+        self.keys = RequestKeys(versions or KvVersions())
         self._engine = engine
         self._group_idx = group_idx
         self._enable_events = enable_events
         self._on_shutdown = on_shutdown
         self._step_holds: set[bytes] = set()
-        self._requests: dict[str, _Request] = {}
-        self._wanting: list[_Request] = []
+        self._requests: dict[str, RequestState] = {}
+        self._wanting: list[RequestState] = []
         self._loads: Counter[bytes] = Counter()
         self._stores: set[bytes] = set()
         self._flushing: deque[_UnderWay] = deque()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Nothing is remembered of a request before its first lookup."""
+        """Note which weights make its KV; nothing else before its first lookup."""
+        self.keys.begin(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -109,8 +97,8 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         if request is not None:
             request.wanted.clear()
 
-    def _request(self, req_context: ReqContext) -> _Request:
-        return self._requests.setdefault(req_context.req_id, _Request(req_context.req_id))
+    def _request(self, req_context: ReqContext) -> RequestState:
+        return self._requests.setdefault(req_context.req_id, RequestState(req_context.req_id))
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether a chunk can be loaded; have it promoted if it is below the CPU tier.
@@ -118,11 +106,10 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         RETRY for a chunk that the remote tier is asked for, too: vLLM looks up
         all chunks of a prompt before it comes again, so they go in one question.
         """
-        chunk = get_offload_block_hash(key)
-        if chunk in self._step_holds:
-            return LookupResult.HIT
-        if self._engine.try_hold(chunk) is not None:
-            self._step_holds.add(chunk)
+        if not self.keys.may_load(req_context):
+            return LookupResult.MISS
+        chunk = self.keys.stored_key(key, req_context)
+        if self._hold(chunk):
             return LookupResult.HIT
         match self._engine.lookup(chunk):
             case Presence.MISS:
@@ -135,11 +122,17 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
                 # CPU: it became ready since try_hold; the next step holds it.
                 return LookupResult.HIT_PENDING
 
+    def _hold(self, chunk: bytes) -> bool:
+        """Hold a chunk until the step's end, if it is ready."""
+        if chunk not in self._step_holds and self._engine.try_hold(chunk) is not None:
+            self._step_holds.add(chunk)
+        return chunk in self._step_holds
+
     def _want(
         self, key: OffloadKey, source: CacheHitSource, req_context: ReqContext
     ) -> LookupResult:
         """Have a chunk promoted at the step's end, once for each request."""
-        chunk = get_offload_block_hash(key)
+        chunk = self.keys.stored_key(key, req_context)
         request = self._request(req_context)
         if chunk in request.promotions:
             promotion, _ = request.promotions[chunk]
@@ -163,7 +156,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
             request.wanted.clear()
         self._wanting.clear()
 
-    def _promote(self, chunks: list[bytes], request: _Request) -> None:
+    def _promote(self, chunks: list[bytes], request: RequestState) -> None:
         if chunks:
             promotion = self._engine.promote(chunks, pin_s=_LOOKUP_PIN_S, holder=request.req_id)
             for chunk in chunks:
@@ -172,7 +165,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return the tier where this request found a chunk it loads."""
         request = self._requests.get(req_context.req_id)
-        promoted = request and request.promotions.get(get_offload_block_hash(key))
+        promoted = request and request.promotions.get(self.keys.stored_key(key, req_context))
         return promoted[1] if promoted else CacheHitSource.HOST
 
     def _note_use(self, chunks: list[bytes], req_context: ReqContext) -> None:
@@ -187,7 +180,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Hold chunks that `lookup` found, until `complete_load`; they count as used."""
-        chunks = [get_offload_block_hash(key) for key in keys]
+        chunks = self.keys.stored(keys, req_context)
         # The step holds them since `lookup`; the agent's thread may have
         # cleared them in between.
         slots = self._engine.hold(chunks, held_before=True, holder=req_context.req_id)
@@ -198,13 +191,13 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Release chunks whose copy to the GPU has ended."""
-        chunks = [get_offload_block_hash(key) for key in keys]
+        chunks = self.keys.stored(keys, req_context)
         self._loads -= Counter(chunks)
         self._engine.release(chunks)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as recently used."""
-        self._engine.touch([get_offload_block_hash(key) for key in keys])
+        self._engine.touch(self.keys.stored(keys, req_context))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -214,14 +207,17 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         None when none does. Chunks that are there count as used: a prefix that
         the GPU holds is never loaded, but offered again by each request.
         """
-        chunks = [get_offload_block_hash(key) for key in keys]
+        if not self.keys.may_store(req_context):
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        given = dict(zip(self.keys.stored(keys, req_context), keys, strict=True))
+        chunks = list(given)
         self._note_use(chunks, req_context)
         reservation = self._engine.prepare_store(chunks)
         if reservation is None:
             return None
         self._stores.update(reservation.keys)
         return PrepareStoreOutput(
-            keys_to_store=self._offload_keys(reservation.keys),
+            keys_to_store=[given[chunk] for chunk in reservation.keys],
             store_spec=CPULoadStoreSpec(list(reservation.slots)),
             evicted_keys=self._offload_keys(reservation.evicted),
         )
@@ -233,7 +229,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         # vLLM keeps a job's keys in a set; the engine wants prefix order, to
         # write the beginning first and to evict from the end.
         in_order = sorted(keys, key=lambda key: req_context.get_offload_key_position(key) or 0)
-        chunks = [get_offload_block_hash(key) for key in in_order]
+        chunks = self.keys.stored(in_order, req_context)
         self._stores.difference_update(chunks)
         self._engine.complete_store(chunks, success=success)
 
@@ -259,7 +255,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
             )
 
     def reset_cache(self) -> None:
-        """Drop every chunk; rows of transfers under way follow when those have ended."""
+        """Empty the pool; rows of transfers under way follow when those have ended."""
         loads = list(self._loads.elements())
         self._flushing.append(_UnderWay(loads, list(self._stores)))
         self._loads.clear()
@@ -267,7 +263,13 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._requests.clear()
         self._wanting.clear()
         self._release_step_holds()
-        self._engine.clear()
+        # The tiers below stay: vLLM pauses and sleeps with this, which changes no weights.
+        self._engine.clear([CPU])
+
+    def weights_changed(self) -> None:
+        """Begin an epoch: find nothing stored before, and store nothing under keys of before."""
+        self.keys.versions.weights_changed()
+        self._engine.clear(keep_shared=True)
 
     def _release_step_holds(self) -> None:
         if self._step_holds:

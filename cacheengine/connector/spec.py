@@ -1,9 +1,6 @@
 """What vLLM loads: the engine as an out-of-tree ``OffloadingSpec``.
 
-Named to vLLM by ``--kv-transfer-config`` (see ``cacheengine.launch``):
-``{"kv_connector": "OffloadingConnector", "kv_connector_extra_config":
-{"spec_name": "WarmrouteSpec", "spec_module_path": "cacheengine.connector.spec",
-"block_size": <chunk tokens>}}``. The rest comes from LMCache's configuration.
+Named to vLLM's offloading by `connector`. The rest comes from LMCache's configuration.
 
 Written against vLLM 0.32's ``v1/kv_offload``; that interface is experimental.
 """
@@ -32,8 +29,9 @@ from cacheengine.connector.copy_worker import CpuCopyWorker
 from cacheengine.connector.manager import WarmrouteManager
 from cacheengine.connector.orphan import end_with_parent
 from cacheengine.connector.region import PoolRegion
+from cacheengine.connector.served.model_identity import ModelIdentity, locate
 from cacheengine.engine import CacheEngine
-from cacheengine.identity import ChunkLayout, weights_fingerprint
+from cacheengine.identity import ChunkLayout, KvVersions
 from cacheengine.launch import ReplicaSettings
 from cacheengine.memory import Pool
 from cacheengine.record import TransferMeter
@@ -64,6 +62,8 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
     def __init__(self, config: OffloadingConfig) -> None:
         self.engine_config: EngineConfig = load_engine_config()
         self.settings = ReplicaSettings.from_extra_config(config.extra_config)
+        self.model = ModelIdentity.from_extra_config(config.extra_config)
+        self.engine_config.check_hash_algorithm(self.model.hash_algorithm)
         super().__init__(_with_engine_settings(config, self.engine_config))
         # The parent's own attributes, declared again for the type checker.
         self._manager: OffloadingManager | None = None
@@ -151,7 +151,9 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             undo.callback(engine.close)
             meter = TransferMeter()
             transfer_port = self._serve_transfers(engine, meter, undo)
-            agent = Agent(engine, self._identity(transfer_port), self.engine_config, meter)
+            versions = KvVersions(locate)
+            identity = self._identity(transfer_port)
+            agent = Agent(engine, identity, self.engine_config, meter, versions)
             # Stopped before what its moves and its answers rely on.
             undo.callback(agent.stop)
             agent.start()
@@ -162,6 +164,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
                 group_idx=self.config.groups[0].group_id,
                 enable_events=self.config.enable_kv_cache_events,
                 on_shutdown=undo.pop_all().close,
+                versions=versions,
             )
 
     def _serve_transfers(
@@ -180,7 +183,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
     def _layout(self) -> ChunkLayout:
         parallel, model, engine = self.config.parallel, self.config.model, self.engine_config
         return ChunkLayout(
-            model=model.name,
+            model=self.model.model,
             dtype=model.dtype,
             block_tokens=self.tokens_per_block[0],
             chunk_tokens=engine.chunk_size,
@@ -189,11 +192,14 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
                 f"tp{parallel.tp_size}-pp{parallel.pp_size}-pcp{parallel.pcp_size}"
                 f"-dcp{parallel.dcp_size}-replicated{int(self.replicated_layout)}"
             ),
-            hash_algorithm=self.settings.hash_algorithm,
+            hash_algorithm=self.model.hash_algorithm,
             hash_seed=self._hash_seed(),
             kv_layout=f"{self.config.kv_cache_layout}-{current_platform.device_type}",
-            weights=weights_fingerprint(model.name),
-            model_options=self.settings.model_options,
+            weights=self.model.weights,
+            model_options=self.model.options,
+            build=self.model.build,
+            attention=self.model.attention,
+            pages=self.model.pages,
             lossy=lossy_name(engine.remote_serde, model.dtype) if engine.remote_url else "",
         )
 
@@ -208,7 +214,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return ReplicaIdentity(
             instance_id=self.engine_config.lmcache_instance_id,
             model=self.config.model.name,
-            hash_algorithm=self.settings.hash_algorithm,
+            hash_algorithm=self.model.hash_algorithm,
             hash_seed=self._hash_seed(),
             block_tokens=self.tokens_per_block[0],
             chunk_tokens=self.engine_config.chunk_size,

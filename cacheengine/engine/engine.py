@@ -184,15 +184,19 @@ class CacheEngine:
             return decider.state.operator_unpin(keys, tier, self._clock())
 
     def clear(
-        self, tiers: Collection[str] | None = None, keys: Collection[bytes] | None = None
+        self,
+        tiers: Collection[str] | None = None,
+        keys: Collection[bytes] | None = None,
+        *,
+        keep_shared: bool = False,
     ) -> dict[str, int]:
         """Drop what these tiers (or all) hold, or of that these chunks; return how many, by tier.
 
-        None of them is found any more when this returns, pinned or not; slots in
-        use and files are freed soon after. Others' chunks in the remote tier stay.
+        None of them is found any more when this returns, pinned or not; slots in use and files are
+        freed soon after. Others' chunks in the remote tier stay, with ``keep_shared`` all of them.
         """
         with self._deciding() as decider:
-            return decider.clear(tiers, None if keys is None else set(keys))
+            return decider.clear(tiers, keys, keep_shared=keep_shared)
 
     def snapshot(self) -> wire.Snapshot:
         """Return all keys by tier as of one moment."""
@@ -218,11 +222,8 @@ class CacheEngine:
             last_seq = self._decider.events.last_seq
         if records is None:
             return None
-        return wire.EventBatch(
-            incarnation=self.incarnation,
-            seq=last_seq,
-            events=[to_wire(record) for record in records],
-        )
+        events = [to_wire(record) for record in records]
+        return wire.EventBatch(incarnation=self.incarnation, seq=last_seq, events=events)
 
     def add_event_listener(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener``, which must be quick, after new events; return what ends that."""

@@ -4,7 +4,7 @@
 vLLM's arguments.
 
 Called by the command line and by the connector, which reads what was passed. Imports
-settings and identity.
+settings.
 """
 
 from cacheengine.launch.launch import ReplicaSettings

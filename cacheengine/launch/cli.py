@@ -10,11 +10,11 @@ from pathlib import Path
 import click
 
 from cacheengine.address import join_host_port, listening_family
-from cacheengine.identity import option_of
 from cacheengine.launch.launch import (
     free_ports,
     hash_algorithm_of,
     openai_url_of,
+    option_of,
     vllm_arguments,
     vllm_environment,
 )
@@ -67,6 +67,7 @@ def replica(
     try:
         config = load_engine_config(config_path)
         config.check_ready()
+        config.check_hash_algorithm(hash_algorithm_of(vllm_args))
         _check_model(vllm_args)
         _check_ports(config)
         spare_events_port, spare_replay_port = free_ports(2)

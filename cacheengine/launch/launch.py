@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Final
 
-from cacheengine.identity import model_options_digest, option_of
 from cacheengine.keys import ALGORITHMS
 
 _SETTINGS_KEY: Final = "warmroute"
@@ -29,9 +28,6 @@ _PORTS: Final = range(20_000, 32_768)
 class ReplicaSettings:
     """What the launcher tells the engine inside vLLM, beside LMCache's configuration."""
 
-    hash_algorithm: str = "sha256"
-    model_options: str = ""
-    """Digest of the options that change a model's KV (`model_options_digest`)."""
     kv_events_port: int | None = None
     kv_replay_port: int | None = None
 
@@ -39,6 +35,16 @@ class ReplicaSettings:
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> "ReplicaSettings":
         """Read them back from ``kv_connector_extra_config``; absent ones have defaults."""
         return cls(**extra_config.get(_SETTINGS_KEY, {}))
+
+
+def option_of(argument: str) -> str | None:
+    """Return the option that vLLM's parser takes an argument for, None if for a value.
+
+    It reads underscores as dashes, and ``--option.key`` as a part of a JSON option.
+    """
+    if not argument.startswith("--"):
+        return None
+    return argument.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
 
 
 def vllm_arguments(
@@ -56,17 +62,14 @@ def vllm_arguments(
                 "or start vLLM directly"
             )
     settings = ReplicaSettings(
-        hash_algorithm=hash_algorithm_of(vllm_args),
-        model_options=model_options_digest(vllm_args),
         kv_events_port=kv_events_port,
         kv_replay_port=kv_replay_port,
     )
     transfer = {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": "WarmrouteConnector",
+        "kv_connector_module_path": "cacheengine.connector.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "spec_name": "WarmrouteSpec",
-            "spec_module_path": "cacheengine.connector.spec",
             "block_size": chunk_tokens,
             _SETTINGS_KEY: asdict(settings),
         },

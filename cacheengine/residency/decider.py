@@ -219,17 +219,28 @@ class Decider:
         return ended
 
     def clear(
-        self, tiers: Collection[str] | None, keys: Collection[bytes] | None = None
+        self,
+        tiers: Collection[str] | None,
+        keys: Collection[bytes] | None = None,
+        *,
+        keep_shared: bool = False,
     ) -> dict[str, int]:
-        """Hide everything in these tiers or all, or these chunks; return how many were found."""
+        """Hide everything in these tiers or all, or these chunks; return how many were found.
+
+        ``keep_shared``: a shared tier's chunks are forgotten, not deleted.
+        """
+        keys = None if keys is None else set(keys)
         dropped = {}
         if tiers is None or CPU in tiers:
             dropped[CPU] = self._clear_cpu(keys)
         for index in self.state.lower:
             if tiers is None or index.name in tiers:
                 self.cascades[index.name].cancel(keys)
-                readable, idle = index.clear(keys)
-                self.state.delete(index, idle)
+                if keep_shared and isinstance(index, RemoteIndex):
+                    readable = index.forget_held()
+                else:
+                    readable, idle = index.clear(keys)
+                    self.state.delete(index, idle)
                 self.state.emit(index.name, stored=False, keys=readable)
                 dropped[index.name] = len(readable)
         return dropped

@@ -219,6 +219,13 @@ class RemoteIndex(LowerIndex):
         self._void.update(key for key in self._asked if keys is None or key in keys)
         return readable, idle
 
+    def forget_held(self) -> list[bytes]:
+        """Know no more of what is held, but for what is under way; return what could be found."""
+        idle = [key for key in self._held if key not in self._busy]
+        for key in idle:
+            del self._held[key]
+        return idle
+
     def take_forgotten(self) -> list[bytes]:
         """Return what could be found and is forgotten since the last call, for want of memory."""
         forgotten, self._forgotten = self._forgotten, []

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from cacheengine import values
 from cacheengine.address import split_host_port
+from cacheengine.keys import CRYPTOGRAPHIC
 from cacheengine.memory import HugePagesMissing, check_huge_pages
 from cacheengine.trust import HOW_TO_SET, FleetSecret, is_loopback
 
@@ -129,6 +130,11 @@ class EngineConfig:
     put_queue_share: float = _key(0.5, values.parse_share)
     """Share of the CPU pool that may wait for the disk at once; beyond it puts are dropped."""
 
+    single_tenant: bool = _key(False, values.parse_bool)
+    """All prompts, of this replica and of those it shares KV with, come from one tenant. Permits
+    vLLM's ``--prefix-caching-hash-algo xxhash``, with which a prompt can be made that is answered
+    from another's KV."""
+
     source: str = field(default="", compare=False)
     """Where it came from, for messages."""
 
@@ -198,6 +204,17 @@ class EngineConfig:
         for directory in self.local_disk:
             self._check_directory(directory)
         self.check_remote_ready()
+
+    def check_hash_algorithm(self, algorithm: str) -> None:
+        """Raise `ConfigError` for keys that can be forged, unless there is nobody to forge them."""
+        if algorithm not in CRYPTOGRAPHIC and not self.single_tenant:
+            raise self._error(
+                "single_tenant",
+                f"false, and vLLM's --prefix-caching-hash-algo is {algorithm}, with which a prompt "
+                "can be made that is answered from another tenant's KV",
+                f"start vLLM with {' or '.join(CRYPTOGRAPHIC)}, or set single_tenant: true where "
+                "all prompts are one tenant's",
+            )
 
     def check_remote_ready(self) -> None:
         """Raise `ConfigError` for what the remote tier needs and this machine has not."""

@@ -68,6 +68,8 @@ class PromptKeys:
     token_ids: Sequence[int] = field(default=(), repr=False)
     """What LMCache is told a prompt by, beside its ``cache_salt``; empty for other schemes."""
     cache_salt: str = field(default="", repr=False)
+    lora: tuple[str, str] | None = None
+    """Name and path of the adapter that makes its KV."""
     block_tokens: int = 1
     blocks_per_chunk: int = 1
 
@@ -151,6 +153,7 @@ def _by_tokens(prompt: PromptView, shape: KeyShape, lora: tuple[str, str] | None
         token_ids=(prompt.token_ids or ()) if shape.lmcache else (),
         cache_salt=prompt.cache_salt or "",
         chain=chain,
+        lora=lora,
         block_tokens=shape.block_tokens,
         blocks_per_chunk=shape.blocks_per_chunk,
     )

@@ -21,6 +21,7 @@ from cacheengine.wire import (
     InstanceInfo,
     LookupReply,
     LookupRequest,
+    Lora,
     MoveReply,
     MoveRequest,
     MoveStatus,
@@ -76,7 +77,7 @@ class StagingAgent(Protocol):
     """What is asked of an agent to stage KV for a request; every call raises `AgentError`."""
 
     async def prefetch(
-        self, keys: Sequence[bytes], *, wait_s: float, pin_s: float
+        self, keys: Sequence[bytes], *, wait_s: float, pin_s: float, lora: Lora | None = None
     ) -> PrefetchReply:
         """Have chunks promoted to the cpu tier; return what became of them within ``wait_s``."""
 
@@ -142,10 +143,12 @@ class AgentClient:
         )
 
     async def prefetch(
-        self, keys: Sequence[bytes], *, wait_s: float, pin_s: float
+        self, keys: Sequence[bytes], *, wait_s: float, pin_s: float, lora: Lora | None = None
     ) -> PrefetchReply:
         """Have chunks promoted to the cpu tier; return what became of them within ``wait_s``."""
-        request = PrefetchRequest(keys=[key.hex() for key in keys], wait_s=wait_s, pin_s=pin_s)
+        request = PrefetchRequest(
+            keys=[key.hex() for key in keys], lora=lora, wait_s=wait_s, pin_s=pin_s
+        )
         return await self._ask("/prefetch", PrefetchReply, wait_s + _CONNECT_S, request)
 
     async def health(self) -> None:

@@ -66,7 +66,7 @@ class Copier(Errands[CopyOutcome]):
             wanted.keys[0],
             wanted.expected_gain_s,
             not_yet,
-            lambda _: self._copy(decision.replica_id, wanted, not_yet),
+            lambda _: self._copy(decision, wanted, not_yet),
         )
 
     def coming(self, decision: Decision) -> dict[asyncio.Task[CopyOutcome], float]:
@@ -92,12 +92,13 @@ class Copier(Errands[CopyOutcome]):
         if wait_s > 0:
             await asyncio.wait(coming, timeout=wait_s)
 
-    async def _copy(self, destination_id: str, wanted: KvCopy, not_yet: CopyOutcome) -> CopyOutcome:
+    async def _copy(self, decision: Decision, wanted: KvCopy, not_yet: CopyOutcome) -> CopyOutcome:
         """Return how a copy ended, having told the fleet; raises nothing."""
+        destination_id = decision.replica_id
         began_s = self._clock()
         failed_id = wanted.source_id
         try:
-            outcome = await self._follow(destination_id, wanted, not_yet)
+            outcome = await self._follow(decision, wanted, not_yet)
         except AgentRefused as refusal:
             self._backoff.answered(destination_id)
             if refusal.status != _SOURCE_FAILED:
@@ -119,8 +120,9 @@ class Copier(Errands[CopyOutcome]):
         return outcome
 
     async def _follow(
-        self, destination_id: str, wanted: KvCopy, not_yet: CopyOutcome
+        self, decision: Decision, wanted: KvCopy, not_yet: CopyOutcome
     ) -> CopyOutcome:
+        destination_id = decision.replica_id
         source = self._fleet.replicas[wanted.source_id]
         destination = self._fleet.replicas[destination_id]
         agent_url = destination.config.agent_url
@@ -134,6 +136,7 @@ class Copier(Errands[CopyOutcome]):
                 tier=None,
             ),
             keys=[key.hex() for key in wanted.keys],
+            lora=decision.picked.keys.lora,
             copy=True,
             pin_s=self._config.pin_s,
             stall_s=_STALL_S,

@@ -100,5 +100,8 @@ class Prefetcher(Errands[PrefetchOutcome]):
             assert self._lmcache is not None
             return self._lmcache(decision)
         return self._agents(replica.config.agent_url).prefetch(
-            decision.prefetch_keys, wait_s=_ANSWER_SHARE * wait_s, pin_s=self._config.pin_s
+            decision.prefetch_keys,
+            wait_s=_ANSWER_SHARE * wait_s,
+            pin_s=self._config.pin_s,
+            lora=decision.picked.keys.lora,
         )

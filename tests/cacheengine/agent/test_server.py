@@ -13,7 +13,8 @@ import pytest
 
 from cacheengine import wire
 from cacheengine.agent import Agent, answers
-from cacheengine.keys import HashScheme, chunk_keys, key64
+from cacheengine.identity import KvVersions
+from cacheengine.keys import HashScheme, chunk_keys, key64, prompt_extra_keys
 from cacheengine.record import EngineStats, TierStats, TransferStats
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.wire import ReplicaIdentity
@@ -87,6 +88,31 @@ async def test_info_says_who_and_how_keys_are_made(rig: Rig) -> None:
     assert info.tiers["cpu"].capacity_bytes == 8 * CHUNK_BYTES
     assert info.tiers["disk"].capacity_bytes > 0
     assert (info.transfer_port, info.layout) == (8004, layout().fingerprint())
+
+
+async def test_an_adapters_chunks_are_those_of_its_files(rig: Rig, tmp_path: Path) -> None:
+    lora = ("name", str(tmp_path / "adapter"))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    every, first = prompt_extra_keys(lora=lora)
+    chain = HashScheme("sha256", "seed").chain(TOKENS, 16, extra_keys=every, first_extra_keys=first)
+    vllms = chunk_keys(chain, 16)
+    version = KvVersions().of_name(lora)
+    rig.bench.store([version.stored_key(key) for key in vllms])
+    rig.bench.finish_puts()
+    rig.bench.engine.clear(["cpu"])
+    named = {"keys": [key.hex() for key in vllms], "lora": lora}
+    reply = await rig.post("/prefetch", {**named, "wait_s": 10})
+    assert reply["promoted"] == len(vllms) == 3
+    assert (await rig.post("/lookup", named))["matched_tokens"] == 768
+    tokens = {"tokens": TOKENS, "lora": lora}
+    assert (await rig.post("/lookup", tokens))["matched_tokens"] == 768
+    stored = {"keys": [version.stored_key(key).hex() for key in vllms], "keys_are_stored": True}
+    assert (await rig.post("/lookup", stored))["matched_tokens"] == 768
+    assert (await rig.post("/lookup", {"keys": named["keys"]}))["matched_tokens"] == 0
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{ }")
+    for replaced in (named, tokens):
+        assert (await rig.post("/lookup", replaced))["matched_tokens"] == 0
 
 
 async def test_lookup_by_tokens_and_by_keys_tells_the_tiers(rig: Rig) -> None:

@@ -213,7 +213,7 @@ def test_reset_keeps_rows_of_transfers_under_way_until_they_are_flushed(
     scheduler.manager.prepare_load(offload_keys(1), scheduler.context)
     scheduler.store(3, complete=False)
     scheduler.manager.reset_cache()
-    assert scheduler.lookup(1, 2) == ["MISS", "MISS"]
+    assert scheduler.bench.engine.match([key(1), key(2)]) == ["disk", "disk"], "that stays"
 
     def can_store_four() -> bool:
         output = scheduler.manager.prepare_store(offload_keys(6, 7, 8, 9), scheduler.context)
@@ -225,6 +225,78 @@ def test_reset_keeps_rows_of_transfers_under_way_until_they_are_flushed(
     for _ in range(3):
         scheduler.end_step()
     assert can_store_four()
+
+
+def test_weights_that_change_make_all_that_was_stored_unfindable(scheduler: Scheduler) -> None:
+    scheduler.store(1, 2)
+    scheduler.bench.finish_puts()
+    assert scheduler.lookup(1) == ["HIT"]
+    scheduler.end_step()
+    under_way = scheduler.manager.prepare_store(offload_keys(3), scheduler.context)
+    assert under_way is not None
+    scheduler.manager.weights_changed()
+    assert scheduler.lookup(1, 2) == ["MISS", "MISS"]
+    assert scheduler.bench.engine.match([key(1)]) == []
+    # The request began with the old weights: it ends in order, and stores nothing.
+    scheduler.manager.complete_store(under_way.keys_to_store, scheduler.context)
+    nothing = scheduler.manager.prepare_store(offload_keys(4), scheduler.context)
+    assert nothing is not None
+    assert nothing.keys_to_store == []
+    assert scheduler.bench.engine.match([key(3)]) == []
+    # The next request's chunks have other keys, which vLLM does not see.
+    scheduler.next_request()
+    scheduler.manager.on_new_request(scheduler.context)
+    assert scheduler.lookup(1) == ["MISS"]
+    scheduler.end_step()
+    scheduler.store(1)
+    assert scheduler.lookup(1) == ["HIT"]
+    assert scheduler.bench.engine.match([key(1)]) == []
+    scheduler.end_step()
+    scheduler.bench.engine.check()
+
+
+def test_weights_that_change_leave_the_remote_tier_to_others(
+    tmp_path: Path, make_bench: MakeBench
+) -> None:
+    remote = ScriptedRemote()
+    scheduler = Scheduler(make_bench(4, config(tmp_path), remote=remote))
+    scheduler.store(1)
+    scheduler.bench.finish_puts()
+    assert remote.find([key(1)]) == [True]
+    scheduler.manager.weights_changed()
+    scheduler.bench.finish_puts()
+    assert remote.find([key(1)]) == [True], "another replica's weights are what they were"
+    assert scheduler.bench.engine.held_in([key(1)], "remote") == 0
+
+
+def test_requests_of_an_adapter_have_keys_of_its_files(
+    scheduler: Scheduler, tmp_path: Path
+) -> None:
+    from vllm.v1.kv_offload.base import ReqContext
+
+    from cacheengine.identity import Adapter
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text("{}")
+    adapter = Adapter("a", str(tmp_path / "a"), 1)
+
+    def arrive(req_id: str) -> None:
+        scheduler.context = ReqContext(req_id)
+        scheduler.manager.keys.expect(req_id, adapter)
+        scheduler.manager.on_new_request(scheduler.context)
+
+    arrive("with")
+    scheduler.store(1)
+    assert scheduler.lookup(1) == ["HIT"]
+    assert scheduler.bench.engine.match([key(1)]) == [], "not the model's own"
+    version = scheduler.manager.keys.versions.of_name(("a", str(tmp_path / "a")))
+    assert scheduler.bench.engine.match([version.stored_key(key(1))]) == ["cpu"]
+    (tmp_path / "a" / "adapter_config.json").write_text("{ }")
+    nothing = scheduler.manager.prepare_store(offload_keys(2), scheduler.context)
+    assert nothing is not None
+    assert nothing.keys_to_store == [], "vLLM may have read the new files by now"
+    arrive("after")
+    assert scheduler.lookup(1) == ["MISS"]
 
 
 def test_a_vllm_that_says_when_it_has_flushed_is_believed(scheduler: Scheduler) -> None:

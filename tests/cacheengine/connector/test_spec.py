@@ -16,7 +16,24 @@ pytestmark = [
 BLOCK_TOKENS = 128
 
 
-def offloading_config(*, groups: int = 1, blocks_per_chunk: int = 2) -> Any:
+MODEL = {
+    "model": "a/model",
+    "weights": "w",
+    "options": "o",
+    "build": "b",
+    "attention": "A",
+    "pages": "p",
+    "hash_algorithm": "sha256_cbor",
+}
+"""What the connector tells of a model."""
+
+
+def offloading_config(
+    *,
+    groups: int = 1,
+    blocks_per_chunk: int = 2,
+    model: dict[str, str] | None = MODEL,
+) -> Any:
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
         OffloadingConfig,
@@ -34,7 +51,10 @@ def offloading_config(*, groups: int = 1, blocks_per_chunk: int = 2) -> Any:
         ),
         worker_kv_bytes_per_block=BLOCK_TOKENS * 8192,
         enable_kv_cache_events=True,
-        extra_config={"warmroute": {"hash_algorithm": "sha256_cbor", "kv_events_port": 5557}},
+        extra_config={
+            "warmroute": {"kv_events_port": 5557},
+            **({"warmroute_model": model} if model else {}),
+        },
         engine_id="test",
         model=OffloadingModelConfig(name="a/model", dtype="bfloat16"),
         cache=OffloadingCacheConfig(
@@ -72,7 +92,7 @@ def test_the_pool_has_the_configured_size(configured: Path) -> None:
     assert spec.num_chunks == int(0.01 * 1024**3) // (256 * 8192)
     # Generated tokens are stored too.
     assert spec.offload_prompt_only is False
-    assert spec.settings.hash_algorithm == "sha256_cbor"
+    assert spec._layout().hash_algorithm == "sha256_cbor"
 
 
 def test_generated_tokens_may_be_left_out(configured: Path) -> None:
@@ -103,11 +123,18 @@ def test_lossy_kv_never_meets_exact_kv(configured: Path, config: str, lossy: str
     [
         ("", {"groups": 2}, "2 KV cache groups .* --disable-hybrid-kv-cache-manager"),
         ("", {"blocks_per_chunk": 4}, "chunk_size: 256 tokens .* vLLM was told 512"),
+        ("", {"model": None}, "kv_connector: only WarmrouteConnector tells .* which weights"),
+        (
+            "",
+            {"model": {**MODEL, "hash_algorithm": "xxhash"}},
+            "single_tenant: false, .* is xxhash, with which a prompt can be made .*; start vLLM "
+            "with sha256 or sha256_cbor, or set single_tenant: true",
+        ),
         ("max_local_cpu_size: 0.001", {}, "max_local_cpu_size: 0.001 GB holds not one chunk"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(
-    configured: Path, config: str, changes: dict[str, int], message: str
+    configured: Path, config: str, changes: dict[str, Any], message: str
 ) -> None:
     from cacheengine.connector.spec import WarmrouteSpec
 
@@ -115,6 +142,28 @@ def test_what_cannot_work_is_refused_by_name(
         configured.write_text(f"chunk_size: 256\n{config}\n")
     with pytest.raises(ValueError, match=message):
         WarmrouteSpec(offloading_config(**changes))
+
+
+def test_one_tenant_may_use_keys_that_can_be_forged(configured: Path) -> None:
+    from cacheengine.connector.spec import WarmrouteSpec
+
+    configured.write_text(configured.read_text() + "single_tenant: true\n")
+    spec = WarmrouteSpec(offloading_config(model={**MODEL, "hash_algorithm": "xxhash"}))
+    assert spec._layout().hash_algorithm == "xxhash"
+
+
+@pytest.mark.parametrize("name", sorted(MODEL))
+def test_whatever_the_connector_tells_of_a_model_is_in_the_fingerprint(
+    configured: Path, name: str
+) -> None:
+    from cacheengine.connector.spec import WarmrouteSpec
+
+    changed = "sha256" if name == "hash_algorithm" else "another"
+    layouts = [
+        WarmrouteSpec(offloading_config(model=model))._layout()
+        for model in (MODEL, {**MODEL, name: changed})
+    ]
+    assert layouts[0].fingerprint() != layouts[1].fingerprint()
 
 
 def test_the_manager_ends_what_it_started(configured: Path) -> None:

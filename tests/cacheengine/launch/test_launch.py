@@ -36,12 +36,14 @@ def test_the_command_loads_our_spec_and_publishes_events() -> None:
     )
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert "--model" in command
-    extra = option(command, "--kv-transfer-config")["kv_connector_extra_config"]
+    transfer = option(command, "--kv-transfer-config")
+    extra = transfer["kv_connector_extra_config"]
     assert isinstance(extra, dict)
-    assert extra["spec_module_path"] == "cacheengine.connector.spec"
+    assert transfer["kv_connector"] == "WarmrouteConnector"
+    assert transfer["kv_connector_module_path"] == "cacheengine.connector.connector"
     assert extra["block_size"] == 512
     assert ReplicaSettings.from_extra_config(extra) == ReplicaSettings(
-        hash_algorithm="sha256", kv_events_port=7001, kv_replay_port=7002
+        kv_events_port=7001, kv_replay_port=7002
     )
     events = option(command, "--kv-events-config")
     # Without a wildcard vLLM would connect instead of binding.
@@ -145,6 +147,15 @@ def test_print_command_shows_what_would_run(tmp_path: Path) -> None:
     assert "--model M --port 1 --kv-transfer-config" in result.output
 
 
+def test_keys_that_can_be_forged_are_permitted_to_one_tenant(tmp_path: Path) -> None:
+    config = good_config(tmp_path)
+    config.write_text(config.read_text() + "single_tenant: true\n")
+    arguments = ["--config", str(config), "--print-command", "--", "--model", "M"]
+    hashing = ["--prefix-caching-hash-algo", "xxhash_cbor"]
+    result = CliRunner().invoke(replica, [*arguments, *hashing])
+    assert result.exit_code == 0, result.output
+
+
 def test_a_taken_agent_port_is_found_before_vllm_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -169,6 +180,11 @@ def test_a_taken_agent_port_is_found_before_vllm_starts(tmp_path: Path) -> None:
         ("max_local_cpu_size: 5GB", ["--model", "M"], "max_local_cpu_size:"),
         ("local_disk: /proc/kv\nmax_local_disk_size: 1", ["--model", "M"], "local_disk:"),
         ("chunk_size: 256", ["--port", "1"], "--model: is missing"),
+        (
+            "chunk_size: 256",
+            ["--model", "M", "--prefix-caching-hash-algo", "xxhash"],
+            "single_tenant: false, and vLLM's --prefix-caching-hash-algo is xxhash",
+        ),
         ("chunk_size: 256", ["--model", "M", "--kv-events-config", "{}"], "--kv-events-config:"),
     ],
 )

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from cacheengine.wire import MoveReply, MoveRequest, MoveStatus, PrefetchReply
+from cacheengine.wire import Lora, MoveReply, MoveRequest, MoveStatus, PrefetchReply
 from router.config.settings import PrefetchConfig, ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision, KvCopy
 from router.fleet.fleet import Fleet
@@ -26,7 +26,7 @@ class Agent:
         self.hanging: asyncio.Event | None = None
 
     async def prefetch(
-        self, keys: Sequence[bytes], *, wait_s: float, pin_s: float
+        self, keys: Sequence[bytes], *, wait_s: float, pin_s: float, lora: Lora | None = None
     ) -> PrefetchReply:
         await self._asked()
         return PrefetchReply(resident=0, promoted=len(keys), pending=0, missing=0, promoted_bytes=1)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from cacheengine.keys import HashScheme, chunk_keys, key64
+from cacheengine.keys import HashScheme, chunk_keys, key64, prompt_extra_keys
 from cacheengine.wire import (
     EventBatch,
     InstanceInfo,
@@ -37,6 +37,7 @@ class Agent:
     """An agent whose replica holds the prompt's chunks on disk."""
 
     url: str = ""
+    chunks: list[bytes] = field(default_factory=lambda: CHUNKS)
     asked: list[PrefetchRequest] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     gate: asyncio.Event | None = None
@@ -58,7 +59,7 @@ class Agent:
         return web.Response(body=msgspec.json.encode(info))
 
     async def snapshot(self, request: web.Request) -> web.Response:
-        keys = pack_keys(map(key64, CHUNKS))
+        keys = pack_keys(map(key64, self.chunks))
         snapshot = Snapshot(incarnation="first", seq=0, tiers={"disk": keys})
         return web.Response(body=msgspec.msgpack.encode(snapshot))
 
@@ -143,6 +144,27 @@ async def test_what_lies_on_disk_is_promoted_first(
             await response.text()
         )
     assert router.in_flight() == 0
+
+
+async def test_an_adapters_chunks_are_asked_for_as_its_own(
+    fleet: Fleet, agent: Agent, client: aiohttp.ClientSession
+) -> None:
+    lora = ("adapter", "/adapters/a")
+    every, first = prompt_extra_keys(lora=lora)
+    chain = HashScheme().chain(PROMPT, BLOCK, extra_keys=every, first_extra_keys=first)
+    agent.chunks = chunk_keys(chain, CHUNK // BLOCK)
+    for replica in (fleet.one, fleet.two):
+        replica.entries = [
+            {"id": "m", "root": "/models/m", "parent": None},
+            {"id": lora[0], "root": lora[1], "parent": "m"},
+        ]
+    router = await router_with(fleet, agent)
+    body = {**ASK, "model": lora[0]}
+    async with client.post(f"{router.url}/v1/completions", json=body) as response:
+        assert response.headers["x-warmroute-matched-disk"] == str(len(CHUNKS) * CHUNK)
+    (asked,) = agent.asked
+    assert asked.keys == [key.hex() for key in agent.chunks]
+    assert asked.lora == lora
 
 
 async def test_a_request_is_in_flight_while_its_prefetch_runs(

@@ -1,0 +1,74 @@
+"""What vLLM loads: its own offloading connector, which tells the engine what it must know.
+
+Named to vLLM by ``--kv-transfer-config`` (see ``cacheengine.launch``): ``{"kv_connector":
+"WarmrouteConnector", "kv_connector_module_path": "cacheengine.connector.connector",
+"kv_role": "kv_both"}``. The rest comes from LMCache's configuration and from vLLM's own.
+
+vLLM's offloading interface says of a model no more than its name, of a request not which
+adapter it uses, and of an update of the weights nothing: that is added here.
+"""
+
+import dataclasses
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from cacheengine.connector.manager import WarmrouteManager
+from cacheengine.connector.served.model_identity import IDENTITY_KEY, identify
+from cacheengine.connector.served.weight_watch import WeightWatch
+from cacheengine.identity import Adapter
+from cacheengine.settings import load_engine_config
+
+
+class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
+    """Loads the engine, and tells it of models, adapters and weights."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        extra_config.update(
+            spec_name="WarmrouteSpec",
+            spec_module_path="cacheengine.connector.spec",
+        )
+        if "blocks_per_chunk" not in extra_config:
+            extra_config.setdefault("block_size", load_engine_config().chunk_size)
+        extra_config[IDENTITY_KEY] = dataclasses.asdict(identify(vllm_config, kv_cache_config))
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._watch: WeightWatch | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._manager.keys.versions.empty_gpu = self._empty_gpu
+            self._watch = WeightWatch(self._manager)
+
+    @property
+    def _manager(self) -> WarmrouteManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, WarmrouteManager)
+        return manager
+
+    def on_new_request(self, request: Request) -> None:
+        """Note which adapter the request uses."""
+        self._manager.keys.expect(request.request_id, adapter_of(request.lora_request))
+        super().on_new_request(request)
+
+    def _empty_gpu(self) -> bool:
+        """Have vLLM forget the KV in its own cache, unless requests use some of it."""
+        cache: Any = self._kv_cache_manager
+        # Asked first: a reset that cannot be is a warning in vLLM's log.
+        return cache is not None and cache.usage == 0 and bool(cache.reset_prefix_cache())
+
+    def shutdown(self) -> None:
+        """End the watch, then the engine."""
+        if self._watch is not None:
+            self._watch.end()
+        super().shutdown()
+
+
+def adapter_of(lora: LoRARequest | None) -> Adapter | None:
+    """Return vLLM's adapter as the engine names it."""
+    return Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id) if lora else None

@@ -1,0 +1,1 @@
+"""What vLLM serves: its model, its requests and their keys, and weights that change meanwhile."""

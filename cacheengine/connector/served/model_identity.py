@@ -1,0 +1,267 @@
+"""Which model vLLM serves, told by vLLM's own configuration: what its KV depends on.
+
+Everything counts that is not known to be harmless: a cache lost is slow, a cache kept
+wrongly lies.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from vllm import __version__ as vllm_version
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MLAAttentionSpec
+
+from cacheengine.identity import WeightFiles
+
+logger = logging.getLogger("vllm.warmroute")
+
+IDENTITY_KEY: Final = "warmroute_model"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelIdentity:
+    """What `ChunkLayout` has of a model, beside the sizes that the offloading interface tells."""
+
+    model: str
+    weights: str
+    options: str
+    build: str
+    attention: str
+    pages: str
+    hash_algorithm: str
+
+    @classmethod
+    def from_extra_config(cls, extra_config: Mapping[str, Any]) -> "ModelIdentity":
+        """Read what `WarmrouteConnector` put there; raises ValueError if another connector did."""
+        told = extra_config.get(IDENTITY_KEY)
+        if told is None:
+            raise ValueError(
+                "kv_connector: only WarmrouteConnector tells the cache engine which weights are "
+                'served. Set "kv_connector": "WarmrouteConnector" and "kv_connector_module_path": '
+                '"cacheengine.connector.connector" in --kv-transfer-config, or start the replica '
+                "with `warmroute replica`"
+            )
+        return cls(**told)
+
+
+def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelIdentity:
+    """Return the identity of what a vLLM process serves."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    files = locate(model.model, model.revision, load.download_dir)
+    return ModelIdentity(
+        model=(files and files.hub_name) or model.model,
+        weights=_weights(model, load),
+        options=_options(vllm_config),
+        build=_build(),
+        attention=_attention(vllm_config, kv_cache_config),
+        pages=_pages(kv_cache_config),
+        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
+    )
+
+
+def locate(name: str, revision: str | None = None, cache: str | None = None) -> WeightFiles | None:
+    """Return where the files of a model or an adapter are on this machine, without a download."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return WeightFiles(path.absolute())
+    try:
+        found = snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+    return WeightFiles(Path(found))
+
+
+# --- weights ---
+
+
+def _weights(model: Any, load: Any) -> str:
+    if load.load_format == "dummy":
+        return f"dummy-{model.seed}"
+    files = locate(model.model, model.revision, load.download_dir)
+    try:
+        doubt = _doubt(files, model)
+        if files is not None and doubt is None:
+            return files.digest()
+    except OSError as error:
+        doubt = str(error)
+    logger.warning(
+        "which weights %s stands for cannot be told: %s. Its KV is not found again after a "
+        "restart, nor by other replicas",
+        *(model.model, doubt),
+    )
+    return f"unknown-{uuid.uuid4().hex}"
+
+
+def _doubt(files: WeightFiles | None, model: Any) -> str | None:
+    """Return why the files found now may not be those that were loaded; None: they are."""
+    if files is None or model.model_weights:
+        return "its files are in no directory or hub cache of this machine"
+    if files.hub_name is None:
+        # They are loaded after this process has started, and before this is asked.
+        changed = files.changed_since(_process_start_s())
+        return "its files changed while they were loaded" if changed else None
+    loaded = getattr(model.hf_config, "_commit_hash", None)
+    if loaded not in (None, files.path.name):
+        return f"its revision moved from {loaded} to {files.path.name} while it was loaded"
+    return None
+
+
+def _process_start_s() -> float:
+    """Return when this process began, in seconds since the epoch."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s
+
+
+# --- options ---
+
+_HARMLESS_OF_MODEL: Final = frozenset(
+    {
+        # which files: known by their content
+        *("model", "model_weights", "revision", "hf_config_path", "config_format", "hf_token"),
+        # how text becomes tokens, and answers become text: keys are made of tokens
+        *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"),
+        *("served_model_name", "generation_config", "override_generation_config"),
+        *("max_logprobs", "logprobs_mode", "logits_processors", "io_processor_plugin"),
+        *("use_fp64_gumbel", "return_sampling_mask", "pooler_config", "enable_prompt_embeds"),
+        # what requests may hold, and how it comes; media are known by their content
+        *("allowed_local_media_path", "allowed_media_domains", "limit_mm_per_prompt"),
+        *("mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb"),
+        *("skip_mm_profiling", "renderer_num_workers", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb"),
+        # where and when it runs
+        *("enforce_eager", "enable_sleep_mode", "sleep_mode_backend"),
+        *("sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names"),
+        *("enable_nccl_comm_suspend", "enable_cumem_allocator", "enable_trace_replay"),
+        "spec_target_max_model_len",
+    }
+)
+_HARMLESS_OF_CACHE: Final = frozenset(
+    {
+        *("gpu_memory_utilization", "num_gpu_blocks_override", "num_gpu_blocks"),
+        *("num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"),
+        *("kv_cache_memory_bytes", "kv_offloading_size", "kv_offloading_backend"),
+        *("enable_prefix_caching", "prefix_cache_retention_interval", "swap_space"),
+        *("user_specified_block_size", "cpu_offload_gb", "cpu_kvcache_space_bytes"),
+        # the layout has it by itself
+        *("prefix_caching_hash_algo", "block_size", "hash_block_size"),
+    }
+)
+_HARMLESS_OF_LORA: Final = frozenset({"max_loras", "max_cpu_loras", "specialize_active_lora"})
+_OF_LOADING: Final = ("load_format", "model_loader_extra_config", "ignore_patterns")
+_HARMLESS_OF_DRAFT: Final = frozenset(
+    {
+        *("target_model_config", "target_parallel_config", "draft_parallel_config"),
+        *("draft_load_config", "rejection_sample_method", "draft_sample_method"),
+        *("num_speculative_tokens", "enforce_eager"),
+    }
+)
+_NOT_OF_THE_MODEL: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+
+
+def _options(vllm_config: VllmConfig) -> str:
+    """Return a digest of what changes a token's KV for equal weights."""
+    draft = vllm_config.speculative_config
+    draft_model = draft and draft.draft_model_config
+    told = {
+        "model": _fields(vllm_config.model_config, _HARMLESS_OF_MODEL),
+        "cache": _fields(vllm_config.cache_config, _HARMLESS_OF_CACHE),
+        "attention": _plain(vllm_config.attention_config),
+        "lora": _fields(vllm_config.lora_config, _HARMLESS_OF_LORA),
+        "loading": {name: _plain(getattr(vllm_config.load_config, name)) for name in _OF_LOADING},
+        # Its layers keep KV in the same chunks.
+        "draft": _fields(draft, _HARMLESS_OF_DRAFT),
+        "draft weights": draft_model and _weights(draft_model, vllm_config.load_config),
+        "more": _plain(vllm_config.additional_config),
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _fields(config: Any, harmless: frozenset[str]) -> Any:
+    if config is None:
+        return None
+    names = (field.name for field in dataclasses.fields(config))
+    return {name: _plain(getattr(config, name, None)) for name in names if name not in harmless}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it; what has no content of its own by its type."""
+    match value:
+        case None | bool() | int() | float() | str():
+            plain: Any = value
+        case enum.Enum():
+            plain = value.name
+        case Path() | torch.dtype():
+            plain = str(value)
+        case Mapping():
+            plain = {str(key): _plain(each) for key, each in value.items()}
+        case list() | tuple():
+            plain = [_plain(each) for each in value]
+        case set() | frozenset():
+            plain = sorted(json.dumps(_plain(each), sort_keys=True) for each in value)
+        case _:
+            plain = _plain_object(value)
+    return plain
+
+
+def _plain_object(value: Any) -> Any:
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "to_dict"):
+        content = value.to_dict()
+        return {str(k): _plain(v) for k, v in content.items() if k not in _NOT_OF_THE_MODEL}
+    if dataclasses.is_dataclass(value):
+        return _fields(value, _HARMLESS_OF_MODEL)
+    return _plain_object(type(value))
+
+
+# --- what computes ---
+
+
+def _build() -> str:
+    capability = current_platform.get_device_capability()
+    device = f"{current_platform.device_type}{capability.to_int() if capability else ''}"
+    return f"vllm {vllm_version}, torch {torch.__version__}, {device}"
+
+
+def _attention(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Return the attention backend that vLLM selects for each group of layers."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    with set_current_vllm_config(vllm_config):
+        return ", ".join(_backend(vllm_config, spec) for spec in specs)
+
+
+def _backend(vllm_config: VllmConfig, spec: Any) -> str:
+    if not isinstance(spec, AttentionSpec):
+        return type(spec).__name__
+    try:
+        backend = get_attn_backend(
+            spec.head_size,
+            vllm_config.model_config.dtype,
+            vllm_config.cache_config.cache_dtype,
+            use_mla=isinstance(spec, MLAAttentionSpec),
+            has_sliding_window=getattr(spec, "sliding_window", None) is not None,
+        )
+    except (ValueError, AssertionError, NotImplementedError, ImportError):
+        # Layers of this kind ask for one with needs of their own. Equal builds, devices and
+        # options, which all count, then select equal ones.
+        return "selected by the layers"
+    return str(backend.get_name())
+
+
+def _pages(kv_cache_config: KVCacheConfig) -> str:
+    groups = kv_cache_config.kv_cache_groups
+    return "; ".join(f"{len(group.layer_names)} x {group.kv_cache_spec}" for group in groups)
