@@ -1,7 +1,8 @@
 """What vLLM loads: the engine as an out-of-tree ``OffloadingSpec``.
 
 Named to vLLM by ``--kv-transfer-config`` (see ``cacheengine.launch``):
-``{"kv_connector": "OffloadingConnector", "kv_connector_extra_config":
+``{"kv_connector": "WarmrouteConnector", "kv_connector_module_path":
+"cacheengine.connector.connector", "kv_connector_extra_config":
 {"spec_name": "WarmrouteSpec", "spec_module_path": "cacheengine.connector.spec",
 "block_size": <chunk tokens>}}``. The rest comes from LMCache's configuration.
 

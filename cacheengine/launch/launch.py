@@ -62,7 +62,8 @@ def vllm_arguments(
         kv_replay_port=kv_replay_port,
     )
     transfer = {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": "WarmrouteConnector",
+        "kv_connector_module_path": "cacheengine.connector.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "WarmrouteSpec",

@@ -353,3 +353,67 @@ def test_slow_steps_do_not_ask_the_remote_for_ever(make_bench: MakeBench) -> Non
     wait_until(lambda: scheduler.bench.engine.stats().remote.asked == 1)
     scheduler.bench.clock.advance(30)
     assert scheduler.lookup(1) == ["MISS"]
+
+
+def _offer(scheduler: Scheduler, *numbers: int) -> list[int]:
+    """Offer chunks, store those taken, and return which these are."""
+    offered = offload_keys(*numbers)
+    output = scheduler.manager.prepare_store(offered, scheduler.context)
+    assert output is not None
+    taken = [numbers[offered.index(each)] for each in output.keys_to_store]
+    for number, slot in zip(taken, output.store_spec.block_ids.tolist(), strict=True):
+        scheduler.bench.pool.view(slot)[:] = payload(key(number))
+    scheduler.manager.complete_store(output.keys_to_store, scheduler.context)
+    return taken
+
+
+def _refused(scheduler: Scheduler) -> list[Any]:
+    return list(scheduler.manager.stores.offers.take_news().values())
+
+
+def test_the_first_chunk_without_room_is_remembered(scheduler: Scheduler) -> None:
+    stores = scheduler.manager.stores
+    stores.are_offered_again = True
+    assert _offer(scheduler, 1, 2, 3, 4, 5, 6) == [1, 2, 3, 4]
+    assert _refused(scheduler) == offload_keys(5)
+    scheduler.bench.finish_puts()
+    assert _offer(scheduler, 5, 6) == [5, 6]
+    assert _refused(scheduler) == []
+
+
+def test_a_request_refused_again_and_again_is_asked_for_less_often(scheduler: Scheduler) -> None:
+    stores = scheduler.manager.stores
+    stores.are_offered_again = True
+    scheduler.store(1, 2, 3, 4)
+    scheduler.bench.finish_puts()
+    assert scheduler.lookup(1, 2, 3, 4) == ["HIT"] * 4
+    asked = []
+    for _ in range(40):
+        before = scheduler.bench.engine.stats().store_drops
+        assert _offer(scheduler, 5, 6) == []
+        assert _refused(scheduler) == offload_keys(5)
+        asked.append(scheduler.bench.engine.stats().store_drops > before)
+    assert [number for number, each in enumerate(asked) if each] == [0, 2, 6, 14, 30]
+    scheduler.end_step()
+    stores.offers.hurry(["another", scheduler.context.req_id])
+    assert _offer(scheduler, 5, 6) == [5, 6]
+
+
+def test_a_prompt_does_not_push_out_its_own_beginning_unless_it_is_below(
+    make_bench: MakeBench,
+) -> None:
+    scheduler = Scheduler(make_bench(4))
+    scheduler.manager.stores.are_offered_again = True
+    scheduler.store(1, 2, 3, 4)
+    assert _offer(scheduler, 5) == []
+    assert scheduler.lookup(1, 2, 3, 4, 5) == ["HIT"] * 4 + ["MISS"]
+    scheduler.end_step()
+    scheduler.next_request()
+    assert _offer(scheduler, 5) == [5]  # another's
+
+
+def test_with_vllms_own_connector_a_part_is_taken_and_nothing_remembered(
+    scheduler: Scheduler,
+) -> None:
+    assert _offer(scheduler, 1, 2, 3, 4, 5, 6) == [1, 2, 3, 4]
+    assert _refused(scheduler) == []
