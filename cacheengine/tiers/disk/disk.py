@@ -110,7 +110,7 @@ class DiskTier(LocalTier):
                     older = min(first, file, key=_time_of_use)
                     self._space.remove_leftover(older.path, self.item_bytes)
         others = OtherLayouts(self.directories)
-        self._space.start_with(len(found) * self.item_bytes, others)
+        self._space.start_with(((file.path, file.key) for file in found.values()), others)
         return [file.key for file in sorted(found.values(), key=_time_of_use)]
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:

@@ -104,7 +104,7 @@ class DiskPath:
                 outcome = PutOutcome.NO_SPACE
         finally:
             if outcome is PutOutcome.STORED:
-                self._space.stored(path)
+                self._space.stored(path, key)
             else:
                 self._space.failed(path, draft, exists=exists)
         if outcome is PutOutcome.STORED:
@@ -155,6 +155,7 @@ class DiskPath:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
             if not self._is_away():
+                self._space.vanished(Path(name), key)
                 return GetOutcome.MISSING
             self._report("read", error)
             return GetOutcome.FAILED
@@ -174,7 +175,7 @@ class DiskPath:
         if is_whole:
             return GetOutcome.OK
         logger.warning("disk tier: %s is damaged; removed", name)
-        self._space.remove(Path(name))
+        self._space.remove(Path(name), key)
         return GetOutcome.DAMAGED
 
     def _is_away(self) -> bool:
@@ -184,7 +185,7 @@ class DiskPath:
 
     def remove(self, key: bytes) -> None:
         """Remove a file, now or as soon as that can be."""
-        self._space.recycle(self.file(key))
+        self._space.recycle(self.file(key), key)
 
     def close(self) -> None:
         """Give the directory free for another process. Idempotent."""
