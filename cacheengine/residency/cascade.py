@@ -163,16 +163,18 @@ class Cascade:
 
     def _failed(self, entry: Entry, outcome: PutOutcome, now_s: float) -> None:
         put = self._by_key[entry.key]
-        put.tries += 1
+        if outcome is not PutOutcome.NOT_TRIED:
+            put.tries += 1
+            self._stats.io_errors += 1
         self._drop_queued(put)
-        self._stats.io_errors += 1
         if not self._index.not_written(entry.key):
             self._state.delete(self._index, [entry.key])
         elif entry.key in self._index:
             self._state.gained(self._index, [entry.key])
         self._grow_at_s = now_s + LONGEST_BACKOFF_S
-        self._backoff.failed(now_s)
-        if outcome is PutOutcome.NO_SPACE:
+        is_full = outcome is PutOutcome.NO_SPACE
+        self._backoff.failed(now_s, grows=is_full or not self._index.has_breaker)
+        if is_full:
             # Go on within what did fit: one leaves for each that comes.
             self._index.limit_to_used()
 

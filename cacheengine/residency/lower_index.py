@@ -17,6 +17,8 @@ class LowerIndex(ABC):
     name: TierName
     capacity_bytes: int = 0
     """How much it may hold; 0 where that is not known, or nothing."""
+    has_breaker: bool = False
+    """The tier finds out by itself for how long a server that fails is left alone."""
 
     @property
     def is_there(self) -> bool:

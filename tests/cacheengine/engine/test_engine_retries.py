@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cacheengine.engine.engine import CacheEngine
+from cacheengine.residency import Presence
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from tests.cacheengine.building import Bench, config, key, keys, payload, wait_until
@@ -151,3 +152,33 @@ def _on_disk(engine: CacheEngine) -> int:
 
 def _told(engine: CacheEngine) -> list[tuple[str, bool]]:
     return [(event.tier, event.stored) for event in engine.take_events()]
+
+
+def test_a_server_that_is_well_again_is_asked_within_a_second(make_bench: MakeBench) -> None:
+    """Its store has a breaker of its own; a second one that grew would hide it for a minute."""
+    remote = ScriptedRemote({key(1): payload(key(1))})
+    bench = make_bench(4, remote=remote)
+    remote.answers = False
+    for number in range(1, 9):
+        assert bench.engine.lookup(key(1)) is Presence.UNKNOWN
+        wait_until(lambda asked=number: bench.engine.stats().remote.unanswered == asked)
+        assert bench.engine.lookup(key(1)) is Presence.MISS  # no request waits for it
+        bench.clock.advance(1.1)
+    remote.answers = True
+    assert bench.promote(keys(1)) == (0, 1, 0)
+
+
+def test_puts_that_were_never_tried_are_not_given_up(make_bench: MakeBench) -> None:
+    remote = ScriptedRemote()
+    bench = make_bench(4, remote=remote)
+    remote.put_outcome = PutOutcome.NOT_TRIED
+    bench.store(keys(1))
+    for _ in range(20):
+        bench.finish_puts()
+        _let_time_pass(bench, 1.1)
+    assert bench.engine.stats().remote.io_errors == 0
+    bench.finish_puts()
+    remote.put_outcome = PutOutcome.STORED
+    _let_time_pass(bench, 1.1)
+    bench.finish_puts()
+    assert set(remote.chunks) == set(keys(1))
