@@ -40,16 +40,28 @@ class ChunkFile:
 
     def __init__(self, fingerprint: str, payload_bytes: int) -> None:
         self.file_bytes = payload_bytes + SEAL_BYTES
-        self.can_be_read_direct = payload_bytes % PAGE_BYTES == 0
+        self.can_be_direct = payload_bytes % PAGE_BYTES == 0
         self._payload_bytes = payload_bytes
         self._fingerprint = fingerprint.encode()
         self._of_thread = threading.local()
 
-    def write(self, fd: int, key: bytes, payload: memoryview) -> None:
-        """Fill a file that is empty or of this size."""
+    def write(
+        self, fd: int, key: bytes, payload: memoryview, *, may_be_direct: bool = False
+    ) -> None:
+        """Fill a file that is empty or of this size, with ``may_be_direct`` past the page cache."""
         # All blocks at once: a full disk is known before a byte is copied, and
         # the file system has less to do for each.
         linux_io.reserve(fd, self.file_bytes)
+        if not (may_be_direct and self._write_direct(fd, key, payload)):
+            self._write_cached(fd, key, payload)
+
+    def _write_direct(self, fd: int, key: bytes, payload: memoryview) -> bool:
+        """Return False where that cannot be."""
+        seal = self._seal_buffer()
+        seal[:] = self._seal(key, xxhash.xxh3_128_digest(payload))
+        return _move_direct(os.pwritev, fd, [payload, seal]) is not None
+
+    def _write_cached(self, fd: int, key: bytes, payload: memoryview) -> None:
         checksum = xxhash.xxh3_128()
         for start in range(0, len(payload), _PIECE_BYTES):
             piece = payload[start : start + _PIECE_BYTES]
@@ -69,8 +81,10 @@ class ChunkFile:
             return False
         seal = self._seal_buffer()
         if may_be_direct and not self._is_cached(fd):
-            is_long_enough = _read_direct(fd, [into, seal])
+            is_long_enough = _move_direct(os.preadv, fd, [into, seal])
         else:
+            is_long_enough = None
+        if is_long_enough is None:
             is_long_enough = _move_all(os.preadv, fd, [into, seal])
         return is_long_enough and seal.tobytes() == self._seal(key, xxhash.xxh3_128_digest(into))
 
@@ -100,16 +114,17 @@ class ChunkFile:
         return (fixed + key).ljust(SEAL_BYTES, b"\0")
 
 
-def _read_direct(fd: int, buffers: Sequence[memoryview]) -> bool:
+def _move_direct(call: _Vectored, fd: int, buffers: Sequence[memoryview]) -> bool | None:
+    """Do as `_move_all` does, past the page cache; None, and not so any more, where it cannot."""
     set_direct(fd, True)
     try:
-        return _move_all(os.preadv, fd, buffers)
+        return _move_all(call, fd, buffers)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    # The memory is not aligned, or a read that was cut short left us in mid-page.
+    # The memory is not aligned, or a call that was cut short left us in mid-page.
     set_direct(fd, False)
-    return _move_all(os.preadv, fd, buffers)
+    return None
 
 
 def _move_all(call: _Vectored, fd: int, buffers: Sequence[memoryview], offset: int = 0) -> bool:

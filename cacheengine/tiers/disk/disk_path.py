@@ -42,6 +42,8 @@ class DiskPath:
         self._prefix = f"{self.directory}/"
         self.reads_direct = False
         """Whether files that are not in the page cache are read past it."""
+        self.writes_direct = False
+        """Whether files are written past the page cache."""
         self._file = file
         self._space = space
         self._failing: set[str] = set()
@@ -93,7 +95,7 @@ class DiskPath:
             fd = self._open_new(draft.path)
             exists = True
             try:
-                self._file.write(fd, key, payload)
+                self._file.write(fd, key, payload, may_be_direct=self.writes_direct)
             finally:
                 os.close(fd)  # may report what writing did not
             self._rename(draft.path, path)
