@@ -59,7 +59,6 @@ def config(
         local_disk=(disk,) if disk else (),
         max_local_disk_size=disk_items_gb(disk_items) if disk else 0.0,
         put_queue_share=share,
-        disk_write_threads=2,  # tests that hold puts back count on it
     )
 
 

@@ -95,7 +95,6 @@ def _engine_config(settings: Settings, instance_id: str, agent_port: int) -> Eng
         lmcache_worker_port=agent_port,
         agent_host=settings.host,
         disk_direct_reads=False,
-        disk_direct_writes=False,
         # In memory, what is put does not queue: nothing must be dropped for want of a queue.
         put_queue_share=0.5 if settings.disk_files else 1.0,
         # The paced device is one; more threads would only wait for each other.
