@@ -37,8 +37,9 @@ class TierStats:
     puts: int = counter("Chunks written to lower tiers.")
     put_bytes: int = counter("Bytes written to lower tiers.")
     put_drops: int = counter(
-        "Chunks not written: queue or tier full, left alone after an error, or cleared."
+        "Puts dropped: queue or tier full, left alone after an error, or cleared; each time."
     )
+    put_retries: int = counter("Puts that had been dropped, and were queued again.")
     gets: int = counter("Chunks read whole from lower tiers.")
     get_bytes: int = counter("Bytes read from lower tiers.")
     get_misses: int = counter("Chunks that a lower tier was thought to hold and did not.")

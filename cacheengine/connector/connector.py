@@ -5,7 +5,8 @@ Named to vLLM by ``--kv-transfer-config`` (see ``cacheengine.launch``): ``{"kv_c
 "kv_role": "kv_both"}``. The rest comes from LMCache's configuration and from vLLM's own.
 
 vLLM's offloading interface says of a model no more than its name, of a request not which
-adapter it uses, and of an update of the weights nothing: that is added here.
+adapter it uses, and of an update of the weights nothing: that is added here. And vLLM offers
+each chunk once; what found no room is offered again.
 """
 
 import dataclasses
@@ -13,9 +14,12 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 from vllm.v1.request import Request
 
 from cacheengine.connector.manager import WarmrouteManager
@@ -26,7 +30,7 @@ from cacheengine.settings import load_engine_config
 
 
 class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
-    """Loads the engine, and tells it of models, adapters and weights."""
+    """Loads the engine, tells it of models, adapters and weights, and offers chunks again."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -55,6 +59,31 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         """Note which adapter the request uses."""
         self._manager.keys.expect(request.request_id, adapter_of(request.lora_request))
         super().on_new_request(request)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Do as vLLM does, then set each request back to the first chunk that was refused."""
+        offers = self._manager.stores.offers
+        offers.hurry(scheduler_output.finished_req_ids or ())
+        metadata = super().build_connector_meta(scheduler_output)
+        for req_id, first in offers.take_news().items():
+            self._offer_again(req_id, first)
+        return metadata
+
+    def _offer_again(self, req_id: str, first: OffloadKey) -> None:
+        """Set a request back in the same step, as vLLM leaves one of which nothing was taken.
+
+        Later would be too late for a window's blocks: vLLM looks after those
+        that are still to be offered, and may have given away the others.
+        """
+        status: Any = self.scheduler._req_status.get(req_id)
+        if status is None:
+            return  # it has ended: this was its last offer
+        groups = zip(self.scheduler.config.kv_group_configs, status.group_states, strict=True)
+        for config, state in groups:
+            end_tokens = status.req_context.get_offload_key_position(first)
+            if config.group_idx == get_offload_group_idx(first) and end_tokens is not None:
+                chunk_idx = end_tokens // config.tokens_per_chunk - 1
+                state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, chunk_idx)
 
     def _empty_gpu(self) -> bool:
         """Have vLLM forget the KV in its own cache, unless requests use some of it."""

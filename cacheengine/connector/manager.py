@@ -24,6 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cacheengine.connector.served.request_keys import RequestKeys
 from cacheengine.connector.served.request_state import RequestState
+from cacheengine.connector.stores import Stores
 from cacheengine.engine import CacheEngine
 from cacheengine.identity import KvVersions
 from cacheengine.record import CPU
@@ -83,7 +84,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._requests: dict[str, RequestState] = {}
         self._wanting: list[RequestState] = []
         self._loads: Counter[bytes] = Counter()
-        self._stores: set[bytes] = set()
+        self.stores = Stores(engine, self.keys, group_idx)
         self._flushing: deque[_UnderWay] = deque()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -93,6 +94,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget what was remembered of the request."""
+        self.stores.offers.end(req_context.req_id)
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             request.wanted.clear()
@@ -204,34 +206,20 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     ) -> PrepareStoreOutput | None:
         """Reserve rows for the chunks that are not there yet, the leading ones that find room.
 
-        None when none does. Chunks that are there count as used: a prefix that
-        the GPU holds is never loaded, but offered again by each request.
+        The others are remembered, and offered again (`WarmrouteConnector`). Chunks that are there
+        count as used: a prefix that the GPU holds is never loaded, but offered again by each
+        request.
         """
         if not self.keys.may_store(req_context):
-            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        given = dict(zip(self.keys.stored(keys, req_context), keys, strict=True))
-        chunks = list(given)
-        self._note_use(chunks, req_context)
-        reservation = self._engine.prepare_store(chunks)
-        if reservation is None:
-            return None
-        self._stores.update(reservation.keys)
-        return PrepareStoreOutput(
-            keys_to_store=[given[chunk] for chunk in reservation.keys],
-            store_spec=CPULoadStoreSpec(list(reservation.slots)),
-            evicted_keys=self._offload_keys(reservation.evicted),
-        )
+            return self.stores.none()
+        self._note_use(self.keys.stored(keys, req_context), req_context)
+        return self.stores.prepare(list(keys), req_context, self._request(req_context).used)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """Make stored chunks visible, or give their rows back."""
-        # vLLM keeps a job's keys in a set; the engine wants prefix order, to
-        # write the beginning first and to evict from the end.
-        in_order = sorted(keys, key=lambda key: req_context.get_offload_key_position(key) or 0)
-        chunks = self.keys.stored(in_order, req_context)
-        self._stores.difference_update(chunks)
-        self._engine.complete_store(chunks, success=success)
+        self.stores.complete(keys, req_context, success=success)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Promote what this step's lookups found below the pool; let go of what they held."""
@@ -257,9 +245,8 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def reset_cache(self) -> None:
         """Empty the pool; rows of transfers under way follow when those have ended."""
         loads = list(self._loads.elements())
-        self._flushing.append(_UnderWay(loads, list(self._stores)))
+        self._flushing.append(_UnderWay(loads, self.stores.take_under_way()))
         self._loads.clear()
-        self._stores.clear()
         self._requests.clear()
         self._wanting.clear()
         self._release_step_holds()

@@ -115,14 +115,16 @@ class CacheEngine:
         with self._lock:
             self._decider.touch(keys)
 
-    def prepare_store(self, keys: Sequence[bytes]) -> StoreReservation | None:
+    def prepare_store(
+        self, keys: Sequence[bytes], *, prefix: Collection[bytes] = ()
+    ) -> StoreReservation | None:
         """Reserve slots for chunks that are neither present nor pending; None: no room for any.
 
-        Evicts others if needed, never one of ``keys``; of more than find room
-        the leading ones are taken. `complete_store` must follow.
+        Evicts others if needed, never one of ``keys``, of their ``prefix`` only what a lower tier
+        has; of more than find room the leading ones are taken. `complete_store` must follow.
         """
         with self._deciding() as decider:
-            return decider.prepare_store(keys, self._clock())
+            return decider.prepare_store(keys, self._clock(), prefix)
 
     def complete_store(
         self, keys: Collection[bytes], *, success: bool = True, prefetched: bool = False

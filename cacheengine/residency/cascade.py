@@ -3,16 +3,23 @@
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from cacheengine.residency.entry import Entry
 from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.residency.state import CacheState
 from cacheengine.tiers import LONGEST_BACKOFF_S, PutOutcome, TierBackoff
 
+_TRIES: Final = 3
+"""Writes of one chunk before it is given up."""
+_MOST_DROPPED: Final = 16_384
+"""Chunks remembered whose put was dropped; the oldest are given up."""
+
 
 @dataclass(slots=True, eq=False)
 class _Put:
     entry: Entry
+    tries: int = 0
     is_wanted: bool = True
 
 
@@ -21,7 +28,9 @@ class Cascade:
 
     An entry whose put is queued or under way is not evicted. After a failure
     the tier is left alone for a while; after the last one the longest backoff
-    must pass before it may use its whole capacity again.
+    must pass before it may use its whole capacity again. A put that is dropped
+    is tried again while its chunk is in the pool (`retry`), one that failed a
+    few times in all.
     """
 
     def __init__(self, state: CacheState, index: LowerIndex, max_queued: int) -> None:
@@ -33,6 +42,8 @@ class Cascade:
         self._grow_at_s = float("-inf")
         self._waiting: deque[_Put] = deque()
         self._by_key: dict[bytes, _Put] = {}  # puts under way included
+        # By how often they were tried, those dropped first at the front.
+        self._dropped: dict[bytes, int] = {}
 
     @property
     def queued_bytes(self) -> int:
@@ -45,17 +56,44 @@ class Cascade:
         return len(self._waiting)
 
     def queue(self, entry: Entry, now_s: float) -> None:
-        """Queue the put of a stored chunk, unless it is below already or must be dropped."""
-        if not self._index.is_there or self._index.is_known(entry.key):
+        """Queue the put of a chunk of the pool, unless it is below already or must be dropped."""
+        if not self._index.is_there or self._is_below(entry.key):
             return
-        if self._backoff.is_on(now_s) or len(self._by_key) >= self._max_queued:
-            self._stats.put_drops += 1
-            return
+        if self._can_queue(now_s):
+            self._queue(entry, self._dropped.pop(entry.key, 0))
+        else:
+            self._drop(entry, self._dropped.get(entry.key, 0))
+
+    def _is_below(self, key: bytes) -> bool:
+        is_queued = key in self._by_key
+        return is_queued or (self._index.is_known(key) and not self._index.must_rewrite(key))
+
+    def _can_queue(self, now_s: float) -> bool:
+        return not self._backoff.is_on(now_s) and len(self._by_key) < self._max_queued
+
+    def _queue(self, entry: Entry, tries: int) -> None:
         entry.in_use.putting += 1
-        put = _Put(entry)
+        put = _Put(entry, tries)
         self._waiting.append(put)
         self._by_key[entry.key] = put
         self._state.todo.puts[self._index.name] += 1
+
+    def _drop(self, entry: Entry, tries: int) -> None:
+        self._stats.put_drops += 1
+        if tries < _TRIES:
+            self._dropped[entry.key] = tries
+        if len(self._dropped) > _MOST_DROPPED:
+            del self._dropped[next(iter(self._dropped))]
+
+    def retry(self, now_s: float) -> None:
+        """Queue puts that were dropped, as many as may be now, of chunks still in the pool."""
+        while self._dropped and self._can_queue(now_s):
+            key = next(iter(self._dropped))
+            tries = self._dropped.pop(key)
+            entry = self._state.cpu.ready(key)
+            if entry is not None and not self._is_below(key):
+                self._stats.put_retries += 1
+                self._queue(entry, tries)
 
     def begin(self, most: int, now_s: float) -> tuple[list[Entry], list[bytes]]:
         """Reserve room below for queued puts, the oldest first, at most so many.
@@ -66,22 +104,32 @@ class Cascade:
         """
         entries: list[Entry] = []
         victims: list[bytes] = []
+        hidden: list[bytes] = []  # not to be found while they are written anew
         while self._waiting and len(entries) < most:
             put = self._waiting.popleft()
-            if self._index.is_known(put.entry.key):
+            key = put.entry.key
+            if self._index.is_known(key) and not self._index.must_rewrite(key):
                 # A shared tier was asked for it since, and has it from others.
                 self._leave(put.entry, now_s)
                 continue
+            was_found = key in self._index
             leaving = self._reserve(put, now_s)
             if leaving is None:
-                self._stats.put_drops += 1
+                self._drop_queued(put)
                 self._leave(put.entry, now_s)
                 continue
             entries.append(put.entry)
             victims += leaving
+            hidden += [key] if was_found else []
         self._stats.evictions += len(victims)
-        self._state.emit(self._index.name, stored=False, keys=victims)
+        self._state.emit(self._index.name, stored=False, keys=[*victims, *hidden])
         return entries, victims
+
+    def _drop_queued(self, put: _Put) -> None:
+        if put.is_wanted:
+            self._drop(put.entry, put.tries)
+        else:
+            self._stats.put_drops += 1
 
     def _reserve(self, put: _Put, now_s: float) -> list[bytes] | None:
         # A condemned entry may be written all the same: clearing the cpu tier
@@ -100,6 +148,7 @@ class Cascade:
             else:
                 self._failed(entry, outcome, now_s)
             self._leave(entry, now_s)
+        self.retry(now_s)
 
     def _stored(self, entry: Entry) -> None:
         self._backoff.succeeded()
@@ -113,12 +162,19 @@ class Cascade:
             self._state.delete(self._index, [entry.key])
 
     def _failed(self, entry: Entry, outcome: PutOutcome, now_s: float) -> None:
-        self._stats.put_drops += 1
-        self._stats.io_errors += 1
-        self._index.forget(entry.key)
+        put = self._by_key[entry.key]
+        if outcome is not PutOutcome.NOT_TRIED:
+            put.tries += 1
+            self._stats.io_errors += 1
+        self._drop_queued(put)
+        if not self._index.not_written(entry.key):
+            self._state.delete(self._index, [entry.key])
+        elif entry.key in self._index:
+            self._state.gained(self._index, [entry.key])
         self._grow_at_s = now_s + LONGEST_BACKOFF_S
-        self._backoff.failed(now_s)
-        if outcome is PutOutcome.NO_SPACE:
+        is_full = outcome is PutOutcome.NO_SPACE
+        self._backoff.failed(now_s, grows=is_full or not self._index.has_breaker)
+        if is_full:
             # Go on within what did fit: one leaves for each that comes.
             self._index.limit_to_used()
 
@@ -129,6 +185,8 @@ class Cascade:
 
     def cancel(self, keys: Collection[bytes] | None = None) -> None:
         """Drop queued puts, of all chunks or of these, when their turn comes."""
+        for key in list(self._dropped) if keys is None else keys:
+            self._dropped.pop(key, None)
         puts = self._by_key.values() if keys is None else map(self._by_key.get, keys)
         for put in puts:
             if put is not None:
@@ -145,6 +203,8 @@ class Cascade:
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself."""
+        assert len(self._dropped) <= _MOST_DROPPED
+        assert not self._dropped.keys() & self._by_key.keys(), "both dropped and queued"
         assert len(self._waiting) <= len(self._by_key) <= self._max_queued
         for put in self._waiting:
             assert self._by_key[put.entry.key] is put

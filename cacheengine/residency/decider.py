@@ -47,7 +47,7 @@ class Decider:
             index.name: Cascade(state, index, share) for index in lower
         }
         remotes = [index for index in lower if isinstance(index, RemoteIndex)]
-        self.promoter = Promoter(state, remotes[0] if remotes else None)
+        self.promoter = Promoter(state, remotes[0] if remotes else None, self.cascades)
 
     def take_todo(self) -> Todo | None:
         """Return what has come up since the last call, None if nothing has."""
@@ -150,21 +150,29 @@ class Decider:
 
     # --- stores ---
 
-    def prepare_store(self, keys: Sequence[bytes], now_s: float) -> StoreReservation | None:
+    def prepare_store(
+        self, keys: Sequence[bytes], now_s: float, prefix: Collection[bytes] = ()
+    ) -> StoreReservation | None:
         """Reserve slots for chunks that are not there; None: no room for any."""
         wanted = [key for key in dict.fromkeys(keys) if self._is_storable(key)]
-        count, evicted = self.state.make_room(len(wanted), set(keys), now_s)
+        protected = set(keys)
+        if len(wanted) > self.cpu.free_slots:
+            protected.update(key for key in prefix if not self._is_below(key))
+        count, evicted = self.state.make_room(len(wanted), protected, now_s)
         self.stats.store_drops += len(wanted) - count
         if wanted and not count:
             return None
-        del wanted[count:]
-        slots = tuple(self.cpu.add(key, State.STORING).slot for key in wanted)
-        return StoreReservation(tuple(wanted), slots, tuple(evicted))
+        taken, refused = tuple(wanted[:count]), tuple(wanted[count:])
+        slots = tuple(self.cpu.add(key, State.STORING).slot for key in taken)
+        return StoreReservation(taken, slots, tuple(evicted), refused)
 
     def _is_storable(self, key: bytes) -> bool:
         if self.cpu.get(key) is not None:
             return False
-        return self.state.local_cpu or not any(key in index for index in self.state.lower)
+        return self.state.local_cpu or not self._is_below(key)
+
+    def _is_below(self, key: bytes) -> bool:
+        return any(key in index and not index.must_rewrite(key) for index in self.state.lower)
 
     def complete_store(
         self, keys: Iterable[bytes], now_s: float, *, success: bool, prefetched: bool = False
@@ -211,7 +219,9 @@ class Decider:
         return self.promoter.begin(keys, pin_s, now_s, holder)
 
     def expire_pins(self, now_s: float) -> int:
-        """Take off the pins whose deadline has passed; return how many."""
+        """Take off the pins whose deadline has passed, and return how many; retry dropped puts."""
+        for cascade in self.cascades.values():
+            cascade.retry(now_s)
         ended = 0
         for entry in self.cpu.expired_pins(now_s):
             ended += self.state.expire(entry, now_s)

@@ -34,6 +34,8 @@ class StoreReservation:
     slots: tuple[int, ...]
     evicted: tuple[bytes, ...]
     """What left the pool to make the room."""
+    refused: tuple[bytes, ...] = ()
+    """Chunks that are not there either, and found no room."""
 
 
 class Outcome(Enum):

@@ -45,6 +45,7 @@ class TierIndex(LowerIndex):
         self._pinned: set[bytes] = set()
         # Of chunks whose last read failed.
         self._backoffs: dict[bytes, TierBackoff] = {}
+        self._rewriting: set[bytes] = set()
         self._replaced = 0
         self._max_items = capacity_bytes // item_bytes
         self._max_pinned = int(_OPERATOR_SHARE * self._max_items)
@@ -80,6 +81,10 @@ class TierIndex(LowerIndex):
         """Whether the chunk is there, on its way in, or on its way out."""
         return key in self._items
 
+    def must_rewrite(self, key: bytes) -> bool:
+        """Whether the chunk is held and its last read failed, and nothing goes on with it."""
+        return key in self._backoffs and key in self and key not in self._readers
+
     def adopt(self, keys: list[bytes]) -> list[bytes]:
         """Take in what a scan found, oldest first; return the oldest that are too many.
 
@@ -91,10 +96,14 @@ class TierIndex(LowerIndex):
         return self._delete(list(self._items)[:excess], Residence.DELETING)
 
     def reserve(self, key: bytes) -> list[bytes] | None:
-        """Begin to write a chunk that is not known; return what must be deleted first.
+        """Begin to write a chunk that is not known, or anew; return what must be deleted first.
 
         None: the capacity cannot be kept.
         """
+        if self.must_rewrite(key):
+            self._rewriting.add(key)
+            self._items[key] = Residence.WRITING
+            return []
         assert key not in self._items
         excess = max(0, self._used_items + 1 - self._max_items)
         victims = self._victims(excess)
@@ -107,6 +116,18 @@ class TierIndex(LowerIndex):
     def publish(self, key: bytes) -> bool:
         """End a write that succeeded. False: it was cleared meanwhile, delete it and `forget`."""
         assert self._items[key] is Residence.WRITING
+        is_wanted = key not in self._condemned
+        self._items[key] = Residence.HELD if is_wanted else Residence.DELETING
+        self._rewriting.discard(key)
+        self._backoffs.pop(key, None)
+        return is_wanted
+
+    def not_written(self, key: bytes) -> bool:
+        """End a write that failed; what was to be replaced is still there, and may be read yet."""
+        if key not in self._rewriting:
+            self.forget(key)
+            return True
+        self._rewriting.discard(key)
         is_wanted = key not in self._condemned
         self._items[key] = Residence.HELD if is_wanted else Residence.DELETING
         return is_wanted
@@ -202,6 +223,7 @@ class TierIndex(LowerIndex):
         assert self._readers.keys() <= self._items.keys()
         assert self._condemned <= self._items.keys()
         assert self._backoffs.keys() <= self._items.keys()
+        assert all(self._items.get(key) is Residence.WRITING for key in self._rewriting)
         assert all(key in self for key in self._pinned), "a pin on what cannot be found"
         assert len(self._pinned) <= self._max_pinned
 

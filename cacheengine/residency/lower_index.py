@@ -17,6 +17,8 @@ class LowerIndex(ABC):
     name: TierName
     capacity_bytes: int = 0
     """How much it may hold; 0 where that is not known, or nothing."""
+    has_breaker: bool = False
+    """The tier finds out by itself for how long a server that fails is left alone."""
 
     @property
     def is_there(self) -> bool:
@@ -44,16 +46,20 @@ class LowerIndex(ABC):
     def is_known(self, key: bytes) -> bool:
         """Whether the chunk is there, on its way in, or on its way out: not to be put."""
 
+    def must_rewrite(self, key: bytes) -> bool:
+        """Whether the chunk is there and cannot be read: to be put once more (`reserve`)."""
+        return False
+
     @abstractmethod
     def touch(self, key: bytes) -> None:
         """Make a chunk the most recent, if it is there."""
 
     @abstractmethod
     def reserve(self, key: bytes) -> list[bytes] | None:
-        """Begin to write a chunk that is not known; return what must be deleted first.
+        """Begin to write a chunk that is not known, or anew; return what must be deleted first.
 
         Returns None, changing nothing, when there cannot be room. `forget` the
-        deleted ones, then `publish` or `forget` the chunk.
+        deleted ones, then `publish` or `not_written`.
         """
 
     @abstractmethod
@@ -63,6 +69,11 @@ class LowerIndex(ABC):
     @abstractmethod
     def forget(self, key: bytes) -> None:
         """Drop a chunk that is gone: deleted, or never written."""
+
+    def not_written(self, key: bytes) -> bool:
+        """End a write that failed. False: what was there before is to be deleted, then `forget`."""
+        self.forget(key)
+        return True
 
     @abstractmethod
     def begin_read(self, key: bytes) -> None:

@@ -1,10 +1,11 @@
 """The way up: which chunks are read from lower tiers into the pool. Pure."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from cacheengine.record import CPU
+from cacheengine.residency.cascade import Cascade
 from cacheengine.residency.decisions import Outcome, Promotion
 from cacheengine.residency.entry import Entry, Holder, State
 from cacheengine.residency.lower_index import LowerIndex
@@ -29,11 +30,17 @@ class _Walk:
 
 
 class Promoter:
-    """Promotions from being asked for to the end of their reads."""
+    """Promotions from being asked for to the end of their reads.
 
-    def __init__(self, state: CacheState, remote: RemoteIndex | None) -> None:
+    What was read from one tier is put to those that are nearer, by ``cascades``.
+    """
+
+    def __init__(
+        self, state: CacheState, remote: RemoteIndex | None, cascades: Mapping[str, Cascade]
+    ) -> None:
         self._state = state
         self._remote = remote
+        self._cascades = cascades
         self._waiting: dict[str, deque[Entry]] = {index.name: deque() for index in state.lower}
         self._walks: dict[bytes, list[_Walk]] = {}
 
@@ -123,11 +130,11 @@ class Promoter:
             self._count(index, outcome)
             self._end_read(index, entry.key, outcome, now_s)
             if outcome is GetOutcome.OK and not entry.condemned:
-                self._promoted(entry, now_s)
+                self._promoted(entry, index, now_s)
             else:
                 self._read_failed(entry, now_s)
 
-    def _promoted(self, entry: Entry, now_s: float) -> None:
+    def _promoted(self, entry: Entry, source: LowerIndex, now_s: float) -> None:
         state = self._state
         entry.in_use.prefetched = True
         state.stats.promoted += 1
@@ -135,6 +142,8 @@ class Promoter:
         state.cpu.publish(entry, now_s)
         state.settle(entry.key, Outcome.PROMOTED)
         state.emit(CPU, stored=True, keys=[entry.key])
+        for index in state.lower[: state.lower.index(source)]:
+            self._cascades[index.name].queue(entry, now_s)
         state.drop_if_unwanted(entry, now_s)
 
     def _read_failed(self, entry: Entry, now_s: float) -> None:

@@ -33,11 +33,13 @@ class RemoteIndex(LowerIndex):
     """Keys known to be held, least recent first; keys known to be absent for a while.
 
     ``max_held`` and ``max_absent`` bound what is known. A question that the
-    tier does not answer, and a read that fails, begin a pause in which nothing
-    can be read or asked.
+    tier does not answer, and a read that fails, begin a short pause in which
+    nothing can be read or asked: how long a server is left alone is the store's
+    to decide.
     """
 
     name = "remote"
+    has_breaker = True
 
     def __init__(self, *, max_held: int = _MAX_HELD, max_absent: int = _MAX_ABSENT) -> None:
         self._max_held = max_held
@@ -127,7 +129,7 @@ class RemoteIndex(LowerIndex):
         for key in keys:
             del self._asked[key]
         if found is None:
-            self._backoff.failed(now_s)
+            self._backoff.failed(now_s, grows=False)
             self._void.difference_update(keys)
             return []
         self._backoff.succeeded()
@@ -184,7 +186,7 @@ class RemoteIndex(LowerIndex):
         """End a read. True: the chunk was cleared meanwhile and must be deleted now."""
         assert self._busy.pop(key) is Activity.READING
         if outcome is GetOutcome.FAILED:
-            self._backoff.failed(now_s)
+            self._backoff.failed(now_s, grows=False)
         else:
             self._backoff.succeeded()
         is_gone = outcome in (GetOutcome.MISSING, GetOutcome.DAMAGED)

@@ -28,6 +28,8 @@ class PutOutcome(Enum):
     """Nothing was kept; there is no room below the tier's own capacity either."""
     FAILED = auto()
     """Nothing was kept, for another reason."""
+    NOT_TRIED = auto()
+    """Nothing was kept: the tier's server has failed lately, and is left alone for now."""
 
 
 class GetOutcome(Enum):
@@ -137,7 +139,8 @@ LONGEST_BACKOFF_S: Final = 60.0
 class TierBackoff:
     """A pause for a tier, or for one chunk of it, after each failure.
 
-    Twice as long after each further one in a row.
+    Twice as long after each further one in a row, unless the tier has a breaker of its own:
+    two that grow, one behind the other, would not see for long that a server is well again.
     """
 
     def __init__(self) -> None:
@@ -148,10 +151,12 @@ class TierBackoff:
         """Whether the tier, or the chunk, is to be left alone."""
         return now_s < self._until_s
 
-    def failed(self, now_s: float) -> None:
+    def failed(self, now_s: float, *, grows: bool = True) -> None:
         """Begin a pause, unless one is on: then another operation of the same moment failed."""
-        if not self.is_on(now_s):
-            self._until_s = now_s + self._next_s
+        if self.is_on(now_s):
+            return
+        self._until_s = now_s + (self._next_s if grows else FIRST_BACKOFF_S)
+        if grows:
             self._next_s = min(2 * self._next_s, LONGEST_BACKOFF_S)
 
     def succeeded(self) -> None:

@@ -39,7 +39,8 @@ class DiskTier(LocalTier):
     one cannot be made or written.
 
     ``capacity_bytes`` is the limit of all paths together. With ``direct``,
-    files that are not in the page cache are read past it where that works.
+    files that are not in the page cache are read past it where that works, with
+    ``direct_writes`` all are written so.
     """
 
     name = "disk"
@@ -53,6 +54,7 @@ class DiskTier(LocalTier):
         capacity_bytes: int,
         *,
         direct: bool = True,
+        direct_writes: bool = False,
         lock_wait_s: float = _LOCK_WAIT_S,
     ) -> None:
         file = ChunkFile(fingerprint, payload_bytes)
@@ -64,7 +66,10 @@ class DiskTier(LocalTier):
             for root in dict.fromkeys(each.resolve() for each in roots):
                 path = DiskPath(root, fingerprint, file, self._space, lock_wait_s=lock_wait_s)
                 self._paths.append(path)
-                path.reads_direct = direct and _may_read_direct(path.directory, file)
+                path.reads_direct = direct and _can_be_direct(path.directory, file, reads=True)
+                path.writes_direct = direct_writes and _can_be_direct(
+                    path.directory, file, reads=False
+                )
         except OSError:
             self.close()
             raise
@@ -110,7 +115,7 @@ class DiskTier(LocalTier):
                     older = min(first, file, key=_time_of_use)
                     self._space.remove_leftover(older.path, self.item_bytes)
         others = OtherLayouts(self.directories)
-        self._space.start_with(len(found) * self.item_bytes, others)
+        self._space.start_with(((file.path, file.key) for file in found.values()), others)
         return [file.key for file in sorted(found.values(), key=_time_of_use)]
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
@@ -162,11 +167,12 @@ def _time_of_use(file: Found) -> tuple[int, bytes]:
     return file.used_ns, file.key
 
 
-def _may_read_direct(directory: Path, file: ChunkFile) -> bool:
-    if not file.can_be_read_direct:
-        logger.info("disk tier: chunks are no whole pages, so all reads go by the page cache")
+def _can_be_direct(directory: Path, file: ChunkFile, *, reads: bool) -> bool:
+    kind = "reads" if reads else "writes"
+    if not file.can_be_direct:
+        logger.info("disk tier: chunks are no whole pages, so all %s go by the page cache", kind)
         return False
-    reason = why_not_direct(directory)
+    reason = why_not_direct(directory, reads=reads)
     if reason is not None:
-        logger.info("disk tier: all reads of %s go by the page cache: %s", directory, reason)
+        logger.info("disk tier: all %s of %s go by the page cache: %s", kind, directory, reason)
     return reason is None

@@ -48,6 +48,8 @@ class DiskPath:
         self._prefix = f"{self.directory}/"
         self.reads_direct = False
         """Whether files that are not in the page cache are read past it."""
+        self.writes_direct = False
+        """Whether files are written past the page cache."""
         self._file = file
         self._space = space
         self._failing: set[str] = set()
@@ -99,7 +101,7 @@ class DiskPath:
             fd = self._open_new(draft.path)
             exists = True
             try:
-                self._file.write(fd, key, payload)
+                self._file.write(fd, key, payload, may_be_direct=self.writes_direct)
             finally:
                 os.close(fd)  # may report what writing did not
             self._rename(draft.path, path)
@@ -110,7 +112,7 @@ class DiskPath:
                 outcome = PutOutcome.NO_SPACE
         finally:
             if outcome is PutOutcome.STORED:
-                self._space.stored(path)
+                self._space.stored(path, key)
             else:
                 self._space.failed(path, draft, exists=exists)
         if outcome is PutOutcome.STORED:
@@ -161,6 +163,7 @@ class DiskPath:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError as error:
             if not self._is_away():
+                self._space.vanished(Path(name), key)
                 return GetOutcome.MISSING
             self._report("read", error)
             return GetOutcome.FAILED
@@ -180,7 +183,7 @@ class DiskPath:
         if is_whole:
             return GetOutcome.OK
         logger.warning("disk tier: %s is damaged; removed", name)
-        self._space.remove(Path(name))
+        self._space.remove(Path(name), key)
         return GetOutcome.DAMAGED
 
     def _is_away(self) -> bool:
@@ -190,7 +193,7 @@ class DiskPath:
 
     def remove(self, key: bytes) -> None:
         """Remove a file, now or as soon as that can be."""
-        self._space.recycle(self.file(key))
+        self._space.recycle(self.file(key), key)
 
     def close(self) -> None:
         """Give the directory free for another process. Idempotent."""

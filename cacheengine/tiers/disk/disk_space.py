@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -40,8 +41,9 @@ class DiskSpace:
     """Counts the files of all paths of one tier, and removes them. Thread-safe.
 
     ``used_bytes`` is never less than what our files take: what others remove
-    behind our back stays counted. So it refuses puts only while there are
-    files that cannot be removed, and else leaves the limit to the engine.
+    behind our back stays counted until a read, a put or a removal of it finds
+    that out. So it refuses puts only while there are files that cannot be
+    removed, and else leaves the limit to the engine.
     """
 
     def __init__(self, capacity_bytes: int, item_bytes: int) -> None:
@@ -50,6 +52,9 @@ class DiskSpace:
         # Held over removals, too: else two puts might count on the same room.
         self._lock = threading.Lock()
         self._used_bytes = 0
+        # The chunks counted whose files have their names, by directory: the keys are the
+        # engine's own objects.
+        self._held: defaultdict[Path, set[bytes]] = defaultdict(set)
         self._others = OtherLayouts([])
         self._spares: defaultdict[Path, list[Path]] = defaultdict(list)
         self._spare_numbers = itertools.count()
@@ -65,10 +70,12 @@ class DiskSpace:
         with self._lock:
             return self._used_bytes
 
-    def start_with(self, used_bytes: int, others: OtherLayouts) -> None:
+    def start_with(self, held: Iterable[tuple[Path, bytes]], others: OtherLayouts) -> None:
         """Take over what is on disk; other layouts may keep what this one leaves."""
         with self._lock:
-            self._used_bytes += used_bytes
+            for path, key in held:
+                self._held[_directory_of(path)].add(key)
+                self._used_bytes += self._item_bytes
             self._others = others
             self._shrink_others()
 
@@ -106,12 +113,26 @@ class DiskSpace:
         self._used_bytes -= self._item_bytes
         return False
 
-    def stored(self, path: Path) -> None:
-        """Note that a file was written and has its name."""
+    def stored(self, path: Path, key: bytes) -> None:
+        """Note that a chunk's file was written and has its name."""
         with self._lock:
             self._being_written.discard(path)
             # What stood there before is replaced.
             self._used_bytes -= self._stuck.pop(path, 0)
+            self._forget(path, key)
+            self._held[_directory_of(path)].add(key)
+
+    def vanished(self, path: Path, key: bytes) -> None:
+        """Note that a chunk's file is not there, which may have been counted."""
+        with self._lock:
+            self._forget(path, key)
+
+    def _forget(self, path: Path, key: bytes) -> None:
+        """Take a file that is gone off the count, if it is on it."""
+        held = self._held[_directory_of(path)]
+        if key in held:
+            held.remove(key)
+            self._used_bytes -= self._item_bytes
 
     def failed(self, path: Path, draft: Draft, *, exists: bool) -> None:
         """Note that a file was not written after all; remove what there is of it."""
@@ -120,7 +141,7 @@ class DiskSpace:
             if not exists or not self._remove(draft.path, self._item_bytes):
                 self._used_bytes -= self._item_bytes
 
-    def recycle(self, path: Path) -> None:
+    def recycle(self, path: Path, key: bytes) -> None:
         """Remove a chunk that is whole; its file may live on as a spare."""
         with self._lock:
             spares = self._spares[_directory_of(path)]
@@ -130,18 +151,26 @@ class DiskSpace:
                 try:
                     path.rename(spare)
                 except FileNotFoundError:
+                    self._forget(path, key)
                     return
                 except OSError:
                     pass  # so it cannot be removed either, most likely
                 else:
                     spares.append(spare)
+                    self._held[_directory_of(path)].discard(key)
                     return
-            self._remove(path, self._item_bytes)
+            self._remove_chunk(path, key)
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Path, key: bytes) -> None:
         """Remove a chunk's file; one that resists stays counted and is tried again later."""
         with self._lock:
-            self._remove(path, self._item_bytes)
+            self._remove_chunk(path, key)
+
+    def _remove_chunk(self, path: Path, key: bytes) -> None:
+        if self._remove(path, self._item_bytes):
+            self._held[_directory_of(path)].discard(key)
+        else:
+            self._forget(path, key)
 
     def remove_leftover(self, path: Path, size_bytes: int) -> None:
         """Do the same with a file that was not counted, whatever its size."""

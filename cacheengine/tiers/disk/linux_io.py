@@ -44,11 +44,12 @@ def cached_bytes(fd: int, offset: int, length: int) -> int | None:
     return int(found[0]) * mmap.PAGESIZE
 
 
-def why_not_direct(directory: Path) -> str | None:
-    """Try out whether reads may bypass the page cache here; return what stands against it.
+def why_not_direct(directory: Path, *, reads: bool = True) -> str | None:
+    """Try out whether I/O may bypass the page cache here; return what stands against it.
 
     Writes and reads back one page of a file of its own; one that was there before, a link
-    too, is taken away, and never written to.
+    too, is taken away, and never written to. For ``reads`` the kernel must also say what the
+    page cache has.
     """
     probe = directory / ".probe"
     page = mmap.mmap(-1, PAGE_BYTES)
@@ -59,12 +60,12 @@ def why_not_direct(directory: Path) -> str | None:
     except OSError as error:
         return str(error)
     try:
-        os.pwritev(fd, [page], 0)
         set_direct(fd, True)
+        os.pwritev(fd, [page], 0)
         back = mmap.mmap(-1, PAGE_BYTES)
         if os.preadv(fd, [back], 0) != PAGE_BYTES or back[:] != page[:]:
             return "what was read is not what was written"
-        if cached_bytes(fd, 0, PAGE_BYTES) is None:
+        if reads and cached_bytes(fd, 0, PAGE_BYTES) is None:
             return "the kernel does not say what the page cache has (cachestat, Linux 6.5)"
     except OSError as error:
         return str(error)
@@ -76,7 +77,7 @@ def why_not_direct(directory: Path) -> str | None:
 
 
 def set_direct(fd: int, direct: bool) -> None:
-    """Make reads of an open file bypass the page cache, or not; OSError where they cannot."""
+    """Make I/O of an open file bypass the page cache, or not; OSError where it cannot."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     flags = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
     fcntl.fcntl(fd, fcntl.F_SETFL, flags)

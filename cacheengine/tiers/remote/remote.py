@@ -8,7 +8,14 @@ from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome, SharedTier
 from cacheengine.tiers.remote.envelope import HEADER_BYTES, Envelope
 from cacheengine.tiers.remote.outage import OutageLog
 from cacheengine.tiers.serde.base import NaiveSerde, Serde, SerdeError
-from cacheengine.tiers.stores.base import Blob, BlobStore, StoreError, StoreFullError, Target
+from cacheengine.tiers.stores.base import (
+    Blob,
+    BlobStore,
+    StoreError,
+    StoreFullError,
+    StoreRestingError,
+    Target,
+)
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -62,7 +69,8 @@ class RemoteTier(SharedTier):
             return [PutOutcome.NO_SPACE] * len(chunks)
         except StoreError as error:
             self._outage.failed(error)
-            return [PutOutcome.FAILED] * len(chunks)
+            is_resting = isinstance(error, StoreRestingError)
+            return [PutOutcome.NOT_TRIED if is_resting else PutOutcome.FAILED] * len(chunks)
         if all(stored):
             self._outage.stored()
         return [PutOutcome.STORED if each else PutOutcome.NO_SPACE for each in stored]

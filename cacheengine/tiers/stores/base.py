@@ -17,6 +17,10 @@ class StoreError(Exception):
     """
 
 
+class StoreRestingError(StoreError):
+    """The server has failed lately and was not called: it is left alone for a while."""
+
+
 class StoreFullError(StoreError):
     """The server takes no more for now; what it has can be read all the same."""
 

@@ -1,4 +1,8 @@
-"""How long a server that failed is left alone."""
+"""The breaker of a store: how long a server that failed is left alone.
+
+The one place where a pause for a server grows. The engine above leaves a remote tier alone for
+a second after a failure, so that no request waits for it, and no longer.
+"""
 
 import random
 import threading

@@ -90,10 +90,10 @@ def test_a_hit_stays_until_the_step_ends(scheduler: Scheduler) -> None:
     scheduler.store(1, 2, 3, 4)
     scheduler.bench.finish_puts()
     assert scheduler.lookup(1, 2, 3, 4) == ["HIT"] * 4
-    assert scheduler.manager.prepare_store(offload_keys(5), scheduler.context) is None
+    assert _offer(scheduler, 5) == []
     scheduler.end_step()
-    assert scheduler.manager.prepare_store(offload_keys(5), scheduler.context) is not None
-    scheduler.manager.complete_store(offload_keys(5), scheduler.context, success=False)
+    scheduler.manager.stores.offers.clear()
+    assert _offer(scheduler, 5) == [5]
 
 
 def test_a_chunk_on_disk_is_promoted_while_the_request_waits(scheduler: Scheduler) -> None:
@@ -302,10 +302,10 @@ def test_requests_of_an_adapter_have_keys_of_its_files(
 def test_a_vllm_that_says_when_it_has_flushed_is_believed(scheduler: Scheduler) -> None:
     scheduler.store(1, 2, 3, 4, complete=False)
     scheduler.manager.reset_cache()
-    assert scheduler.manager.prepare_store(offload_keys(6), scheduler.context) is None
+    assert _offer(scheduler, 6) == []
     scheduler.manager.on_reset_flushed()
-    assert scheduler.manager.prepare_store(offload_keys(6), scheduler.context) is not None
-    scheduler.manager.complete_store(offload_keys(6), scheduler.context, success=False)
+    scheduler.manager.stores.offers.clear()
+    assert _offer(scheduler, 6) == [6]
 
 
 def test_events_carry_the_tier_as_vllm_names_it(scheduler: Scheduler) -> None:
@@ -425,3 +425,56 @@ def test_slow_steps_do_not_ask_the_remote_for_ever(make_bench: MakeBench) -> Non
     wait_until(lambda: scheduler.bench.engine.stats().remote.asked == 1)
     scheduler.bench.clock.advance(30)
     assert scheduler.lookup(1) == ["MISS"]
+
+
+def _offer(scheduler: Scheduler, *numbers: int) -> list[int]:
+    """Offer chunks, store those taken, and return which these are."""
+    offered = offload_keys(*numbers)
+    output = scheduler.manager.prepare_store(offered, scheduler.context)
+    assert output is not None
+    taken = [numbers[offered.index(each)] for each in output.keys_to_store]
+    for number, slot in zip(taken, output.store_spec.block_ids.tolist(), strict=True):
+        scheduler.bench.pool.view(slot)[:] = payload(key(number))
+    scheduler.manager.complete_store(output.keys_to_store, scheduler.context)
+    return taken
+
+
+def _refused(scheduler: Scheduler) -> list[Any]:
+    return list(scheduler.manager.stores.offers.take_news().values())
+
+
+def test_the_first_chunk_without_room_is_remembered(scheduler: Scheduler) -> None:
+    assert _offer(scheduler, 1, 2, 3, 4, 5, 6) == [1, 2, 3, 4]
+    assert _refused(scheduler) == offload_keys(5)
+    scheduler.bench.finish_puts()
+    assert _offer(scheduler, 5, 6) == [5, 6]
+    assert _refused(scheduler) == []
+
+
+def test_a_request_refused_again_and_again_is_asked_for_less_often(scheduler: Scheduler) -> None:
+    stores = scheduler.manager.stores
+    scheduler.store(1, 2, 3, 4)
+    scheduler.bench.finish_puts()
+    assert scheduler.lookup(1, 2, 3, 4) == ["HIT"] * 4
+    asked = []
+    for _ in range(40):
+        before = scheduler.bench.engine.stats().store_drops
+        assert _offer(scheduler, 5, 6) == []
+        assert _refused(scheduler) == offload_keys(5)
+        asked.append(scheduler.bench.engine.stats().store_drops > before)
+    assert [number for number, each in enumerate(asked) if each] == [0, 2, 6, 14, 30]
+    scheduler.end_step()
+    stores.offers.hurry(["another", scheduler.context.req_id])
+    assert _offer(scheduler, 5, 6) == [5, 6]
+
+
+def test_a_prompt_does_not_push_out_its_own_beginning_unless_it_is_below(
+    make_bench: MakeBench,
+) -> None:
+    scheduler = Scheduler(make_bench(4))
+    scheduler.store(1, 2, 3, 4)
+    assert _offer(scheduler, 5) == []
+    assert scheduler.lookup(1, 2, 3, 4, 5) == ["HIT"] * 4 + ["MISS"]
+    scheduler.end_step()
+    scheduler.next_request()
+    assert _offer(scheduler, 5) == [5]  # another's

@@ -1,4 +1,4 @@
-"""Reads past the page cache: where they are possible, when they are used, that they are right."""
+"""I/O past the page cache: where it is possible, when it is used, that it is right."""
 
 import errno
 import mmap
@@ -17,8 +17,18 @@ from tests.cacheengine.building import key, keys, payload
 CHUNK_BYTES = 64 * 4096
 
 
-def _open(root: Path, *, chunk_bytes: int = CHUNK_BYTES, direct: bool = True) -> DiskTier:
-    return DiskTier([root], "a" * 32, chunk_bytes, 1 << 30, direct=direct, lock_wait_s=0.0)
+def _open(
+    root: Path, *, chunk_bytes: int = CHUNK_BYTES, direct: bool = True, direct_writes: bool = False
+) -> DiskTier:
+    return DiskTier(
+        [root],
+        "a" * 32,
+        chunk_bytes,
+        1 << 30,
+        direct=direct,
+        direct_writes=direct_writes,
+        lock_wait_s=0.0,
+    )
 
 
 @pytest.fixture
@@ -217,3 +227,87 @@ def test_what_is_no_file_cannot_reserve() -> None:
     finally:
         os.close(read_end)
         os.close(write_end)
+
+
+@pytest.fixture
+def writing(tmp_path: Path) -> Iterator[DiskTier]:
+    """A tier that writes past the page cache."""
+    if reason := why_not_direct(tmp_path, reads=False):
+        pytest.skip(f"no direct writes here: {reason}")
+    disk = _open(tmp_path, direct_writes=True)
+    disk.scan()
+    yield disk
+    disk.close()
+
+
+def _put_aligned(tier: DiskTier, chunk: bytes, *, misaligned_by: int = 0) -> PutOutcome:
+    memory = memoryview(mmap.mmap(-1, CHUNK_BYTES + 4096))
+    buffer = memory[misaligned_by : misaligned_by + CHUNK_BYTES]
+    buffer[:] = payload(chunk, CHUNK_BYTES)
+    return tier.put(chunk, buffer)
+
+
+def _cached_bytes(path: Path) -> int | None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return linux_io.cached_bytes(fd, 0, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
+
+
+def test_what_is_written_directly_takes_no_page_cache_and_is_read_back(
+    writing: DiskTier, direct_reads: list[bool]
+) -> None:
+    for chunk in keys(1, 2, 3):
+        assert _put_aligned(writing, chunk) is PutOutcome.STORED
+        assert _cached_bytes(writing.path(chunk)) in (0, None)
+    assert direct_reads == [True] * 3
+    for chunk in keys(1, 2, 3):
+        assert _get(writing, chunk) is GetOutcome.OK
+
+
+def test_a_spare_file_that_the_page_cache_has_is_written_over_rightly(writing: DiskTier) -> None:
+    _put_aligned(writing, key(1))
+    writing.path(key(1)).read_bytes()  # now it is in the page cache
+    writing.delete(keys(1))
+    _put_aligned(writing, key(2))
+    assert _get(writing, key(2)) is GetOutcome.OK
+    assert writing.path(key(2)).read_bytes()[:CHUNK_BYTES] == payload(key(2), CHUNK_BYTES)
+
+
+def test_memory_that_is_not_aligned_is_written_by_the_page_cache(
+    writing: DiskTier, direct_reads: list[bool]
+) -> None:
+    assert _put_aligned(writing, key(1), misaligned_by=17) is PutOutcome.STORED
+    assert direct_reads == [True, False]
+    assert _get(writing, key(1)) is GetOutcome.OK
+
+
+def test_a_direct_write_that_is_cut_short_is_done_again(
+    writing: DiskTier, direct_reads: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwritev
+    lengths = [1000]
+
+    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
+        return real(fd, buffers, offset) and lengths.pop() if lengths else real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    assert _put_aligned(writing, key(1)) is PutOutcome.STORED
+    assert direct_reads == [True, False]
+    assert _get(writing, key(1)) is GetOutcome.OK
+
+
+def test_direct_writes_need_nothing_of_the_kernel_but_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
+) -> None:
+    """A kernel that does not say what the page cache has reads by it, and writes past it."""
+    if reason := why_not_direct(tmp_path, reads=False):
+        pytest.skip(f"no direct writes here: {reason}")
+    monkeypatch.setattr(linux_io, "cached_bytes", lambda *_: None)
+    tier = _open(tmp_path, direct_writes=True)
+    assert _put_aligned(tier, key(1)) is PutOutcome.STORED
+    assert direct_reads == [True]
+    assert _get(tier, key(1)) is GetOutcome.OK
+    assert direct_reads == [True]
+    tier.close()

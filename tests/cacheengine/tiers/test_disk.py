@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -295,3 +295,27 @@ def test_what_another_process_owns_or_did_not_make_is_left_alone(
     other.close()
     assert tier.path(key(1)).exists()
     assert foreign.exists()
+
+
+def test_a_chunk_is_written_piece_by_piece_and_read_back_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was just hashed is still in the core's cache when it is copied."""
+    chunk_bytes = 5 * 256 * 1024 + 4096
+    written: list[int] = []
+    real = os.pwritev
+
+    def write(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        written.append(sum(map(len, buffers)))
+        return real(fd, buffers, offset)
+
+    tier = DiskTier([tmp_path], FINGERPRINT, chunk_bytes, 10 * chunk_bytes)
+    tier.scan()
+    monkeypatch.setattr(os, "pwritev", write)
+    content = memoryview(payload(key(1), chunk_bytes))
+    assert tier.put(key(1), content) is PutOutcome.STORED
+    assert max(written) <= 256 * 1024 and sum(written) == tier.item_bytes
+    into = memoryview(bytearray(chunk_bytes))
+    assert tier.get(key(1), into) is GetOutcome.OK
+    assert into == content
+    tier.close()

@@ -267,3 +267,47 @@ def _break(patch: pytest.MonkeyPatch, name: str, broken: set[str]) -> None:
         return real(path, *args, **options)
 
     patch.setattr(Path, name, call)
+
+
+def test_files_that_vanish_are_not_counted_for_ever(tier: DiskTier, tmp_path: Path) -> None:
+    """Found out by a read, by a removal and by a put of the same chunk."""
+    for chunk in keys(1, 2, 3, 4):
+        put(tier, chunk)
+    for chunk in keys(1, 2, 3):
+        tier.path(chunk).unlink()
+    assert get(tier, key(1)) is GetOutcome.MISSING
+    assert get(tier, key(1)) is GetOutcome.MISSING  # once off the count
+    assert tier.used_bytes == 3 * ITEM_BYTES
+    tier.delete(keys(2))
+    tier.delete(keys(2))
+    assert tier.used_bytes == 2 * ITEM_BYTES
+    put(tier, key(3))
+    assert tier.used_bytes == bytes_under(tmp_path) == 2 * ITEM_BYTES
+
+
+def test_a_chunk_put_twice_is_counted_once(tier: DiskTier, tmp_path: Path) -> None:
+    for _ in range(3):
+        put(tier, key(1))
+    assert tier.used_bytes == bytes_under(tmp_path) == ITEM_BYTES
+
+
+def test_what_was_there_at_start_is_taken_off_when_it_vanishes(tmp_path: Path) -> None:
+    before = _open(tmp_path)
+    put(before, key(1))
+    put(before, key(2))
+    before.close()
+    again = _open(tmp_path)
+    assert set(again.scan()) == set(keys(1, 2))
+    again.path(key(1)).unlink()
+    again.path(key(2)).unlink()
+    assert get(again, key(1)) is GetOutcome.MISSING
+    again.delete(keys(2))
+    assert again.used_bytes == 0
+    again.close()
+
+
+def test_a_chunk_that_was_never_there_is_not_taken_off(tier: DiskTier) -> None:
+    put(tier, key(1))
+    assert get(tier, key(2)) is GetOutcome.MISSING
+    tier.delete(keys(2))
+    assert tier.used_bytes == ITEM_BYTES

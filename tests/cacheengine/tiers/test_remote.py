@@ -11,7 +11,7 @@ from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.remote.envelope import HEADER_BYTES
 from cacheengine.tiers.remote.remote import RemoteTier
 from cacheengine.tiers.serde.base import NaiveSerde, Part, Serde, SerdeError
-from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError
+from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, StoreRestingError
 from tests.cacheengine.building import key, keys, layout, payload
 from tests.cacheengine.tiers.memory_store import MemoryStore
 
@@ -305,3 +305,12 @@ def test_a_batch_is_bounded_in_chunks_and_bytes(chunk_bytes: int, chunks: int) -
 def test_closing_closes_the_store(store: MemoryStore) -> None:
     _tier(store).close()
     assert store.is_closed
+
+
+def test_a_put_while_the_server_is_left_alone_was_not_tried() -> None:
+    class Resting(MemoryStore):
+        def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
+            raise StoreRestingError("failed lately; asked again in 1.0 s")
+
+    tier = RemoteTier(Resting(), "f" * 32, 8192, NaiveSerde())
+    assert tier.put(b"key", memoryview(bytes(8192))) is PutOutcome.NOT_TRIED

@@ -8,7 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
-from cacheengine.tiers.stores.base import Blob, BlobStore, StoreError, StoreFullError, Target
+from cacheengine.tiers.stores.base import (
+    Blob,
+    BlobStore,
+    StoreError,
+    StoreFullError,
+    StoreRestingError,
+    Target,
+)
 from cacheengine.tiers.stores.hosted.client_process import (
     ClientProcess,
     HostedLibrary,
@@ -210,7 +217,7 @@ class HostedStore(BlobStore):
             if self._process is None:
                 rest_s = self._backoff.admit()
                 if rest_s:
-                    raise StoreError(f"{self._reason}; tried again in {rest_s:.1f} s")
+                    raise StoreRestingError(f"{self._reason}; tried again in {rest_s:.1f} s")
                 self._start()
             if self._process is None:
                 raise StoreError(self._reason)

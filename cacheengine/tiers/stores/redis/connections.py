@@ -4,7 +4,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from cacheengine.tiers.stores.base import StoreError
+from cacheengine.tiers.stores.base import StoreError, StoreRestingError
 from cacheengine.tiers.stores.redis.channels import Deadline
 from cacheengine.tiers.stores.redis.resp import Conversation
 from cacheengine.tiers.stores.server_backoff import ServerBackoff
@@ -33,8 +33,8 @@ class ConnectionPool:
     def lend(self, deadline: Deadline) -> Iterator[Conversation]:
         """Lend a connection for the time of the block.
 
-        Raises `StoreError` while the server is left alone after a failure, or no
-        connection came free in time; what ``connect`` raises otherwise.
+        Raises `StoreRestingError` while the server is left alone after a failure, `StoreError`
+        when no connection came free in time; what ``connect`` raises otherwise.
         """
         self._take_place(deadline)
         connection: Conversation | None = None
@@ -63,7 +63,7 @@ class ConnectionPool:
             if rest_s:
                 # Further waiters for a place need not wait: wake the next to find the same.
                 self._condition.notify()
-                raise StoreError(f"failed lately; asked again in {rest_s:.1f} s")
+                raise StoreRestingError(f"failed lately; asked again in {rest_s:.1f} s")
             self._free -= 1
 
     def _sound_connection(self, deadline: Deadline) -> Conversation:
