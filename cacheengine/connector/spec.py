@@ -34,7 +34,7 @@ from cacheengine.connector.orphan import end_with_parent
 from cacheengine.connector.region import PoolRegion
 from cacheengine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout, weights_fingerprint
-from cacheengine.launch import ReplicaSettings
+from cacheengine.launch import ReplicaSettings, config_of_rank
 from cacheengine.memory import Pool
 from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig, load_engine_config
@@ -62,7 +62,8 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return {}
 
     def __init__(self, config: OffloadingConfig) -> None:
-        self.engine_config: EngineConfig = load_engine_config()
+        rank = config.parallel.data_parallel_rank_local or 0
+        self.engine_config: EngineConfig = config_of_rank(load_engine_config(), rank)
         self.settings = ReplicaSettings.from_extra_config(config.extra_config)
         super().__init__(_with_engine_settings(config, self.engine_config))
         # The parent's own attributes, declared again for the type checker.
@@ -213,10 +214,14 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             block_tokens=self.tokens_per_block[0],
             chunk_tokens=self.engine_config.chunk_size,
             chunk_bytes=self.kv_bytes_per_chunk,
-            kv_events_port=self.settings.kv_events_port,
-            kv_replay_port=self.settings.kv_replay_port,
+            kv_events_port=self._port_of_rank(self.settings.kv_events_port),
+            kv_replay_port=self._port_of_rank(self.settings.kv_replay_port),
             transfer_port=transfer_port,
         )
+
+    def _port_of_rank(self, port: int | None) -> int | None:
+        # As vLLM's publisher counts: over the data parallel ranks of all machines.
+        return port and port + self.config.parallel.data_parallel_index
 
 
 def _with_engine_settings(config: OffloadingConfig, engine: EngineConfig) -> OffloadingConfig:
