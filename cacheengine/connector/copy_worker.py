@@ -43,6 +43,7 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
     def __init__(
         self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: PoolRegion
     ) -> None:
+        super().__init__()
         self._region = region
         self._blocks_per_chunk = blocks_per_chunk
         self._kv_tensors = [_block_rows(cache) for cache in kv_caches.tensors]

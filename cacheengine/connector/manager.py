@@ -88,6 +88,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         enable_events: bool,
         on_shutdown: Callable[[], None],
     ) -> None:
+        super().__init__()
         self._engine = engine
         self._group_idx = group_idx
         self._enable_events = enable_events
@@ -138,7 +139,10 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def _want(
         self, key: OffloadKey, source: CacheHitSource, req_context: ReqContext
     ) -> LookupResult:
-        """Have a chunk promoted at the step's end, once for each request."""
+        """Have a chunk promoted at the step's end, once for each request that may have it."""
+        medium = _MEDIUM_BY_TIER["disk" if source is CacheHitSource.DISK else "remote"]
+        if not req_context.load_tier_filter.allows(*medium):
+            return LookupResult.MISS
         chunk = get_offload_block_hash(key)
         request = self._request(req_context)
         if chunk in request.promotions:
