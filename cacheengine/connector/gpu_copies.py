@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 from vllm import _custom_ops as ops
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker, SingleDirectionOffloadingHandler
 
 from cacheengine.connector.copy_runs import Integers, Layer, addresses_of
 from cacheengine.connector.planning import plan_runs
+
+Blocks = npt.NDArray[np.int32]
 
 
 def join_copies(worker: CPUOffloadingWorker) -> None:
@@ -62,8 +65,8 @@ class JoinedCopies:
     def fill(  # noqa: PLR0917  (vLLM calls it so)
         self,
         g_idx: int,
-        group_src: Integers,
-        group_dst: Integers,
+        group_src: Blocks,
+        group_dst: Blocks,
         group_size: int,
         src_skip_count: int,
         dst_skip_count: int,

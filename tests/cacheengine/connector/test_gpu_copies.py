@@ -130,7 +130,7 @@ def test_what_is_joined_moves_the_same_bytes_to_the_same_places(
     left_out: int,
     apart: bool,
 ) -> None:
-    blocks_per_chunk, *blocks_and_rows = transfer
+    blocks_per_chunk, blocks, rows, skipped = transfer
     direction = Direction(
         stores=stores,
         blocks_per_chunk=blocks_per_chunk,
@@ -139,14 +139,14 @@ def test_what_is_joined_moves_the_same_bytes_to_the_same_places(
         apart=apart,
     )
     before = [each.clone() for each in (*direction.kv, direction.pool)]
-    plain = direction.plan(*blocks_and_rows)
+    plain = direction.plan(blocks, rows, skipped)
     plain.carry_out()
     expected = direction.memory()
 
     for now, then in zip((*direction.kv, direction.pool), before, strict=True):
         now.copy_(then)
     direction.join()
-    joined = direction.plan(*blocks_and_rows)
+    joined = direction.plan(blocks, rows, skipped)
     joined.carry_out()
     assert direction.memory() == expected
     assert sum(joined.sizes) == sum(plain.sizes)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_requirements import pinned
+from tools.relock import pinned
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"),
