@@ -33,8 +33,7 @@ _MEDIUM_BY_TIER: Final = {
     "remote": (Medium.STORAGE, Locality.REMOTE),
 }
 
-# How long chunks promoted for a waiting request stay pinned if it never comes
-# back for them (it was aborted).
+# How long chunks promoted for a request stay pinned if it never comes back (it was aborted).
 _LOOKUP_PIN_S = 10.0
 
 # vLLM forgets its transfers in reset_cache() and tells its workers to finish
