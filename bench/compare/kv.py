@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from bench.compare.rounds import Workload
-from cacheengine.connector.copy_worker import CpuCopyWorker
+from cacheengine.connector.copying.copy_worker import CpuCopyWorker
 from cacheengine.connector.region import PoolRegion
 
 _STEP_S: Final = 0.0005

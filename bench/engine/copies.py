@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from bench.engine.cases import Case, Contender, in_turns, size
 from bench.ttft import BenchError
-from cacheengine.connector.copy_worker import CpuCopyWorker
+from cacheengine.connector.copying.copy_worker import CpuCopyWorker
 from cacheengine.connector.region import PoolRegion
 
 _LAYERS: Final = 8

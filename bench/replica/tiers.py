@@ -9,7 +9,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,15 +20,21 @@ class NotThere(Exception):  # noqa: N818  (what was waited for in vain)
     """A replica or router did not reach the wanted state in time."""
 
 
-def call(url: str, body: object = None, *, method: str | None = None, timeout_s: float = 60) -> Any:
+def call(
+    url: str,
+    body: object = None,
+    *,
+    method: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 60,
+) -> Any:
     """Return the JSON answer of a GET, or of a POST where there is a body.
 
     Raises OSError (urllib's own) when there is none.
     """
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        url, data=data, method=method, headers={"content-type": "application/json"}
-    )
+    told = {"content-type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url, data=data, method=method, headers=told)
     try:
         with _opener().open(request, timeout=timeout_s) as response:
             text = response.read()

@@ -37,8 +37,7 @@ _MEDIUM_BY_TIER: Final = {
     "remote": (Medium.STORAGE, Locality.REMOTE),
 }
 
-# How long chunks promoted for a waiting request stay pinned if it never comes
-# back for them (it was aborted).
+# How long chunks promoted for a request stay pinned if it never comes back (it was aborted).
 _LOOKUP_PIN_S = 10.0
 
 # vLLM forgets its transfers in reset_cache() and tells its workers to finish
@@ -75,6 +74,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         on_shutdown: Callable[[], None],
         versions: KvVersions | None = None,
     ) -> None:
+        super().__init__()
         self.keys = RequestKeys(versions or KvVersions())
         self._engine = engine
         self._group_idx = group_idx
@@ -133,7 +133,10 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def _want(
         self, key: OffloadKey, source: CacheHitSource, req_context: ReqContext
     ) -> LookupResult:
-        """Have a chunk promoted at the step's end, once for each request."""
+        """Have a chunk promoted at the step's end, once for each request that may have it."""
+        medium = _MEDIUM_BY_TIER["disk" if source is CacheHitSource.DISK else "remote"]
+        if not req_context.load_tier_filter.allows(*medium):
+            return LookupResult.MISS
         chunk = self.keys.stored_key(key, req_context)
         request = self._request(req_context)
         if chunk in request.promotions:

@@ -75,6 +75,19 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
         """Whether what this process has mapped are 2 MiB pages; not after `cleanup`."""
         return os.fstatvfs(self.fd).f_bsize == HUGE_PAGE_BYTES
 
+    def check_shared(self) -> None:
+        """Raise ValueError, with the way out, in the scheduler where no worker has mapped it.
+
+        Then the workers are elsewhere, and what the scheduler's tiers kept would not be KV.
+        To be called before `forget_name`.
+        """
+        if self._creator or self._huge_file is not None:
+            raise ValueError(
+                "vLLM's workers do not share /dev/shm with its scheduler: they are on another "
+                "machine, or in another container. Start the replica where its workers run, or "
+                "start vLLM without the engine (no --kv-transfer-config)"
+            )
+
     def forget_name(self) -> None:
         """Unlink the backing file; mappings stay valid."""
         with contextlib.suppress(FileNotFoundError):

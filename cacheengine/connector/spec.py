@@ -2,7 +2,7 @@
 
 Named to vLLM's offloading by `connector`. The rest comes from LMCache's configuration.
 
-Written against vLLM 0.32's ``v1/kv_offload``; that interface is experimental.
+Written against ``v1/kv_offload`` of vLLM 0.32 and 0.33; that interface is experimental.
 """
 
 import contextlib
@@ -24,15 +24,17 @@ from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from cacheengine.agent import Agent
-from cacheengine.connector.attention import check_attention
-from cacheengine.connector.copy_worker import CpuCopyWorker
+from cacheengine.connector.attention import check_attention, check_groups
+from cacheengine.connector.copying.copy_worker import CpuCopyWorker
+from cacheengine.connector.copying.gpu_copies import join_copies
 from cacheengine.connector.manager import WarmrouteManager
 from cacheengine.connector.orphan import end_with_parent
 from cacheengine.connector.region import PoolRegion
 from cacheengine.connector.served.model_identity import ModelIdentity, locate
+from cacheengine.connector.topology import check_ranks
 from cacheengine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout, KvVersions
-from cacheengine.launch import ReplicaSettings
+from cacheengine.launch import ReplicaSettings, config_of_rank
 from cacheengine.memory import Pool
 from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig, load_engine_config
@@ -59,8 +61,14 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         """None: the engine's metrics are the agent's ``/metrics``."""
         return {}
 
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """None, for the same reason (asked since vLLM 0.33)."""
+        return ()
+
     def __init__(self, config: OffloadingConfig) -> None:
-        self.engine_config: EngineConfig = load_engine_config()
+        rank = config.parallel.data_parallel_rank_local or 0
+        self.engine_config: EngineConfig = config_of_rank(load_engine_config(), rank)
         self.settings = ReplicaSettings.from_extra_config(config.extra_config)
         self.model = ModelIdentity.from_extra_config(config.extra_config)
         self.engine_config.check_hash_algorithm(self.model.hash_algorithm)
@@ -71,13 +79,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         self._check_supported()
 
     def _check_supported(self) -> None:
-        if len(self.config.groups) != 1:
-            raise ValueError(
-                f"this model has {len(self.config.groups)} KV cache groups (hybrid or "
-                "sliding-window layers beside full attention); the cache engine supports "
-                "models with one group. Start vLLM with --disable-hybrid-kv-cache-manager, as "
-                "`warmroute replica` does, or without the engine (no --kv-transfer-config)"
-            )
+        check_groups([group.layer_names for group in self.config.groups])
         chunk_tokens = self.tokens_per_block[0] * self.blocks_per_chunk
         if chunk_tokens != self.engine_config.chunk_size:
             raise ValueError(
@@ -111,15 +113,18 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         Raises ValueError for a model whose chunks could be wrong.
         """
         check_attention(self.config.groups[0].layer_names, self.blocks_per_chunk)
+        check_ranks(self.config.worker_kv_bytes_per_block)
         region = self._open_region(0 if self.replicated_layout else self.config.parallel.rank)
         try:
             if current_platform.is_cuda_alike() or current_platform.is_xpu():
-                return CPUOffloadingWorker(
+                worker = CPUOffloadingWorker(
                     kv_caches=kv_caches,
                     blocks_per_chunk=self.blocks_per_chunk,
                     num_cpu_chunks=self.num_chunks,
                     mmap_region=region,
                 )
+                join_copies(worker)
+                return worker
             return CpuCopyWorker(kv_caches, self.blocks_per_chunk, region)
         except BaseException:
             region.cleanup()
@@ -141,6 +146,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         with contextlib.ExitStack() as undo:
             region = self._open_region(rank=None)
             undo.callback(region.cleanup)
+            region.check_shared()
             region.forget_name()
             pool = Pool(
                 region.create_kv_memoryview(),
@@ -219,10 +225,14 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             block_tokens=self.tokens_per_block[0],
             chunk_tokens=self.engine_config.chunk_size,
             chunk_bytes=self.kv_bytes_per_chunk,
-            kv_events_port=self.settings.kv_events_port,
-            kv_replay_port=self.settings.kv_replay_port,
+            kv_events_port=self._port_of_rank(self.settings.kv_events_port),
+            kv_replay_port=self._port_of_rank(self.settings.kv_replay_port),
             transfer_port=transfer_port,
         )
+
+    def _port_of_rank(self, port: int | None) -> int | None:
+        # As vLLM's publisher counts: over the data parallel ranks of all machines.
+        return port and port + self.config.parallel.data_parallel_index
 
 
 def _with_engine_settings(config: OffloadingConfig, engine: EngineConfig) -> OffloadingConfig:

@@ -31,9 +31,8 @@ _DRAIN_S: Final = 5.0
 class CacheEngine:
     """The cpu tier over ``pool``, and below it the disk and remote tiers that there are.
 
-    ``tier`` and ``remote`` default to those of the configuration. Thread-safe; only
-    the constructor, which scans the disk tier, and `close` wait for I/O. Raises
-    OSError when the disk tier's directory cannot be used.
+    ``tier`` and ``remote`` default to those of the configuration. Thread-safe; only the
+    constructor, which scans the disk tier, and `close` wait for I/O. OSError: no directory.
     """
 
     def __init__(

@@ -14,10 +14,11 @@ from cacheengine.launch.launch import (
     free_ports,
     hash_algorithm_of,
     openai_url_of,
-    option_of,
     vllm_arguments,
     vllm_environment,
 )
+from cacheengine.launch.options import has_option
+from cacheengine.launch.ranks import ranks_of
 from cacheengine.settings import ConfigError, EngineConfig, load_engine_config
 
 
@@ -37,8 +38,8 @@ from cacheengine.settings import ConfigError, EngineConfig, load_engine_config
 @click.option(
     "--kv-events-port",
     type=click.IntRange(1, 65535),
-    help="TCP port on which vLLM publishes its KV events.  [default: a free one; "
-    "the router learns it from the agent]",
+    help="TCP port on which vLLM publishes its KV events; data parallel rank n takes the n-th "
+    "after it.  [default: a free one; the router learns it from the agent]",
 )
 @click.option(
     "--kv-replay-port",
@@ -66,11 +67,14 @@ def replica(
     """
     try:
         config = load_engine_config(config_path)
-        config.check_ready()
         config.check_hash_algorithm(hash_algorithm_of(vllm_args))
+        ranks = ranks_of(vllm_args)
+        ranks.check_memory(config, _memory_bytes())
+        for config_of_one in ranks.configs(config):
+            config_of_one.check_ready()
+            _check_ports(config_of_one)
         _check_model(vllm_args)
-        _check_ports(config)
-        spare_events_port, spare_replay_port = free_ports(2)
+        spare_events_port, spare_replay_port = free_ports(2, in_a_row=ranks.everywhere)
         command = vllm_arguments(
             vllm_args,
             chunk_tokens=config.chunk_size,
@@ -101,6 +105,10 @@ def replica(
     os.execve(command[0], command, environment)
 
 
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _needs_openai_url(config: EngineConfig) -> bool:
     return config.enable_controller and config.openai_url is None
 
@@ -129,5 +137,5 @@ def _check_port(config: EngineConfig, key: str, address: tuple[str, int]) -> Non
 
 
 def _check_model(vllm_args: tuple[str, ...]) -> None:
-    if not any(option_of(arg) == "--model" for arg in vllm_args):
+    if not has_option(vllm_args, "--model"):
         raise ValueError("--model: is missing; give it to vLLM: warmroute replica ... -- --model M")

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, Final
 
 from cacheengine.keys import ALGORITHMS
+from cacheengine.launch.options import has_option, value_of
 
 _SETTINGS_KEY: Final = "warmroute"
 _HASH_FLAG: Final = "--prefix-caching-hash-algo"
@@ -29,22 +30,13 @@ class ReplicaSettings:
     """What the launcher tells the engine inside vLLM, beside LMCache's configuration."""
 
     kv_events_port: int | None = None
+    """Of data parallel rank 0; vLLM adds the rank."""
     kv_replay_port: int | None = None
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> "ReplicaSettings":
         """Read them back from ``kv_connector_extra_config``; absent ones have defaults."""
         return cls(**extra_config.get(_SETTINGS_KEY, {}))
-
-
-def option_of(argument: str) -> str | None:
-    """Return the option that vLLM's parser takes an argument for, None if for a value.
-
-    It reads underscores as dashes, and ``--option.key`` as a part of a JSON option.
-    """
-    if not argument.startswith("--"):
-        return None
-    return argument.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
 
 
 def vllm_arguments(
@@ -56,7 +48,7 @@ def vllm_arguments(
     the option, when they set what only the launcher can.
     """
     for option in ("--kv-transfer-config", "--kv-events-config", "--no-enable-prefix-caching"):
-        if any(option_of(arg) == option for arg in vllm_args):
+        if has_option(vllm_args, option):
             raise ValueError(
                 f"{option}: is set by `warmroute replica` itself; leave it out, "
                 "or start vLLM directly"
@@ -106,8 +98,7 @@ def _one_kv_group(vllm_args: Sequence[str]) -> list[str]:
     cannot say that they know better.
     """
     option = "--disable-hybrid-kv-cache-manager"
-    given = {option, option.replace("--", "--no-", 1)}
-    return [] if any(option_of(arg) in given for arg in vllm_args) else [option]
+    return [] if has_option(vllm_args, option, option.replace("--", "--no-", 1)) else [option]
 
 
 def vllm_environment(
@@ -136,7 +127,7 @@ def hash_algorithm_of(vllm_args: Sequence[str]) -> str:
 
     Raises ValueError for one that cannot be computed outside vLLM.
     """
-    algorithm = _value_of(vllm_args, _HASH_FLAG, "sha256")
+    algorithm = value_of(vllm_args, "sha256", _HASH_FLAG)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{_HASH_FLAG}: {algorithm!r} is unknown; use {', '.join(ALGORITHMS)}")
     return algorithm
@@ -147,37 +138,29 @@ def openai_url_of(vllm_args: Sequence[str]) -> str | None:
 
     Without a host where that is every address of this machine.
     """
-    if any(option_of(arg) == "--uds" for arg in vllm_args):
+    if has_option(vllm_args, "--uds"):
         return None
-    scheme = "https" if any(option_of(arg) == "--ssl-certfile" for arg in vllm_args) else "http"
-    host = _value_of(vllm_args, "--host", "0.0.0.0").strip("[]")
+    scheme = "https" if has_option(vllm_args, "--ssl-certfile") else "http"
+    host = value_of(vllm_args, "0.0.0.0", "--host").strip("[]")
     known = "" if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
-    return f"{scheme}://{known}:{_value_of(vllm_args, '--port', _VLLM_PORT)}"
+    return f"{scheme}://{known}:{value_of(vllm_args, _VLLM_PORT, '--port')}"
 
 
-def _value_of(vllm_args: Sequence[str], option: str, default: str) -> str:
-    """Return the value of an option, the last one where it is given several times."""
-    value = default
-    for index, arg in enumerate(vllm_args):
-        if option_of(arg) != option:
-            continue
-        if "=" in arg:
-            value = arg.split("=", 1)[1]
-        elif index + 1 < len(vllm_args):
-            value = vllm_args[index + 1]
-    return value
-
-
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, *, in_a_row: int = 1) -> list[int]:
     """Return TCP ports that are free now; raises ValueError where there are too few.
+
+    With ``in_a_row`` each is the first of so many that are free, and no two share one.
 
     None that the kernel gives to programs that ask for any: vLLM takes its own only
     when it has been imported, and another replica that starts meanwhile asks for
     dozens.
     """
-    free = list(islice(filter(_is_free, random.SystemRandom().sample(_PORTS, len(_PORTS))), count))
+    rows = range(_PORTS.start, _PORTS.stop - in_a_row + 1, in_a_row)
+    tried = random.SystemRandom().sample(rows, len(rows))
+    free = list(islice((p for p in tried if all(map(_is_free, range(p, p + in_a_row)))), count))
     if len(free) < count:
-        raise ValueError(f"no {count} free ports from {_PORTS.start} to {_PORTS.stop - 1} here")
+        wanted = f"{count} free ports" if in_a_row == 1 else f"{count} times {in_a_row} free ports"
+        raise ValueError(f"no {wanted} from {_PORTS.start} to {_PORTS.stop - 1} here")
     return free
 
 

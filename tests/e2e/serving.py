@@ -127,7 +127,14 @@ class Replica(ReplicaTiers):
 
     # --- requests ---
 
-    def ask(self, prompt: Sequence[int] | str, *, max_tokens: int = 64, **more: object) -> Answer:
+    def ask(
+        self,
+        prompt: Sequence[int] | str,
+        *,
+        max_tokens: int = 64,
+        headers: Mapping[str, str] | None = None,
+        **more: object,
+    ) -> Answer:
         """Complete a text, or a prompt of token ids, at temperature 0."""
         body = {
             "model": MODEL,
@@ -139,7 +146,7 @@ class Replica(ReplicaTiers):
             "ignore_eos": True,
             **more,
         }
-        answer = call(f"{self.url}/v1/completions", body, timeout_s=300)
+        answer = call(f"{self.url}/v1/completions", body, headers=headers, timeout_s=300)
         (choice,) = answer["choices"]
         details = answer["usage"]["prompt_tokens_details"] or {}
         return Answer(

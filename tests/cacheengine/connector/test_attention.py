@@ -13,6 +13,7 @@ pytestmark = [
 ]
 
 BLOCK_TOKENS = 128
+EACH_A_GROUP = 0
 
 
 def kv_spec(kind: str) -> Any:
@@ -64,7 +65,25 @@ def check(monkeypatch: pytest.MonkeyPatch, kinds: list[str], blocks_per_chunk: i
 
     monkeypatch.setattr(attention, "get_current_vllm_config_or_none", object)
     monkeypatch.setattr(attention, "get_layers_from_vllm_config", layers_of)
+    attention.check_groups([layers] if blocks_per_chunk else [[name] for name in layers])
     attention.check_attention(layers, blocks_per_chunk)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        # vLLM makes one group of these where it is told to.
+        (["full", "window"], "2 KV cache groups .* --disable-hybrid-kv-cache-manager"),
+        (["full", "local", "window"], "3 KV cache groups"),
+        # Of these it cannot.
+        (["full", "mamba"], r"FullAttentionSpec, MambaSpec.*cannot hold that. Start vLLM without"),
+    ],
+)
+def test_several_groups_are_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(monkeypatch, kinds, blocks_per_chunk=EACH_A_GROUP)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cacheengine.connector.copy_runs import (
+from cacheengine.connector.copying.copy_runs import (
     CopyCall,
     Layer,
     PagedMemory,
@@ -16,7 +16,7 @@ from cacheengine.connector.copy_runs import (
     copy_one_by_one,
     make_copy_call,
 )
-from cacheengine.connector.planning import PageRuns
+from cacheengine.connector.copying.planning import PageRuns
 
 torch = pytest.importorskip("torch")
 pytestmark = [

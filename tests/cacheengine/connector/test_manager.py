@@ -3,6 +3,7 @@
 import dataclasses
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +113,52 @@ def test_a_chunk_on_disk_is_promoted_while_the_request_waits(scheduler: Schedule
     scheduler.end_step()
     assert scheduler.bench.has_right_bytes([key(1), key(2)])
     scheduler.manager.complete_load(offload_keys(1, 2), scheduler.context)
+
+
+def filtered(**matcher: str) -> dict[str, Any]:
+    """Return what a request says to load from some tiers alone."""
+    return {"kv_load_tiers": [matcher]}
+
+
+def context_of(params: dict[str, Any] | None) -> Any:
+    """Return the context that vLLM's scheduler makes of a request."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        _create_req_context,
+    )
+
+    request = SimpleNamespace(request_id="filtered", kv_transfer_params=params, kv_hints=None)
+    return _create_req_context(request)
+
+
+@pytest.mark.parametrize(
+    ("params", "on_disk"),
+    [
+        (None, "RETRY"),
+        (filtered(medium="STORAGE"), "RETRY"),
+        (filtered(locality="LOCAL"), "RETRY"),
+        (filtered(medium="CPU"), "MISS"),
+        (filtered(locality="REMOTE"), "MISS"),
+        ({"kv_load_tiers": []}, "MISS"),
+    ],
+)
+def test_a_request_loads_from_the_tiers_that_it_allows(
+    scheduler: Scheduler, params: dict[str, Any] | None, on_disk: str
+) -> None:
+    scheduler.store(1)
+    scheduler.bench.finish_puts()
+    scheduler.store(2)
+    scheduler.bench.finish_puts()
+    scheduler.bench.engine.clear(["cpu"], keys=[key(1)])
+    scheduler.context = context_of(params)
+    assert scheduler.lookup(1) == [on_disk]
+    assert scheduler.lookup(2) == ["HIT"], "the CPU tier serves every request"
+    scheduler.end_step()
+    promotes = on_disk == "RETRY"
+    if promotes:
+        wait_until(lambda: scheduler.bench.engine.stats().promoted == 1)
+    assert scheduler.bench.engine.stats().prefetches == promotes
+    # What another request has had promoted is in the CPU tier.
+    assert scheduler.lookup(1) == (["HIT"] if promotes else ["MISS"])
 
 
 def test_a_chunk_on_disk_without_room_is_a_miss(scheduler: Scheduler) -> None:
@@ -391,6 +438,21 @@ def test_a_chunk_of_another_replica_is_asked_for_then_loaded(make_bench: MakeBen
     scheduler.manager.complete_load(offload_keys(1, 2), scheduler.context)
     told = {(event.medium, event.locality) for event in scheduler.manager.take_events()}
     assert told == {(Medium.CPU, Locality.LOCAL), (Medium.STORAGE, Locality.REMOTE)}
+
+
+def test_a_request_that_rules_out_the_remote_tier_gets_nothing_from_it(
+    make_bench: MakeBench,
+) -> None:
+    remote = ScriptedRemote({key(1): payload(key(1))})
+    scheduler = Scheduler(make_bench(4, remote=remote))
+    scheduler.context = context_of(filtered(locality="LOCAL"))
+    assert scheduler.lookup(1) == ["MISS"]
+    scheduler.end_step()
+    assert scheduler.bench.engine.stats().prefetches == 0
+    scheduler.next_request()
+    assert scheduler.lookup(1) == ["RETRY"]
+    scheduler.end_step()
+    wait_until(lambda: scheduler.bench.engine.stats().promoted == 1)
 
 
 def test_of_a_window_the_remote_gives_what_it_has(make_bench: MakeBench) -> None:

@@ -1,5 +1,7 @@
 """What the spec refuses at start, and what it tells vLLM."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,38 @@ def test_whatever_the_connector_tells_of_a_model_is_in_the_fingerprint(
     assert layouts[0].fingerprint() != layouts[1].fingerprint()
 
 
+@pytest.fixture
+def worker_memory(configured: Path) -> Iterator[None]:
+    """The pool as a worker of vLLM has mapped it before the scheduler does."""
+    from cacheengine.connector.spec import WarmrouteSpec
+
+    region = WarmrouteSpec(offloading_config())._open_region(rank=0)
+    yield
+    region.cleanup()
+
+
+def test_a_scheduler_that_shares_no_memory_with_its_workers_is_refused(configured: Path) -> None:
+    from cacheengine.connector.spec import WarmrouteSpec
+
+    with pytest.raises(ValueError, match="workers do not share /dev/shm with its scheduler"):
+        WarmrouteSpec(offloading_config()).get_manager()
+    assert not list(Path("/dev/shm").glob("vllm_offload_test*"))
+
+
+def test_a_data_parallel_rank_has_its_own_ports_and_name(configured: Path) -> None:
+    from cacheengine.connector.spec import WarmrouteSpec
+
+    configured.write_text(configured.read_text() + "lmcache_instance_id: one\n")
+    config = offloading_config()
+    # The third of all ranks is the second of its machine.
+    parallel = replace(config.parallel, data_parallel_index=2, data_parallel_rank_local=1)
+    spec = WarmrouteSpec(replace(config, parallel=parallel))
+    assert spec.engine_config.lmcache_instance_id == "one_dp1"
+    assert spec._identity(None).kv_events_port == 5559
+    assert spec._layout() == WarmrouteSpec(config)._layout(), "ranks may share their chunks"
+
+
+@pytest.mark.usefixtures("worker_memory")
 def test_the_manager_ends_what_it_started(configured: Path) -> None:
     from cacheengine.connector.spec import WarmrouteSpec
 
@@ -176,6 +210,7 @@ def test_the_manager_ends_what_it_started(configured: Path) -> None:
     manager.shutdown()
 
 
+@pytest.mark.usefixtures("worker_memory")
 def test_other_replicas_are_served_where_distributed_url_says(configured: Path) -> None:
     import threading
 
@@ -192,6 +227,7 @@ def test_other_replicas_are_served_where_distributed_url_says(configured: Path) 
     assert not names & {"kv-serve", "kv-agent"}
 
 
+@pytest.mark.usefixtures("worker_memory")
 def test_a_replica_asks_for_the_fleet_secret_at_both_ports(
     configured: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

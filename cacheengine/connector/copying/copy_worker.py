@@ -23,8 +23,8 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from cacheengine.connector.copy_runs import Layer, RunCopier, make_copy_call
-from cacheengine.connector.planning import PageRuns, plan_runs
+from cacheengine.connector.copying.copy_runs import Layer, RunCopier, make_copy_call
+from cacheengine.connector.copying.planning import PageRuns, plan_runs
 from cacheengine.connector.region import PoolRegion
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
     def __init__(
         self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: PoolRegion
     ) -> None:
+        super().__init__()
         self._region = region
         self._blocks_per_chunk = blocks_per_chunk
         self._kv_tensors = [_block_rows(cache) for cache in kv_caches.tensors]

@@ -8,14 +8,14 @@ Python for each run takes and gives the lock as often.
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from cacheengine.connector.planning import PageRuns, single_pages
+from cacheengine.connector.copying.planning import PageRuns, single_pages
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -94,6 +94,27 @@ class Layer:
         return cls(blocks, chunks)
 
 
+def addresses_of(layers: Sequence[Layer], runs: PageRuns) -> tuple[Integers, Integers, Integers]:
+    """Return where each layer's runs are in vLLM's blocks and in the pool, and their bytes.
+
+    A layer after the other. Raises IndexError for a run that leaves its row.
+    """
+    split: PageRuns | None = None
+    in_kv, in_pool, sizes = [], [], []
+    for layer in layers:
+        if layer.blocks.rows == 1:
+            blocks, slots, pages, counts = runs
+            kv = layer.blocks.addresses(np.zeros_like(blocks), blocks, counts)
+        else:
+            split = single_pages(runs) if split is None else split
+            blocks, slots, pages, counts = split
+            kv = layer.blocks.addresses(blocks, np.zeros_like(blocks), counts)
+        in_kv.append(kv)
+        in_pool.append(layer.chunks.addresses(slots, pages, counts))
+        sizes.append(counts * layer.blocks.page_bytes)
+    return np.concatenate(in_kv), np.concatenate(in_pool), np.concatenate(sizes)
+
+
 class RunCopier:
     """Copies runs of pages of every layer, to the pool or from it."""
 
@@ -103,21 +124,7 @@ class RunCopier:
 
     def copy(self, runs: PageRuns, *, store: bool) -> int:
         """Copy and return the bytes. Raises IndexError, having copied nothing, for a bad run."""
-        split: PageRuns | None = None
-        in_kv, in_pool, lengths = [], [], []
-        for layer in self._layers:
-            if layer.blocks.rows == 1:
-                blocks, slots, pages, counts = runs
-                kv = layer.blocks.addresses(np.zeros_like(blocks), blocks, counts)
-            else:
-                split = single_pages(runs) if split is None else split
-                blocks, slots, pages, counts = split
-                kv = layer.blocks.addresses(blocks, np.zeros_like(blocks), counts)
-            in_kv.append(kv)
-            in_pool.append(layer.chunks.addresses(slots, pages, counts))
-            lengths.append(counts * layer.blocks.page_bytes)
-        sizes = np.concatenate(lengths)
-        kv_side, pool_side = np.concatenate(in_kv), np.concatenate(in_pool)
+        kv_side, pool_side, sizes = addresses_of(self._layers, runs)
         if store:
             self._copy(pool_side, kv_side, sizes)
         else:
