@@ -1,7 +1,7 @@
 """What the samples of a run say. Pure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Final
@@ -37,9 +37,13 @@ class Window:
     round: int
     seconds: float
     gaps_s: Sequence[float]
-    """Between tokens of the same answer."""
+    """Between tokens of the same answer, at its client."""
+    steps_s: Sequence[float]
+    """Between the ends of the scheduler's steps, each of which has a token of every answer."""
     delays: Sequence[Delay]
     moved_bytes: int
+    failures: int
+    """Turns of the engine's work in which not all chunks came."""
     lock: Mapping[str, Durations]
     """How long the engine's lock was held, computed in and waited for; empty without an engine."""
 
@@ -52,6 +56,16 @@ def quantile(values: Sequence[float], share: float) -> float:
     )
 
 
+Figure = Callable[[Window], float]
+FIGURES: Final[Mapping[str, Figure]] = {
+    "step_p50_ms": lambda window: quantile(window.steps_s, 0.5),
+    "step_p99_ms": lambda window: quantile(window.steps_s, 0.99),
+    "gap_p50_ms": lambda window: quantile(window.gaps_s, 0.5),
+    "gap_p99_ms": lambda window: quantile(window.gaps_s, 0.99),
+}
+"""Of a window, in seconds, by what they are called in milliseconds."""
+
+
 def difference(after: Durations, before: Durations) -> Durations:
     """Return what came between two readings; the longest to the 6% of a bucket."""
     counts = after.counts - before.counts
@@ -59,13 +73,13 @@ def difference(after: Durations, before: Durations) -> Durations:
 
 
 def ratio(
-    windows: Sequence[Window], situation: Situation, beside: Situation, share: float
+    windows: Sequence[Window], situation: Situation, beside: Situation, figure: Figure
 ) -> Interval:
-    """Return a quantile of the time between tokens over that of another situation.
+    """Return a window's figure over that of another situation.
 
     The rounds' ratios, each of two neighbours in time, are the samples: their geometric mean.
     """
-    by_round = {(each.round, each.situation): quantile(each.gaps_s, share) for each in windows}
+    by_round = {(each.round, each.situation): figure(each) for each in windows}
     ratios = [
         by_round[number, situation] / by_round[number, beside]
         for number in sorted({each.round for each in windows})
@@ -88,11 +102,11 @@ def summary(windows: Sequence[Window], situation: Situation) -> dict[str, Any]:
     found: dict[str, Any] = {
         "situation": situation.value,
         "tokens": sum(len(each.gaps_s) for each in mine),
-        "gap_p50_ms": _ms(median(quantile(each.gaps_s, 0.5) for each in mine)),
-        "gap_p99_ms": _ms(median(quantile(each.gaps_s, 0.99) for each in mine)),
+        **{name: _ms(median(map(figure, mine))) for name, figure in FIGURES.items()},
         "moved_gb_per_s": round(
             sum(each.moved_bytes for each in mine) / sum(each.seconds for each in mine) / 1e9, 3
         ),
+        "turns_that_failed": sum(each.failures for each in mine),
         "thread_woke_late": _spread([each.late_s for each in delays]),
         "of_it_without_core": _spread([each.without_core_s for each in delays]),
         "of_it_without_gil": _spread([each.gil_s for each in delays]),
@@ -100,9 +114,9 @@ def summary(windows: Sequence[Window], situation: Situation) -> dict[str, Any]:
         "lock": _locks(mine),
     }
     for other in (Situation.PLAIN, Situation.IDLE):
-        for name, share in (("p50", 0.5), ("p99", 0.99)):
-            against = ratio(windows, situation, other, share)
-            found[f"{name}_over_{other.name.lower()}"] = {
+        for name, figure in FIGURES.items():
+            against = ratio(windows, situation, other, figure)
+            found[f"{name.removesuffix('_ms')}_over_{other.name.lower()}"] = {
                 "ratio": round(against.value, 3),
                 "low": round(against.low, 3),
                 "high": round(against.high, 3),

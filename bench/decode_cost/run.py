@@ -3,8 +3,10 @@
 import asyncio
 import random
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +17,7 @@ from bench.decode_cost.decodes import Decodes
 from bench.decode_cost.figures import Delay, Window, difference
 from bench.decode_cost.peer import own_keys
 from bench.decode_cost.pressure import Chunks, Pressure, Situation
-from bench.decode_cost.probe import LOCKS, SAMPLE, SAMPLES
+from bench.decode_cost.probe import LOCKS, SAMPLE, SAMPLES, STEPS
 from bench.decode_cost.replicas import Replicas, Vllm, running
 from bench.stress.inside.lock import Durations
 from bench.ttft import BenchError
@@ -54,6 +56,7 @@ class _Span:
     from_s: float
     to_s: float
     moved_bytes: int
+    failures: int
     decodes: Decodes
 
 
@@ -74,7 +77,10 @@ async def _measure(
         for number in range(settings.rounds):
             for situation in order.sample(list(Situation), len(Situation)):
                 span = await _window(settings, replicas, pressure, situation, number)
-                say(f"round {number + 1}: {situation}, {span.moved_bytes / 1e9:.1f} GB moved")
+                say(
+                    f"round {number + 1}: {situation}, {span.moved_bytes / 1e9:.2f} GB moved, "
+                    f"{len(span.decodes.gaps)} tokens, {span.failures} turns failed"
+                )
                 spans.append(span)
         await asyncio.sleep(_WRITTEN_S)
     return _read(spans, replicas)
@@ -120,6 +126,7 @@ async def _window(
     try:
         await _pass(settings.settling_s, tasks)
         from_s, moved_bytes = time.monotonic(), pressure.moved_bytes
+        failures = len(pressure.failures)
         await _pass(settings.seconds, tasks)
         return _Span(
             situation=situation,
@@ -127,6 +134,7 @@ async def _window(
             from_s=from_s,
             to_s=time.monotonic(),
             moved_bytes=pressure.moved_bytes - moved_bytes,
+            failures=len(pressure.failures) - failures,
             decodes=decodes,
         )
     finally:
@@ -149,21 +157,24 @@ async def _pass(seconds: float, tasks: Sequence[asyncio.Task[None]]) -> None:
 
 def _read(spans: Sequence[_Span], replicas: Replicas) -> list[Window]:
     delays = {each.url: _delays(each) for each in (replicas.plain, replicas.ours)}
+    steps = {each.url: _steps(each) for each in (replicas.plain, replicas.ours)}
     locks = _locks(replicas.ours)
     found = []
     for span in spans:
         is_plain = span.situation is Situation.PLAIN
-        mine = delays[replicas.plain.url if is_plain else replicas.ours.url]
+        url = replicas.plain.url if is_plain else replicas.ours.url
         window = Window(
             situation=span.situation,
             round=span.round,
             seconds=span.to_s - span.from_s,
             gaps_s=[gap_s for at_s, gap_s in span.decodes.gaps if span.from_s <= at_s < span.to_s],
-            delays=[delay for at_s, delay in mine if span.from_s <= at_s < span.to_s],
+            steps_s=[gap_s for at_s, gap_s in steps[url] if span.from_s <= at_s < span.to_s],
+            delays=[delay for at_s, delay in delays[url] if span.from_s <= at_s < span.to_s],
             moved_bytes=span.moved_bytes,
+            failures=span.failures,
             lock={} if is_plain else _of_span(locks, span),
         )
-        if not window.gaps_s or not window.delays:
+        if not window.gaps_s or not window.steps_s or not window.delays:
             raise BenchError(f"{span.situation}: no tokens, or nothing from vLLM's process")
         found.append(window)
     return found
@@ -179,6 +190,13 @@ def _delays(vllm: Vllm) -> list[tuple[float, Delay]]:
         (at_s, Delay(late_s=late_s, without_core_s=core_s))
         for at_s, late_s, core_s in SAMPLE.iter_unpack(told[:whole])
     ]
+
+
+def _steps(vllm: Vllm) -> list[tuple[float, float]]:
+    """Return when each step has ended, and how long after the one before."""
+    told = (vllm.probe / STEPS).read_bytes()
+    ends = array("d", told[: len(told) // 8 * 8])
+    return [(after_s, after_s - before_s) for before_s, after_s in pairwise(ends)]
 
 
 def _locks(vllm: Vllm) -> list[tuple[float, dict[str, Durations]]]:

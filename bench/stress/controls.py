@@ -10,7 +10,7 @@ from typing import Any, Final
 import aiohttp
 
 from bench.stress.engines import Engine
-from bench.stress.inside.content import prefix_keys
+from bench.stress.inside.content import a_prompt
 from bench.stress.settings import LONGEST_CHUNKS, Settings
 
 _CALL_S: Final = 40.0
@@ -118,9 +118,7 @@ class Controls:
                 await self._ask(what, engine, "/clear", {"tiers": _TIERS[what]})
 
     def _a_prompt(self) -> list[bytes]:
-        # Oftener than requests do, one that many ask for: it is more likely to be there.
-        conversation = int(self._settings.conversations * self._rng.random() ** 4)
-        return prefix_keys(conversation, self._rng.randint(1, LONGEST_CHUNKS))
+        return a_prompt(self._rng, self._settings.conversations, LONGEST_CHUNKS)
 
     async def _move(self, what: str, to: Engine, source: Engine, keys: list[bytes]) -> None:
         is_copy = what == "copy"

@@ -26,8 +26,9 @@ class Settings:
     """Of each engine's pool."""
     disk_chunks: int = 8000
     """That each disk tier may hold."""
-    conversations: int = 600
-    """Prompts are prefixes of these: more than all tiers of an engine hold."""
+    conversations: int = 300
+    """Prompts are prefixes of these: more than the pool and the disk of an engine hold, and so few
+    that each chunk is known to each engine after some minutes."""
     requests_per_s: float = 10.0
     """Of each engine."""
     controls_per_s: float = 8.0

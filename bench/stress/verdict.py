@@ -62,7 +62,7 @@ def of_ways(engine: Mapping[str, Any], transfer: Mapping[str, int]) -> list[Verd
         "reads and writes of the disk that failed": disk["io_errors"],
         "calls of the store that failed": remote["io_errors"] + remote["unanswered"],
         "chunks copied between engines": transfer["received_chunks"],
-        "copies between engines that broke off": transfer["receive_failures"],
+        "copies between engines that broke off": transfer["moves_failed"],
         "evictions": engine["evictions"],
     }
     return [_at_least_one(what, count) for what, count in ways.items()]

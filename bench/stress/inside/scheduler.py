@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from bench.stress.inside.content import content, prefix_keys
+from bench.stress.inside.content import a_prompt, content
 from cacheengine.engine import CacheEngine
 from cacheengine.residency import Presence, Promotion, StoreReservation
 
@@ -111,11 +111,9 @@ class Scheduler:
             return
         self._number += 1
         rng = self._rng
-        # The lower its number, the more often a conversation is asked for.
-        conversation = int(self._conversations * rng.random() ** 2)
         request = _Request(
             name=f"request {self._number}",
-            keys=prefix_keys(conversation, rng.randint(1, self._longest_chunks)),
+            keys=a_prompt(rng, self._conversations, self._longest_chunks),
             abort_at=rng.randint(1, 20) if rng.random() < _ABORTED else 1 << 30,
         )
         self._running[request.name] = request, self._course(request)
