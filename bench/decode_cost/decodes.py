@@ -6,7 +6,11 @@ from typing import Any, Final
 
 import aiohttp
 
+from bench.ttft import BenchError
+
 _MAX_TOKENS: Final = 512
+_ALONE: Final = {"connection": "close"}
+"""A connection that is kept for the next answer may be closed by vLLM just then."""
 _PROMPT: Final = "Count the stars of stream {number}, one after the other, and name each of them: "
 
 
@@ -22,10 +26,13 @@ class Decodes:
         """When a token came, by the monotonic clock, and how long after the one before it."""
 
     async def run(self) -> None:
-        """Read answers; without end. Raises aiohttp's errors."""
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(self._streams):
-                tasks.create_task(self._stream(number))
+        """Read answers; without end. Raises `BenchError` when one does not come."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(self._streams):
+                    tasks.create_task(self._stream(number))
+        except* aiohttp.ClientError as errors:
+            raise BenchError(f"{self._url}: {errors.exceptions[0]!r}") from None
 
     async def _stream(self, number: int) -> None:
         body: dict[str, Any] = {
@@ -36,8 +43,9 @@ class Decodes:
             "temperature": 0.0,
             "stream": True,
         }
+        url = f"{self._url}/v1/completions"
         while True:
-            async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+            async with self._session.post(url, json=body, headers=_ALONE) as response:
                 response.raise_for_status()
                 await self._read(response)
 

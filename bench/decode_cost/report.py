@@ -10,8 +10,8 @@ from bench.decode_cost.run import Settings
 
 HOW_TO_READ: Final = (
     "step: between the ends of the scheduler's steps, inside vLLM's engine core: a step has a "
-    "token of each running answer. gap: between tokens of one answer, at its client; it has in it what "
-    "vLLM's other processes and the client take. Medians over the rounds.",
+    "token of each running answer. gap: between tokens of one answer, at its client; it has in it "
+    "what vLLM's other processes and the client take. Medians over the rounds.",
     "A ratio is the geometric mean over rounds of two windows of the same round, its interval "
     "(95%) by drawing rounds again and again.",
     "On a machine without a GPU the model computes on the cores that the engine's threads want, "

@@ -5,6 +5,7 @@ input, "end", has it finish its requests, wait for what is under way, and look a
 ends at once when that input closes, so that none outlives the driver.
 """
 
+import ctypes
 import gc
 import logging
 import os
@@ -37,6 +38,7 @@ _GB: Final = 1024**3
 _TOKENS: Final = 256
 _STEP_S: Final = 0.005
 _TELL_S: Final = 1.0
+_TRIM_S: Final = 5.0
 _EVENTS: Final = 2048
 _QUIET_S: Final = 60.0
 _POLL_S: Final = 0.1
@@ -154,6 +156,7 @@ def main() -> None:
         threading.Thread(target=_listen, args=(ending,), daemon=True).start()
         gc.collect()
         gc.freeze()  # as vLLM does
+        threading.Thread(target=_trim, daemon=True).start()
         report = _Reports(engine, scheduler, lock, meter)
         report.tell()
         _run(scheduler, report, ending)
@@ -167,6 +170,17 @@ def _listen(ending: threading.Event) -> None:
         if line.strip() == "end":
             ending.set()
     os._exit(0)
+
+
+def _trim() -> None:
+    """Have the C library give back what it keeps free, again and again.
+
+    Else its stock grows for many minutes, by the threads that come and go, and hides a leak.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+    while trim is not None:
+        trim(0)
+        time.sleep(_TRIM_S)
 
 
 class _Reports:
