@@ -20,6 +20,7 @@ hold should. Run it on an idle machine, with a core for each engine.
 import argparse
 import asyncio
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a stress, print what it shows, write the result; return the exit code."""
     given = sys.argv[1:] if argv is None else argv
     arguments = _arguments(given)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # all processes are to end then, too
     try:
         head: dict[str, object] = {"command": shlex.join(["python", "-m", "bench.stress", *given])}
         if arguments.json is not None:
