@@ -1,0 +1,54 @@
+"""What a stress is told, and the sizes of its engines."""
+
+from dataclasses import dataclass
+from typing import Final
+
+HOST: Final = "127.0.0.1"
+CHUNK_BYTES: Final = 16 << 10
+LONGEST_CHUNKS: Final = 48
+"""Of a prompt."""
+STORE_BYTES: Final = 160 << 20
+"""Redis evicts beyond it."""
+SMALL_DISK_BYTES: Final = 192 << 20
+"""The file system of the first engine's disk tier, which is filled now and then."""
+_LONGEST_SETTLING_S: Final = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One stress. Raises ValueError for what cannot be."""
+
+    minutes: float = 20.0
+    engines: int = 4
+    seed: int = 1
+    trouble_every_s: float = 8.0
+    slots: int = 4096
+    """Of each engine's pool."""
+    disk_chunks: int = 8000
+    """That each disk tier may hold."""
+    conversations: int = 300
+    """Prompts are prefixes of these: more than the pool and the disk of an engine hold, and so few
+    that each chunk is known to each engine after some minutes."""
+    requests_per_s: float = 10.0
+    """Of each engine."""
+    controls_per_s: float = 8.0
+    """Calls of routers and operators, to all engines together."""
+
+    def __post_init__(self) -> None:
+        if self.engines < 2:
+            raise ValueError("a stress needs two engines: chunks are copied from one to another")
+
+    @property
+    def duration_s(self) -> float:
+        """How long there are requests and troubles."""
+        return self.minutes * 60
+
+    @property
+    def settling_s(self) -> float:
+        """How long memory may grow: tables, logs and buffers fill up to their bounds."""
+        return min(_LONGEST_SETTLING_S, self.duration_s / 3)
+
+
+def engine_name(number: int) -> str:
+    """Return the name of an engine, counted from 0."""
+    return f"engine{number + 1}"
