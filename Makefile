@@ -18,7 +18,7 @@ SOURCES := router cacheengine bench tests tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-lmcache servers test test-lmcache check lint fix audit bench lock clean
+.PHONY: help venv demo demo-lmcache servers test test-families test-lmcache check lint fix audit bench lock clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -56,6 +56,9 @@ servers: $(STAMP) ## Install the servers that tests run, where that is permitted
 
 test: $(STAMP) servers ## Run all tests, those with real vLLM replicas included
 	$(PYTEST) $(ARGS)
+
+test-families: $(STAMP) ## Test every model family that is said to work (a few are in `make test`)
+	WARMROUTE_FAMILIES=all $(PYTEST) tests/e2e/test_families.py $(ARGS)
 
 test-lmcache: $(STAMP) ## Test against stock LMCache servers (installs them, 3.7 GB, apart)
 	$(BIN)/python -m bench.lmcache.environment

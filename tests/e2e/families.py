@@ -200,13 +200,10 @@ def _serve(family: Family, directory: Path) -> dict[str, Any]:
         enable_prefix_caching=True,
         disable_hybrid_kv_cache_manager=True,
         kv_transfer_config={
-            "kv_connector": "OffloadingConnector",
+            "kv_connector": "WarmrouteConnector",
+            "kv_connector_module_path": "cacheengine.connector.connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "WarmrouteSpec",
-                "spec_module_path": "cacheengine.connector.spec",
-                "block_size": CHUNK_TOKENS,
-            },
+            "kv_connector_extra_config": {"block_size": CHUNK_TOKENS},
         },
     )
     try:

@@ -1,9 +1,11 @@
 """Which of the field's model families work: each served small, by real vLLM, or refused at start.
 
-`families` has the models. Where vLLM itself cannot serve a family on CPUs, it is not here.
+`families` has the models. Where vLLM itself cannot serve a family on CPUs, it is not here. One of
+each kind of layers is run every time, all of them by ``make test-families``.
 """
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -23,6 +25,8 @@ REFUSED = {
     "qwen3-next": _NOT_TO_BE_JOINED,
 }
 """What those say that the engine cannot keep."""
+IN_EVERY_RUN = {"llama", "gemma3", "gpt-oss", "mamba2", "falcon-h1"}
+CHOSEN = set(FAMILIES) if os.environ.get("WARMROUTE_FAMILIES") == "all" else IN_EVERY_RUN
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     """What came out for each family, all in one process."""
     directory = tmp_path_factory.mktemp("families")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.families", str(directory), *FAMILIES],
+        [sys.executable, "-m", "tests.e2e.families", str(directory), *sorted(CHOSEN)],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -39,7 +43,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {line.pop("family"): line for line in lines}
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - REFUSED.keys()))
+@pytest.mark.parametrize("family", sorted(CHOSEN - REFUSED.keys()))
 def test_answers_from_every_tier_are_the_gpus(
     family: str, found: dict[str, dict[str, Any]]
 ) -> None:
@@ -55,7 +59,7 @@ def test_answers_from_every_tier_are_the_gpus(
     }
 
 
-@pytest.mark.parametrize("family", sorted(REFUSED))
+@pytest.mark.parametrize("family", sorted(CHOSEN & REFUSED.keys()))
 def test_what_the_engine_cannot_keep_is_refused_at_start(
     family: str, found: dict[str, dict[str, Any]]
 ) -> None:
