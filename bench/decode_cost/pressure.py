@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from bench.replica.tiers import total
 from bench.ttft import BenchError
 
 _CALL_S: Final = 60.0
@@ -25,6 +26,14 @@ class Situation(StrEnum):
     REMOTE = "promoting from Redis"
     SEND = "sending copies"
     RECEIVE = "receiving copies"
+
+
+_COUNTED: Final[Mapping[Situation, tuple[str, dict[str, str]]]] = {
+    Situation.DISK: ("warmroute_engine_tier_get_bytes_total", {"tier": "disk"}),
+    Situation.REMOTE: ("warmroute_engine_tier_get_bytes_total", {"tier": "remote"}),
+    Situation.SEND: ("warmroute_transfer_sent_bytes_total", {}),
+    Situation.RECEIVE: ("warmroute_transfer_received_bytes_total", {}),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,28 +54,21 @@ class Chunks:
 
 
 class Pressure:
-    """Moves chunks of one replica again and again; ``moved_bytes`` is how much has been moved."""
+    """Moves chunks of one replica again and again."""
 
     def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        replica: Place,
-        peer: Place,
-        chunks: Chunks,
-        chunk_bytes: int,
+        self, session: aiohttp.ClientSession, replica: Place, peer: Place, chunks: Chunks
     ) -> None:
         self.session = session
         self._replica = replica
         self._peer = peer
         self._chunks = chunks
-        self._chunk_bytes = chunk_bytes
-        self.moved_bytes = 0
         self.failures: list[str] = []
         """Turns in which not all chunks came, in words."""
 
     async def run(self, situation: Situation) -> None:
         """Move chunks without end; raise `BenchError` when an agent refuses."""
-        turns: Mapping[Situation, Callable[[], Coroutine[Any, Any, int]]] = {
+        turns: Mapping[Situation, Callable[[], Coroutine[Any, Any, None]]] = {
             Situation.DISK: self._from_disk,
             Situation.REMOTE: self._from_store,
             Situation.SEND: self._send,
@@ -77,35 +79,42 @@ class Pressure:
         if situation is Situation.SEND:
             await self._promote(self._chunks.on_disk)
         while True:
-            self.moved_bytes += await turns[situation]()
+            await turns[situation]()
 
-    async def _from_disk(self) -> int:
+    async def moved_bytes(self, situation: Situation) -> int:
+        """Return how much the replica has moved so since its start, by its own count."""
+        if situation not in _COUNTED:
+            return 0
+        name, labels = _COUNTED[situation]
+        async with self.session.get(f"{self._replica.agent_url}/metrics") as response:
+            return int(total(await response.text(), name, **labels))
+
+    async def _from_disk(self) -> None:
         await self._clear(self._replica, self._chunks.on_disk, ["cpu"])
-        return await self._promote(self._chunks.on_disk)
+        await self._promote(self._chunks.on_disk)
 
-    async def _from_store(self) -> int:
+    async def _from_store(self) -> None:
         await self._clear(self._replica, self._chunks.in_store, ["cpu", "disk"])
-        return await self._promote(self._chunks.in_store)
+        await self._promote(self._chunks.in_store)
 
-    async def _send(self) -> int:
+    async def _send(self) -> None:
         await self._clear(self._peer, self._chunks.on_disk, None)
-        return await self._copy(self._replica, self._peer, self._chunks.on_disk)
+        await self._copy(self._replica, self._peer, self._chunks.on_disk)
 
-    async def _receive(self) -> int:
+    async def _receive(self) -> None:
         await self._clear(self._replica, self._chunks.at_peer, None)
-        return await self._copy(self._peer, self._replica, self._chunks.at_peer)
+        await self._copy(self._peer, self._replica, self._chunks.at_peer)
 
     async def _clear(self, place: Place, keys: Sequence[bytes], tiers: list[str] | None) -> None:
         await self._call(f"{place.agent_url}/clear", {"keys": _hex(keys), "tiers": tiers})
 
-    async def _promote(self, keys: Sequence[bytes]) -> int:
+    async def _promote(self, keys: Sequence[bytes]) -> None:
         body = {"keys": _hex(keys), "wait_s": _CALL_S / 2, "pin_s": _PIN_S}
         told = await self._call(f"{self._replica.agent_url}/prefetch", body)
         if told["missing"] or told["pending"]:
             await self._failed(f"{len(keys)} chunks promoted: {told}")
-        return int(told["promoted"]) * self._chunk_bytes
 
-    async def _copy(self, source: Place, to: Place, keys: Sequence[bytes]) -> int:
+    async def _copy(self, source: Place, to: Place, keys: Sequence[bytes]) -> None:
         where = {
             "agent_url": source.agent_url,
             "transfer_address": source.transfer_address,
@@ -117,7 +126,6 @@ class Pressure:
         told = await self._call(url)
         if told["state"] != "done":
             await self._failed(f"a copy of {len(keys)} chunks: {told}")
-        return int(told["moved_bytes"])
 
     async def _failed(self, what: str) -> None:
         # On a busy machine Redis may have let a call wait for longer than the engine does,

@@ -97,7 +97,7 @@ async def _prepare(
     ]
     on_disk, in_store = (_keys(info, tokens) for tokens in prompts)
     chunks = Chunks(on_disk=on_disk, in_store=in_store, at_peer=own_keys(settings.chunks))
-    pressure = Pressure(session, replicas.place, replicas.peer, chunks, info["chunk_bytes"])
+    pressure = Pressure(session, replicas.place, replicas.peer, chunks)
     for tokens, keys in zip(prompts, (on_disk, in_store), strict=True):
         body = {"model": replicas.model, "prompt": tokens, "max_tokens": 1}
         async with session.post(f"{replicas.ours.url}/v1/completions", json=body) as response:
@@ -125,15 +125,16 @@ async def _window(
     tasks = [asyncio.create_task(decodes.run()), asyncio.create_task(pressure.run(situation))]
     try:
         await _pass(settings.settling_s, tasks)
-        from_s, moved_bytes = time.monotonic(), pressure.moved_bytes
-        failures = len(pressure.failures)
+        moved_bytes, failures = await pressure.moved_bytes(situation), len(pressure.failures)
+        from_s = time.monotonic()
         await _pass(settings.seconds, tasks)
+        to_s = time.monotonic()
         return _Span(
             situation=situation,
             round=number,
             from_s=from_s,
-            to_s=time.monotonic(),
-            moved_bytes=pressure.moved_bytes - moved_bytes,
+            to_s=to_s,
+            moved_bytes=await pressure.moved_bytes(situation) - moved_bytes,
             failures=len(pressure.failures) - failures,
             decodes=decodes,
         )
