@@ -1,4 +1,4 @@
-"""Whom a port of the fleet lets in: the fleet's secret, and requests that a web page may have made.
+"""Which requests a port of the fleet takes: the fleet's secret, and what a web page may have made.
 
 Shared with the router: standard library only.
 """

@@ -1,4 +1,4 @@
-"""Whose requests the agent takes: those that know the fleet's secret, or this machine's own."""
+"""Which requests the agent takes: with the fleet's secret, or of this machine's own programs."""
 
 from typing import Final
 

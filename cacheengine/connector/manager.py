@@ -215,8 +215,9 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         """
         if not self.keys.may_store(req_context):
             return self.stores.none()
-        self._note_use(self.keys.stored(keys, req_context), req_context)
-        return self.stores.prepare(list(keys), req_context, self._request(req_context).used)
+        offered = dict(zip(self.keys.stored(keys, req_context), keys, strict=True))
+        self._note_use(list(offered), req_context)
+        return self.stores.prepare(offered, req_context, self._request(req_context).used)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True

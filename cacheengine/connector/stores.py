@@ -1,6 +1,6 @@
 """Chunks on their way from the GPU into the pool, as vLLM's scheduler asks for them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 
 from vllm.v1.kv_offload.base import (
     OffloadKey,
@@ -26,18 +26,19 @@ class Stores:
         self.offers = RefusedOffers()
 
     def prepare(
-        self, keys: Sequence[OffloadKey], context: ReqContext, prefix: Collection[bytes]
+        self, offered: Mapping[bytes, OffloadKey], context: ReqContext, prefix: Collection[bytes]
     ) -> PrepareStoreOutput:
         """Reserve rows as `WarmrouteManager.prepare_store` says.
 
-        ``prefix`` are chunks of the same request that were offered or loaded before.
+        ``offered`` are the chunks in order, with vLLM's keys of them; ``prefix`` are chunks of the
+        same request that were offered or loaded before.
         """
-        if self.offers.pass_over(context.req_id, keys[0]):
+        first = next(iter(offered.values()))
+        if self.offers.pass_over(context.req_id, first):
             return self.none()
-        offered = dict(zip(self._keys.stored(keys, context), keys, strict=True))
         reservation = self._engine.prepare_store(list(offered), prefix=prefix)
         if reservation is None:
-            self.offers.refuse(context.req_id, keys[0], took_some=False)
+            self.offers.refuse(context.req_id, first, took_some=False)
             return self.none()
         if reservation.refused:
             self.offers.refuse(context.req_id, offered[reservation.refused[0]], took_some=True)

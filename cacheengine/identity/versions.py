@@ -24,7 +24,7 @@ _MOST_ADAPTERS: Final = 65_536
 
 @dataclass(frozen=True, slots=True)
 class KvVersion:
-    """Whose KV it is, beside the model's as it was loaded."""
+    """Which weights made the KV, beside the model's as it was loaded."""
 
     epoch: str = ""
     """"" for the weights loaded at the start, else unique to one update of one replica."""

@@ -3,16 +3,6 @@
 from collections.abc import Sequence
 
 
-def option_of(argument: str) -> str | None:
-    """Return the option that vLLM's parser takes an argument for, None if for a value.
-
-    It reads underscores as dashes, and ``--option.key`` as a part of a JSON option.
-    """
-    if not argument.startswith("--"):
-        return None
-    return argument.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
-
-
 def has_option(vllm_args: Sequence[str], *names: str) -> bool:
     """Whether one of these options is given; short ones, such as ``-dp``, by their names."""
     return any(_name_of(arg) in names for arg in vllm_args)
@@ -32,6 +22,11 @@ def value_of(vllm_args: Sequence[str], default: str, *names: str) -> str:
 
 
 def _name_of(argument: str) -> str | None:
-    if argument.startswith("-") and not argument.startswith("--"):
-        return argument.split("=", 1)[0]
-    return option_of(argument)
+    """Return the option that vLLM's parser takes an argument for, None if for a value.
+
+    It reads underscores as dashes, and ``--option.key`` as a part of a JSON option.
+    """
+    if not argument.startswith("-"):
+        return None
+    name = argument.split("=", 1)[0]
+    return name.split(".", 1)[0].replace("_", "-") if name.startswith("--") else name

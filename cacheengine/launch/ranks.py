@@ -42,9 +42,9 @@ class Ranks:
     """How many data parallel ranks there are."""
 
     here: int
-    """Those that this command starts."""
+    """Ranks that this command starts."""
     everywhere: int
-    """Those of all machines."""
+    """Ranks of all machines."""
 
     def configs(self, config: EngineConfig) -> Iterator[EngineConfig]:
         """Yield what each rank here is told."""

@@ -1,4 +1,4 @@
-"""What proves who is who, from files: TLS contexts, and the secret that the fleet shares."""
+"""Credentials from files: TLS contexts, and the secret that the fleet shares."""
 
 import os
 import ssl

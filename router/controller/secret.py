@@ -1,4 +1,4 @@
-"""Whom the controller's ports let in: callers who know a secret.
+"""Which requests the controller's ports take: with a secret that they know.
 
 Callers send it as a bearer token or as the password of basic authentication, whatever the name.
 Programs that take nothing but a URL send the latter: ``http://any:SECRET@host:9000``.

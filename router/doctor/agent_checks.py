@@ -57,7 +57,7 @@ async def check_agent(
 
 
 async def _check_asks(session: aiohttp.ClientSession, section: Section, url: str) -> None:
-    """Note an agent that answers callers who show it no secret."""
+    """Note an agent that answers calls without a secret."""
     try:
         await AgentClient(session, url).info()
     except AgentError:

@@ -69,8 +69,7 @@ class Left:
 
     slots: int
     reserved_slots: int
-    """Of these, those that a store of new chunks got: what is neither free nor to be evicted
-    is missing."""
+    """Slots that a store of new chunks got: what is neither free nor to be evicted is missing."""
     held_bytes: int
     put_queue_bytes: int
     error: str

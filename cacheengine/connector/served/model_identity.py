@@ -61,10 +61,10 @@ class ModelIdentity:
 def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelIdentity:
     """Return the identity of what a vLLM process serves."""
     model, load = vllm_config.model_config, vllm_config.load_config
-    files = locate(model.model, model.revision, load.download_dir)
+    files = _files_of(model, load)
     return ModelIdentity(
         model=(files and files.hub_name) or model.model,
-        weights=_weights(model, load),
+        weights=_weights(files, model, load),
         options=_options(vllm_config),
         build=_build(),
         attention=_attention(vllm_config, kv_cache_config),
@@ -88,10 +88,13 @@ def locate(name: str, revision: str | None = None, cache: str | None = None) -> 
 # --- weights ---
 
 
-def _weights(model: Any, load: Any) -> str:
+def _files_of(model: Any, load: Any) -> WeightFiles | None:
+    return locate(model.model, model.revision, load.download_dir)
+
+
+def _weights(files: WeightFiles | None, model: Any, load: Any) -> str:
     if load.load_format == "dummy":
         return f"dummy-{model.seed}"
-    files = locate(model.model, model.revision, load.download_dir)
     try:
         doubt = _doubt(files, model)
         if files is not None and doubt is None:
@@ -107,7 +110,7 @@ def _weights(model: Any, load: Any) -> str:
 
 
 def _doubt(files: WeightFiles | None, model: Any) -> str | None:
-    """Return why the files found now may not be those that were loaded; None: they are."""
+    """Return why the files found now may be others than were loaded; None: they are the same."""
     if files is None or model.model_weights:
         return "its files are in no directory or hub cache of this machine"
     if files.hub_name is None:
@@ -176,15 +179,16 @@ def _options(vllm_config: VllmConfig) -> str:
     """Return a digest of what changes a token's KV for equal weights."""
     draft = vllm_config.speculative_config
     draft_model = draft and draft.draft_model_config
+    load = vllm_config.load_config
     told = {
         "model": _fields(vllm_config.model_config, _HARMLESS_OF_MODEL),
         "cache": _fields(vllm_config.cache_config, _HARMLESS_OF_CACHE),
         "attention": _plain(vllm_config.attention_config),
         "lora": _fields(vllm_config.lora_config, _HARMLESS_OF_LORA),
-        "loading": {name: _plain(getattr(vllm_config.load_config, name)) for name in _OF_LOADING},
+        "loading": {name: _plain(getattr(load, name)) for name in _OF_LOADING},
         # Its layers keep KV in the same chunks.
         "draft": _fields(draft, _HARMLESS_OF_DRAFT),
-        "draft weights": draft_model and _weights(draft_model, vllm_config.load_config),
+        "draft weights": draft_model and _weights(_files_of(draft_model, load), draft_model, load),
         "more": _plain(vllm_config.additional_config),
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]

@@ -84,7 +84,7 @@ class WeightWatch:
         try:
             return original(core, *args, **kwargs)
         finally:
-            # Deeper sleep drops the weights: what they are after it is somebody's to load.
+            # Deeper sleep drops the weights; which are loaded after it is not known.
             if level > _LEVEL_THAT_KEEPS_WEIGHTS:
                 self._manager.weights_changed()
 

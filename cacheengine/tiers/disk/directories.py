@@ -55,7 +55,7 @@ def make_private(directory: Path) -> None:
     Those above it, which people name, are left as they are.
     """
     directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-    with contextlib.suppress(PermissionError):  # another user's, who decides
+    with contextlib.suppress(PermissionError):  # another user's directory: its owner decides
         directory.chmod(DIRECTORY_MODE)
 
 

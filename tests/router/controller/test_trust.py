@@ -1,4 +1,4 @@
-"""Whom the controller's ports let in, with and without a fleet secret; what agents are shown."""
+"""Which requests the controller's ports take, by secret; what agents are shown."""
 
 import pytest
 from aiohttp import web
