@@ -5,8 +5,17 @@ Not used by `bench.ttft`, which must work alone, away from its package.
 
 import argparse
 import json
-from collections.abc import Mapping
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
+
+from bench.proof.kept.tree import Tree
+from bench.ttft import machine
+
+_ROOT: Final = Path(__file__).resolve().parents[1]
 
 
 def positive(text: str) -> int:
@@ -15,6 +24,32 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return number
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names the result's file."""
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the result there, from a clean tree"
+    )
+
+
+def origin(prog: str, argv: Sequence[str], json_path: Path | None) -> dict[str, object]:
+    """Return what a result says of where it comes from: its command and the machine.
+
+    Raises `BenchError` where it is to be written and the tree is not clean.
+    """
+    if json_path is not None:
+        Tree(_ROOT).require_clean()
+    return {"command": shlex.join(["python", "-m", prog, *argv]), "machine": machine()}
+
+
+@contextmanager
+def work_directory(given: Path | None) -> Iterator[Path]:
+    """Make the directory that is given, or one that is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="warmroute-bench-") as made:
+        directory = (given or Path(made)).resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        yield directory
 
 
 def write_report(path: Path, report: Mapping[str, object]) -> None:

@@ -12,7 +12,6 @@ interval. Exit code 0: all holds that must.
 import argparse
 import os
 import resource
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,16 +20,14 @@ from typing import Final
 
 import uvloop
 
-from bench.command import positive, write_report
+from bench.command import origin, positive, write_report
 from bench.crowds.kinds import KINDS
 from bench.crowds.load import BadAnswer
 from bench.crowds.report import as_json, holds, line
 from bench.crowds.rounds import Crowded, Pace, crowd
-from bench.proof.kept.tree import Tree
-from bench.ttft import BenchError, machine
+from bench.ttft import BenchError
 from router.launch import ChildFailed
 
-_ROOT: Final = Path(__file__).resolve().parents[2]
 _QUICK: Final = Pace(rounds=2, phase_s=3.0)
 _QUICK_SHARE: Final = 20
 _SPARE_FILES: Final = 1000
@@ -92,12 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     arguments = _arguments(given)
     try:
-        if arguments.json is not None:
-            Tree(_ROOT).require_clean()
         head = {
             "what": "others' p99 and the router's memory beside crowds that ask for nothing",
-            "command": shlex.join(["python", "-m", "bench.crowds", *given]),
-            "machine": machine(),
+            **origin("bench.crowds", given, arguments.json),
             "load_average": os.getloadavg()[0],
             "rounds": arguments.rounds,
             "phase_s": arguments.phase_s,

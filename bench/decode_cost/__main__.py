@@ -14,24 +14,18 @@ only the latter is what a GPU's decode would suffer.
 """
 
 import argparse
-import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Final
 
-from bench.command import positive, write_report
+from bench.command import add_json_option, origin, positive, work_directory, write_report
 from bench.decode_cost.report import report, table
 from bench.decode_cost.run import Settings, measure
-from bench.proof.kept.tree import Tree
 from bench.replica.local import CannotStart
 from bench.replica.model import SHAPES
-from bench.ttft import BenchError, machine
+from bench.ttft import BenchError
 from router.launch import ChildFailed
-
-_ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -54,9 +48,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of the model that is made for it",
     )
     parser.add_argument("--work", type=Path, metavar="DIR", help="an empty directory, kept")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the result there, from a clean tree"
-    )
+    add_json_option(parser)
     return parser.parse_args(argv)
 
 
@@ -65,14 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     arguments = _arguments(given)
     settings = Settings(**{each.name: getattr(arguments, each.name) for each in fields(Settings)})
-    command = shlex.join(["python", "-m", "bench.decode_cost", *given])
     try:
-        if arguments.json is not None:
-            Tree(_ROOT).require_clean()
-        head: dict[str, object] = {"command": command, "machine": machine()}
-        with tempfile.TemporaryDirectory(prefix="warmroute-decodes-") as made:
-            work = (arguments.work or Path(made)).resolve()
-            work.mkdir(parents=True, exist_ok=True)
+        head = origin("bench.decode_cost", given, arguments.json)
+        with work_directory(arguments.work) as work:
             told = report(settings, measure(settings, work, lambda text: print(text, flush=True)))
     except (BenchError, CannotStart, ChildFailed, OSError) as error:
         print(f"bench.decode_cost: {error}", file=sys.stderr)

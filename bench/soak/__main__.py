@@ -13,24 +13,18 @@ holds that must.
 """
 
 import argparse
-import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import uvloop
 
-from bench.command import positive, write_report
-from bench.proof.kept.tree import Tree
+from bench.command import add_json_option, origin, positive, work_directory, write_report
 from bench.soak.report import report, table
 from bench.soak.run import Soaked, soak
 from bench.soak.settings import Settings
-from bench.ttft import BenchError, machine
+from bench.ttft import BenchError
 from router.launch import ChildFailed
-
-_ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -51,9 +45,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="keep the processes' logs there (default: nowhere)"
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the result there, from a clean tree"
-    )
+    add_json_option(parser)
     return parser.parse_args(argv)
 
 
@@ -79,13 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     arguments = _arguments(given)
     try:
-        head: dict[str, object] = {"command": shlex.join(["python", "-m", "bench.soak", *given])}
-        if arguments.json is not None:
-            Tree(_ROOT).require_clean()
-        head["machine"] = machine()
-        with tempfile.TemporaryDirectory(prefix="warmroute-soak-") as made:
-            directory = (arguments.logs or Path(made)).resolve()
-            directory.mkdir(parents=True, exist_ok=True)
+        head = origin("bench.soak", given, arguments.json)
+        with work_directory(arguments.logs) as directory:
             settings, done = _run(arguments, directory)
     except (BenchError, ChildFailed, ValueError) as error:
         print(f"bench.soak: {error}", file=sys.stderr)

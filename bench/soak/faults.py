@@ -1,9 +1,12 @@
 """What happens to which replica, and when: from a seed. Pure."""
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeVar
+
+_K = TypeVar("_K")
 
 
 class Kind(StrEnum):
@@ -45,20 +48,28 @@ def schedule(*, seed: int, duration_s: float, replicas: int, every_s: float) -> 
     None begins before the first interval is over, or in the last one.
     """
     rng = random.Random(f"faults {seed}")
-    found: list[Fault] = []
-    kinds: list[Kind] = []
+    return [
+        Fault(
+            at_s=at_s,
+            kind=kind,
+            replica=rng.randrange(replicas),
+            lasts_s=rng.uniform(*_LASTS_S[kind]),
+        )
+        for at_s, kind in in_turn(rng, list(Kind), duration_s=duration_s, every_s=every_s)
+    ]
+
+
+def in_turn(
+    rng: random.Random, kinds: Sequence[_K], *, duration_s: float, every_s: float
+) -> Iterator[tuple[float, _K]]:
+    """Yield when something begins, and of which kind: each as often as the others, mixed.
+
+    None begins before the first interval is over, or in the last one.
+    """
+    left: list[_K] = []
     at_s = every_s
     while at_s + every_s <= duration_s:
-        if not kinds:
-            kinds = rng.sample(list(Kind), len(Kind))
-        kind = kinds.pop()
-        found.append(
-            Fault(
-                at_s=at_s,
-                kind=kind,
-                replica=rng.randrange(replicas),
-                lasts_s=rng.uniform(*_LASTS_S[kind]),
-            )
-        )
+        if not left:
+            left = rng.sample(kinds, len(kinds))
+        yield at_s, left.pop()
         at_s += every_s
-    return found

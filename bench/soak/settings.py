@@ -16,7 +16,24 @@ _LONGEST_SETTLING_S: Final = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class LongRun:
+    """A run of some minutes in which memory is watched."""
+
+    minutes: float
+
+    @property
+    def duration_s(self) -> float:
+        """How long there are requests and troubles."""
+        return self.minutes * 60
+
+    @property
+    def settling_s(self) -> float:
+        """How long memory may grow: tables, memos and buffers fill up to their bounds."""
+        return min(_LONGEST_SETTLING_S, self.duration_s / 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(LongRun):
     """One soak. Raises ValueError for what cannot be."""
 
     minutes: float = 30.0
@@ -32,16 +49,6 @@ class Settings:
     def __post_init__(self) -> None:
         if self.replicas < 2:
             raise ValueError("a soak needs two replicas: one of them may be in trouble")
-
-    @property
-    def duration_s(self) -> float:
-        """How long clients send requests."""
-        return self.minutes * 60
-
-    @property
-    def settling_s(self) -> float:
-        """How long memory may grow: tables and memos fill up to their bounds."""
-        return min(_LONGEST_SETTLING_S, self.duration_s / 3)
 
 
 def instance_id(replica: int) -> str:

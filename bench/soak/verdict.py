@@ -32,8 +32,8 @@ def of_requests(ledger: Ledger) -> list[Verdict]:
     found = {what: ledger.total(outcome) for what, outcome in wanted.items()}
     return [
         *(Verdict(what=what, holds=not count, found=str(count)) for what, count in found.items()),
-        _at_least_one("answers that came whole", ledger.total(Outcome.WHOLE)),
-        _at_least_one("replicas were in trouble", len(ledger.troubles)),
+        at_least_one("answers that came whole", ledger.total(Outcome.WHOLE)),
+        at_least_one("replicas were in trouble", len(ledger.troubles)),
     ]
 
 
@@ -85,5 +85,6 @@ def of_reloads(sent: int, seen: int, bad: int, refused: int) -> list[Verdict]:
     ]
 
 
-def _at_least_one(what: str, count: int) -> Verdict:
+def at_least_one(what: str, count: int) -> Verdict:
+    """Judge whether something has come about at all: else the run has shown nothing."""
     return Verdict(what=what, holds=count > 0, found=str(count))

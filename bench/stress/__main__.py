@@ -19,22 +19,16 @@ hold should. Run it on an idle machine, with a core for each engine.
 
 import argparse
 import asyncio
-import shlex
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
-from bench.command import positive, write_report
-from bench.proof.kept.tree import Tree
+from bench.command import add_json_option, origin, positive, work_directory, write_report
 from bench.stress.report import report, table
 from bench.stress.run import Stressed, stress
 from bench.stress.settings import Settings
-from bench.ttft import BenchError, machine
-
-_ROOT: Final = Path(__file__).resolve().parents[2]
+from bench.ttft import BenchError
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -53,9 +47,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="an empty directory for logs and disks, kept"
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the result there, from a clean tree"
-    )
+    add_json_option(parser)
     return parser.parse_args(argv)
 
 
@@ -75,13 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(given)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # all processes are to end then, too
     try:
-        head: dict[str, object] = {"command": shlex.join(["python", "-m", "bench.stress", *given])}
-        if arguments.json is not None:
-            Tree(_ROOT).require_clean()
-        head["machine"] = machine()
-        with tempfile.TemporaryDirectory(prefix="warmroute-stress-") as made:
-            directory = (arguments.logs or Path(made)).resolve()
-            directory.mkdir(parents=True, exist_ok=True)
+        head = origin("bench.stress", given, arguments.json)
+        with work_directory(arguments.logs) as directory:
             settings, done = _run(arguments, directory)
     except (BenchError, OSError, ValueError) as error:
         print(f"bench.stress: {error}", file=sys.stderr)

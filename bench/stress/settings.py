@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
+from bench.soak.settings import LongRun
+
 HOST: Final = "127.0.0.1"
 CHUNK_BYTES: Final = 16 << 10
 LONGEST_CHUNKS: Final = 48
@@ -11,11 +13,10 @@ STORE_BYTES: Final = 160 << 20
 """Redis evicts beyond it."""
 SMALL_DISK_BYTES: Final = 192 << 20
 """The file system of the first engine's disk tier, which is filled now and then."""
-_LONGEST_SETTLING_S: Final = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(LongRun):
     """One stress. Raises ValueError for what cannot be."""
 
     minutes: float = 20.0
@@ -37,16 +38,6 @@ class Settings:
     def __post_init__(self) -> None:
         if self.engines < 2:
             raise ValueError("a stress needs two engines: chunks are copied from one to another")
-
-    @property
-    def duration_s(self) -> float:
-        """How long there are requests and troubles."""
-        return self.minutes * 60
-
-    @property
-    def settling_s(self) -> float:
-        """How long memory may grow: tables, logs and buffers fill up to their bounds."""
-        return min(_LONGEST_SETTLING_S, self.duration_s / 3)
 
 
 def engine_name(number: int) -> str:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from bench.soak.faults import in_turn
+
 
 class Kind(StrEnum):
     """What happens."""
@@ -61,12 +63,7 @@ def schedule(*, seed: int, duration_s: float, engines: int, every_s: float) -> l
     """
     rng = random.Random(f"troubles {seed}")
     found: list[Trouble] = []
-    kinds: list[Kind] = []
-    at_s = every_s
-    while at_s + every_s <= duration_s:
-        if not kinds:
-            kinds = rng.sample(list(Kind), len(Kind))
-        kind = kinds.pop()
+    for at_s, kind in in_turn(rng, list(Kind), duration_s=duration_s, every_s=every_s):
         first = 1 if kind in _NEVER_FIRST else 0
         found.append(
             Trouble(
@@ -76,5 +73,4 @@ def schedule(*, seed: int, duration_s: float, engines: int, every_s: float) -> l
                 lasts_s=rng.uniform(*_LASTS_S[kind]),
             )
         )
-        at_s += every_s
     return found

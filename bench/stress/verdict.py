@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bench.soak.verdict import Verdict, of_processes
+from bench.soak.verdict import Verdict, at_least_one, of_processes
 from bench.soak.watch import Sample
 from bench.stress.inside.lock import Durations, LongHolds
 from bench.stress.troubles import Kind
@@ -46,8 +46,8 @@ def of_bytes(counts: Mapping[str, int]) -> list[Verdict]:
     wrong = counts["wrong_chunks"]
     return [
         Verdict(what="no wrong byte loaded", holds=not wrong, found=f"{wrong} wrong chunks"),
-        _at_least_one("chunks loaded and compared", counts["loaded_chunks"]),
-        _at_least_one("of these promoted for their request", counts["promoted_chunks"]),
+        at_least_one("chunks loaded and compared", counts["loaded_chunks"]),
+        at_least_one("of these promoted for their request", counts["promoted_chunks"]),
     ]
 
 
@@ -65,7 +65,7 @@ def of_ways(engine: Mapping[str, Any], transfer: Mapping[str, int]) -> list[Verd
         "copies between engines that broke off": transfer["moves_failed"],
         "evictions": engine["evictions"],
     }
-    return [_at_least_one(what, count) for what, count in ways.items()]
+    return [at_least_one(what, count) for what, count in ways.items()]
 
 
 def of_troubles(brought: Mapping[Kind, int], damaged: Mapping[Kind, int]) -> list[Verdict]:
@@ -78,7 +78,7 @@ def of_troubles(brought: Mapping[Kind, int], damaged: Mapping[Kind, int]) -> lis
             holds=not never,
             found=", ".join(f"never: {each}" for each in never) or f"{sum(brought.values())} times",
         ),
-        *(_at_least_one(f"{kind} somewhere", damaged.get(kind, 0)) for kind in sorted(flipped)),
+        *(at_least_one(f"{kind} somewhere", damaged.get(kind, 0)) for kind in sorted(flipped)),
     ]
 
 
@@ -108,7 +108,7 @@ def of_locks(locks: Locks) -> list[Verdict]:
     count = locks.held.counts.total()
     longest = locks.by_call.get(locks.longest_call, LongHolds())
     return [
-        _at_least_one("holds of the engines' locks", count),
+        at_least_one("holds of the engines' locks", count),
         _of_holds("by the clock", locks.held, f", by {locks.longest_call}"),
         _of_holds("of the holder's CPU time", locks.computed, ""),
         Verdict(
@@ -138,7 +138,7 @@ def of_memory(lives: Mapping[str, Sequence[Sample]], settling_s: float) -> list[
         if samples and samples[-1].at_s >= settling_s + min(_SETTLED_S, settling_s)
     }
     return [
-        _at_least_one("processes that lived long enough to judge their memory", len(judged)),
+        at_least_one("processes that lived long enough to judge their memory", len(judged)),
         *of_processes(judged, settling_s),
     ]
 
@@ -168,7 +168,3 @@ def total(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _none(what: str, there: Sequence[str]) -> Verdict:
     return Verdict(what=f"no {what}", holds=not there, found="; ".join(there[:3]) or "none")
-
-
-def _at_least_one(what: str, count: int) -> Verdict:
-    return Verdict(what=what, holds=count > 0, found=str(count))
