@@ -26,13 +26,6 @@ def positive(text: str) -> int:
     return number
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names the result's file."""
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the result there, from a clean tree"
-    )
-
-
 def origin(prog: str, argv: Sequence[str], json_path: Path | None) -> dict[str, object]:
     """Return what a result says of where it comes from: its command and the machine.
 

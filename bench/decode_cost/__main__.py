@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from bench.command import add_json_option, origin, positive, work_directory, write_report
+from bench.command import origin, positive, work_directory, write_report
 from bench.decode_cost.report import report, table
 from bench.decode_cost.run import Settings, measure
 from bench.replica.local import CannotStart
@@ -48,7 +48,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of the model that is made for it",
     )
     parser.add_argument("--work", type=Path, metavar="DIR", help="an empty directory, kept")
-    add_json_option(parser)
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the result there, from a clean tree"
+    )
     return parser.parse_args(argv)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import uvloop
 
-from bench.command import add_json_option, origin, positive, work_directory, write_report
+from bench.command import origin, positive, work_directory, write_report
 from bench.soak.report import report, table
 from bench.soak.run import Soaked, soak
 from bench.soak.settings import Settings
@@ -45,7 +45,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="keep the processes' logs there (default: nowhere)"
     )
-    add_json_option(parser)
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the result there, from a clean tree"
+    )
     return parser.parse_args(argv)
 
 

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.command import add_json_option, origin, positive, work_directory, write_report
+from bench.command import origin, positive, work_directory, write_report
 from bench.stress.report import report, table
 from bench.stress.run import Stressed, stress
 from bench.stress.settings import Settings
@@ -47,7 +47,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="an empty directory for logs and disks, kept"
     )
-    add_json_option(parser)
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the result there, from a clean tree"
+    )
     return parser.parse_args(argv)
 
 
