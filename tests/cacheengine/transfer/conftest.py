@@ -13,9 +13,12 @@ from cacheengine.transfer.channel import Channel, PeerGone
 from cacheengine.transfer.fetch import Fetch, Fetched
 from cacheengine.transfer.protocol import ProtocolError
 from cacheengine.transfer.server import TransferServer
-from tests.cacheengine.building import Bench, wait_until
+from tests.cacheengine.building import Bench, keys, layout, wait_until
+from tests.cacheengine.conftest import MakeBench
 
 TIMEOUT_S = 20.0
+PREFIX = keys(*range(40))
+LAYOUT = layout().fingerprint()
 
 
 class Peer:
@@ -28,6 +31,18 @@ class Peer:
         self.server.start()
         assert self.server.address is not None
         self.address = self.server.address
+
+
+@pytest.fixture
+def source(make_bench: MakeBench) -> Bench:
+    bench = make_bench(64)
+    bench.store(PREFIX)
+    return bench
+
+
+@pytest.fixture
+def other(make_bench: MakeBench) -> Bench:
+    return make_bench(64)
 
 
 Serve = Callable[..., Peer]

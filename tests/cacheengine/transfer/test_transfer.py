@@ -13,16 +13,7 @@ from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.server import TransferServer
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys, wait_until
 from tests.cacheengine.conftest import MakeBench
-from tests.cacheengine.transfer.conftest import Serve, assert_idle, fetch
-
-PREFIX = keys(*range(40))
-
-
-@pytest.fixture
-def source(make_bench: MakeBench) -> Bench:
-    bench = make_bench(64)
-    bench.store(PREFIX)
-    return bench
+from tests.cacheengine.transfer.conftest import PREFIX, Serve, assert_idle, fetch
 
 
 def test_a_prefix_arrives_as_it_was(source: Bench, make_bench: MakeBench, serve: Serve) -> None:

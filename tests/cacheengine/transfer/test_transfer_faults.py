@@ -14,23 +14,15 @@ from cacheengine.transfer.channel import Channel
 from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.proofs import Checksums, ChunkProofs
 from tests.cacheengine.building import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
-from tests.cacheengine.conftest import MakeBench
-from tests.cacheengine.transfer.conftest import Play, Script, Serve, assert_idle, fetch
-
-PREFIX = keys(*range(40))
-LAYOUT = layout().fingerprint()
-
-
-@pytest.fixture
-def source(make_bench: MakeBench) -> Bench:
-    bench = make_bench(64)
-    bench.store(PREFIX)
-    return bench
-
-
-@pytest.fixture
-def other(make_bench: MakeBench) -> Bench:
-    return make_bench(64)
+from tests.cacheengine.transfer.conftest import (
+    LAYOUT,
+    PREFIX,
+    Play,
+    Script,
+    Serve,
+    assert_idle,
+    fetch,
+)
 
 
 def answering(

@@ -10,27 +10,20 @@ from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
 from cacheengine.transfer.proofs import PROOF_BYTES, Checksums, ChunkProofs, Handshake, KeyedDigests
 from cacheengine.trust import FleetSecret
-from tests.cacheengine.building import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
-from tests.cacheengine.conftest import MakeBench
-from tests.cacheengine.transfer.conftest import Play, Script, Serve, assert_idle, fetch
+from tests.cacheengine.building import CHUNK_BYTES, Bench, payload, wait_until
+from tests.cacheengine.transfer.conftest import (
+    LAYOUT,
+    PREFIX,
+    Play,
+    Script,
+    Serve,
+    assert_idle,
+    fetch,
+)
 
-PREFIX = keys(*range(40))
-LAYOUT = layout().fingerprint()
 SECRET = FleetSecret("known to the fleet".replace(" ", "-"))
 OTHER = FleetSecret("of-another-fleet-altogether")
 EVIL = b"\x66" * CHUNK_BYTES
-
-
-@pytest.fixture
-def source(make_bench: MakeBench) -> Bench:
-    bench = make_bench(64)
-    bench.store(PREFIX)
-    return bench
-
-
-@pytest.fixture
-def other(make_bench: MakeBench) -> Bench:
-    return make_bench(64)
 
 
 def test_chunks_travel_between_those_that_know_it(
