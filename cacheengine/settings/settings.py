@@ -124,7 +124,7 @@ class EngineConfig:
     disk_direct_reads: bool = _key(True, values.parse_bool)
     """Read files that are not in the page cache past it (O_DIRECT), where that works."""
     disk_direct_writes: bool = _key(False, values.parse_bool)
-    """Write files past the page cache (O_DIRECT), where that works: a third less processor time,
+    """Write files past the page cache (O_DIRECT), where that works: less processor time,
     and memory stays free, but a put takes as long as the device, and what has left the CPU pool
     is never read from the page cache. With four ``disk_write_threads``."""
     disk_read_threads: int = _key(4, values.parse_int(minimum=1, maximum=256))
