@@ -50,6 +50,11 @@ class TierStats:
     found: int = counter("Chunks asked for that a shared tier held.")
     unanswered: int = counter("Chunks asked for of which a shared tier could not say.")
 
+    @property
+    def reads_ended(self) -> int:
+        """Reads that the tier has answered, whatever it said."""
+        return self.gets + self.get_misses + self.corrupt
+
 
 @dataclass(slots=True)
 class EngineStats:

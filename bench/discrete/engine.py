@@ -6,7 +6,7 @@ a chunk counts as many as it has tokens.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -96,6 +96,20 @@ class ModelEngine:
         """Bring a prefix into CPU RAM and pin it."""
         with self._deciding() as decider:
             return decider.promote(keys, pin_s, self._loop.time(), holder)
+
+    def may_promote(self) -> bool:
+        """Whether a chunk from below would find room now, and could be pinned."""
+        with self._deciding() as decider:
+            return decider.may_promote(self._loop.time())
+
+    def reads_ended(self, tier: str) -> int:
+        """How many reads from a lower tier were answered so far."""
+        return self._decider.stats.below(tier).reads_ended
+
+    def end_pins(self, keys: Iterable[bytes], holder: Holder) -> None:
+        """End one holder's pins of chunks."""
+        with self._deciding() as decider:
+            decider.end_pins(keys, holder, self._loop.time())
 
     def match(self, keys: Sequence[bytes]) -> list[str]:
         """Return the tier of each chunk, up to the first that is nowhere."""

@@ -83,10 +83,13 @@ class ModelReplica:
         self.is_alive = True
         self.listeners: list[Listener] = []
         self.engine = ModelEngine(machine, self._tiers_changed)
+        self._loop = asyncio.get_running_loop()
         self._tiers = EngineTiers(
             self.engine,
             chunk_tokens=machine.shape.chunk_tokens,
             is_shared=False,
+            clock=self._loop.time,
+            prefill_tokens_per_s=machine.rates.prefill_tokens_per_s,
             on_promoted=self._wake,
         )
         chooser = random.Random(f"{seed} {slot}")
@@ -97,7 +100,6 @@ class ModelReplica:
             noise=lambda: chooser.lognormvariate(0.0, noise) if noise else 1.0,
             foresees=foresees,
         )
-        self._loop = asyncio.get_running_loop()
         self._serving: dict[SimRequest, Serving] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._numbers = count(1)

@@ -10,6 +10,7 @@ each chunk once; what found no room is offered again.
 """
 
 import dataclasses
+import time
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -22,6 +23,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 from vllm.v1.request import Request
 
+from cacheengine.connector.compute_rate import ComputeRate
 from cacheengine.connector.manager import WarmrouteManager
 from cacheengine.connector.served.model_identity import IDENTITY_KEY, identify
 from cacheengine.connector.served.weight_watch import WeightWatch
@@ -44,6 +46,7 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
             extra_config.setdefault("block_size", load_engine_config().chunk_size)
         extra_config[IDENTITY_KEY] = dataclasses.asdict(identify(vllm_config, kv_cache_config))
         super().__init__(vllm_config, role, kv_cache_config)
+        self._rate = ComputeRate()
         self._watch: WeightWatch | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._manager.keys.versions.empty_gpu = self._empty_gpu
@@ -60,8 +63,22 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         self._manager.keys.expect(request.request_id, adapter_of(request.lora_request))
         super().on_new_request(request)
 
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Look up a prompt, but one that waits only by what it waits for."""
+        compute_s = self._rate.seconds(request.num_tokens - num_computed_tokens)
+        if self._manager.waits.must_wait(request.request_id, num_computed_tokens, compute_s):
+            return None, False
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return matched
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Do as vLLM does, then set each request back to the first chunk that was refused."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._rate.begin_step(sum(scheduled.values()) - len(scheduled), time.monotonic())
         offers = self._manager.stores.offers
         offers.hurry(scheduler_output.finished_req_ids or ())
         metadata = super().build_connector_meta(scheduler_output)

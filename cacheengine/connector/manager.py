@@ -1,6 +1,7 @@
 """The scheduler's view of the engine, as vLLM's offloading interface wants it."""
 
-from collections import Counter, deque
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -23,9 +24,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cacheengine.connector.served.request_keys import RequestKeys
-from cacheengine.connector.served.request_state import RequestState
 from cacheengine.connector.stores import Stores
-from cacheengine.engine import CacheEngine
+from cacheengine.engine import CacheEngine, Waits
 from cacheengine.identity import KvVersions
 from cacheengine.record import CPU
 from cacheengine.residency import Presence
@@ -37,8 +37,11 @@ _MEDIUM_BY_TIER: Final = {
     "remote": (Medium.STORAGE, Locality.REMOTE),
 }
 
-# How long chunks promoted for a request stay pinned if it never comes back (it was aborted).
-_LOOKUP_PIN_S = 10.0
+_SOURCE_BY_TIER: Final = {
+    CPU: CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+    "remote": CacheHitSource.EXTERNAL_UNSPECIFIED,
+}
 
 # vLLM forgets its transfers in reset_cache() and tells its workers to finish
 # them in the step after. Until they have, the rows must not be reused. vLLM
@@ -73,6 +76,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         enable_events: bool,
         on_shutdown: Callable[[], None],
         versions: KvVersions | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self.keys = RequestKeys(versions or KvVersions())
@@ -81,8 +85,9 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._enable_events = enable_events
         self._on_shutdown = on_shutdown
         self._step_holds: set[bytes] = set()
-        self._requests: dict[str, RequestState] = {}
-        self._wanting: list[RequestState] = []
+        self.waits = Waits(engine, clock)
+        # Chunks whose use was noted, by request.
+        self._used: defaultdict[str, set[bytes]] = defaultdict(set)
         self._loads: Counter[bytes] = Counter()
         self.stores = Stores(engine, self.keys, group_idx)
         self._flushing: deque[_UnderWay] = deque()
@@ -95,12 +100,8 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget what was remembered of the request."""
         self.stores.offers.end(req_context.req_id)
-        request = self._requests.pop(req_context.req_id, None)
-        if request is not None:
-            request.wanted.clear()
-
-    def _request(self, req_context: ReqContext) -> RequestState:
-        return self._requests.setdefault(req_context.req_id, RequestState(req_context.req_id))
+        self.waits.end(req_context.req_id)
+        self._used.pop(req_context.req_id, None)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether a chunk can be loaded; have it promoted if it is below the CPU tier.
@@ -117,12 +118,13 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
             case Presence.MISS:
                 return LookupResult.MISS
             case Presence.DISK:
-                return self._want(key, CacheHitSource.DISK, req_context)
+                return self._want(key, "disk", chunk, req_context)
             case Presence.REMOTE | Presence.UNKNOWN:
-                return self._want(key, CacheHitSource.EXTERNAL_UNSPECIFIED, req_context)
+                return self._want(key, "remote", chunk, req_context)
             case Presence.PENDING | Presence.CPU:
                 # CPU: it became ready since try_hold; the next step holds it.
-                return LookupResult.HIT_PENDING
+                waits = self.waits.wait_for(req_context.req_id, chunk)
+                return LookupResult.HIT_PENDING if waits else LookupResult.MISS
 
     def _hold(self, chunk: bytes) -> bool:
         """Hold a chunk until the step's end, if it is ready."""
@@ -131,47 +133,19 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         return chunk in self._step_holds
 
     def _want(
-        self, key: OffloadKey, source: CacheHitSource, req_context: ReqContext
+        self, key: OffloadKey, tier: str, chunk: bytes, req_context: ReqContext
     ) -> LookupResult:
-        """Have a chunk promoted at the step's end, once for each request that may have it."""
-        medium = _MEDIUM_BY_TIER["disk" if source is CacheHitSource.DISK else "remote"]
-        if not req_context.load_tier_filter.allows(*medium):
+        """Have a chunk promoted at the step's end, unless the request does not load from there."""
+        if not req_context.load_tier_filter.allows(*_MEDIUM_BY_TIER[tier]):
             return LookupResult.MISS
-        chunk = self.keys.stored_key(key, req_context)
-        request = self._request(req_context)
-        if chunk in request.promotions:
-            promotion, _ = request.promotions[chunk]
-            return LookupResult.MISS if promotion.done else LookupResult.RETRY
-        if not request.wanted:
-            self._wanting.append(request)
-        if chunk not in request.wanted:
-            position = req_context.get_offload_key_position(key) or 0
-            request.looks_back |= bool(request.wanted) and position < request.last_position
-            request.last_position = position
-            request.wanted[chunk] = source
-        return LookupResult.RETRY
-
-    def _promote_wanted(self) -> None:
-        """Promote in one call what one request's lookups of this step found below the pool."""
-        for request in self._wanting:  # one that was aborted in this step wants nothing
-            wanted = list(request.wanted)
-            # A promotion ends at the first gap; in a window what lies before one is of use.
-            for chunks in [[each] for each in wanted] if request.looks_back else [wanted]:
-                self._promote(chunks, request)
-            request.wanted.clear()
-        self._wanting.clear()
-
-    def _promote(self, chunks: list[bytes], request: RequestState) -> None:
-        if chunks:
-            promotion = self._engine.promote(chunks, pin_s=_LOOKUP_PIN_S, holder=request.req_id)
-            for chunk in chunks:
-                request.promotions[chunk] = (promotion, request.wanted[chunk])
+        position = req_context.get_offload_key_position(key) or 0
+        waits = self.waits.want(req_context.req_id, chunk, tier, position)
+        return LookupResult.RETRY if waits else LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return the tier where this request found a chunk it loads."""
-        request = self._requests.get(req_context.req_id)
-        promoted = request and request.promotions.get(self.keys.stored_key(key, req_context))
-        return promoted[1] if promoted else CacheHitSource.HOST
+        tier = self.waits.tier_of(req_context.req_id, self.keys.stored_key(key, req_context))
+        return _SOURCE_BY_TIER[tier or CPU]
 
     def _note_use(self, chunks: list[bytes], req_context: ReqContext) -> None:
         """Tell the eviction of a use, once for each request and chunk.
@@ -179,7 +153,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         Else a chunk that one request loads and offers again (after a
         preemption, or because there was no room) would count as used often.
         """
-        used = self._request(req_context).used
+        used = self._used[req_context.req_id]
         self._engine.touch([chunk for chunk in chunks if chunk not in used])
         used.update(chunks)
 
@@ -217,7 +191,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
             return self.stores.none()
         offered = dict(zip(self.keys.stored(keys, req_context), keys, strict=True))
         self._note_use(list(offered), req_context)
-        return self.stores.prepare(offered, req_context, self._request(req_context).used)
+        return self.stores.prepare(offered, req_context, self._used[req_context.req_id])
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -227,7 +201,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Promote what this step's lookups found below the pool; let go of what they held."""
-        self._promote_wanted()
+        self.waits.end_step()
         self._release_step_holds()
         if not _TELLS_WHEN_FLUSHED:
             self._count_down_to_flushed()
@@ -251,8 +225,8 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         loads = list(self._loads.elements())
         self._flushing.append(_UnderWay(loads, self.stores.take_under_way()))
         self._loads.clear()
-        self._requests.clear()
-        self._wanting.clear()
+        self.waits.clear()
+        self._used.clear()
         self._release_step_holds()
         # The tiers below stay: vLLM pauses and sleeps with this, which changes no weights.
         self._engine.clear([CPU])

@@ -9,10 +9,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Final
 
 from cacheengine import wire
 from cacheengine.engine.io_threads import IoThreads
+from cacheengine.engine.listeners import Listeners
 from cacheengine.engine.lower_tiers import LowerTiers
 from cacheengine.engine.tier_io import Clock, MakeThreads
 from cacheengine.identity import ChunkLayout
@@ -24,8 +24,6 @@ from cacheengine.settings import EngineConfig
 from cacheengine.tiers import LocalTier, SharedTier
 
 logger = logging.getLogger("vllm.warmroute")
-
-_DRAIN_S: Final = 5.0
 
 
 class CacheEngine:
@@ -53,7 +51,7 @@ class CacheEngine:
         self._pool = pool
         self._clock = clock
         self._lock = threading.Lock()
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners = Listeners()
         self._closed = False
         self._tiers = LowerTiers(
             config,
@@ -148,6 +146,21 @@ class CacheEngine:
         with self._deciding() as decider:
             return decider.promote(keys, pin_s, self._clock(), holder)
 
+    def may_promote(self) -> bool:
+        """Whether a chunk from below would find room now, and could be pinned."""
+        with self._deciding() as decider:
+            return decider.may_promote(self._clock())
+
+    def reads_ended(self, tier: str) -> int:
+        """How many reads from a lower tier were answered so far."""
+        with self._lock:
+            return self._decider.stats.below(tier).reads_ended
+
+    def end_pins(self, keys: Iterable[bytes], holder: Holder) -> None:
+        """End one holder's pins of chunks, given in prefix order."""
+        with self._deciding() as decider:
+            decider.end_pins(keys, holder, self._clock())
+
     def expire_pins(self) -> int:
         """Take off promotions' pins whose deadline has passed; return how many."""
         with self._deciding() as decider:
@@ -223,19 +236,12 @@ class CacheEngine:
             last_seq = self._decider.events.last_seq
         if records is None:
             return None
-        events = [to_wire(record) for record in records]
+        events = list(map(to_wire, records))
         return wire.EventBatch(incarnation=self.incarnation, seq=last_seq, events=events)
 
     def add_event_listener(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener``, which must be quick, after new events; return what ends that."""
-        with self._lock:
-            self._listeners.append(listener)
-
-        def forget() -> None:
-            with self._lock, contextlib.suppress(ValueError):
-                self._listeners.remove(listener)
-
-        return forget
+        return self._listeners.add(listener)
 
     def take_events(self) -> list[KeyEventRecord]:
         """Return the events since the last call, for vLLM's own stream."""
@@ -244,19 +250,16 @@ class CacheEngine:
 
     def tier_info(self) -> dict[str, wire.TierInfo]:
         """Return size and speed of each tier there is; the remote's size is not known (0)."""
-        pool = self._pool
+        slots, each = self._pool.num_slots, self._pool.slot_bytes
         with self._lock:
-            cpu = wire.TierInfo(
-                capacity_bytes=pool.num_slots * pool.slot_bytes,
-                used_bytes=len(self._decider.cpu) * pool.slot_bytes,
-            )
+            used = len(self._decider.cpu)
+            cpu = wire.TierInfo(capacity_bytes=slots * each, used_bytes=used * each)
             return {CPU: cpu, **self._tiers.info()}
 
     def stats(self) -> EngineStats:
         """Return a copy of the counters."""
         with self._lock:
-            stats = self._decider.counts()
-            entries = list(self._decider.cpu)
+            stats, entries = self._decider.counts(), list(self._decider.cpu)
         # Not under the lock: a million take a while.
         stats.cpu_held_bytes = count_held(entries, self._clock()) * self._pool.slot_bytes
         return stats
@@ -266,7 +269,7 @@ class CacheEngine:
         with self._lock:
             self._decider.check()
 
-    def close(self, *, drain_s: float = _DRAIN_S) -> None:
+    def close(self, *, drain_s: float = 5.0) -> None:
         """Write what is queued for lower tiers (``drain_s`` at most) and end the I/O. Idempotent.
 
         Lets go of the pool's buffer, unless a thread hangs in the kernel.
@@ -288,13 +291,10 @@ class CacheEngine:
         with self._lock:
             yield self._decider
             todo = self._decider.take_todo()
-            listeners = tuple(self._listeners) if todo and todo.has_news else ()
-        if todo is not None:
-            self._tiers.start(todo)
-            for promotion, outcome, chunks in todo.settled:
-                promotion.settle(outcome, chunks)
-        for listener in listeners:
-            try:
-                listener()
-            except Exception:  # the caller may be an I/O thread with entries in its hands
-                logger.exception("a listener to the cache engine's events failed")
+        if todo is None:
+            return
+        self._tiers.start(todo)
+        for promotion, outcome, chunks in todo.settled:
+            promotion.settle(outcome, chunks)
+        if todo.has_news:
+            self._listeners.tell()

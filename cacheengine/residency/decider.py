@@ -218,6 +218,19 @@ class Decider:
             self.expire_pins(now_s)
         return self.promoter.begin(keys, pin_s, now_s, holder)
 
+    def may_promote(self, now_s: float) -> bool:
+        """Whether a chunk from below would find room now, pins that are over left aside."""
+        if not self.cpu.may_pin(None):
+            self.expire_pins(now_s)
+        has_room = self.cpu.free_slots > 0 or bool(self.cpu.victims(1, (), now_s))
+        return has_room and self.cpu.may_pin(None)
+
+    def end_pins(self, keys: Iterable[bytes], holder: Holder, now_s: float) -> None:
+        """End one holder's pins of chunks, from the last to the first."""
+        for entry in filter(None, map(self.cpu.get, keys)):
+            self.cpu.end_pin(entry, holder)
+            self.state.drop_if_unwanted(entry, now_s)
+
     def expire_pins(self, now_s: float) -> int:
         """Take off the pins whose deadline has passed, and return how many; retry dropped puts."""
         for cascade in self.cascades.values():

@@ -44,6 +44,8 @@ class Outcome(Enum):
     RESIDENT = auto()
     PROMOTED = auto()
     MISSING = auto()
+    REFUSED = auto()
+    """It is below the pool, which had no room for it, or too much was pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,14 @@ class Promotion:
                 resident=self._ended[Outcome.RESIDENT],
                 promoted=self._ended[Outcome.PROMOTED],
                 pending=self._pending,
-                missing=self._ended[Outcome.MISSING],
+                missing=self._ended[Outcome.MISSING] + self._ended[Outcome.REFUSED],
             )
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether some chunks found no room, and may find it later."""
+        with self._changed:
+            return self._ended[Outcome.REFUSED] > 0
 
     @property
     def done(self) -> bool:

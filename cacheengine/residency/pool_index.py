@@ -128,6 +128,11 @@ class CpuIndex:
             return True
         return len(self._pinned) + len(self._operator_pinned) < self._max_pinned
 
+    @property
+    def most_pinned(self) -> int:
+        """How many entries can have pins that are not an operator's."""
+        return self._max_pinned - len(self._operator_pinned)
+
     def pin(self, entry: Entry, pin_s: float, now_s: float, holder: Holder = None) -> None:
         """Keep an entry from eviction for so long from now, or from when its bytes are there.
 

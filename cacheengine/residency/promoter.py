@@ -65,12 +65,20 @@ class Promoter:
                     return
                 if source is not None:
                     entry = self._begin_get(walk, source, protected, now_s)
+                    if entry is None:
+                        # With as much pinned as may be it has all the room that there can be.
+                        may_wait = walk.position < self._state.cpu.most_pinned
+                        self._end_walk(walk, Outcome.REFUSED if may_wait else Outcome.MISSING)
+                        return
             if entry is None or entry.condemned:
-                rest = len(walk.keys) - walk.position
-                self._state.todo.settled.append((walk.promotion, Outcome.MISSING, rest))
+                self._end_walk(walk, Outcome.MISSING)
                 return
             self._join(entry, walk, now_s)
             walk.position += 1
+
+    def _end_walk(self, walk: _Walk, outcome: Outcome) -> None:
+        rest = len(walk.keys) - walk.position
+        self._state.todo.settled.append((walk.promotion, outcome, rest))
 
     def _join(self, entry: Entry, walk: _Walk, now_s: float) -> None:
         state = self._state

@@ -111,6 +111,8 @@ class Replica:
             noted=self._note_chunks,
             chunk_tokens=self.settings.shape.chunk_tokens,
             view=self._storage.engine.view,
+            clock=self.now_s,
+            prefill_tokens_per_s=self.settings.rates.prefill_tokens_per_s,
             speed=self.settings.speed,
             on_promoted=self._promoted,
         )

@@ -8,21 +8,16 @@ chunk are its key, again and again, so that whoever loads it can tell.
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
-from cacheengine.residency import Holder, Presence, Promotion, StoreReservation
+from cacheengine.engine import Promotes, Waits
+from cacheengine.residency import Holder, Presence, StoreReservation
 from cacheengine.simulator.model.lower_tiers import Found
 from cacheengine.simulator.model.request import SimRequest
 
-_LOOKUP_PIN_S: Final = 10.0
-"""As the real one has it, in model seconds."""
 
-
-class Engine(Protocol):
+class Engine(Promotes, Protocol):
     """What of `cacheengine.engine.CacheEngine` a scheduler calls."""
-
-    def lookup(self, key: bytes) -> Presence:
-        """Say where a chunk is."""
 
     def try_hold(self, key: bytes) -> int | None:
         """Hold a chunk if it is ready."""
@@ -44,9 +39,6 @@ class Engine(Protocol):
     def complete_store(self, keys: Collection[bytes]) -> None:
         """Make reserved chunks visible."""
 
-    def promote(self, keys: Sequence[bytes], *, pin_s: float, holder: Holder = None) -> Promotion:
-        """Bring a prefix into the pool."""
-
     def match(self, keys: Sequence[bytes]) -> list[str]:
         """Return the tier of each chunk, up to the first that is nowhere."""
 
@@ -55,9 +47,6 @@ class Engine(Protocol):
 class _Asked:
     """What is remembered of a request from its first lookup to its end."""
 
-    request_id: str
-    wanted: list[bytes] = field(default_factory=list)
-    promotions: dict[bytes, Promotion] = field(default_factory=dict)
     loads: Sequence[bytes] = ()
     used: set[bytes] = field(default_factory=set)
 
@@ -67,7 +56,8 @@ class EngineTiers:
 
     ``view`` gives a slot's bytes, to be written and compared; None: there are none.
     ``is_shared``: other threads change the engine, too, so that what a step has looked up
-    must be held until it is used.
+    must be held until it is used. A prompt computes at ``prefill_tokens_per_s``, and ``clock``
+    tells the seconds of that; the engine's own run ``speed`` times slower.
     """
 
     def __init__(
@@ -77,17 +67,18 @@ class EngineTiers:
         chunk_tokens: int,
         view: Callable[[int], memoryview] | None = None,
         is_shared: bool = True,
+        clock: Callable[[], float],
+        prefill_tokens_per_s: float,
         speed: float = 1.0,
-        on_promoted: Callable[[], None] = lambda: None,
+        on_promoted: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
         self._chunk_tokens = chunk_tokens
         self._view = view
         self._is_shared = is_shared
-        self._pin_s = _LOOKUP_PIN_S / speed
-        self._on_promoted = on_promoted
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._waits = Waits(engine, clock, speed=speed, on_promoted=on_promoted)
         self._asked: dict[str, _Asked] = {}
-        self._wanting: list[_Asked] = []
         self._step_holds: set[bytes] = set()
         self._being_loaded: Counter[bytes] = Counter()
         self.wrong_chunks = 0
@@ -95,12 +86,13 @@ class EngineTiers:
 
     def find(self, request: SimRequest, gpu_tokens: int) -> Found | None:
         """Look up what follows the GPU's part; None while some of it is on its way up."""
-        asked = self._asked.setdefault(request.id, _Asked(request.id))
-        if any(not each.done for each in asked.promotions.values()):
+        asked = self._asked.setdefault(request.id, _Asked())
+        compute_s = (request.prefill_end - gpu_tokens) / self._prefill_tokens_per_s
+        if self._waits.must_wait(request.id, gpu_tokens, compute_s):
             return None
         first = gpu_tokens // self._chunk_tokens
         keys = request.chunk_keys[first : request.prefill_end // self._chunk_tokens]
-        hits = self._look_up(asked, keys)
+        hits = self._look_up(request.id, keys)
         if hits is None:
             return None
         asked.loads = keys[:hits]
@@ -110,14 +102,14 @@ class EngineTiers:
             return Found()
         if any(map(self._being_loaded.__contains__, asked.loads)):
             return None  # they will be on the GPU in a moment
-        from_disk = sum(map(asked.promotions.__contains__, asked.loads)) * self._chunk_tokens
-        from_disk = min(from_disk, tokens)
+        from_below = sum(self._waits.tier_of(request.id, key) is not None for key in asked.loads)
+        from_disk = min(from_below * self._chunk_tokens, tokens)
         return Found(cpu=tokens - from_disk, disk=from_disk)
 
-    def _look_up(self, asked: _Asked, keys: Sequence[bytes]) -> int | None:
+    def _look_up(self, request_id: str, keys: Sequence[bytes]) -> int | None:
         """Return how many leading chunks can be loaded now, None if some must be waited for."""
         hits, waits = 0, False
-        for key in keys:
+        for position, key in enumerate(keys):
             if key in self._step_holds:
                 hits += 1
             elif self._found(key):
@@ -129,14 +121,15 @@ class EngineTiers:
                     case Presence.MISS:
                         break
                     case Presence.PENDING | Presence.CPU:
-                        waits = True
-                    case Presence.DISK | Presence.REMOTE | Presence.UNKNOWN:
-                        if key in asked.promotions:
-                            break  # it did not come, or did not stay: it is not waited for again
-                        if not asked.wanted:
-                            self._wanting.append(asked)
-                        asked.wanted.append(key)
-                        waits = True
+                        if not self._waits.wait_for(request_id, key):
+                            break
+                    case Presence.DISK:
+                        if not self._waits.want(request_id, key, "disk", position):
+                            break
+                    case Presence.REMOTE | Presence.UNKNOWN:
+                        if not self._waits.want(request_id, key, "remote", position):
+                            break
+                waits = True
         return None if waits else hits
 
     def _found(self, key: bytes) -> bool:
@@ -197,13 +190,7 @@ class EngineTiers:
 
     def end_schedule(self) -> None:
         """Have what this step's lookups found below the pool promoted; let go of its holds."""
-        for asked in self._wanting:
-            keys = tuple(asked.wanted)
-            asked.wanted.clear()
-            promotion = self._engine.promote(keys, pin_s=self._pin_s, holder=asked.request_id)
-            asked.promotions.update(dict.fromkeys(keys, promotion))
-            promotion.add_done_callback(self._on_promoted)
-        self._wanting.clear()
+        self._waits.end_step()
         if self._step_holds:
             self._engine.release(self._step_holds)
             self._step_holds.clear()
@@ -211,6 +198,7 @@ class EngineTiers:
     def forget(self, request: SimRequest) -> None:
         """Drop what is remembered of a request."""
         self._asked.pop(request.id, None)
+        self._waits.end(request.id)
 
     def tiers_of(self, chunk_keys: Sequence[bytes]) -> Sequence[str]:
         """Return the tier of each leading chunk, without a trace in the engine's counts."""

@@ -17,7 +17,7 @@ pytestmark = [
 
 from tests.cacheengine.building import Bench, config, key, payload, wait_until  # noqa: E402
 from tests.cacheengine.conftest import MakeBench  # noqa: E402
-from tests.cacheengine.scripted_tier import ScriptedRemote  # noqa: E402
+from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier  # noqa: E402
 
 GROUP = 0
 
@@ -41,7 +41,7 @@ class Scheduler:
         self.context = ReqContext("request-1")
         self._end = ScheduleEndContext(new_req_ids=[], preempted_req_ids=[])
         self.manager = WarmrouteManager(
-            bench.engine, GROUP, enable_events=True, on_shutdown=self._closing
+            bench.engine, GROUP, enable_events=True, on_shutdown=self._closing, clock=bench.clock
         )
 
     def _closing(self) -> None:
@@ -55,6 +55,10 @@ class Scheduler:
 
     def lookup(self, *numbers: int) -> list[str]:
         return [self.manager.lookup(k, self.context).name for k in offload_keys(*numbers)]
+
+    def must_wait(self) -> bool:
+        compute_s = float("inf")  # no rate is known
+        return self.manager.waits.must_wait(self.context.req_id, 0, compute_s)
 
     def end_step(self) -> None:
         self.manager.on_schedule_end(self._end)
@@ -161,7 +165,7 @@ def test_a_request_loads_from_the_tiers_that_it_allows(
     assert scheduler.lookup(1) == (["HIT"] if promotes else ["MISS"])
 
 
-def test_a_chunk_on_disk_without_room_is_a_miss(scheduler: Scheduler) -> None:
+def test_a_chunk_on_disk_waits_for_room(scheduler: Scheduler) -> None:
     scheduler.store(1)
     scheduler.bench.finish_puts()
     scheduler.bench.engine.clear(["cpu"])
@@ -170,9 +174,68 @@ def test_a_chunk_on_disk_without_room_is_a_miss(scheduler: Scheduler) -> None:
     scheduler.manager.prepare_load(offload_keys(2, 3, 4, 5), scheduler.context)
     assert scheduler.lookup(1) == ["RETRY"]
     scheduler.end_step()
-    assert scheduler.lookup(1) == ["MISS"]
-    assert scheduler.bench.engine.stats().promote_drops == 1
+    assert scheduler.lookup(1) == ["RETRY"]
+    scheduler.end_step()
+    assert scheduler.bench.engine.stats().promote_drops == 1, "no room, no further try"
     scheduler.manager.complete_load(offload_keys(2, 3, 4, 5), scheduler.context)
+    assert scheduler.must_wait()
+    scheduler.end_step()
+    wait_until(lambda: scheduler.bench.engine.stats().promoted == 1)
+    assert not scheduler.must_wait()
+    assert scheduler.lookup(1) == ["HIT"]
+
+
+def test_a_chunk_that_finds_no_room_for_a_minute_is_a_miss(scheduler: Scheduler) -> None:
+    scheduler.store(1)
+    scheduler.bench.finish_puts()
+    scheduler.bench.engine.clear(["cpu"])
+    scheduler.store(2, 3, 4, 5)
+    scheduler.bench.finish_puts()
+    scheduler.manager.prepare_load(offload_keys(2, 3, 4, 5), scheduler.context)
+    assert scheduler.lookup(1) == ["RETRY"]
+    scheduler.end_step()
+    scheduler.bench.clock.advance(59.0)
+    assert scheduler.must_wait()
+    scheduler.bench.clock.advance(1.0)
+    assert not scheduler.must_wait()
+    assert scheduler.lookup(1) == ["MISS"]
+
+
+@pytest.mark.parametrize("pending_for_another", [False, True])
+def test_a_disk_that_hangs_is_not_waited_for(
+    make_bench: MakeBench, pending_for_another: bool
+) -> None:
+    """What arrives later is kept for the next request."""
+    tier = ScriptedTier(held=[key(1)])
+    tier.chunks[key(1)] = payload(key(1))
+    scheduler = Scheduler(make_bench(4, tier=tier))
+    tier.gets.clear()
+    if pending_for_another:
+        scheduler.bench.engine.promote([key(1)], pin_s=0.0)
+        assert scheduler.lookup(1) == ["HIT_PENDING"]
+    else:
+        assert scheduler.lookup(1) == ["RETRY"]
+    scheduler.end_step()
+    assert scheduler.must_wait()
+    scheduler.bench.clock.advance(5.0)
+    assert not scheduler.must_wait()
+    assert scheduler.lookup(1) == ["MISS"]
+    tier.gets.set()
+    wait_until(lambda: scheduler.bench.engine.stats().promoted == 1)
+    scheduler.next_request()
+    assert scheduler.lookup(1) == ["HIT"]
+
+
+def test_a_request_that_is_aborted_leaves_no_pins(scheduler: Scheduler) -> None:
+    scheduler.store(1)
+    scheduler.bench.finish_puts()
+    scheduler.bench.engine.clear(["cpu"])
+    assert scheduler.lookup(1) == ["RETRY"]
+    scheduler.end_step()
+    wait_until(lambda: scheduler.bench.engine.stats().promoted == 1)
+    assert scheduler.bench.engine.stats().cpu_held_bytes > 0
+    scheduler.manager.on_request_finished(scheduler.context)
+    assert scheduler.bench.engine.stats().cpu_held_bytes == 0
 
 
 def test_two_loads_of_one_chunk_each_hold_it(scheduler: Scheduler) -> None:

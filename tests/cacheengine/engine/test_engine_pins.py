@@ -224,3 +224,23 @@ def test_a_reserved_slot_can_be_written_through_the_engine(make_bench: MakeBench
     bench.engine.view(reservation.slots[0])[:] = payload(key(1))
     bench.engine.complete_store(keys(1))
     assert bench.has_right_bytes(keys(1))
+
+
+def test_what_finds_no_room_is_refused_and_what_never_can_is_missing(
+    make_bench: MakeBench,
+) -> None:
+    tier = ScriptedTier(held=keys(*range(1, 13)))
+    tier.chunks = {chunk: payload(chunk) for chunk in keys(*range(1, 13))}
+    bench = make_bench(8, tier=tier)
+    assert bench.promote(keys(1, 2, 3), holder="a") == (0, 3, 0)
+    assert bench.engine.may_promote()
+    # Six of eight may be pinned, and three are: there will be room for the rest.
+    refused = bench.engine.promote(keys(4, 5, 6, 7), pin_s=10, holder="b")
+    assert refused.wait(20) and refused.was_refused
+    assert not bench.engine.may_promote()
+    bench.engine.end_pins(keys(1, 2, 3), "a")
+    assert bench.engine.may_promote()
+    # Beyond six of its own there will not.
+    long = bench.engine.promote(keys(4, 5, 6, 7, 8, 9, 10), pin_s=10, holder="b")
+    assert long.wait(20) and not long.was_refused
+    assert (long.counts.resident, long.counts.promoted, long.counts.missing) == (3, 3, 1)

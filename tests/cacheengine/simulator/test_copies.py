@@ -31,7 +31,13 @@ def over_cpu_ram(
         make_threads=threads_for_memory,
     )
     try:
-        tiers = EngineTiers(engine, chunk_tokens=CHUNK, view=engine.view)
+        tiers = EngineTiers(
+            engine,
+            chunk_tokens=CHUNK,
+            view=engine.view,
+            clock=lambda: 0.0,
+            prefill_tokens_per_s=1.0,
+        )
         yield model(tiers, speeds=speeds, gpu_tokens=gpu_tokens), engine
     finally:
         engine.close()

@@ -42,10 +42,13 @@ class Bench:
             make_threads=threads_for_memory,
         )
         self.promoted = threading.Event()
+        self.now_s = 0.0
         self.tiers = EngineTiers(
             self.engine,
             chunk_tokens=CHUNK,
             view=self.engine.view,
+            clock=lambda: self.now_s,
+            prefill_tokens_per_s=1.0,
             on_promoted=self.promoted.set,
         )
         self.model: ReplicaModel = model(self.tiers, gpu_tokens=gpu_tokens)

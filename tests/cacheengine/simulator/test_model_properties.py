@@ -93,7 +93,14 @@ def test_over_a_real_engine(acts: list[Act], cpu_chunks: int, disk_chunks: int) 
         make_threads=threads_for_memory,
     )
     try:
-        tiers = EngineTiers(engine, chunk_tokens=CHUNK, view=engine.view, speed=1e9)
+        tiers = EngineTiers(
+            engine,
+            chunk_tokens=CHUNK,
+            view=engine.view,
+            clock=lambda: 0.0,
+            prefill_tokens_per_s=1.0,
+            speed=1e9,
+        )
         sim = model(tiers, gpu_tokens=200, max_sequences=3, max_batched_tokens=30)
         asked = play(sim, acts)
         now_s = 1e4

@@ -140,6 +140,8 @@ def test_tiers_tell_what_they_reserve_and_what_they_find() -> None:
     tiers = ToldTiers(
         engine,
         chunk_tokens=CHUNK,
+        clock=lambda: 0.0,
+        prefill_tokens_per_s=1.0,
         noted=lambda asked, chunks: noted.append((asked.id, list(chunks))),
     )
     sim = model(tiers, gpu_tokens=200)

@@ -1,0 +1,251 @@
+"""Requests that wait for chunks below the pool, as a scheduler looks them up step by step.
+
+The connector and the simulator's scheduler use this beside `CacheEngine`, on the scheduler's
+thread alone: what one step's lookups found below is promoted in one call at the step's end,
+and until that has come the request is not looked up again.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from cacheengine.engine.patience import Patience
+from cacheengine.residency import Holder, Presence, Promotion
+
+PIN_S: Final = 10.0
+"""How long chunks promoted for a request stay pinned if it never comes back."""
+
+
+class Promotes(Protocol):
+    """What of `CacheEngine` is asked here."""
+
+    def lookup(self, key: bytes) -> Presence:
+        """Say where a chunk is."""
+
+    def promote(self, keys: Sequence[bytes], *, pin_s: float, holder: Holder = None) -> Promotion:
+        """Bring a prefix into the pool."""
+
+    def may_promote(self) -> bool:
+        """Whether a chunk from below would find room."""
+
+    def reads_ended(self, tier: str) -> int:
+        """How many reads from a lower tier were answered so far."""
+
+    def end_pins(self, keys: Iterable[bytes], holder: Holder) -> None:
+        """End one holder's pins of chunks."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """What is remembered of a request from its first lookup below the pool to its end."""
+
+    holder: str
+    patience: Patience | None = None
+    is_over: bool = False
+    """It computes what has not come."""
+    tiers: dict[bytes, str] = field(default_factory=dict)
+    """Chunks found below, in the order of the lookups, and where."""
+    new: list[bytes] = field(default_factory=list)
+    """Those of the present step."""
+    promotions: dict[bytes, Promotion] = field(default_factory=dict)
+    under_way: list[Promotion] = field(default_factory=list)
+    """Those of the last time that it was promoted."""
+    pending: bytes | None = None
+    """The last chunk that its last lookups found on its way for others."""
+    is_deferred: bool = False
+    """Some chunk had to be waited for when it was looked up last."""
+    computed_tokens: int | None = None
+    """What the GPU had of it then."""
+    asked_in_step: int = 0
+    last_position: int = 0
+    looks_back: bool = False
+    """It is looked up from its end: all layers have a window."""
+
+
+class Waits:
+    """Each request's chunks on their way up, and the line of those that found no room.
+
+    A promotion that was refused for want of room, or since too much was pinned, is asked for
+    again for the request at the head of the line, one look a step; newcomers join the line's
+    end. So one request at most has a part of its prompt pinned while it waits for the rest:
+    two of them could wait for each other. ``clock`` gives seconds, ``speed`` of which the
+    engine takes for one of its own.
+    """
+
+    def __init__(
+        self,
+        engine: Promotes,
+        clock: Callable[[], float],
+        *,
+        speed: float = 1.0,
+        on_promoted: Callable[[], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._pin_s = PIN_S / speed
+        self._on_promoted = on_promoted
+        self._waits: dict[str, _Wait] = {}
+        self._wanting: dict[str, _Wait] = {}
+        self._line: dict[str, _Wait] = {}
+        self._step = 0
+
+    # --- a step's lookups ---
+
+    def must_wait(self, req_id: str, computed_tokens: int, compute_s: float) -> bool:
+        """Whether lookups would say what they said last: the request is waiting still.
+
+        ``computed_tokens`` is what the GPU has of its prompt; ``compute_s`` what computing the
+        rest would take. If not it must be looked up, all of it.
+        """
+        wait = self._waits.get(req_id)
+        if wait is None:
+            return False
+        has_moved = wait.computed_tokens not in (None, computed_tokens)
+        wait.computed_tokens = computed_tokens
+        wait.asked_in_step = self._step
+        if not wait.is_deferred:
+            wait.patience = None  # that wait is over: one after a preemption is another
+        elif not self._ends(wait, compute_s) and self._has_to_come(wait) and not has_moved:
+            return True
+        wait.is_deferred = False
+        wait.pending = None
+        return False
+
+    def _ends(self, wait: _Wait, compute_s: float) -> bool:
+        if self._is_over(wait, compute_s):
+            wait.is_over = True
+            self._line.pop(wait.holder, None)
+        return wait.is_over
+
+    def _is_over(self, wait: _Wait, compute_s: float) -> bool:
+        assert wait.patience is not None
+        return wait.is_over or wait.patience.is_over(
+            self._clock(),
+            reads_ended=self._reads_ended(wait),
+            compute_s=compute_s,
+            for_room=wait.holder in self._line,
+        )
+
+    def _reads_ended(self, wait: _Wait) -> int:
+        # A chunk that is pending for another request may come from any tier.
+        tiers = {*wait.tiers.values()} if wait.pending is None else ("disk", "remote")
+        return sum(map(self._engine.reads_ended, tiers))
+
+    def _has_to_come(self, wait: _Wait) -> bool:
+        if any(each.was_refused for each in wait.under_way):
+            self._line.setdefault(wait.holder, wait)
+        if wait.holder in self._line or not all(each.done for each in wait.under_way):
+            return True
+        return wait.pending is not None and self._is_pending(wait.pending)
+
+    def _is_pending(self, chunk: bytes) -> bool:
+        return self._engine.lookup(chunk) is Presence.PENDING
+
+    def want(self, req_id: str, chunk: bytes, tier: str, position: int) -> bool:
+        """Have a chunk that is below the pool promoted at the step's end.
+
+        Returns whether the request waits for it: not a second time for one that did not come or
+        did not stay. ``position`` is where in the request it is.
+        """
+        wait = self._deferred(req_id)
+        if wait is None:
+            return False
+        promotion = wait.promotions.get(chunk)
+        if chunk not in wait.tiers:
+            wait.looks_back |= bool(wait.new) and position < wait.last_position
+            wait.last_position = position
+            wait.tiers[chunk] = tier
+            wait.new.append(chunk)
+            self._wanting[req_id] = wait
+        elif promotion is not None and promotion.done and req_id not in self._line:
+            return False
+        wait.is_deferred = True
+        return True
+
+    def wait_for(self, req_id: str, chunk: bytes) -> bool:
+        """Note that a chunk is on its way; False if the request is not to wait any more."""
+        wait = self._deferred(req_id)
+        if wait is None:
+            return False
+        wait.pending = chunk
+        wait.is_deferred = True
+        return True
+
+    def _deferred(self, req_id: str) -> _Wait | None:
+        """Return what is remembered of a request that may wait."""
+        wait = self._waits.setdefault(req_id, _Wait(req_id))
+        wait.asked_in_step = self._step
+        if wait.is_over:
+            return None
+        if wait.patience is None:
+            now_s = self._clock()
+            wait.patience = Patience(began_s=now_s, reads_ended=-1, moved_s=now_s)
+        return wait
+
+    def tier_of(self, req_id: str, chunk: bytes) -> str | None:
+        """Return the tier where a request's chunk was found below the pool, if it was."""
+        wait = self._waits.get(req_id)
+        return None if wait is None else wait.tiers.get(chunk)
+
+    # --- a step's end ---
+
+    def end_step(self) -> None:
+        """Promote what the step's lookups found below the pool."""
+        self._ask_again()
+        for wait in self._wanting.values():
+            new, wait.new = wait.new, []
+            if self._line:
+                self._line.setdefault(wait.holder, wait)
+            else:
+                self._promote(wait, new)
+        self._wanting.clear()
+        self._step += 1
+
+    def _ask_again(self) -> None:
+        """Promote for the longest in the line, if there is room now.
+
+        A request that the scheduler did not ask for in this step (it waits for something else)
+        keeps no other from room.
+        """
+        asked = (each for each in self._line.values() if each.asked_in_step == self._step)
+        wait = next(asked, None)
+        if wait is None or not self._engine.may_promote():
+            return
+        # All of it: pins are renewed, and what has left the pool meanwhile comes again.
+        wait.new.clear()
+        self._wanting.pop(wait.holder, None)
+        if self._promote(wait, list(wait.tiers)):
+            del self._line[wait.holder]
+
+    def _promote(self, wait: _Wait, chunks: list[bytes]) -> bool:
+        """Promote chunks for a request; False if some found no room, and it is in the line."""
+        # A promotion ends at the first gap; in a window what lies before one is of use.
+        parts = [[each] for each in chunks] if wait.looks_back else [chunks]
+        wait.under_way = [self._promote_part(wait, part) for part in parts]
+        if any(each.was_refused for each in wait.under_way):
+            self._line.setdefault(wait.holder, wait)
+            return False
+        return True
+
+    def _promote_part(self, wait: _Wait, chunks: list[bytes]) -> Promotion:
+        promotion = self._engine.promote(chunks, pin_s=self._pin_s, holder=wait.holder)
+        wait.promotions.update(dict.fromkeys(chunks, promotion))
+        if self._on_promoted is not None:
+            promotion.add_done_callback(self._on_promoted)
+        return promotion
+
+    # --- the end ---
+
+    def end(self, req_id: str) -> None:
+        """Forget a request, and end the pins that it did not use."""
+        wait = self._waits.pop(req_id, None)
+        self._wanting.pop(req_id, None)
+        self._line.pop(req_id, None)
+        if wait is not None and wait.promotions:
+            self._engine.end_pins(list(wait.promotions), req_id)
+
+    def clear(self) -> None:
+        """Forget all requests, as the pool has forgotten its chunks."""
+        self._waits.clear()
+        self._wanting.clear()
+        self._line.clear()

@@ -1,0 +1,257 @@
+"""Requests that wait for chunks below the pool: how often they are looked up, and until when."""
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from cacheengine.engine.patience import Patience
+from cacheengine.engine.waits import PIN_S, Waits
+from cacheengine.residency import Holder, Presence, Promotion
+from cacheengine.residency.decisions import Outcome
+from tests.cacheengine.building import FakeClock, keys
+
+COMPUTE_S = 2.0
+
+
+class Engine:
+    """Tells of what it is asked, and promotes what the test says."""
+
+    def __init__(self) -> None:
+        self.room = 100
+        self.has_room = True
+        self.where: dict[bytes, Presence] = {}
+        self.promoted: list[tuple[Holder, list[bytes]]] = []
+        self.promotions: list[Promotion] = []
+        self.unpinned: list[tuple[Holder, list[bytes]]] = []
+        self.looked_up: list[bytes] = []
+        self.ended = {"disk": 0, "remote": 0}
+
+    def lookup(self, key: bytes) -> Presence:
+        self.looked_up.append(key)
+        return self.where.get(key, Presence.MISS)
+
+    def promote(self, keys: Sequence[bytes], *, pin_s: float, holder: Holder = None) -> Promotion:
+        assert pin_s == PIN_S
+        self.promoted.append((holder, list(keys)))
+        promotion = Promotion(len(keys))
+        taken = min(self.room, len(keys))
+        self.room -= taken
+        if len(keys) > taken:
+            promotion.settle(Outcome.REFUSED, len(keys) - taken)
+        self.promotions.append(promotion)
+        return promotion
+
+    def may_promote(self) -> bool:
+        return self.has_room
+
+    def reads_ended(self, tier: str) -> int:
+        return self.ended[tier]
+
+    def end_pins(self, keys: Iterable[bytes], holder: Holder) -> None:
+        self.unpinned.append((holder, list(keys)))
+
+
+class Scheduler:
+    """Looks requests up as vLLM's does: each step all of them, each from its first chunk."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.clock = FakeClock()
+        self.waits = Waits(self.engine, self.clock)
+
+    def step(self, **requests: Sequence[bytes]) -> dict[str, bool]:
+        """Look up requests' chunks, all on disk; return which of them wait."""
+        waiting = {req_id: self.look_up(req_id, chunks) for req_id, chunks in requests.items()}
+        self.waits.end_step()
+        return waiting
+
+    def look_up(self, req_id: str, chunks: Sequence[bytes], computed_tokens: int = 0) -> bool:
+        if self.waits.must_wait(req_id, computed_tokens, COMPUTE_S):
+            return True
+        wants = [
+            self.waits.want(req_id, chunk, "disk", position)
+            for position, chunk in enumerate(chunks)
+        ]
+        return any(wants)
+
+    def come(self, promotion: int = -1) -> None:
+        """Have all come that a promotion waits for."""
+        promoted = self.engine.promotions[promotion]
+        promoted.settle(Outcome.PROMOTED, promoted.counts.pending)
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler()
+
+
+def test_a_request_is_promoted_once_and_not_looked_up_until_it_has_come(
+    scheduler: Scheduler,
+) -> None:
+    chunks = keys(1, 2, 3)
+    assert scheduler.step(a=chunks) == {"a": True}
+    assert scheduler.engine.promoted == [("a", chunks)]
+    for _ in range(3):
+        assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
+        scheduler.waits.end_step()
+    assert scheduler.engine.looked_up == []
+    scheduler.come()
+    assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    assert scheduler.waits.tier_of("a", chunks[1]) == "disk"
+    # What came and did not stay is not waited for again.
+    assert scheduler.step(a=chunks) == {"a": False}
+
+
+def test_what_the_gpu_computed_meanwhile_is_seen(scheduler: Scheduler) -> None:
+    scheduler.step(a=keys(1, 2))
+    assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    assert not scheduler.waits.must_wait("a", 256, COMPUTE_S)
+
+
+def test_a_chunk_on_its_way_for_another_is_the_only_one_looked_up(scheduler: Scheduler) -> None:
+    first, last = keys(1, 2)
+    scheduler.engine.where = {first: Presence.PENDING, last: Presence.PENDING}
+    assert scheduler.waits.wait_for("a", first)
+    assert scheduler.waits.wait_for("a", last)
+    assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    assert scheduler.engine.looked_up == [last]
+    scheduler.engine.where[last] = Presence.CPU
+    assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
+
+
+def test_a_tier_that_stands_still_is_waited_for_no_longer_than_computing_takes(
+    scheduler: Scheduler,
+) -> None:
+    chunks = keys(1, 2)
+    scheduler.step(a=chunks)
+    assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    scheduler.clock.advance(COMPUTE_S - 0.1)
+    assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    scheduler.clock.advance(0.2)
+    assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    assert scheduler.step(a=chunks) == {"a": False}, "it computes"
+    assert not scheduler.waits.wait_for("a", chunks[0])
+
+
+def test_a_tier_that_reads_on_is_waited_for(scheduler: Scheduler) -> None:
+    chunks = keys(1, 2)
+    scheduler.step(a=chunks)
+    for _ in range(10):
+        scheduler.clock.advance(COMPUTE_S - 0.1)
+        scheduler.engine.ended["disk"] += 1
+        assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    # Another tier's reads say nothing of this one's.
+    scheduler.clock.advance(COMPUTE_S - 0.1)
+    scheduler.engine.ended["remote"] += 1
+    assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    scheduler.clock.advance(COMPUTE_S - 0.1)
+    scheduler.engine.ended["remote"] += 1
+    assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
+
+
+@pytest.mark.parametrize(("compute_s", "quiet_s"), [(0.001, 0.25), (3.0, 3.0), (100.0, 5.0)])
+def test_quiet_is_borne_within_bounds(compute_s: float, quiet_s: float) -> None:
+    patience = Patience(began_s=0.0, reads_ended=0, moved_s=0.0)
+    assert not patience.is_over(quiet_s - 0.01, reads_ended=0, compute_s=compute_s)
+    assert patience.is_over(quiet_s, reads_ended=0, compute_s=compute_s)
+
+
+def test_no_wait_is_longer_than_a_minute() -> None:
+    patience = Patience(began_s=0.0, reads_ended=0, moved_s=0.0)
+    for second in range(60):
+        assert not patience.is_over(float(second), reads_ended=second, compute_s=2.0)
+    assert patience.is_over(60.0, reads_ended=60, compute_s=2.0)
+
+
+def test_a_refused_promotion_is_asked_for_again_when_there_is_room(scheduler: Scheduler) -> None:
+    chunks = keys(1, 2, 3)
+    scheduler.engine.room = 1
+    assert scheduler.step(a=chunks) == {"a": True}
+    scheduler.come()
+    scheduler.engine.has_room = False
+    assert scheduler.step(a=chunks) == {"a": True}
+    assert len(scheduler.engine.promoted) == 1, "no room, no call"
+    scheduler.engine.has_room = True
+    scheduler.engine.room = 3
+    assert scheduler.step(a=chunks) == {"a": True}
+    assert scheduler.engine.promoted[1:] == [("a", chunks)], "all of it: pins are renewed"
+    scheduler.come()
+    assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
+
+
+def test_room_is_waited_for_however_quiet_the_tiers_are(scheduler: Scheduler) -> None:
+    chunks = keys(1, 2)
+    scheduler.engine.room = 0
+    scheduler.engine.has_room = False
+    for _ in range(6):
+        assert scheduler.step(a=chunks) == {"a": True}
+        scheduler.clock.advance(9.9)
+    scheduler.clock.advance(1.0)
+    assert scheduler.step(a=chunks) == {"a": False}
+
+
+def test_one_at_a_time_asks_again_in_the_order_of_the_line(scheduler: Scheduler) -> None:
+    """Two requests with half of their prompts pinned would wait for each other."""
+    scheduler.engine.room = 1
+    a, b, c = keys(1, 2), keys(3, 4), keys(5, 6)
+    scheduler.step(a=a)
+    scheduler.engine.has_room = False
+    scheduler.step(a=a, b=b, c=c)
+    assert [holder for holder, _ in scheduler.engine.promoted] == ["a"], "newcomers line up"
+    scheduler.engine.has_room = True
+    scheduler.engine.room = 100
+    for count in (2, 3, 4):
+        scheduler.step(c=c, b=b, a=a)
+        assert len(scheduler.engine.promoted) == count
+    assert [holder for holder, _ in scheduler.engine.promoted] == ["a", "a", "b", "c"]
+
+
+def test_a_request_that_is_not_asked_for_keeps_no_other_from_room(scheduler: Scheduler) -> None:
+    scheduler.engine.room = 0
+    a, b = keys(1, 2), keys(3, 4)
+    scheduler.step(a=a, b=b)
+    scheduler.engine.room = 100
+    scheduler.step(b=b)
+    assert scheduler.engine.promoted[-1] == ("b", b)
+    scheduler.step(a=a)
+    assert scheduler.engine.promoted[-1] == ("a", a)
+
+
+def test_a_window_is_promoted_chunk_by_chunk(scheduler: Scheduler) -> None:
+    """It is looked up from its end, and a promotion ends at the first gap."""
+    first, last = keys(1, 2)
+    scheduler.waits.want("a", last, "disk", 512)
+    scheduler.waits.want("a", first, "disk", 256)
+    scheduler.waits.end_step()
+    assert scheduler.engine.promoted == [("a", [last]), ("a", [first])]
+
+
+def test_a_request_that_ends_gives_its_pins_back(scheduler: Scheduler) -> None:
+    chunks = keys(1, 2)
+    scheduler.engine.room = 1
+    scheduler.step(a=chunks)
+    scheduler.waits.end("a")
+    assert scheduler.engine.unpinned == [("a", chunks)]
+    scheduler.waits.end("a")
+    scheduler.waits.end_step()
+    assert len(scheduler.engine.promoted) == 1
+    assert len(scheduler.engine.unpinned) == 1
+
+
+def test_a_request_aborted_in_its_step_is_not_promoted(scheduler: Scheduler) -> None:
+    scheduler.look_up("a", keys(1))
+    scheduler.waits.end("a")
+    scheduler.waits.end_step()
+    assert scheduler.engine.promoted == []
+
+
+def test_a_wait_after_a_preemption_is_another(scheduler: Scheduler) -> None:
+    chunks = keys(1, 2)
+    scheduler.step(a=chunks)
+    scheduler.come()
+    assert scheduler.step(a=chunks) == {"a": False}
+    scheduler.clock.advance(100.0)
+    assert not scheduler.waits.must_wait("a", 0, COMPUTE_S)
+    scheduler.engine.where[chunks[0]] = Presence.PENDING
+    assert scheduler.waits.wait_for("a", chunks[0])
+    assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
