@@ -113,6 +113,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
             return LookupResult.MISS
         chunk = self.keys.stored_key(key, req_context)
         if self._hold(chunk):
+            self.waits.found(req_context.req_id, chunk)
             return LookupResult.HIT
         match self._engine.lookup(chunk):
             case Presence.MISS:

@@ -45,8 +45,8 @@ class _Wait:
     """It computes what has not come."""
     tiers: dict[bytes, str] = field(default_factory=dict)
     """Chunks found below, in the order of the lookups, and where."""
-    new: list[bytes] = field(default_factory=list)
-    """Those of the present step."""
+    chunks: list[bytes] = field(default_factory=list)
+    """All that its last lookups found, those in the pool included: what it needs together."""
     promotions: dict[bytes, Promotion] = field(default_factory=dict)
     under_way: list[Promotion] = field(default_factory=list)
     """Those of the last time that it was promoted."""
@@ -86,6 +86,8 @@ class Waits:
         self._on_promoted = on_promoted
         self._waits: dict[str, _Wait] = {}
         self._wanting: dict[str, _Wait] = {}
+        # What this step's lookups found, by request.
+        self._found: dict[str, list[bytes]] = {}
         self._line: dict[str, _Wait] = {}
         self._step = 0
 
@@ -152,15 +154,19 @@ class Waits:
             return False
         promotion = wait.promotions.get(chunk)
         if chunk not in wait.tiers:
-            wait.looks_back |= bool(wait.new) and position < wait.last_position
+            wait.looks_back |= req_id in self._wanting and position < wait.last_position
             wait.last_position = position
             wait.tiers[chunk] = tier
-            wait.new.append(chunk)
             self._wanting[req_id] = wait
         elif promotion is not None and promotion.done and req_id not in self._line:
             return False
         wait.is_deferred = True
+        self.found(req_id, chunk)
         return True
+
+    def found(self, req_id: str, chunk: bytes) -> None:
+        """Note that a chunk is ready: what is promoted behind it must not push it out."""
+        self._found.setdefault(req_id, []).append(chunk)
 
     def wait_for(self, req_id: str, chunk: bytes) -> bool:
         """Note that a chunk is on its way; False if the request is not to wait any more."""
@@ -169,6 +175,7 @@ class Waits:
             return False
         wait.pending = chunk
         wait.is_deferred = True
+        self.found(req_id, chunk)
         return True
 
     def _deferred(self, req_id: str) -> _Wait | None:
@@ -192,13 +199,14 @@ class Waits:
     def end_step(self) -> None:
         """Promote what the step's lookups found below the pool."""
         self._ask_again()
-        for wait in self._wanting.values():
-            new, wait.new = wait.new, []
+        for req_id, wait in self._wanting.items():
+            wait.chunks = self._found[req_id]
             if self._line:
-                self._line.setdefault(wait.holder, wait)
+                self._line.setdefault(req_id, wait)
             else:
-                self._promote(wait, new)
+                self._promote(wait)
         self._wanting.clear()
+        self._found.clear()
         self._step += 1
 
     def _ask_again(self) -> None:
@@ -211,16 +219,16 @@ class Waits:
         wait = next(asked, None)
         if wait is None or not self._engine.may_promote():
             return
+        if self._wanting.pop(wait.holder, None):
+            wait.chunks = self._found[wait.holder]
         # All of it: pins are renewed, and what has left the pool meanwhile comes again.
-        wait.new.clear()
-        self._wanting.pop(wait.holder, None)
-        if self._promote(wait, list(wait.tiers)):
+        if self._promote(wait):
             del self._line[wait.holder]
 
-    def _promote(self, wait: _Wait, chunks: list[bytes]) -> bool:
-        """Promote chunks for a request; False if some found no room, and it is in the line."""
+    def _promote(self, wait: _Wait) -> bool:
+        """Promote what a request needs; False if some found no room, and it is in the line."""
         # A promotion ends at the first gap; in a window what lies before one is of use.
-        parts = [[each] for each in chunks] if wait.looks_back else [chunks]
+        parts = [[each] for each in wait.chunks] if wait.looks_back else [wait.chunks]
         wait.under_way = [self._promote_part(wait, part) for part in parts]
         if any(each.was_refused for each in wait.under_way):
             self._line.setdefault(wait.holder, wait)
@@ -240,6 +248,7 @@ class Waits:
         """Forget a request, and end the pins that it did not use."""
         wait = self._waits.pop(req_id, None)
         self._wanting.pop(req_id, None)
+        self._found.pop(req_id, None)
         self._line.pop(req_id, None)
         if wait is not None and wait.promotions:
             self._engine.end_pins(list(wait.promotions), req_id)
@@ -248,4 +257,5 @@ class Waits:
         """Forget all requests, as the pool has forgotten its chunks."""
         self._waits.clear()
         self._wanting.clear()
+        self._found.clear()
         self._line.clear()

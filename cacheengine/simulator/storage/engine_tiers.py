@@ -110,11 +110,10 @@ class EngineTiers:
         """Return how many leading chunks can be loaded now, None if some must be waited for."""
         hits, waits = 0, False
         for position, key in enumerate(keys):
-            if key in self._step_holds:
-                hits += 1
-            elif self._found(key):
+            if key in self._step_holds or self._is_ready(key):
                 if self._is_shared:
                     self._step_holds.add(key)
+                self._waits.found(request_id, key)
                 hits += 1
             else:
                 match self._engine.lookup(key):
@@ -132,7 +131,7 @@ class EngineTiers:
                 waits = True
         return None if waits else hits
 
-    def _found(self, key: bytes) -> bool:
+    def _is_ready(self, key: bytes) -> bool:
         """Whether a chunk can be loaded; it is held if another thread could evict it."""
         if self._is_shared:
             return self._engine.try_hold(key) is not None
