@@ -94,13 +94,14 @@ class Assessor:
         # Tiers may alternate along a prefix. What of a faster tier lies behind a
         # slow one would be lost too; that is rare enough not to be told apart here.
         shallow = self._work(replica, keys, _before(matched, slow))
-        shallow_cost = replica.rates.cost(shallow)
+        computing = replace(candidate, work=shallow, cost=replica.rates.cost(shallow))
         known = all(replica.rates.knows(_RATE_OF[tier]) for tier in slow)
-        if known and shallow_cost.ttft_s < candidate.cost.ttft_s:
-            candidate.work, candidate.cost = shallow, shallow_cost
-        else:
-            gain_s = shallow_cost.busy_s - candidate.cost.busy_s
-            candidate.prefetch_gain_s = max(0.0, gain_s)
+        # By the whole score: computing that is a little sooner may take ten times as much of
+        # the replica's time from the requests behind.
+        if known and computing.score_s(self._judgment) < candidate.score_s(self._judgment):
+            return computing
+        gain_s = computing.cost.busy_s - candidate.cost.busy_s
+        candidate.prefetch_gain_s = max(0.0, gain_s)
         return candidate
 
     def _from_peers(self, own: Candidate, match: Match) -> list[Candidate]:
