@@ -111,6 +111,7 @@ PURE = (
     "router.admission.queue",
     "router.admission.gate",
     "router.latency.ttft_model",
+    "router.latency.work",
     "router.latency.prediction_errors",
     "router.latency.replica_queue",
     "router.residency.claims",

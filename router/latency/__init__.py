@@ -11,7 +11,8 @@ from router.latency.prediction_errors import ErrorFigures, PredictionErrors, Qua
 from router.latency.recent_work import RecentWork
 from router.latency.replica_queue import NO_KV, KvNeed, ReplicaQueue
 from router.latency.reserved_work import Promised
-from router.latency.ttft_model import Cost, Part, Rates, Work
+from router.latency.ttft_model import Rates
+from router.latency.work import Cost, Part, Work
 
 __all__ = [
     "NO_KV",

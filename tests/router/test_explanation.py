@@ -15,7 +15,7 @@ from router.explain import table
 from router.explanation import SHOWN, explanation, why
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
-from router.latency.ttft_model import Part, Work
+from router.latency.work import Part, Work
 from router.residency.tiers import Tier
 from tests.router.conftest import Fleet as Running
 from tests.router.fleet.test_fleet import blocks, chunks, make_fleet, place, snapshot, stored

@@ -20,7 +20,7 @@ from bench.workloads.session import Session, Span, Turn, prompt_tokens
 from cacheengine.simulator.model.machine import Machine
 from cacheengine.simulator.model.rates import Rates
 from router.config.settings import AdmissionConfig, SessionConfig
-from router.latency.ttft_model import Part
+from router.latency.work import Part
 from tests.bench.discrete.building import talk
 
 FLEET: Final = FleetOptions(replicas=8, machine=Machine(cpu_tokens=40_000), noise=0.0)

@@ -13,7 +13,7 @@ from bench.discrete.staging import KV_BYTES_PER_TOKEN
 from bench.workloads.session import Span
 from router.config.settings import RatesConfig
 from router.fleet.decision import Reason
-from router.latency.ttft_model import Part
+from router.latency.work import Part
 from router.residency.tiers import Tier
 from tests.bench.discrete.before_ours import Bench
 from tests.bench.discrete.building import (

@@ -27,7 +27,7 @@ from router.config.settings import (
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.latency.reserved_work import Promised
-from router.latency.ttft_model import Part
+from router.latency.work import Part
 from tests.router.fleet.test_fleet import chunks, info
 from tests.router.prompt.prompts_given import GivenPrompt, text, tokens
 

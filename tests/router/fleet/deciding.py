@@ -6,7 +6,7 @@ from router.config.settings import RatesConfig, ReplicaConfig
 from router.fleet.candidate import Candidate
 from router.fleet.decision import Decision, Reason
 from router.fleet.replica import Replica
-from router.latency.ttft_model import Cost, Work
+from router.latency.work import Cost, Work
 from router.residency.block_hashes import PromptKeys
 from router.residency.tiers import Tier
 

@@ -17,7 +17,7 @@ from router.config.settings import (
 from router.fleet.decision import Decision, Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import State
-from router.latency.ttft_model import Part
+from router.latency.work import Part
 from router.residency.block_hashes import keys64
 from router.residency.kv_events import BlocksRemoved, BlocksStored, FirstBlocks, GpuCleared, KvBatch
 from router.residency.tiers import Tier

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.judgment import DEFAULT
-from router.latency.ttft_model import Cost
+from router.latency.work import Cost
 from tests.router.fleet.deciding import candidate
 
 PAGE = Path(__file__).parents[3] / "docs" / "judgment.md"

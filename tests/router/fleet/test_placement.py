@@ -18,7 +18,7 @@ from router.fleet import placement, shortlist
 from router.fleet.candidate import Candidate
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
-from router.latency.ttft_model import Part, Work
+from router.latency.work import Part, Work
 from router.residency.tiers import Tier
 from tests.router.fleet.test_fleet import BLOCK, CHUNK, blocks, chunks, info, snapshot, stored
 from tests.router.prompt.prompts_given import GivenPrompt, tokens

@@ -11,7 +11,7 @@ from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.latency.prediction_errors import ErrorFigures
-from router.latency.ttft_model import Part
+from router.latency.work import Part
 from tests.router.prompt.prompts_given import tokens
 
 TOKENS_PER_S, BASE_S, DECODE_SLOWDOWN = 1000.0, 0.02, 0.03

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.settings import RatesConfig
-from router.latency.ttft_model import Part, Rates, Work
+from router.latency.ttft_model import Rates
+from router.latency.work import Part, Work
 
 CONFIG = RatesConfig(
     prefill_tokens_per_s=1000.0,

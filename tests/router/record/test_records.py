@@ -9,7 +9,7 @@ from router.config.observability import RequestLogConfig
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
-from router.latency.ttft_model import Part
+from router.latency.work import Part
 from router.record.metrics import Metrics
 from router.record.records import (
     Cause,

@@ -16,7 +16,7 @@ from cacheengine.transfer.channel import Channel
 from cacheengine.transfer.proofs import ChunkProofs
 from router.config.settings import PrefetchConfig
 from router.fleet.decision import Decision, KvCopy, Reason
-from router.latency.ttft_model import Part
+from router.latency.work import Part
 from router.staging import peer_copy
 from router.staging.agent_client import AgentClient
 from router.staging.backoff import Backoff
