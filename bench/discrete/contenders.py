@@ -64,6 +64,7 @@ ABLATIONS: Final[Mapping[str, Settings]] = MappingProxyType(
         "ours-without-holding": _section(admission=AdmissionConfig(enabled=False)),
         "ours-without-shortest-first": _section(admission=AdmissionConfig(ageing=1e6)),
         "ours-without-learning": _judging(learns=False),
+        "ours-without-queue-noise": _judging(learning=replace(DEFAULT.learning, queue_noise=0.0)),
         "ours-with-true-rates": Settings(true_rates=True),
     }
 )

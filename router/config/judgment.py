@@ -21,6 +21,9 @@ class Learning:
     that of a model of 8 billion parameters, 4096 wide."""
     noise: float = 0.1
     """Variance of one observation's logarithm: TTFTs scatter by about 30%."""
+    queue_noise: float = 1.0
+    """Standard deviation of a queue's error, as a share of the predicted queue: what a request
+    waits for others tells little of what it takes itself."""
     tail: float = 4.0
     """Degrees of freedom of the noise; the fewer, the less an outlier moves."""
     drift: float = 0.002

@@ -11,11 +11,12 @@ that a unit of it takes there::
 with the mean context of the new tokens, ``matched + new / 2``. The seconds are
 kept as a vector x of logarithms (so none can turn negative), with a covariance
 matrix P that says how sure each is, and which of them could stand for each other.
-With s the parts' shares of the predicted TTFT, an observed one corrects all parts
-at once, as an (extended) Kalman filter does::
+With s the parts' shares of the predicted TTFT, and w the share that passes in queues, an
+observed one corrects all parts at once, as an (extended) Kalman filter does::
 
     e  = log(observed / predicted)
     U  = s' P s                          how unsure the prediction was
+    N  = noise + (queue_noise w)^2       how unsure the observation is
     N' = N (4 + e^2 / (U + N)) / 5       the noise, the greater the odder e is
     x += P s e / (U + N')
     P -= P s s' P / (U + N')
@@ -27,7 +28,10 @@ were misjudged for as long.
 
 The queue's share teaches nothing. A request that waits behind one slow prefill would teach
 the same error once more, and so would every other that waits: tried in a model of
-a replica, that drove the rates away without bound at 70% load.
+a replica, that drove the rates away without bound at 70% load. Nor is its error taken for
+one of the other parts': the more of its time a request waits for others, the more of what it
+shows is noise. Loading was learned as many times slower than it was, while queues were
+longer than predicted.
 
 Pure: no clock, no I/O.
 """
@@ -102,13 +106,16 @@ class Rates:
         if ttft_s <= 0:
             return
         cost = self.cost(work)
-        self._learn(self._shares(work, cost), log(ttft_s / cost.ttft_s))
+        queue_deviation = self._learning.queue_noise * cost.waited_s / cost.ttft_s
+        noise = self._learning.noise + queue_deviation**2
+        self._learn(self._shares(work, cost), log(ttft_s / cost.ttft_s), noise)
         self.observations += 1
 
     def observe_rate(self, part: Part, per_second: float) -> None:
         """Learn from one observation of a rate by itself (ignored unless positive)."""
         if per_second > 0:
-            self._learn({part: 1.0}, -log(per_second) - self._log[part])
+            error = -log(per_second) - self._log[part]
+            self._learn({part: 1.0}, error, self._learning.noise)
 
     def measured(self, part: Part, per_second: float) -> None:
         """Take over a rate that the engine measured (0.0: nothing was measured)."""
@@ -130,17 +137,15 @@ class Rates:
             self._covariance[part][other] = self._covariance[other][part] = 0.0
         self._covariance[part][part] = variance
 
-    def _learn(self, shares: dict[Part, float], error: float) -> None:
+    def _learn(self, shares: dict[Part, float], error: float, noise: float) -> None:
         """Correct the parts by the logarithm of observed over predicted; see the module."""
         covariance = self._covariance
         with_shares = [
             sum(row[part] * share for part, share in shares.items()) for row in covariance
         ]
         unsure = sum(with_shares[part] * share for part, share in shares.items())
-        surprise = error**2 / (unsure + self._learning.noise)
-        spread = unsure + self._learning.noise * (self._learning.tail + surprise) / (
-            self._learning.tail + 1
-        )
+        surprise = error**2 / (unsure + noise)
+        spread = unsure + noise * (self._learning.tail + surprise) / (self._learning.tail + 1)
         for part, moved in zip(Part, with_shares, strict=True):
             if moved:
                 self._set(part, self._log[part] + moved * error / spread)

@@ -104,6 +104,14 @@ class Cost:
         return self.backlog_s + self.fetch_s
 
     @property
+    def waited_s(self) -> float:
+        """What goes by for others: the queue, or the fetches before its own where those end later.
+
+        Of a fetch that outlasts the queue, its own seconds are the request's.
+        """
+        return self.backlog_s if self.fetched_s > self.queue_s else self.queue_s
+
+    @property
     def ttft_s(self) -> float:
         """Predicted time to first token; the fetch overlaps the queue."""
         return self.base_s + max(self.queue_s, self.fetched_s) + self.busy_s

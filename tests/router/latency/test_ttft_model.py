@@ -1,6 +1,7 @@
 """Predicted seconds, and rates that learn from what was observed."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.config.judgment import Learning
 from router.config.settings import RatesConfig
 from router.latency.ttft_model import Rates
 from router.latency.work import Part, Work
@@ -148,6 +150,55 @@ def test_a_long_queue_teaches_little() -> None:
     rates = Rates(CONFIG)
     rates.observe(Work(new_tokens=1000, queue_s=50.0), 500.0)
     assert rates.per_second(Part.PREFILL) == pytest.approx(1000, rel=0.15)
+
+
+LOADING = Work(new_tokens=10, load_bytes=1e9)
+READING = Work(new_tokens=10, load_bytes=1e6, disk_bytes=1e8)
+
+
+@pytest.mark.parametrize(
+    ("part", "alone", "waiting"),
+    [
+        (Part.LOAD, LOADING, replace(LOADING, queue_s=10.0)),
+        (Part.DISK, READING, replace(READING, backlog_s=10.0)),
+    ],
+)
+def test_the_error_of_a_queue_is_not_taken_for_a_rates(
+    part: Part, alone: Work, waiting: Work
+) -> None:
+    """A second too late: without a queue it was the second that was predicted; behind ten it may
+    be the queue's."""
+
+    def slowed(work: Work, queue_noise: float) -> float:
+        rates = Rates(CONFIG, Learning(queue_noise=queue_noise))
+        before = rates.per_second(part)
+        rates.observe(work, rates.cost(work).ttft_s + 1.0)
+        return before / rates.per_second(part)
+
+    assert slowed(alone, 1.0) == slowed(alone, 0.0) == pytest.approx(1.89, abs=0.01)
+    assert slowed(waiting, 0.0) == pytest.approx(1.09, abs=0.01)
+    assert slowed(waiting, 1.0) == pytest.approx(1.01, abs=0.001)
+
+
+def test_a_fetch_that_hides_the_queue_teaches_as_if_there_were_none() -> None:
+    hidden, none = Rates(CONFIG), Rates(CONFIG)
+    for rates, work in ((hidden, replace(READING, queue_s=0.9)), (none, READING)):
+        rates.observe(work, 2.0)
+    assert hidden.learned() == none.learned() != {}
+
+
+@pytest.mark.parametrize(("queue_noise", "slowest"), [(0.0, 0.46), (1.0, 0.81)])
+def test_queues_that_are_always_underestimated_leave_a_rate_about_right(
+    queue_noise: float, slowest: float
+) -> None:
+    """Three of four requests wait, and three times as long as predicted."""
+    rates, source = Rates(CONFIG, Learning(queue_noise=queue_noise)), random.Random(4)
+    seen = []
+    for _ in range(400):
+        queue_s = source.choice([0.0, 10.0, 10.0, 10.0])
+        rates.observe(replace(LOADING, queue_s=queue_s), 1.02 + 3 * queue_s)
+        seen.append(rates.per_second(Part.LOAD) / 1e9)
+    assert min(seen) == pytest.approx(slowest, abs=0.01)
 
 
 def test_what_the_engine_measured_is_taken_over() -> None:
