@@ -47,7 +47,7 @@ class Judgment:
     least_behind: float = 0.02
     """Requests that wait behind one at the least: of equal times to first token the one that
     computes less is better."""
-    most_behind: float = 16.0
+    most_behind: float = 32.0
     """Requests. How many are taken at most to wait behind one: a second of the replica's time
     counts at most so many times beside a second of waiting."""
     near_s: float = 0.02
