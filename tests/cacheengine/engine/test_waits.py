@@ -255,3 +255,17 @@ def test_a_wait_after_a_preemption_is_another(scheduler: Scheduler) -> None:
     scheduler.engine.where[chunks[0]] = Presence.PENDING
     assert scheduler.waits.wait_for("a", chunks[0])
     assert scheduler.waits.must_wait("a", 0, COMPUTE_S)
+
+
+def test_what_is_in_the_pool_is_pinned_with_what_comes(scheduler: Scheduler) -> None:
+    """Else what is promoted for others would push the prompt's beginning out meanwhile."""
+    first, second, last = keys(1, 2, 3)
+    scheduler.waits.found("a", first)
+    scheduler.waits.want("a", second, "disk", 512)
+    scheduler.waits.found("a", last)
+    scheduler.waits.end_step()
+    assert scheduler.engine.promoted == [("a", [first, second, last])]
+    assert scheduler.waits.tier_of("a", first) is None
+    scheduler.waits.found("b", first)
+    scheduler.waits.end_step()
+    assert len(scheduler.engine.promoted) == 1, "all of it is there"
