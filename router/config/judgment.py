@@ -22,8 +22,8 @@ class Learning:
     noise: float = 0.1
     """Variance of one observation's logarithm: TTFTs scatter by about 30%."""
     queue_noise: float = 1.0
-    """Standard deviation of a queue's error, as a share of the predicted queue: what a request
-    waits for others tells little of what it takes itself."""
+    """Standard deviation of a queue's error, as a share of the predicted queue: a request
+    that was queued for long tells little of what it takes itself."""
     tail: float = 4.0
     """Degrees of freedom of the noise; the fewer, the less an outlier moves."""
     drift: float = 0.002

@@ -11,8 +11,8 @@ that a unit of it takes there::
 with the mean context of the new tokens, ``matched + new / 2``. The seconds are
 kept as a vector x of logarithms (so none can turn negative), with a covariance
 matrix P that says how sure each is, and which of them could stand for each other.
-With s the parts' shares of the predicted TTFT, and w the share that passes in queues, an
-observed one corrects all parts at once, as an (extended) Kalman filter does::
+With s the parts' shares of the predicted TTFT, and w the queue's, an observed one
+corrects all parts at once, as an (extended) Kalman filter does::
 
     e  = log(observed / predicted)
     U  = s' P s                          how unsure the prediction was
@@ -29,9 +29,8 @@ were misjudged for as long.
 The queue's share teaches nothing. A request that waits behind one slow prefill would teach
 the same error once more, and so would every other that waits: tried in a model of
 a replica, that drove the rates away without bound at 70% load. Nor is its error taken for
-one of the other parts': the more of its time a request waits for others, the more of what it
-shows is noise. Loading was learned as many times slower than it was, while queues were
-longer than predicted.
+one of the other parts': the more of its time a request is queued, the more of what it shows
+is noise. With queues longer than predicted, loading was learned as many times too slow.
 
 Pure: no clock, no I/O.
 """
@@ -106,7 +105,7 @@ class Rates:
         if ttft_s <= 0:
             return
         cost = self.cost(work)
-        queue_deviation = self._learning.queue_noise * cost.waited_s / cost.ttft_s
+        queue_deviation = self._learning.queue_noise * cost.queued_s / cost.ttft_s
         noise = self._learning.noise + queue_deviation**2
         self._learn(self._shares(work, cost), log(ttft_s / cost.ttft_s), noise)
         self.observations += 1

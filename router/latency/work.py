@@ -104,12 +104,9 @@ class Cost:
         return self.backlog_s + self.fetch_s
 
     @property
-    def waited_s(self) -> float:
-        """What goes by for others: the queue, or the fetches before its own where those end later.
-
-        Of a fetch that outlasts the queue, its own seconds are the request's.
-        """
-        return self.backlog_s if self.fetched_s > self.queue_s else self.queue_s
+    def queued_s(self) -> float:
+        """What the queue has of the time to first token: nothing where a longer fetch hides it."""
+        return 0.0 if self.fetched_s > self.queue_s else self.queue_s
 
     @property
     def ttft_s(self) -> float:

@@ -153,6 +153,7 @@ def test_a_long_queue_teaches_little() -> None:
 
 
 LOADING = Work(new_tokens=10, load_bytes=1e9)
+COMPUTING = Work(new_tokens=1000)
 READING = Work(new_tokens=10, load_bytes=1e6, disk_bytes=1e8)
 
 
@@ -160,7 +161,7 @@ READING = Work(new_tokens=10, load_bytes=1e6, disk_bytes=1e8)
     ("part", "alone", "waiting"),
     [
         (Part.LOAD, LOADING, replace(LOADING, queue_s=10.0)),
-        (Part.DISK, READING, replace(READING, backlog_s=10.0)),
+        (Part.PREFILL, COMPUTING, replace(COMPUTING, queue_s=10.0)),
     ],
 )
 def test_the_error_of_a_queue_is_not_taken_for_a_rates(
