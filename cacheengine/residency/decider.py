@@ -222,11 +222,7 @@ class Decider:
         """Take off the pins whose deadline has passed, and return how many; retry dropped puts."""
         for cascade in self.cascades.values():
             cascade.retry(now_s)
-        ended = 0
-        for entry in self.cpu.expired_pins(now_s):
-            ended += self.state.expire(entry, now_s)
-            self.state.drop_if_unwanted(entry, now_s)
-        return ended
+        return self.state.end_expired(now_s)
 
     def clear(
         self,

@@ -5,9 +5,12 @@ and passes the time in.
 """
 
 from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 from typing import Final
 
-from cacheengine.residency.entry import UNUSED, Entry, Holder, State, check_entry
+from sortedcontainers import SortedDict
+
+from cacheengine.residency.entry import UNUSED, Entry, Holder, State, Use, check_entry
 from cacheengine.residency.eviction import make_policy
 from cacheengine.wire import MAX_PINNED_SHARE
 
@@ -31,6 +34,8 @@ class CpuIndex:
         # operator: these would gather at its front, and be passed over by every eviction.
         self._policy = make_policy(policy, num_slots)
         self._pinned: dict[bytes, Entry] = {}  # also entries to be pinned when ready
+        # Ready ones by when the first of their pins ends; in a bucket, in the order of pinning.
+        self._due: SortedDict[float, dict[bytes, Entry]] = SortedDict()
         self._operator_pinned: set[bytes] = set()
         self._max_operator_pinned = int(_OPERATOR_SHARE * num_slots)
         self._max_pinned = max(1, int(MAX_PINNED_SHARE * num_slots))
@@ -65,16 +70,30 @@ class CpuIndex:
         return [*self._policy.order(), *self._operator_pinned]
 
     def victims(self, count: int, protected: Collection[bytes], now_s: float) -> list[Entry]:
-        """Return up to ``count`` entries to evict, best first. Changes nothing."""
+        """Return up to ``count`` entries to evict, best first. Changes nothing that shows.
+
+        What is in use or pinned is passed over: it keeps its place, but is not met again
+        before its use ends (`tidy`), else every eviction would begin with all of it.
+        """
         found: list[Entry] = []
-        if count <= 0:
-            return found
-        for key in self._policy.order():
+        kept: list[bytes] = []
+        candidates = self._policy.candidates() if count > 0 else ()
+        for key in candidates:
             entry = self._entries[key]
-            if key not in protected and entry.is_idle(now_s):
+            if not entry.is_idle(now_s):
+                kept.append(key)
+            elif key not in protected:
                 found.append(entry)
                 if len(found) == count:
                     break
+        for key in kept:
+            self._policy.pass_over(key)
+        if len(found) < count:
+            # Passed over while they were pinned, and their pins have run out meanwhile.
+            taken = {entry.key for entry in found}
+            run_out = (each for each in self._expired(now_s) if each.is_idle(now_s))
+            free = (each for each in run_out if not (each.key in protected or each.key in taken))
+            found += islice(free, count - len(found))
         return found
 
     def add(self, key: bytes, state: State) -> Entry:
@@ -116,8 +135,15 @@ class CpuIndex:
                 self._policy.touch(key)
 
     def tidy(self, entry: Entry) -> None:
-        """Save the memory of a `Use` that says nothing."""
-        if entry.use == UNUSED:
+        """Have an entry that nothing keeps any more considered for eviction again.
+
+        Saves the memory of a `Use` that says nothing.
+        """
+        use = entry.use
+        if use is None or use.holds or use.putting or use.leases or use.operator_pinned:
+            return
+        self._policy.resume(entry.key)
+        if use == UNUSED:
             entry.use = None
 
     # --- pins ---
@@ -164,17 +190,35 @@ class CpuIndex:
         use.leases = leases
         is_ready = use.state is State.READY
         use.pinned_until_s = max(leases.values(), default=None) if is_ready else None
+        self._note_due(entry, use, min(leases.values(), default=None) if is_ready else None)
         if not leases:
             del self._pinned[entry.key]
         self.tidy(entry)
 
-    def expired_pins(self, now_s: float) -> list[Entry]:
-        """Return entries with a pin that has run out and was not taken off yet."""
-        return [
-            entry
-            for entry in self._pinned.values()
-            if entry.state is State.READY and min(entry.seen.leases.values()) <= now_s
-        ]
+    def _note_due(self, entry: Entry, use: Use, due_s: float | None) -> None:
+        if use.due_s == due_s:
+            return
+        if use.due_s is not None:
+            bucket = self._due[use.due_s]
+            del bucket[entry.key]
+            if not bucket:
+                del self._due[use.due_s]
+        if due_s is not None:
+            self._due.setdefault(due_s, {})[entry.key] = entry
+        use.due_s = due_s
+
+    def expired_pins(self, now_s: float, most: int | None = None) -> list[Entry]:
+        """Return entries, at most so many, with a pin that has run out and is still there.
+
+        The first to run out comes first, of those of one call the first that was pinned.
+        """
+        return list(islice(self._expired(now_s), most))
+
+    def _expired(self, now_s: float) -> Iterator[Entry]:
+        for due_s, bucket in self._due.items():
+            if due_s > now_s:
+                return
+            yield from bucket.values()
 
     def operator_pin(self, key: bytes) -> bool:
         """Pin a ready entry until `operator_unpin`; False when too much is pinned so."""
@@ -216,5 +260,22 @@ class CpuIndex:
         order = list(self._policy.order())
         assert len(order) == len(self._policy) and {*order} == ready - by_operator
         assert pinned == self._pinned.keys()
+        self._check_due()
+        self._check_passed_over(order)
         assert by_operator == self._operator_pinned <= ready
         assert len(by_operator) <= self._max_operator_pinned
+
+    def _check_due(self) -> None:
+        due = {key: due_s for due_s, bucket in self._due.items() for key in bucket}
+        assert len(due) == sum(map(len, self._due.values())) and all(self._due.values())
+        firsts = {
+            key: min(entry.seen.leases.values())
+            for key, entry in self._pinned.items()
+            if entry.state is State.READY
+        }
+        assert due == firsts, "a pin that is not ended in time"
+
+    def _check_passed_over(self, order: Collection[bytes]) -> None:
+        for key in set(order).difference(self._policy.candidates()):
+            entry = self._entries[key]
+            assert entry.is_busy or entry.seen.leases, "never looked at again by an eviction"

@@ -110,8 +110,10 @@ class CacheState:
         self, count: int, protected: Collection[bytes], now_s: float
     ) -> tuple[int, list[bytes]]:
         """Evict for so many free slots, or as many as can be; return how many, and what left."""
-        lacking = count - self.cpu.free_slots
-        victims = self.cpu.victims(lacking, protected, now_s)
+        if count > self.cpu.free_slots:
+            # First, so that what they kept leaves in its turn.
+            self.end_expired(now_s, most=count)
+        victims = self.cpu.victims(count - self.cpu.free_slots, protected, now_s)
         for entry in victims:
             if entry.seen.pinned_until_s is not None:
                 self.expire(entry, now_s)
@@ -120,6 +122,14 @@ class CacheState:
         evicted = [entry.key for entry in victims]
         self.emit(CPU, stored=False, keys=evicted)
         return min(count, self.cpu.free_slots), evicted
+
+    def end_expired(self, now_s: float, most: int | None = None) -> int:
+        """Take off pins whose deadline has passed, of so many chunks; return how many pins."""
+        ended = 0
+        for entry in self.cpu.expired_pins(now_s, most):
+            ended += self.expire(entry, now_s)
+            self.drop_if_unwanted(entry, now_s)
+        return ended
 
     def expire(self, entry: Entry, now_s: float) -> int:
         """Take off the pins whose deadline has passed; return how many."""
