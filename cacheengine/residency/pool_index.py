@@ -4,17 +4,18 @@ Pure bookkeeping: no I/O, no clock, no threads. The caller serializes calls
 and passes the time in.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from itertools import islice
 from typing import Final
 
-from sortedcontainers import SortedDict
-
-from cacheengine.residency.entry import UNUSED, Entry, Holder, State, Use, check_entry
+from cacheengine.residency.deadlines import Deadlines
+from cacheengine.residency.entry import UNUSED, Entry, Holder, State, check_entry
 from cacheengine.residency.eviction import make_policy
 from cacheengine.wire import MAX_PINNED_SHARE
 
 _OPERATOR_SHARE: Final = 0.5
+_MOST_KEPT: Final = 256
+"""Entries that are passed over by one search for what may leave."""
 
 
 class CpuIndex:
@@ -34,8 +35,7 @@ class CpuIndex:
         # operator: these would gather at its front, and be passed over by every eviction.
         self._policy = make_policy(policy, num_slots)
         self._pinned: dict[bytes, Entry] = {}  # also entries to be pinned when ready
-        # Ready ones by when the first of their pins ends; in a bucket, in the order of pinning.
-        self._due: SortedDict[float, dict[bytes, Entry]] = SortedDict()
+        self._deadlines = Deadlines()
         self._operator_pinned: set[bytes] = set()
         self._max_operator_pinned = int(_OPERATOR_SHARE * num_slots)
         self._max_pinned = max(1, int(MAX_PINNED_SHARE * num_slots))
@@ -69,11 +69,23 @@ class CpuIndex:
         """Return the keys whose bytes may be used."""
         return [*self._policy.order(), *self._operator_pinned]
 
-    def victims(self, count: int, protected: Collection[bytes], now_s: float) -> list[Entry]:
-        """Return up to ``count`` entries to evict, best first. Changes nothing that shows.
+    def victims(self, count: int, protected: Container[bytes], now_s: float) -> list[Entry]:
+        """Return up to ``count`` entries to evict, best first. Changes nothing that shows."""
+        found: list[Entry] = []
+        while len(found) < count:
+            found, is_all = self.next_victims(count, protected, now_s)
+            if is_all:
+                break
+        return found
+
+    def next_victims(
+        self, count: int, protected: Container[bytes], now_s: float
+    ) -> tuple[list[Entry], bool]:
+        """Return up to ``count`` entries to evict, best first, and whether no more can be found.
 
         What is in use or pinned is passed over: it keeps its place, but is not met again
-        before its use ends (`tidy`), else every eviction would begin with all of it.
+        before its use ends (`tidy`), else every eviction would begin with all of it. After so
+        many of these the search is cut short; the next one goes on there.
         """
         found: list[Entry] = []
         kept: list[bytes] = []
@@ -82,19 +94,22 @@ class CpuIndex:
             entry = self._entries[key]
             if not entry.is_idle(now_s):
                 kept.append(key)
+                if len(kept) == _MOST_KEPT:
+                    break
             elif key not in protected:
                 found.append(entry)
                 if len(found) == count:
                     break
         for key in kept:
             self._policy.pass_over(key)
-        if len(found) < count:
+        is_all = len(kept) < _MOST_KEPT
+        if len(found) < count and is_all:
             # Passed over while they were pinned, and their pins have run out meanwhile.
             taken = {entry.key for entry in found}
-            run_out = (each for each in self._expired(now_s) if each.is_idle(now_s))
+            run_out = (each for each in self._deadlines.past(now_s) if each.is_idle(now_s))
             free = (each for each in run_out if not (each.key in protected or each.key in taken))
             found += islice(free, count - len(found))
-        return found
+        return found, is_all
 
     def add(self, key: bytes, state: State) -> Entry:
         """Give a key that has no entry a free slot; the caller saw to it that there is one."""
@@ -150,9 +165,18 @@ class CpuIndex:
 
     def may_pin(self, entry: Entry | None) -> bool:
         """Whether an entry (None: one to come) has a pin or may get one."""
-        if entry is not None and entry.key in self._pinned:
+        if entry is not None and self.has_pin(entry.key):
             return True
-        return len(self._pinned) + len(self._operator_pinned) < self._max_pinned
+        return self.pins_left > 0
+
+    def has_pin(self, key: bytes) -> bool:
+        """Whether an entry has a pin that is not an operator's."""
+        return key in self._pinned
+
+    @property
+    def pins_left(self) -> int:
+        """How many entries more may get one."""
+        return self._max_pinned - len(self._pinned) - len(self._operator_pinned)
 
     def pin(self, entry: Entry, pin_s: float, now_s: float, holder: Holder = None) -> None:
         """Keep an entry from eviction for so long from now, or from when its bytes are there.
@@ -190,35 +214,17 @@ class CpuIndex:
         use.leases = leases
         is_ready = use.state is State.READY
         use.pinned_until_s = max(leases.values(), default=None) if is_ready else None
-        self._note_due(entry, use, min(leases.values(), default=None) if is_ready else None)
+        self._deadlines.note(entry, min(leases.values(), default=None) if is_ready else None)
         if not leases:
             del self._pinned[entry.key]
         self.tidy(entry)
-
-    def _note_due(self, entry: Entry, use: Use, due_s: float | None) -> None:
-        if use.due_s == due_s:
-            return
-        if use.due_s is not None:
-            bucket = self._due[use.due_s]
-            del bucket[entry.key]
-            if not bucket:
-                del self._due[use.due_s]
-        if due_s is not None:
-            self._due.setdefault(due_s, {})[entry.key] = entry
-        use.due_s = due_s
 
     def expired_pins(self, now_s: float, most: int | None = None) -> list[Entry]:
         """Return entries, at most so many, with a pin that has run out and is still there.
 
         The first to run out comes first, of those of one call the first that was pinned.
         """
-        return list(islice(self._expired(now_s), most))
-
-    def _expired(self, now_s: float) -> Iterator[Entry]:
-        for due_s, bucket in self._due.items():
-            if due_s > now_s:
-                return
-            yield from bucket.values()
+        return list(islice(self._deadlines.past(now_s), most))
 
     def operator_pin(self, key: bytes) -> bool:
         """Pin a ready entry until `operator_unpin`; False when too much is pinned so."""
@@ -260,20 +266,10 @@ class CpuIndex:
         order = list(self._policy.order())
         assert len(order) == len(self._policy) and {*order} == ready - by_operator
         assert pinned == self._pinned.keys()
-        self._check_due()
+        self._deadlines.check(self._pinned.values())
         self._check_passed_over(order)
         assert by_operator == self._operator_pinned <= ready
         assert len(by_operator) <= self._max_operator_pinned
-
-    def _check_due(self) -> None:
-        due = {key: due_s for due_s, bucket in self._due.items() for key in bucket}
-        assert len(due) == sum(map(len, self._due.values())) and all(self._due.values())
-        firsts = {
-            key: min(entry.seen.leases.values())
-            for key, entry in self._pinned.items()
-            if entry.state is State.READY
-        }
-        assert due == firsts, "a pin that is not ended in time"
 
     def _check_passed_over(self, order: Collection[bytes]) -> None:
         for key in set(order).difference(self._policy.candidates()):
