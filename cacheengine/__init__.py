@@ -6,7 +6,7 @@ when all has come, `record` notes the keys for routers and `residency.cascade` q
 chunk for the tiers below, where `engine.tier_io` writes it.
 
 A chunk promoted: the scheduler looks a key up, or a router asks the `agent` to prefetch it;
-`residency.promoter` finds it in a tier below and takes a slot; `engine.tier_io` reads it
+`residency.walks` finds it in a tier below and takes a slot; `engine.tier_io` reads it
 there, and wakes the request that waits for it.
 
 A chunk loaded: it is held while `connector.copying` copies it to the GPU, and not evicted.

@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from cacheengine.engine.long_calls import LongCalls
 from cacheengine.record import BandwidthMeter, EngineStats, KeyEventRecord
 from cacheengine.residency.decider import Decider
 from cacheengine.residency.decisions import Presence, Promotion, StoreReservation, Todo
 from cacheengine.residency.entry import Holder
-from cacheengine.residency.local_index import TierIndex
+from cacheengine.residency.lower.local_index import TierIndex
 from cacheengine.simulator.model.machine import Machine
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 
@@ -52,6 +53,7 @@ class ModelEngine:
             local_cpu=True,
             put_queue_share=_PUT_QUEUE_SHARE,
         )
+        self._calls = LongCalls(self._deciding, self._loop.time)
         self._reads = BandwidthMeter()
         self._reading = self._writing = False
 
@@ -69,38 +71,33 @@ class ModelEngine:
         self, keys: Sequence[bytes], *, held_before: bool = False, holder: Holder = None
     ) -> list[int]:
         """Keep chunks until `release`; end the holder's pins."""
-        return self._decider.hold(keys, held_before=held_before, holder=holder)
+        return self._calls.hold(keys, held_before=held_before, holder=holder)
 
     def release(self, keys: Collection[bytes]) -> None:
         """End one hold of each chunk."""
-        with self._deciding() as decider:
-            decider.release(keys, self._loop.time())
+        self._calls.release([*keys])
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note a use of chunks."""
-        self._decider.touch(keys)
+        self._calls.touch(keys)
 
     def prepare_store(self, keys: Sequence[bytes]) -> StoreReservation | None:
         """Reserve room for those of the chunks that are not there."""
-        with self._deciding() as decider:
-            return decider.prepare_store(keys, self._loop.time())
+        return self._calls.prepare_store(keys, ())
 
     def complete_store(
         self, keys: Collection[bytes], *, success: bool = True, prefetched: bool = False
     ) -> None:
         """Make reserved chunks visible, or give their room back."""
-        with self._deciding() as decider:
-            decider.complete_store(keys, self._loop.time(), success=success, prefetched=prefetched)
+        self._calls.complete_store(keys, success=success, prefetched=prefetched)
 
     def promote(self, keys: Sequence[bytes], *, pin_s: float, holder: Holder = None) -> Promotion:
         """Bring a prefix into CPU RAM and pin it."""
-        with self._deciding() as decider:
-            return decider.promote(keys, pin_s, self._loop.time(), holder)
+        return self._calls.promote(keys, pin_s, holder)
 
     def may_promote(self) -> bool:
         """Whether a chunk from below would find room now, and could be pinned."""
-        with self._deciding() as decider:
-            return decider.may_promote(self._loop.time())
+        return self._calls.may_promote()
 
     def reads_ended(self, tier: str) -> int:
         """How many reads from a lower tier were answered so far."""
@@ -108,12 +105,11 @@ class ModelEngine:
 
     def end_pins(self, keys: Iterable[bytes], holder: Holder) -> None:
         """End one holder's pins of chunks."""
-        with self._deciding() as decider:
-            decider.end_pins(keys, holder, self._loop.time())
+        self._calls.end_pins([*keys], holder)
 
     def match(self, keys: Sequence[bytes]) -> list[str]:
         """Return the tier of each chunk, up to the first that is nowhere."""
-        return self._decider.match(keys, self._loop.time())
+        return self._calls.match(keys)
 
     # --- what a bench asks
 

@@ -3,16 +3,15 @@
 Knows nothing of vLLM. `lower_tiers` moves bytes between the pool and the tiers below.
 """
 
-import contextlib
 import logging
-import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from cacheengine import wire
+from cacheengine.engine.deciding import Deciding
 from cacheengine.engine.io_threads import IoThreads
-from cacheengine.engine.listeners import Listeners
+from cacheengine.engine.long_calls import LongCalls
 from cacheengine.engine.lower_tiers import LowerTiers
 from cacheengine.engine.tier_io import Clock, MakeThreads
 from cacheengine.identity import ChunkLayout
@@ -50,8 +49,10 @@ class CacheEngine:
         self.incarnation = uuid.uuid4().hex
         self._pool = pool
         self._clock = clock
-        self._lock = threading.Lock()
-        self._listeners = Listeners()
+        self._deciding = Deciding()
+        self._lock = self._deciding.lock
+        self._listeners = self._deciding.listeners
+        self._calls = LongCalls(self._deciding, clock)
         self._closed = False
         self._tiers = LowerTiers(
             config,
@@ -71,6 +72,7 @@ class CacheEngine:
             local_cpu=config.local_cpu,
             put_queue_share=config.put_queue_share,
         )
+        self._deciding.begin(self._decider, self._tiers.start)
 
     # --- the scheduler's face ---
 
@@ -95,13 +97,11 @@ class CacheEngine:
         Raises KeyError, having held none, unless all are ready; or, with
         ``held_before``, held by the caller already (`try_hold`) and cleared since.
         """
-        with self._lock:
-            return self._decider.hold(keys, held_before=held_before, holder=holder)
+        return self._calls.hold(keys, held_before=held_before, holder=holder)
 
     def release(self, keys: Collection[bytes]) -> None:
         """End one `hold` or `try_hold` of each chunk. KeyError if there was none."""
-        with self._deciding() as decider:
-            decider.release(keys, self._clock())
+        self._calls.release([*keys])
 
     def view(self, slot: int) -> memoryview:
         """Return a slot's bytes; the caller holds its chunk, or has reserved it."""
@@ -109,8 +109,7 @@ class CacheEngine:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note a use of chunks, given in prefix order; unknown ones are ignored."""
-        with self._lock:
-            self._decider.touch(keys)
+        self._calls.touch(keys)
 
     def prepare_store(
         self, keys: Sequence[bytes], *, prefix: Collection[bytes] = ()
@@ -120,8 +119,7 @@ class CacheEngine:
         Evicts others if needed, never one of ``keys``, of their ``prefix`` only what a lower tier
         has; of more than find room the leading ones are taken. `complete_store` must follow.
         """
-        with self._deciding() as decider:
-            return decider.prepare_store(keys, self._clock(), prefix)
+        return self._calls.prepare_store(keys, prefix)
 
     def complete_store(
         self, keys: Collection[bytes], *, success: bool = True, prefetched: bool = False
@@ -130,8 +128,7 @@ class CacheEngine:
 
         ``prefetched``: for a request to come. KeyError, changing nothing: no reservation.
         """
-        with self._deciding() as decider:
-            decider.complete_store(keys, self._clock(), success=success, prefetched=prefetched)
+        self._calls.complete_store(keys, success=success, prefetched=prefetched)
 
     # --- promotion, pins ---
 
@@ -143,13 +140,11 @@ class CacheEngine:
         asked for are pending until it answers. From the first chunk on that is in no tier,
         finds no room or would pin more than `wire.MAX_PINNED_SHARE` of the pool all are missing.
         """
-        with self._deciding() as decider:
-            return decider.promote(keys, pin_s, self._clock(), holder)
+        return self._calls.promote(keys, pin_s, holder)
 
     def may_promote(self) -> bool:
         """Whether a chunk from below would find room now, and could be pinned."""
-        with self._deciding() as decider:
-            return decider.may_promote(self._clock())
+        return self._calls.may_promote()
 
     def reads_ended(self, tier: str) -> int:
         """How many reads from a lower tier were answered so far."""
@@ -158,44 +153,36 @@ class CacheEngine:
 
     def end_pins(self, keys: Iterable[bytes], holder: Holder) -> None:
         """End one holder's pins of chunks, given in prefix order."""
-        with self._deciding() as decider:
-            decider.end_pins(keys, holder, self._clock())
+        self._calls.end_pins([*keys], holder)
 
     def expire_pins(self) -> int:
         """Take off promotions' pins whose deadline has passed; return how many."""
-        with self._deciding() as decider:
-            return decider.expire_pins(self._clock())
+        return self._calls.expire_pins()
 
     # --- for the agent and the operator ---
 
     def match(self, keys: Sequence[bytes]) -> list[str]:
         """Return the fastest tier known to hold each chunk, up to the first that is nowhere."""
-        with self._lock:
-            return self._decider.match(keys, self._clock())
+        return self._calls.match(keys)
 
     def held_in(self, keys: Sequence[bytes], tier: str) -> int:
         """Return how many leading chunks a tier is known to hold."""
-        with self._lock:
-            return self._decider.state.held_in(keys, tier)
+        return self._calls.held_in(keys, tier)
 
     def is_putting(self, keys: Iterable[bytes], tier: str) -> bool:
         """Whether one of these chunks is on its way into a lower tier."""
-        with self._lock:
-            puts = self._decider.cascades.get(tier)
-            return puts is not None and any(map(puts.has, keys))
+        return self._calls.is_putting([*keys], tier)
 
     def pin(self, keys: Sequence[bytes], tier: str) -> int:
         """Keep leading chunks in a tier that holds them until `unpin` or `clear`; return how many.
 
         Half of a tier can be pinned so, nothing of the remote tier, which is not ours.
         """
-        with self._lock:
-            return self._decider.state.operator_pin(keys, tier)
+        return self._calls.pin(keys, tier)
 
     def unpin(self, keys: Sequence[bytes], tier: str) -> int:
         """End the pins of leading chunks that a tier holds; return how many had one."""
-        with self._deciding() as decider:
-            return decider.state.operator_unpin(keys, tier, self._clock())
+        return self._calls.unpin(keys, tier)
 
     def clear(
         self,
@@ -209,8 +196,10 @@ class CacheEngine:
         None of them is found any more when this returns, pinned or not; slots in use and files are
         freed soon after. Others' chunks in the remote tier stay, with ``keep_shared`` all of them.
         """
+        if keys is not None:
+            return self._calls.clear(tiers, keys, keep_shared=keep_shared)
         with self._deciding() as decider:
-            return decider.clear(tiers, keys, keep_shared=keep_shared)
+            return decider.clear(tiers, None, keep_shared=keep_shared)
 
     def snapshot(self) -> wire.Snapshot:
         """Return all keys by tier as of one moment."""
@@ -282,19 +271,3 @@ class CacheEngine:
             self._pool.close()
         else:
             logger.warning("the cache engine closed while I/O was still hanging")
-
-    # --- decisions and what follows from them ---
-
-    @contextlib.contextmanager
-    def _deciding(self) -> Iterator[Decider]:
-        """Lend the state under the lock, then do what was decided, without it."""
-        with self._lock:
-            yield self._decider
-            todo = self._decider.take_todo()
-        if todo is None:
-            return
-        self._tiers.start(todo)
-        for promotion, outcome, chunks in todo.settled:
-            promotion.settle(outcome, chunks)
-        if todo.has_news:
-            self._listeners.tell()

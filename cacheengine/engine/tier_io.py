@@ -17,7 +17,7 @@ from cacheengine import wire
 from cacheengine.engine.io_threads import JobRunner
 from cacheengine.memory import Pool
 from cacheengine.record import BandwidthMeter
-from cacheengine.residency import Decider, Entry, LowerIndex
+from cacheengine.residency import PORTION, Decider, Entry, LowerIndex
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import Chunk, GetOutcome, PutOutcome, SharedTier, Tier
 
@@ -207,14 +207,28 @@ class TierIo:
         """Ask in one call for all that has come up since the last."""
         assert isinstance(self._tier, SharedTier)
         with self._deciding() as decider:
-            keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
+            keys = decider.walks.take_questions(_QUESTIONS_PER_CALL)
             is_wanted = self.is_reading
         while keys:
             found = self._answers(self._tier.find, keys) if is_wanted else []
+            self._note_answers(keys, found)
             with self._deciding() as decider:
-                decider.promoter.answered(keys, found or None, self._clock())
-                keys = decider.promoter.take_questions(_QUESTIONS_PER_CALL)
+                keys = decider.walks.take_questions(_QUESTIONS_PER_CALL)
                 is_wanted = self.is_reading
+
+    def _note_answers(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+        """Note all answers, then go on with what waited for one of them; a portion at a time.
+
+        In between others may ask for a chunk that is answered later: they wait for that.
+        """
+        for start in range(0, len(keys), PORTION):
+            part = slice(start, start + PORTION)
+            with self._deciding() as decider:
+                decider.walks.answered(keys[part], found[part] or None, self._clock())
+        is_more = True
+        while is_more:
+            with self._deciding() as decider:
+                is_more = decider.walks.go_on_answered(self._clock())
 
 
 def _run(threads: JobRunner, job: Callable[[], None]) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from cacheengine.residency.decisions import PORTION
 from cacheengine.residency.entry import Entry
-from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.lower import LowerIndex
 from cacheengine.residency.state import CacheState
 from cacheengine.tiers import LONGEST_BACKOFF_S, PutOutcome, TierBackoff
 
@@ -86,8 +87,10 @@ class Cascade:
             del self._dropped[next(iter(self._dropped))]
 
     def retry(self, now_s: float) -> None:
-        """Queue puts that were dropped, as many as may be now, of chunks still in the pool."""
-        while self._dropped and self._can_queue(now_s):
+        """Queue puts that were dropped, some of as many as may be, of chunks still in the pool."""
+        for _ in range(PORTION):
+            if not self._dropped or not self._can_queue(now_s):
+                return
             key = next(iter(self._dropped))
             tries = self._dropped.pop(key)
             entry = self._state.cpu.ready(key)

@@ -8,13 +8,14 @@ from collections.abc import Collection, Iterable, Sequence
 
 from cacheengine.record import CPU, EngineStats
 from cacheengine.residency.cascade import Cascade
-from cacheengine.residency.decisions import Outcome, Presence, Promotion, StoreReservation, Todo
-from cacheengine.residency.entry import Entry, Holder, State
-from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.decisions import Presence, Todo
+from cacheengine.residency.entry import Holder, State
+from cacheengine.residency.lower import LowerIndex, RemoteIndex
 from cacheengine.residency.pool_index import CpuIndex
 from cacheengine.residency.promoter import Promoter
-from cacheengine.residency.shared_index import RemoteIndex
 from cacheengine.residency.state import CacheState
+from cacheengine.residency.stores import Stores
+from cacheengine.residency.walks import Walks
 
 
 class Decider:
@@ -47,7 +48,9 @@ class Decider:
             index.name: Cascade(state, index, share) for index in lower
         }
         remotes = [index for index in lower if isinstance(index, RemoteIndex)]
-        self.promoter = Promoter(state, remotes[0] if remotes else None, self.cascades)
+        self.stores = Stores(state, self.cascades)
+        self.promoter = Promoter(state, self.cascades)
+        self.walks = Walks(state, self.promoter, remotes[0] if remotes else None)
 
     def take_todo(self) -> Todo | None:
         """Return what has come up since the last call, None if nothing has."""
@@ -82,7 +85,7 @@ class Decider:
         source = self.promoter.source(key, now_s)
         if source is not None:
             return Presence.REMOTE if isinstance(source, RemoteIndex) else Presence.DISK
-        return Presence.UNKNOWN if self.promoter.ask(key, now_s) else Presence.MISS
+        return Presence.UNKNOWN if self.walks.ask(key, now_s) else Presence.MISS
 
     def match(self, keys: Iterable[bytes], now_s: float) -> list[str]:
         """Return the tier of each chunk from the first up to the first that is nowhere."""
@@ -111,10 +114,8 @@ class Decider:
 
     # --- holds ---
 
-    def hold(
-        self, keys: Sequence[bytes], *, held_before: bool = False, holder: Holder = None
-    ) -> list[int]:
-        """Keep ready chunks until `release`; ends the holder's pins. KeyError: none was held."""
+    def hold(self, keys: Sequence[bytes], *, held_before: bool = False) -> list[int]:
+        """Keep ready chunks until `release`, then `note_hold`. KeyError: none was held."""
         entries = []
         for key in keys:
             entry = self.cpu.get(key)
@@ -124,10 +125,14 @@ class Decider:
             entries.append(entry)
         for entry in entries:
             entry.in_use.holds += 1
+        return [entry.slot for entry in entries]
+
+    def note_hold(self, keys: Iterable[bytes], holder: Holder) -> None:
+        """Note that chunks held are of use: the holder's pins end."""
+        for entry in filter(None, map(self.cpu.get, keys)):
             entry.in_use.prefetched = False
             if holder is not None:
                 self.cpu.end_pin(entry, holder)
-        return [entry.slot for entry in entries]
 
     def try_hold(self, key: bytes) -> int | None:
         """Keep a chunk if it is ready; its pins stay."""
@@ -148,98 +153,27 @@ class Decider:
             entry.in_use.holds -= 1
             self.state.drop_if_unwanted(entry, now_s)
 
-    # --- stores ---
+    # --- pins, clearing ---
 
-    def prepare_store(
-        self, keys: Sequence[bytes], now_s: float, prefix: Collection[bytes] = ()
-    ) -> StoreReservation | None:
-        """Reserve slots for chunks that are not there; None: no room for any."""
-        wanted = [key for key in dict.fromkeys(keys) if self._is_storable(key)]
-        protected = set(keys)
-        if len(wanted) > self.cpu.free_slots:
-            protected.update(key for key in prefix if not self._is_below(key))
-        count, evicted = self.state.make_room(len(wanted), protected, now_s)
-        self.stats.store_drops += len(wanted) - count
-        if wanted and not count:
-            return None
-        taken, refused = tuple(wanted[:count]), tuple(wanted[count:])
-        slots = tuple(self.cpu.add(key, State.STORING).slot for key in taken)
-        return StoreReservation(taken, slots, tuple(evicted), refused)
+    def expire_pins(self, now_s: float) -> tuple[int, bool]:
+        """Take off pins whose deadline has passed, and retry dropped puts, of a portion each.
 
-    def _is_storable(self, key: bytes) -> bool:
-        if self.cpu.get(key) is not None:
-            return False
-        return self.state.local_cpu or not self._is_below(key)
-
-    def _is_below(self, key: bytes) -> bool:
-        return any(key in index and not index.must_rewrite(key) for index in self.state.lower)
-
-    def complete_store(
-        self, keys: Iterable[bytes], now_s: float, *, success: bool, prefetched: bool = False
-    ) -> None:
-        """Make reserved chunks visible and queue their puts, or give the slots back."""
-        entries = [self._storing(key) for key in dict.fromkeys(keys)]
-        whole = [entry for entry in entries if success and not entry.condemned]
-        # Backwards, so that the first of a prefix is the most recent.
-        for entry in reversed(whole):
-            entry.in_use.prefetched = prefetched
-            self.cpu.publish(entry, now_s)
-            self.state.settle(entry.key, Outcome.RESIDENT)
-        self.stats.stores += len(whole)
-        self.stats.store_bytes += len(whole) * self.state.chunk_bytes
-        self.state.emit(CPU, stored=True, keys=[entry.key for entry in whole])
-        for entry in entries:
-            if entry.state is State.READY:
-                for cascade in self.cascades.values():
-                    cascade.queue(entry, now_s)
-                self.state.drop_if_unwanted(entry, now_s)
-            else:
-                self.stats.store_failures += 1
-                self.cpu.remove(entry)
-                self.state.settle(entry.key, Outcome.MISSING)
-
-    def _storing(self, key: bytes) -> Entry:
-        entry = self.cpu.get(key)
-        if entry is None or entry.state is not State.STORING:
-            raise KeyError(f"chunk {key.hex()} is not being stored")
-        return entry
-
-    # --- promotion, clearing ---
-
-    def promote(
-        self, keys: Sequence[bytes], pin_s: float, now_s: float, holder: Holder = None
-    ) -> Promotion:
-        """Bring a prefix into the pool (see `Promoter.begin`)."""
-        # First of all, so that what is wanted leaves the front of the order,
-        # where room is looked for.
-        self.touch(keys)
-        if not self.cpu.may_pin(None):
-            # Pins that are over still count against what may be pinned.
-            self.expire_pins(now_s)
-        return self.promoter.begin(keys, pin_s, now_s, holder)
+        Returns how many pins ended, and whether there are more.
+        """
+        for cascade in self.cascades.values():
+            cascade.retry(now_s)
+        return self.state.end_expired(now_s), bool(self.cpu.expired_pins(now_s, 1))
 
     def may_promote(self, now_s: float) -> bool:
-        """Whether a chunk from below would find room now, pins that are over left aside."""
-        if not self.cpu.may_pin(None):
-            self.expire_pins(now_s)
-        has_room = self.cpu.free_slots > 0 or bool(self.cpu.victims(1, (), now_s))
+        """Whether a chunk from below would find room now, as far as a portion's search tells."""
+        has_room = self.cpu.free_slots > 0 or bool(self.cpu.next_victims(1, (), now_s)[0])
         return has_room and self.cpu.may_pin(None)
 
     def end_pins(self, keys: Iterable[bytes], holder: Holder, now_s: float) -> None:
-        """End one holder's pins of chunks, from the last to the first."""
+        """End one holder's pins of chunks."""
         for entry in filter(None, map(self.cpu.get, keys)):
             self.cpu.end_pin(entry, holder)
             self.state.drop_if_unwanted(entry, now_s)
-
-    def expire_pins(self, now_s: float) -> int:
-        """Take off the pins whose deadline has passed, and return how many; retry dropped puts."""
-        for cascade in self.cascades.values():
-            cascade.retry(now_s)
-        ended = 0
-        for entry in self.cpu.expired_pins(now_s):
-            ended += self.state.expire(entry, now_s)
-            self.state.drop_if_unwanted(entry, now_s)
-        return ended
 
     def clear(
         self,
@@ -291,6 +225,7 @@ class Decider:
         for cascade in self.cascades.values():
             cascade.check()
         self.promoter.check()
+        self.walks.check()
         for entry in self.cpu:
             puts_queued = sum(cascade.has(entry.key) for cascade in self.cascades.values())
             assert entry.seen.putting == puts_queued

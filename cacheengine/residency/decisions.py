@@ -6,8 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Final
 
 logger = logging.getLogger("vllm.warmroute")
+
+
+PORTION: Final = 32
+"""Chunks that are decided about without a break."""
 
 
 class Presence(Enum):
@@ -36,6 +41,17 @@ class StoreReservation:
     """What left the pool to make the room."""
     refused: tuple[bytes, ...] = ()
     """Chunks that are not there either, and found no room."""
+    next_key: bytes | None = None
+    """Of a part: the first chunk that was not decided about, as looking for room took so long."""
+
+    def joined(self, part: "StoreReservation") -> "StoreReservation":
+        """Return this with what was decided after it."""
+        return StoreReservation(
+            self.keys + part.keys,
+            self.slots + part.slots,
+            self.evicted + part.evicted,
+            self.refused + part.refused,
+        )
 
 
 class Outcome(Enum):

@@ -35,6 +35,8 @@ class Use:
     """Each holder's pin: until when, or while the entry is not ready, how long from when it is."""
     pinned_until_s: float | None = None
     """The last of them, of a ready entry."""
+    due_s: float | None = None
+    """The first of them, of a ready entry: when `CpuIndex.expired_pins` is to find it."""
     operator_pinned: bool = False
     """Pinned by an operator."""
     condemned: bool = False

@@ -4,14 +4,18 @@ Pure bookkeeping: no I/O, no clock, no threads. The caller serializes calls
 and passes the time in.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
+from itertools import islice
 from typing import Final
 
+from cacheengine.residency.deadlines import Deadlines
 from cacheengine.residency.entry import UNUSED, Entry, Holder, State, check_entry
 from cacheengine.residency.eviction import make_policy
 from cacheengine.wire import MAX_PINNED_SHARE
 
 _OPERATOR_SHARE: Final = 0.5
+_MOST_KEPT: Final = 256
+"""Entries that are passed over by one search for what may leave."""
 
 
 class CpuIndex:
@@ -31,6 +35,7 @@ class CpuIndex:
         # operator: these would gather at its front, and be passed over by every eviction.
         self._policy = make_policy(policy, num_slots)
         self._pinned: dict[bytes, Entry] = {}  # also entries to be pinned when ready
+        self._deadlines = Deadlines()
         self._operator_pinned: set[bytes] = set()
         self._max_operator_pinned = int(_OPERATOR_SHARE * num_slots)
         self._max_pinned = max(1, int(MAX_PINNED_SHARE * num_slots))
@@ -64,18 +69,47 @@ class CpuIndex:
         """Return the keys whose bytes may be used."""
         return [*self._policy.order(), *self._operator_pinned]
 
-    def victims(self, count: int, protected: Collection[bytes], now_s: float) -> list[Entry]:
-        """Return up to ``count`` entries to evict, best first. Changes nothing."""
+    def victims(self, count: int, protected: Container[bytes], now_s: float) -> list[Entry]:
+        """Return up to ``count`` entries to evict, best first. Changes nothing that shows."""
         found: list[Entry] = []
-        if count <= 0:
-            return found
-        for key in self._policy.order():
+        while len(found) < count:
+            found, is_all = self.next_victims(count, protected, now_s)
+            if is_all:
+                break
+        return found
+
+    def next_victims(
+        self, count: int, protected: Container[bytes], now_s: float
+    ) -> tuple[list[Entry], bool]:
+        """Return up to ``count`` entries to evict, best first, and whether no more can be found.
+
+        What is in use or pinned is passed over: it keeps its place, but is not met again
+        before its use ends (`tidy`), else every eviction would begin with all of it. After so
+        many of these the search is cut short; the next one goes on there.
+        """
+        found: list[Entry] = []
+        kept: list[bytes] = []
+        candidates = self._policy.candidates() if count > 0 else ()
+        for key in candidates:
             entry = self._entries[key]
-            if key not in protected and entry.is_idle(now_s):
+            if not entry.is_idle(now_s):
+                kept.append(key)
+                if len(kept) == _MOST_KEPT:
+                    break
+            elif key not in protected:
                 found.append(entry)
                 if len(found) == count:
                     break
-        return found
+        for key in kept:
+            self._policy.pass_over(key)
+        is_all = len(kept) < _MOST_KEPT
+        if len(found) < count and is_all:
+            # Passed over while they were pinned, and their pins have run out meanwhile.
+            taken = {entry.key for entry in found}
+            run_out = (each for each in self._deadlines.past(now_s) if each.is_idle(now_s))
+            free = (each for each in run_out if not (each.key in protected or each.key in taken))
+            found += islice(free, count - len(found))
+        return found, is_all
 
     def add(self, key: bytes, state: State) -> Entry:
         """Give a key that has no entry a free slot; the caller saw to it that there is one."""
@@ -116,17 +150,33 @@ class CpuIndex:
                 self._policy.touch(key)
 
     def tidy(self, entry: Entry) -> None:
-        """Save the memory of a `Use` that says nothing."""
-        if entry.use == UNUSED:
+        """Have an entry that nothing keeps any more considered for eviction again.
+
+        Saves the memory of a `Use` that says nothing.
+        """
+        use = entry.use
+        if use is None or use.holds or use.putting or use.leases or use.operator_pinned:
+            return
+        self._policy.resume(entry.key)
+        if use == UNUSED:
             entry.use = None
 
     # --- pins ---
 
     def may_pin(self, entry: Entry | None) -> bool:
         """Whether an entry (None: one to come) has a pin or may get one."""
-        if entry is not None and entry.key in self._pinned:
+        if entry is not None and self.has_pin(entry.key):
             return True
-        return len(self._pinned) + len(self._operator_pinned) < self._max_pinned
+        return self.pins_left > 0
+
+    def has_pin(self, key: bytes) -> bool:
+        """Whether an entry has a pin that is not an operator's."""
+        return key in self._pinned
+
+    @property
+    def pins_left(self) -> int:
+        """How many entries more may get one."""
+        return self._max_pinned - len(self._pinned) - len(self._operator_pinned)
 
     @property
     def most_pinned(self) -> int:
@@ -169,17 +219,17 @@ class CpuIndex:
         use.leases = leases
         is_ready = use.state is State.READY
         use.pinned_until_s = max(leases.values(), default=None) if is_ready else None
+        self._deadlines.note(entry, min(leases.values(), default=None) if is_ready else None)
         if not leases:
             del self._pinned[entry.key]
         self.tidy(entry)
 
-    def expired_pins(self, now_s: float) -> list[Entry]:
-        """Return entries with a pin that has run out and was not taken off yet."""
-        return [
-            entry
-            for entry in self._pinned.values()
-            if entry.state is State.READY and min(entry.seen.leases.values()) <= now_s
-        ]
+    def expired_pins(self, now_s: float, most: int | None = None) -> list[Entry]:
+        """Return entries, at most so many, with a pin that has run out and is still there.
+
+        The first to run out comes first, of those of one call the first that was pinned.
+        """
+        return list(islice(self._deadlines.past(now_s), most))
 
     def operator_pin(self, key: bytes) -> bool:
         """Pin a ready entry until `operator_unpin`; False when too much is pinned so."""
@@ -221,5 +271,12 @@ class CpuIndex:
         order = list(self._policy.order())
         assert len(order) == len(self._policy) and {*order} == ready - by_operator
         assert pinned == self._pinned.keys()
+        self._deadlines.check(self._pinned.values())
+        self._check_passed_over(order)
         assert by_operator == self._operator_pinned <= ready
         assert len(by_operator) <= self._max_operator_pinned
+
+    def _check_passed_over(self, order: Collection[bytes]) -> None:
+        for key in set(order).difference(self._policy.candidates()):
+            entry = self._entries[key]
+            assert entry.is_busy or entry.seen.leases, "never looked at again by an eviction"

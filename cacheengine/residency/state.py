@@ -1,12 +1,37 @@
 """The state that all of the engine's decisions share, and the steps they have in common. Pure."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 
 from cacheengine.record import CPU, EngineStats, EventLog
-from cacheengine.residency.decisions import Outcome, Promotion, Todo
+from cacheengine.residency.decisions import PORTION, Outcome, Promotion, Todo
 from cacheengine.residency.entry import Entry, State
-from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.lower import LowerIndex
 from cacheengine.residency.pool_index import CpuIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What an eviction has come to: so many of the slots asked for are free."""
+
+    slots: int
+    evicted: list[bytes]
+    is_all: bool
+    """Whether there can be no more now; else the search was cut short, and goes on if repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Protected:
+    """Chunks that are to be stored and the prefix they follow: not to leave for each other."""
+
+    keys: Container[bytes]
+    prefix: Container[bytes]
+    is_below: Callable[[bytes], bool]
+    """A chunk of the prefix may leave if a lower tier has it."""
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, bytes)
+        return key in self.keys or (key in self.prefix and not self.is_below(key))
 
 
 class CacheState:
@@ -88,14 +113,14 @@ class CacheState:
         return len(keys)
 
     def operator_unpin(self, keys: Sequence[bytes], tier: str, now_s: float) -> int:
-        """End the pins of leading chunks that a tier holds; return how many had one."""
+        """End the pins of chunks that a tier held; return how many had one."""
         index = self._index(tier)
         if index is None:
             return 0
-        held = keys[: self.held_in(keys, tier)]
-        unpinned = sum(map(index.operator_unpin, held))
+        # Backwards, so that the first of a prefix is the most recent.
+        unpinned = sum(map(index.operator_unpin, reversed(keys)))
         if tier == CPU:
-            for entry in filter(None, map(self.cpu.ready, held)):
+            for entry in filter(None, map(self.cpu.ready, keys)):
                 self.drop_if_unwanted(entry, now_s)
         return unpinned
 
@@ -106,12 +131,13 @@ class CacheState:
 
     # --- room ---
 
-    def make_room(
-        self, count: int, protected: Collection[bytes], now_s: float
-    ) -> tuple[int, list[bytes]]:
-        """Evict for so many free slots, or as many as can be; return how many, and what left."""
+    def make_room(self, count: int, protected: Container[bytes], now_s: float) -> Room:
+        """Evict for so many free slots, or as many as can be found now."""
+        if count > self.cpu.free_slots:
+            # First, so that what they kept leaves in its turn.
+            self.end_expired(now_s, most=PORTION)
         lacking = count - self.cpu.free_slots
-        victims = self.cpu.victims(lacking, protected, now_s)
+        victims, is_all = self.cpu.next_victims(lacking, protected, now_s)
         for entry in victims:
             if entry.seen.pinned_until_s is not None:
                 self.expire(entry, now_s)
@@ -119,7 +145,15 @@ class CacheState:
         self.stats.evictions += len(victims)
         evicted = [entry.key for entry in victims]
         self.emit(CPU, stored=False, keys=evicted)
-        return min(count, self.cpu.free_slots), evicted
+        return Room(min(count, self.cpu.free_slots), evicted, is_all=is_all)
+
+    def end_expired(self, now_s: float, most: int = PORTION) -> int:
+        """Take off pins whose deadline has passed, of so many chunks; return how many pins."""
+        ended = 0
+        for entry in self.cpu.expired_pins(now_s, most):
+            ended += self.expire(entry, now_s)
+            self.drop_if_unwanted(entry, now_s)
+        return ended
 
     def expire(self, entry: Entry, now_s: float) -> int:
         """Take off the pins whose deadline has passed; return how many."""

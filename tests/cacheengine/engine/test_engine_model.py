@@ -4,12 +4,17 @@ I/O jobs run when the machine says so, in any order, with other calls in the
 middle of them; in the remote tier others put chunks, and its server drops
 some, at any time. After every step the engine checks itself, and the model
 checks that what can be found has exactly the bytes that were stored.
+
+Calls about several chunks are done in portions of one, and others come between them.
 """
 
+import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -23,8 +28,8 @@ from hypothesis.stateful import (
 
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
-from cacheengine.residency import Presence, Promotion
-from cacheengine.residency.shared_index import RemoteIndex
+from cacheengine.residency import Decider, Presence, Promotion
+from cacheengine.residency.lower.shared_index import RemoteIndex
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
 from tests.cacheengine.building import CHUNK_BYTES, FakeClock, config, key, layout, payload
 from tests.cacheengine.scripted_tier import Scripted, ScriptedRemote, ScriptedTier
@@ -32,6 +37,12 @@ from tests.cacheengine.scripted_tier import Scripted, ScriptedRemote, ScriptedTi
 SLOTS = 4
 UNIVERSE = [key(number) for number in range(8)]
 HOLDERS = st.sampled_from([None, "one", "two"])
+SMALL_PORTIONS = [
+    ("engine.long_calls", "PORTION"),
+    ("engine.tier_io", "PORTION"),
+    ("residency.walks", "PORTION"),
+    ("residency.pool_index", "_MOST_KEPT"),
+]
 PREFIXES = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=3)
 
 
@@ -103,6 +114,9 @@ class EngineMachine(RuleBasedStateMachine):
         batch_chunks=st.sampled_from([1, 3]),
     )
     def start(self, disk_items: int, has_remote: bool, policy: str, batch_chunks: int) -> None:
+        self.patches = contextlib.ExitStack()
+        for module, name in SMALL_PORTIONS:
+            self.patches.enter_context(mock.patch(f"cacheengine.{module}.{name}", 1))
         self.clock = FakeClock()
         self.pool = Pool.allocate(SLOTS, CHUNK_BYTES)
         self.tier = InterruptedTier(items=disk_items)
@@ -120,7 +134,10 @@ class EngineMachine(RuleBasedStateMachine):
             remote=self.remote if has_remote else None,
             make_threads=self._make_threads,
         )
-        remote = self.engine._decider.promoter._remote
+        self.between: Callable[[], None] | None = None
+        self.portions_left = 0
+        self.engine._calls._deciding = self._deciding
+        remote = self.engine._decider.walks._remote
         self.index = RemoteIndex() if remote is None else remote
         self.reserved: dict[bytes, int] = {}
         self.cancelled: set[bytes] = set()
@@ -131,6 +148,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.kept: dict[str, set[bytes]] = {"cpu": set(), "disk": set()}
         self.promotions: list[Promotion] = []
         self.events: dict[str, set[bytes]] = {"cpu": set(), "disk": set(), "remote": set()}
+
+    @contextlib.contextmanager
+    def _deciding(self) -> Iterator[Decider]:
+        """Lend the engine's state to a long call, and let others in after some portion."""
+        with self.engine._deciding() as decider:
+            yield decider
+        self.portions_left -= 1
+        if self.portions_left == 0 and self.between is not None:
+            between, self.between = self.between, None
+            between()
 
     def _make_threads(self, name: str, count: int) -> ManualThreads:
         self.threads.append(ManualThreads(name, count))
@@ -192,6 +219,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert slot not in self.reserved.values()
             assert chunk not in self.held
             self.reserved[chunk] = slot
+            if self._is_hidden(chunk):
+                self.cancelled.add(chunk)
             self.pool.view(slot)[:] = payload(chunk)
 
     @rule(chunks=PREFIXES)
@@ -207,9 +236,10 @@ class EngineMachine(RuleBasedStateMachine):
         self._complete(set(chosen), success=success)
 
     def _complete(self, chosen: set[bytes], *, success: bool) -> None:
-        self.engine.complete_store(sorted(chosen), success=success)
         for chunk in chosen:
             del self.reserved[chunk]
+        self.engine.complete_store(sorted(chosen), success=success)
+        for chunk in chosen:
             if success and chunk not in self.cancelled:
                 self.stored.add(chunk)
             self.cancelled.discard(chunk)
@@ -222,22 +252,59 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(chunks=PREFIXES, holder=HOLDERS)
     def hold(self, chunks: list[bytes], holder: str | None) -> None:
+        is_interrupted = self.between is not None
         ready = all(self._tier_of(chunk) == "cpu" for chunk in chunks)
         try:
             slots = self.engine.hold(chunks, holder=holder)
         except KeyError:
-            assert not ready
+            assert not ready or is_interrupted
             return
-        assert ready
+        assert ready or is_interrupted
         for chunk, slot in zip(chunks, slots, strict=True):
             self._note_hold(chunk, slot)
 
     def _note_hold(self, chunk: bytes, slot: int) -> None:
-        assert chunk in self.stored, "found what was never stored, or was cleared"
-        assert chunk not in self.hidden_holds
+        if self._is_hidden(chunk):
+            self.hidden_holds.add(chunk)  # cleared in the middle of the call
+        else:
+            assert chunk in self.stored, "found what was never stored, or was cleared"
+            assert chunk not in self.hidden_holds
         assert self.held_slots.get(chunk, slot) == slot
         self.held[chunk] += 1
         self.held_slots[chunk] = slot
+
+    def _is_hidden(self, chunk: bytes) -> bool:
+        entry = self.engine._decider.cpu.get(chunk)
+        return entry is not None and entry.condemned
+
+    @rule(
+        chunks=PREFIXES,
+        call=st.sampled_from(["store", "prepare", "hold", "touch", "promote", "clear", "expire"]),
+        after=st.integers(1, 6),
+        meanwhile=st.sampled_from(["clear", "clear some", "store", "jobs", "promote", "expire"]),
+        others=PREFIXES,
+    )
+    def interrupt(
+        self, chunks: list[bytes], call: str, after: int, meanwhile: str, others: list[bytes]
+    ) -> None:
+        calls: dict[str, Callable[[list[bytes]], None]] = {
+            "store": self.store,
+            "prepare": self.prepare_store,
+            "hold": lambda keys: self.hold(keys, "one"),
+            "touch": self.touch,
+            "promote": lambda keys: self.promote(keys, 5.0, "one"),
+            "clear": lambda keys: self.clear(None, keys),
+            "clear some": lambda keys: self.clear(["cpu"], keys),
+            "expire": lambda _: self.let_time_pass(6.0),
+            "jobs": lambda _: self.run_all_io(),
+        }
+        if call == "clear" and meanwhile == "store":
+            return  # what is stored meanwhile may stay
+        calls_between = {**calls, "clear": lambda _: self.clear(None)}
+        self.between = partial(calls_between[meanwhile], others)
+        self.portions_left = after
+        calls[call](chunks)
+        self.between = None
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -416,6 +483,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not any(self.index.is_known(chunk) for chunk in UNIVERSE)
         assert self.tier.chunks == {}
         self.engine.close()
+        self.patches.close()
 
     def _settled_promotions(self) -> list[Promotion]:
         """Those that do not wait for a store still under way."""

@@ -1,6 +1,6 @@
 """The lower tier's index, to exact outcomes."""
 
-from cacheengine.residency.local_index import TierIndex
+from cacheengine.residency.lower.local_index import TierIndex
 from cacheengine.tiers.base import GetOutcome
 from tests.cacheengine.building import key, keys
 

@@ -1,6 +1,6 @@
 """What is known of a shared tier, to exact outcomes."""
 
-from cacheengine.residency.shared_index import RemoteIndex
+from cacheengine.residency.lower.shared_index import RemoteIndex
 from cacheengine.tiers.base import GetOutcome
 from tests.cacheengine.building import key, keys
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from enum import Enum, auto
 from typing import Final
 
-from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.lower.lower_index import LowerIndex
 from cacheengine.tiers import GetOutcome, TierBackoff
 
 _OPERATOR_SHARE: Final = 0.5

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from enum import Enum, auto
 from typing import Final
 
-from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.lower.lower_index import LowerIndex
 from cacheengine.tiers import GetOutcome, TierBackoff
 
 _MAX_HELD: Final = 1_000_000
