@@ -57,8 +57,8 @@ def test_one_tier_that_is_stuck_does_not_stop_the_other(
     bench = make_bench(4, tier=tier, remote=remote)
     remote.puts.clear()
     bench.store(keys(1, 2))
-    wait_until(lambda: len(tier.chunks) == 2)
-    assert bench.engine.stats().disk.puts == 2
+    wait_until(lambda: bench.engine.stats().disk.puts == 2)
+    wait_until(lambda: sum(remote.put_batches) == 2)
     assert bench.engine.stats().cpu_held_bytes == 2 * bench.pool.slot_bytes  # both are still read
     remote.put_outcome = PutOutcome.FAILED
     remote.puts.set()
