@@ -148,6 +148,7 @@ PURE = (
     "cacheengine.residency.lower.local_index",
     "cacheengine.residency.lower.shared_index",
     "cacheengine.residency.decider",
+    "cacheengine.residency.shards",
     "cacheengine.residency.state",
     "cacheengine.residency.stores",
     "cacheengine.residency.cascade",

@@ -11,6 +11,7 @@ from typing import Final
 from cacheengine.residency.deadlines import Deadlines
 from cacheengine.residency.entry import UNUSED, Entry, Holder, State, check_entry
 from cacheengine.residency.eviction import make_policy
+from cacheengine.residency.shards import Shards
 from cacheengine.wire import MAX_PINNED_SHARE
 
 _OPERATOR_SHARE: Final = 0.5
@@ -30,9 +31,11 @@ class CpuIndex:
         self.num_slots = num_slots
         # Popped from the end: low slots first, which makes tests readable.
         self._free = list(range(num_slots - 1, -1, -1))
-        self._entries: dict[bytes, Entry] = {}
-        # Holds the READY entries that are neither condemned nor pinned by an
-        # operator: these would gather at its front, and be passed over by every eviction.
+        self._ready: Shards[Entry] = Shards()
+        # Those whose bytes are not whole, or that were cleared in use: few.
+        self._others: dict[bytes, Entry] = {}
+        # Holds the ready entries that are not pinned by an operator: these
+        # would gather at its front, and be passed over by every eviction.
         self._policy = make_policy(policy, num_slots)
         self._pinned: dict[bytes, Entry] = {}  # also entries to be pinned when ready
         self._deadlines = Deadlines()
@@ -41,10 +44,11 @@ class CpuIndex:
         self._max_pinned = max(1, int(MAX_PINNED_SHARE * num_slots))
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self.num_slots - len(self._free)
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
+        yield from self._others.values()
+        yield from self._ready
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the bytes of a key may be used."""
@@ -57,17 +61,24 @@ class CpuIndex:
 
     def get(self, key: bytes) -> Entry | None:
         """Return the entry of a key, condemned or not."""
-        return self._entries.get(key)
+        return self._ready.of(key).get(key) or self._others.get(key)
 
     def ready(self, key: bytes) -> Entry | None:
         """Return the entry of a key if its bytes may be used."""
-        entry = self._entries.get(key)
-        # `use` first: a lookup of a long prefix comes here for every chunk.
-        return entry if entry is not None and (entry.use is None or entry.is_usable) else None
+        return self._ready.of(key).get(key)
 
     def ready_keys(self) -> list[bytes]:
-        """Return the keys whose bytes may be used."""
-        return [*self._policy.order(), *self._operator_pinned]
+        """Return the keys whose bytes may be used; not for where there are many."""
+        return [entry.key for entry in self._ready]
+
+    def listed(self, shard: int) -> tuple[list[tuple[bytes, Entry]], int]:
+        """Return some of the entries whose bytes may be used, as `Shards.listed` does."""
+        return self._ready.listed(shard)
+
+    @property
+    def unfinished(self) -> int:
+        """How many entries hold bytes that may not be used: not whole yet, or cleared in use."""
+        return len(self._others)
 
     def victims(self, count: int, protected: Container[bytes], now_s: float) -> list[Entry]:
         """Return up to ``count`` entries to evict, best first. Changes nothing that shows."""
@@ -91,7 +102,7 @@ class CpuIndex:
         kept: list[bytes] = []
         candidates = self._policy.candidates() if count > 0 else ()
         for key in candidates:
-            entry = self._entries[key]
+            entry = self._ready.of(key)[key]
             if not entry.is_idle(now_s):
                 kept.append(key)
                 if len(kept) == _MOST_KEPT:
@@ -113,15 +124,16 @@ class CpuIndex:
 
     def add(self, key: bytes, state: State) -> Entry:
         """Give a key that has no entry a free slot; the caller saw to it that there is one."""
-        assert key not in self._entries
+        assert self.get(key) is None
         entry = Entry(key, self._free.pop(), state)
-        self._entries[key] = entry
+        self._others[key] = entry
         return entry
 
     def publish(self, entry: Entry, now_s: float) -> None:
         """Make an entry visible: its bytes are whole."""
         assert entry.state is not State.READY and not entry.condemned
         entry.in_use.state = State.READY
+        self._ready.of(entry.key)[entry.key] = self._others.pop(entry.key)
         self._policy.add(entry.key)
         leases = {holder: now_s + pin_s for holder, pin_s in entry.seen.leases.items()}
         self._keep_leases(entry, leases)
@@ -129,10 +141,10 @@ class CpuIndex:
     def remove(self, entry: Entry) -> None:
         """Forget an unused entry, and free its slot."""
         assert not entry.is_busy and not entry.seen.operator_pinned
-        if entry.is_usable:  # what was cleared left the policy in `condemn`
+        if self._others.pop(entry.key, None) is None:
+            del self._ready.of(entry.key)[entry.key]
             self._policy.evict(entry.key)
         self.unpin(entry)
-        del self._entries[entry.key]
         self._free.append(entry.slot)
 
     def condemn(self, entry: Entry) -> None:
@@ -140,6 +152,7 @@ class CpuIndex:
         self.unpin(entry)
         self.operator_unpin(entry.key)
         if entry.state is State.READY:
+            self._others[entry.key] = self._ready.of(entry.key).pop(entry.key)
             self._policy.remove(entry.key)
         entry.in_use.condemned = True
 
@@ -228,7 +241,7 @@ class CpuIndex:
 
     def operator_pin(self, key: bytes) -> bool:
         """Pin a ready entry until `operator_unpin`; False when too much is pinned so."""
-        entry = self._entries[key]
+        entry = self._ready.of(key)[key]
         if key in self._operator_pinned:
             return True
         if len(self._operator_pinned) >= self._max_operator_pinned:
@@ -242,7 +255,7 @@ class CpuIndex:
         """End an operator's pin, as if the chunk had just come; False if there is none."""
         if key not in self._operator_pinned:
             return False
-        entry = self._entries[key]
+        entry = self._ready.of(key)[key]
         self._operator_pinned.remove(key)
         self._policy.add(key)
         entry.in_use.operator_pinned = False
@@ -251,11 +264,12 @@ class CpuIndex:
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself."""
-        slots = [entry.slot for entry in self._entries.values()]
+        slots = [entry.slot for entry in self]
         assert sorted(slots + self._free) == list(range(self.num_slots)), "a slot lost or shared"
         ready, pinned, by_operator = set(), set(), set()
-        for key, entry in self._entries.items():
-            assert entry.key == key
+        for entry in self:
+            key = entry.key
+            assert self.get(key) is entry and entry.is_usable == (self.ready(key) is entry)
             check_entry(entry)
             if entry.is_usable:
                 ready.add(key)
@@ -273,5 +287,5 @@ class CpuIndex:
 
     def _check_passed_over(self, order: Collection[bytes]) -> None:
         for key in set(order).difference(self._policy.candidates()):
-            entry = self._entries[key]
+            entry = self._ready.of(key)[key]
             assert entry.is_busy or entry.seen.leases, "never looked at again by an eviction"

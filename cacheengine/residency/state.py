@@ -8,6 +8,7 @@ from cacheengine.residency.decisions import PORTION, Outcome, Promotion, Todo
 from cacheengine.residency.entry import Entry, State
 from cacheengine.residency.lower import LowerIndex
 from cacheengine.residency.pool_index import CpuIndex
+from cacheengine.residency.shards import KnownKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,10 @@ class CacheState:
         self.stats = EngineStats()
         self._todo: Todo | None = None
         self.waiters: dict[bytes, list[Promotion]] = {}
+        # The pool's are those that are ready.
+        self._known: dict[str, KnownKeys] = {index.name: KnownKeys() for index in lower}
+        for index in lower:
+            self._known[index.name].add(index.keys())
 
     @property
     def todo(self) -> Todo:
@@ -75,9 +80,17 @@ class CacheState:
 
     def emit(self, tier: str, *, stored: bool, keys: Sequence[bytes]) -> None:
         """Log what a tier gained or lost; nothing if there are no keys."""
-        if keys:
-            self.events.append(tier, stored=stored, keys=tuple(keys))
-            self.todo.has_news = True
+        if not keys:
+            return
+        self.events.append(tier, stored=stored, keys=tuple(keys))
+        self.todo.has_news = True
+        if tier != CPU:
+            known = self._known[tier]
+            (known.add if stored else known.discard)(keys)
+
+    def listed(self, tier: str, shard: int) -> tuple[Sequence[tuple[bytes, object]], int]:
+        """Return some keys of a tier that followers know of, as `Shards.listed` does."""
+        return self.cpu.listed(shard) if tier == CPU else self._known[tier].listed(shard)
 
     def gained(self, index: LowerIndex, keys: Sequence[bytes]) -> None:
         """Log what a lower tier gained, and what had to be forgotten for that."""
@@ -197,6 +210,8 @@ class CacheState:
         self.cpu.check()
         for index in self.lower:
             index.check()
+            told = {key for part in self._known[index.name].parts for key in part}
+            assert told == {*index.keys()}, "not what was told"
         for key in self.waiters:
             entry = self.cpu.get(key)
             assert entry is not None and entry.state is not State.READY and not entry.condemned
