@@ -9,6 +9,7 @@ Called by residency, engine, transfer, agent, connector and simulator. Imports k
 
 import threading
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Final
@@ -194,7 +195,8 @@ class KeyEventRecord:
 
     tier: str
     stored: bool
-    keys: tuple[bytes, ...]
+    keys: Collection[bytes]
+    """They do not change any more."""
 
 
 class EventLog:
@@ -207,7 +209,7 @@ class EventLog:
         self.untaken_dropped = 0
         """Events that left the queue before `take`."""
 
-    def append(self, tier: str, *, stored: bool, keys: tuple[bytes, ...]) -> None:
+    def append(self, tier: str, *, stored: bool, keys: Collection[bytes]) -> None:
         """Note an event; none if there are no keys."""
         if not keys:
             return

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from cacheengine.engine.long_calls import LongCalls
-from cacheengine.record import BandwidthMeter, EngineStats, KeyEventRecord
+from cacheengine.record import CPU, BandwidthMeter, EngineStats, KeyEventRecord
 from cacheengine.residency.decider import Decider
 from cacheengine.residency.decisions import Presence, Promotion, StoreReservation, Todo
 from cacheengine.residency.entry import Holder
@@ -143,6 +143,13 @@ class ModelEngine:
     def _start(self, todo: Todo) -> None:
         for name, keys in todo.deletes.items():
             self._decider.cascades[name].deleted(keys)
+        while CPU in todo.clears and self._decider.free_cleared():
+            pass
+        while _DISK in todo.clears:
+            keys, is_more = self._decider.take_cleared(_DISK)
+            self._decider.cascades[_DISK].deleted(keys)
+            if not is_more:
+                break
         if todo.gets[_DISK]:
             self._read_next()
         if todo.puts[_DISK]:
@@ -178,6 +185,8 @@ class ModelEngine:
             entries, victims = decider.cascades[_DISK].begin(_WRITE_BATCH, self._loop.time())
             decider.cascades[_DISK].deleted(victims)
         if not entries:
+            if decider.cascades[_DISK].waiting:
+                self._write_next()
             return
         self._writing = True
 

@@ -192,7 +192,7 @@ class ModelReplica:
 
     def _tiers_changed(self, records: Sequence[KeyEventRecord]) -> None:
         for record in records:
-            keys = keys64(record.keys)
+            keys = keys64([*record.keys])
             for each in self.listeners:
                 tell = each.stored if record.stored else each.removed
                 tell(self.slot, _TIERS[record.tier], keys)

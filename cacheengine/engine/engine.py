@@ -15,10 +15,9 @@ from cacheengine.engine.long_calls import LongCalls
 from cacheengine.engine.lower_tiers import LowerTiers
 from cacheengine.engine.tier_io import Clock, MakeThreads
 from cacheengine.identity import ChunkLayout
-from cacheengine.keys import key64
 from cacheengine.memory import Pool
 from cacheengine.record import CPU, EngineStats, KeyEventRecord, to_wire
-from cacheengine.residency import Decider, Holder, Presence, Promotion, StoreReservation, count_held
+from cacheengine.residency import Decider, Holder, Presence, Promotion, StoreReservation
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import LocalTier, SharedTier
 
@@ -202,14 +201,11 @@ class CacheEngine:
             return decider.clear(tiers, None, keep_shared=keep_shared)
 
     def snapshot(self) -> wire.Snapshot:
-        """Return all keys by tier as of one moment."""
+        """Return all keys by tier, from which the events after its number lead on."""
         with self._lock:
-            keys = {CPU: self._decider.cpu.ready_keys()}
-            there = [index for index in self._tiers.indexes if index.is_there]
-            keys.update((index.name, index.keys()) for index in there)
             seq = self._decider.events.last_seq
-        # Packing a million keys takes a second: not under the lock.
-        tiers = {tier: wire.pack_keys(map(key64, held)) for tier, held in keys.items()}
+            there = [index.name for index in self._tiers.indexes if index.is_there]
+        tiers: dict[str, bytes] = {tier: self._calls.packed_keys(tier) for tier in (CPU, *there)}
         return wire.Snapshot(incarnation=self.incarnation, seq=seq, tiers=tiers)
 
     @property
@@ -248,9 +244,8 @@ class CacheEngine:
     def stats(self) -> EngineStats:
         """Return a copy of the counters."""
         with self._lock:
-            stats, entries = self._decider.counts(), list(self._decider.cpu)
-        # Not under the lock: a million take a while.
-        stats.cpu_held_bytes = count_held(entries, self._clock()) * self._pool.slot_bytes
+            stats = self._decider.counts()
+        stats.cpu_held_bytes = self._calls.count_held() * self._pool.slot_bytes
         return stats
 
     def check(self) -> None:

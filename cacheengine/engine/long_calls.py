@@ -7,8 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
+from cacheengine import wire
 from cacheengine.engine.tier_io import Clock, Deciding
-from cacheengine.residency import PORTION, Decider, Entry, Holder, Promotion, StoreReservation
+from cacheengine.keys import key64
+from cacheengine.residency import (
+    PORTION,
+    SHARDS,
+    Decider,
+    Entry,
+    Holder,
+    Promotion,
+    StoreReservation,
+    count_held,
+)
 
 _T = TypeVar("_T")
 
@@ -166,6 +177,35 @@ class LongCalls:
                 count, is_more = decider.expire_pins(self._clock())
                 ended += count
         return ended
+
+    # --- all there are ---
+
+    def packed_keys(self, tier: str) -> bytes:
+        """List a tier's keys, each part of them as of another moment.
+
+        A key stored or removed meanwhile may be listed or not. Whoever has the events from
+        before the first part on learns of it in either case, and the last event about a key
+        says what is so: a key stored again, or removed and not there, is nothing new to them.
+        """
+        packed = []
+        shard = 0
+        while shard < SHARDS:
+            with self._deciding() as decider:
+                part, shard = decider.state.listed(tier, shard)
+            packed.append(wire.pack_keys(key64(key) for key, _ in part))
+        return b"".join(packed)
+
+    def count_held(self) -> int:
+        """Count the chunks that cannot be evicted, each part of them as of another moment."""
+        with self._deciding() as decider:
+            total = decider.cpu.unfinished
+        shard = 0
+        while shard < SHARDS:
+            with self._deciding() as decider:
+                part, shard = decider.cpu.listed(shard)
+            # Without the lock: an entry counts as it is when it is looked at.
+            total += count_held((entry for _, entry in part), self._clock())
+        return total
 
     # --- for the agent and the operator ---
 

@@ -12,6 +12,7 @@ from cacheengine import wire
 from cacheengine.engine.tier_io import Clock, Deciding, MakeThreads, TierIo
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
+from cacheengine.record import CPU
 from cacheengine.residency import LowerIndex, RemoteIndex, TierIndex, Todo
 from cacheengine.settings import ConfigError, EngineConfig
 from cacheengine.tiers import LocalTier, NullTier, SharedTier, Tier
@@ -159,7 +160,10 @@ class LowerTiers:
         """Begin the reads, writes, deletes and questions that were decided."""
         for io in self.io:
             deletes = todo.deletes.get(io.name, ())
-            io.start(todo.gets[io.name], todo.puts[io.name], deletes, asks=todo.asks)
+            gets, puts, clears = todo.gets[io.name], todo.puts[io.name], io.name in todo.clears
+            io.start(gets, puts, deletes, asks=todo.asks, clears=clears)
+        if CPU in todo.clears:
+            self.io[0].free_cleared()
 
     def info(self) -> dict[str, wire.TierInfo]:
         """Return size and speed of each tier there is, under the engine's lock."""

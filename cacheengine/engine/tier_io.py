@@ -91,7 +91,9 @@ class TierIo:
             write_bytes_per_s=self._write_meter.bytes_per_s(),
         )
 
-    def start(self, gets: int, puts: int, deletes: Sequence[bytes], *, asks: bool) -> None:
+    def start(
+        self, gets: int, puts: int, deletes: Sequence[bytes], *, asks: bool, clears: bool
+    ) -> None:
         """Do what was decided; the numbers are of those newly queued."""
         for _ in range(min(gets, self._read_threads)):
             _run(self._readers, partial(_take_turns, self._readers, self._read_batch))
@@ -99,6 +101,8 @@ class TierIo:
             _run(self._writers, partial(_take_turns, self._writers, self._write_batch))
         for start in range(0, len(deletes), _DELETE_BATCH):
             _run(self._writers, partial(self._delete, deletes[start : start + _DELETE_BATCH]))
+        if clears:
+            _run(self._writers, partial(_take_turns, self._writers, self._delete_cleared))
         if asks and self._asker is not None:
             _run(self._asker, self._ask_turn)
 
@@ -177,7 +181,7 @@ class TierIo:
             share = self._share(puts.waiting + self._being_written, self._write_threads)
             entries, victims = puts.begin(share, self._clock())
             if not entries:
-                return False  # it was empty, or all in it were dropped
+                return puts.waiting > 0  # it was empty, or many in it were dropped
             self._being_written += len(entries)
             is_more = puts.waiting > 0
         if victims:
@@ -200,6 +204,23 @@ class TierIo:
             logger.exception("%s tier: delete failed", self.name)
         with self._deciding() as decider:
             decider.cascades[self.name].deleted(keys)
+
+    def _delete_cleared(self) -> bool:
+        """Delete a portion of what was cleared with the whole tier; return if there is more."""
+        with self._deciding() as decider:
+            keys, is_more = decider.take_cleared(self.name)
+        if keys:
+            self._delete(keys)
+        return is_more
+
+    def free_cleared(self) -> None:
+        """Free the slots of a pool that was cleared, on a writer thread."""
+
+        def free() -> bool:
+            with self._deciding() as decider:
+                return decider.free_cleared()
+
+        _run(self._writers, partial(_take_turns, self._writers, free))
 
     # --- questions ---
 

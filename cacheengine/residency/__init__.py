@@ -20,10 +20,12 @@ from cacheengine.residency.decisions import (
 from cacheengine.residency.entry import Entry, Holder, count_held
 from cacheengine.residency.eviction import POLICY_NAMES
 from cacheengine.residency.lower import LowerIndex, RemoteIndex, TierIndex
+from cacheengine.residency.shards import SHARDS
 
 __all__ = [
     "POLICY_NAMES",
     "PORTION",
+    "SHARDS",
     "Decider",
     "Entry",
     "Holder",

@@ -20,6 +20,7 @@ _MOST_DROPPED: Final = 16_384
 @dataclass(slots=True, eq=False)
 class _Put:
     entry: Entry
+    number: int
     tries: int = 0
     is_wanted: bool = True
 
@@ -45,6 +46,8 @@ class Cascade:
         self._by_key: dict[bytes, _Put] = {}  # puts under way included
         # By how often they were tried, those dropped first at the front.
         self._dropped: dict[bytes, int] = {}
+        self._next_number = 0
+        self._first_wanted = 0  # those before it were cancelled, all at once
 
     @property
     def queued_bytes(self) -> int:
@@ -74,7 +77,8 @@ class Cascade:
 
     def _queue(self, entry: Entry, tries: int) -> None:
         entry.in_use.putting += 1
-        put = _Put(entry, tries)
+        put = _Put(entry, self._next_number, tries)
+        self._next_number += 1
         self._waiting.append(put)
         self._by_key[entry.key] = put
         self._state.todo.puts[self._index.name] += 1
@@ -103,12 +107,14 @@ class Cascade:
 
         Returns the entries to write, for each of which `end` must follow, and
         the chunks to delete first (then `deleted`). Puts that must be dropped
-        are over.
+        are over. No entries, and some still waiting: so many were dropped.
         """
         entries: list[Entry] = []
         victims: list[bytes] = []
         hidden: list[bytes] = []  # not to be found while they are written anew
-        while self._waiting and len(entries) < most:
+        for _ in range(most + PORTION):
+            if not self._waiting or len(entries) == most:
+                break
             put = self._waiting.popleft()
             key = put.entry.key
             if self._index.is_known(key) and not self._index.must_rewrite(key):
@@ -128,8 +134,11 @@ class Cascade:
         self._state.emit(self._index.name, stored=False, keys=[*victims, *hidden])
         return entries, victims
 
+    def _is_wanted(self, put: _Put) -> bool:
+        return put.is_wanted and put.number >= self._first_wanted
+
     def _drop_queued(self, put: _Put) -> None:
-        if put.is_wanted:
+        if self._is_wanted(put):
             self._drop(put.entry, put.tries)
         else:
             self._stats.put_drops += 1
@@ -137,7 +146,7 @@ class Cascade:
     def _reserve(self, put: _Put, now_s: float) -> list[bytes] | None:
         # A condemned entry may be written all the same: clearing the cpu tier
         # alone leaves what is on its way to the disk.
-        if not put.is_wanted or self._backoff.is_on(now_s):
+        if not self._is_wanted(put) or self._backoff.is_on(now_s):
             return None
         if now_s >= self._grow_at_s:
             self._index.restore_limit()
@@ -182,16 +191,20 @@ class Cascade:
             self._index.limit_to_used()
 
     def _leave(self, entry: Entry, now_s: float) -> None:
+        self._state.cpu.meet(entry.key)  # if the pool was cleared, the entry is condemned now
         del self._by_key[entry.key]
         entry.in_use.putting -= 1
         self._state.drop_if_unwanted(entry, now_s)
 
     def cancel(self, keys: Collection[bytes] | None = None) -> None:
         """Drop queued puts, of all chunks or of these, when their turn comes."""
-        for key in list(self._dropped) if keys is None else keys:
+        if keys is None:
+            self._dropped = {}
+            self._first_wanted = self._next_number
+            return
+        for key in keys:
             self._dropped.pop(key, None)
-        puts = self._by_key.values() if keys is None else map(self._by_key.get, keys)
-        for put in puts:
+            put = self._by_key.get(key)
             if put is not None:
                 put.is_wanted = False
 
@@ -212,4 +225,4 @@ class Cascade:
         for put in self._waiting:
             assert self._by_key[put.entry.key] is put
         for key, put in self._by_key.items():
-            assert self._state.cpu.get(key) is put.entry, "a put of what has left the pool"
+            assert self._state.cpu.peek(key) is put.entry, "a put of what has left the pool"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from cacheengine.record import CPU, EngineStats
 from cacheengine.residency.cascade import Cascade
-from cacheengine.residency.decisions import Presence, Todo
+from cacheengine.residency.decisions import PORTION, Presence, Todo
 from cacheengine.residency.entry import Holder, State
 from cacheengine.residency.lower import LowerIndex, RemoteIndex
 from cacheengine.residency.pool_index import CpuIndex
@@ -194,16 +194,35 @@ class Decider:
             if tiers is None or index.name in tiers:
                 self.cascades[index.name].cancel(keys)
                 if keep_shared and isinstance(index, RemoteIndex):
-                    readable = index.forget_held()
+                    dropped[index.name] = self.state.forget_below(index)
+                elif keys is None:
+                    dropped[index.name] = self.state.clear_below(index)
                 else:
                     readable, idle = index.clear(keys)
                     self.state.delete(index, idle)
-                self.state.emit(index.name, stored=False, keys=readable)
-                dropped[index.name] = len(readable)
+                    self.state.emit(index.name, stored=False, keys=readable)
+                    dropped[index.name] = len(readable)
         return dropped
 
+    def free_cleared(self) -> bool:
+        """Free a portion of the slots of a pool that was cleared; return whether there are more."""
+        return self.cpu.reap(PORTION)
+
+    def take_cleared(self, tier: str) -> tuple[list[bytes], bool]:
+        """Return a portion of what a lower tier is to delete of what was cleared, and if more is.
+
+        Then `Cascade.deleted`.
+        """
+        index = next(each for each in self.state.lower if each.name == tier)
+        return index.take_cleared(PORTION)
+
     def _clear_cpu(self, keys: Collection[bytes] | None) -> int:
-        entries = list(self.cpu) if keys is None else [*filter(None, map(self.cpu.get, keys))]
+        if keys is None:
+            count = self.state.clear_cpu()
+            # Of few, all are free at once.
+            self.cpu.reap(PORTION)
+            return count
+        entries = [*filter(None, map(self.cpu.get, keys))]
         ready = [entry.key for entry in entries if entry.is_usable]
         for entry in entries:
             if not entry.condemned:

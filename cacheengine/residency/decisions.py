@@ -160,5 +160,7 @@ class Todo:
     asks: bool = False
     """There are questions to the remote tier (`Promoter.take_questions`)."""
     settled: list[tuple[Promotion, Outcome, int]] = field(default_factory=list)
+    clears: set[str] = field(default_factory=set)
+    """Tiers that were cleared whole (`Decider.free_cleared`, `Decider.take_cleared`)."""
     has_news: bool = False
     """Events were logged."""

@@ -63,6 +63,7 @@ class Promoter:
         for entry, outcome in zip(entries, outcomes, strict=True):
             self._count(index, outcome)
             self._end_read(index, entry.key, outcome, now_s)
+            self._state.cpu.meet(entry.key)  # if the pool was cleared, the entry is condemned now
             if outcome is GetOutcome.OK and not entry.condemned:
                 self._promoted(entry, index, now_s)
             else:
@@ -93,6 +94,7 @@ class Promoter:
         """End reads that were taken and never begun, which says nothing about the chunks."""
         for entry in entries:
             self._end_read(index, entry.key, GetOutcome.OK, now_s)
+            self._state.cpu.meet(entry.key)
             self._state.cpu.remove(entry)
             self._state.settle(entry.key, Outcome.MISSING)
 
@@ -121,5 +123,5 @@ class Promoter:
         queued = [entry for queue in self._waiting.values() for entry in queue]
         assert len(queued) == len({entry.key for entry in queued}), "read twice"
         for entry in queued:
-            assert self._state.cpu.get(entry.key) is entry
+            assert self._state.cpu.peek(entry.key) is entry
             assert entry.state is State.PROMOTING

@@ -1,13 +1,18 @@
 """The state that all of the engine's decisions share, and the steps they have in common. Pure."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from cacheengine.record import CPU, EngineStats, EventLog
 from cacheengine.residency.decisions import PORTION, Outcome, Promotion, Todo
 from cacheengine.residency.entry import Entry, State
-from cacheengine.residency.lower import LowerIndex
+from cacheengine.residency.lower import LowerIndex, RemoteIndex
 from cacheengine.residency.pool_index import CpuIndex
+from cacheengine.residency.shards import KnownKeys, TakenKeys
+
+_AT_ONCE: Final = 1024
+"""Keys of a tier that are told in one event, together, when all are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class CacheState:
         local_cpu: bool = True,
     ) -> None:
         self.cpu = cpu
+        cpu.on_hidden = self._hidden
         self.lower = lower
         self.chunk_bytes = chunk_bytes
         self.local_cpu = local_cpu
@@ -58,6 +64,10 @@ class CacheState:
         self.stats = EngineStats()
         self._todo: Todo | None = None
         self.waiters: dict[bytes, list[Promotion]] = {}
+        # The pool's are those that are ready.
+        self._known: dict[str, KnownKeys] = {index.name: KnownKeys() for index in lower}
+        for index in lower:
+            self._known[index.name].add(index.keys())
 
     @property
     def todo(self) -> Todo:
@@ -73,11 +83,50 @@ class CacheState:
 
     # --- what others are told ---
 
-    def emit(self, tier: str, *, stored: bool, keys: Sequence[bytes]) -> None:
+    def emit(self, tier: str, *, stored: bool, keys: Collection[bytes]) -> None:
         """Log what a tier gained or lost; nothing if there are no keys."""
-        if keys:
-            self.events.append(tier, stored=stored, keys=tuple(keys))
+        if not keys:
+            return
+        self.events.append(tier, stored=stored, keys=tuple(keys))
+        self.todo.has_news = True
+        if tier != CPU:
+            known = self._known[tier]
+            (known.add if stored else known.discard)(keys)
+
+    def emit_cleared(self, tier: str, taken: Sequence[TakenKeys]) -> int:
+        """Log that a tier has lost all its keys; return how many. `listed` has none of them."""
+        count = sum(map(len, taken))
+        if count <= _AT_ONCE:
+            taken_keys: list[Collection[bytes]] = [tuple(key for part in taken for key in part)]
+        else:
+            taken_keys = [part for part in taken if part]
+        for keys in taken_keys if count else ():
+            self.events.append(tier, stored=False, keys=keys)
             self.todo.has_news = True
+        return count
+
+    def clear_cpu(self) -> int:
+        """Hide all that the pool holds; return how many chunks were found."""
+        self.todo.clears.add(CPU)
+        return self.emit_cleared(CPU, self.cpu.clear())
+
+    def clear_below(self, index: LowerIndex) -> int:
+        """Hide all that a lower tier holds; return how many chunks were found."""
+        index.clear_all()
+        return self._lost_all(index)
+
+    def forget_below(self, index: RemoteIndex) -> int:
+        """Know no more of what a shared tier holds; return of how many chunks."""
+        index.forget_held()
+        return self._lost_all(index)
+
+    def _lost_all(self, index: LowerIndex) -> int:
+        self.todo.clears.add(index.name)
+        return self.emit_cleared(index.name, self._known[index.name].take())
+
+    def listed(self, tier: str, shard: int) -> tuple[Sequence[tuple[bytes, object]], int]:
+        """Return some keys of a tier that followers know of, as `Shards.listed` does."""
+        return self.cpu.listed(shard) if tier == CPU else self._known[tier].listed(shard)
 
     def gained(self, index: LowerIndex, keys: Sequence[bytes]) -> None:
         """Log what a lower tier gained, and what had to be forgotten for that."""
@@ -133,6 +182,10 @@ class CacheState:
 
     def make_room(self, count: int, protected: Container[bytes], now_s: float) -> Room:
         """Evict for so many free slots, or as many as can be found now."""
+        lacking = count - self.cpu.free_slots
+        if lacking > 0 and self.cpu.reap(lacking + PORTION) and count > self.cpu.free_slots:
+            # What was cleared may have more slots to give: none need leave for them.
+            return Room(self.cpu.free_slots, [], is_all=False)
         if count > self.cpu.free_slots:
             # First, so that what they kept leaves in its turn.
             self.end_expired(now_s, most=PORTION)
@@ -182,6 +235,10 @@ class CacheState:
         if entry.state is State.READY and not entry.is_busy:
             self.cpu.remove(entry)
 
+    def _hidden(self, entry: Entry) -> None:
+        self._count_unused(entry)
+        self.settle(entry.key, Outcome.MISSING)
+
     def _remove(self, entry: Entry) -> None:
         self._count_unused(entry)
         self.cpu.remove(entry)
@@ -197,6 +254,8 @@ class CacheState:
         self.cpu.check()
         for index in self.lower:
             index.check()
+            told = {key for part in self._known[index.name].parts for key in part}
+            assert told == {*index.keys()}, "not what was told"
         for key in self.waiters:
-            entry = self.cpu.get(key)
+            entry = self.cpu.peek(key)
             assert entry is not None and entry.state is not State.READY and not entry.condemned

@@ -84,6 +84,7 @@ class Stores:
     def put(self, entries: Iterable[Entry], now_s: float) -> None:
         """Queue the puts of chunks made visible, and let go of them."""
         for entry in entries:
+            self._state.cpu.meet(entry.key)  # if the pool was cleared, the entry is condemned now
             if not entry.condemned:
                 for cascade in self._cascades.values():
                     cascade.queue(entry, now_s)

@@ -83,6 +83,14 @@ class Arc(EvictionPolicy):
         """Put a key back in its place among those used once, or again."""
         self._queue_of(key).resume(key)
 
+    def renewed(self) -> EvictionPolicy:
+        """Return one with the same ghosts and the same target."""
+        new = Arc(self._capacity)
+        new._target = self._target
+        new._once_ghosts, self._once_ghosts = self._once_ghosts, OrderedDict()
+        new._again_ghosts, self._again_ghosts = self._again_ghosts, OrderedDict()
+        return new
+
     def order(self) -> Iterator[bytes]:
         """Yield the least recent of those used once down to the target, then of the others."""
         excess = self._excess

@@ -41,6 +41,10 @@ class EvictionPolicy(ABC):
         """Put a key passed over back in its place; nothing if it is not, or not known."""
 
     @abstractmethod
+    def renewed(self) -> "EvictionPolicy":
+        """Return an empty policy that has learned what this one has; this one is only emptied."""
+
+    @abstractmethod
     def order(self) -> Iterator[bytes]:
         """Yield all keys, the one to evict first at the front; not for where there are many."""
 

@@ -38,6 +38,10 @@ class Lru(EvictionPolicy):
         """Put a key back in its place."""
         self._keys.resume(key)
 
+    def renewed(self) -> EvictionPolicy:
+        """Return an empty one: there is nothing to learn."""
+        return type(self)()
+
     def order(self) -> Iterator[bytes]:
         """Yield the least recent first."""
         return iter(self._keys)
@@ -120,6 +124,10 @@ class Lfu(EvictionPolicy):
             bucket = self._bucket(uses)
             bucket.resume(key)
             self._keep(uses, bucket)
+
+    def renewed(self) -> EvictionPolicy:
+        """Return an empty one: uses are counted anew."""
+        return Lfu()
 
     def order(self) -> Iterator[bytes]:
         """Yield the least often used first."""

@@ -2,23 +2,16 @@
 
 from collections import OrderedDict
 from collections.abc import Collection
-from enum import Enum, auto
+from itertools import islice
 from typing import Final
 
-from cacheengine.residency.lower.lower_index import LowerIndex
+from cacheengine.residency.lower.lower_index import LowerIndex, Residence
+from cacheengine.residency.lower.put_aside import PutAside
 from cacheengine.tiers import GetOutcome, TierBackoff
 
 _OPERATOR_SHARE: Final = 0.5
-
-
-class Residence(Enum):
-    """The life of a chunk in the tier. Only HELD ones can be found."""
-
-    WRITING = auto()
-    HELD = auto()
-    DELETING = auto()
-    REPLACED = auto()
-    """Being deleted to make room for one that is WRITING and waits for it."""
+_MOST_PASSED: Final = 256
+"""Chunks that one search for what may leave passes over."""
 
 
 class TierIndex(LowerIndex):
@@ -42,7 +35,11 @@ class TierIndex(LowerIndex):
         self._items: OrderedDict[bytes, Residence] = OrderedDict()
         self._readers: dict[bytes, int] = {}
         self._condemned: set[bytes] = set()
-        self._pinned: set[bytes] = set()
+        self._pinned: dict[bytes, None] = {}
+        # What was cleared whole, until its chunks are met: being written, read or deleted.
+        self._cleared: PutAside[Residence] = PutAside()
+        self._cleared_pins: PutAside[None] = PutAside()
+        self._to_delete: list[bytes] = []
         # Of chunks whose last read failed.
         self._backoffs: dict[bytes, TierBackoff] = {}
         self._rewriting: set[bytes] = set()
@@ -51,7 +48,7 @@ class TierIndex(LowerIndex):
         self._max_pinned = int(_OPERATOR_SHARE * self._max_items)
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._items) + len(self._cleared)
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the chunk is held, and may be found."""
@@ -79,7 +76,7 @@ class TierIndex(LowerIndex):
 
     def is_known(self, key: bytes) -> bool:
         """Whether the chunk is there, on its way in, or on its way out."""
-        return key in self._items
+        return key in self._items or key in self._cleared
 
     def must_rewrite(self, key: bytes) -> bool:
         """Whether the chunk is held and its last read failed, and nothing goes on with it."""
@@ -104,7 +101,7 @@ class TierIndex(LowerIndex):
             self._rewriting.add(key)
             self._items[key] = Residence.WRITING
             return []
-        assert key not in self._items
+        assert not self.is_known(key)
         excess = max(0, self._used_items + 1 - self._max_items)
         victims = self._victims(excess)
         if len(victims) < excess:
@@ -115,6 +112,7 @@ class TierIndex(LowerIndex):
 
     def publish(self, key: bytes) -> bool:
         """End a write that succeeded. False: it was cleared meanwhile, delete it and `forget`."""
+        self._meet(key)
         assert self._items[key] is Residence.WRITING
         is_wanted = key not in self._condemned
         self._items[key] = Residence.HELD if is_wanted else Residence.DELETING
@@ -124,6 +122,7 @@ class TierIndex(LowerIndex):
 
     def not_written(self, key: bytes) -> bool:
         """End a write that failed; what was to be replaced is still there, and may be read yet."""
+        self._meet(key)
         if key not in self._rewriting:
             self.forget(key)
             return True
@@ -135,9 +134,10 @@ class TierIndex(LowerIndex):
     def forget(self, key: bytes) -> None:
         """Drop a chunk that is gone: deleted, lost, or never written."""
         assert key not in self._readers
+        self._meet(key)
         self._replaced -= self._items.pop(key) is Residence.REPLACED
         self._condemned.discard(key)
-        self._pinned.discard(key)
+        self._pinned.pop(key, None)
         self._backoffs.pop(key, None)
 
     def begin_read(self, key: bytes) -> None:
@@ -148,6 +148,7 @@ class TierIndex(LowerIndex):
 
     def end_read(self, key: bytes, outcome: GetOutcome, now_s: float) -> bool:
         """End a read. True: the chunk must be deleted now, then `forget` it."""
+        self._meet(key)
         if outcome is GetOutcome.FAILED:
             # Without a pause every lookup would find it, and every read fail again.
             self._backoffs.setdefault(key, TierBackoff()).failed(now_s)
@@ -179,17 +180,19 @@ class TierIndex(LowerIndex):
         assert key in self
         if key not in self._pinned and len(self._pinned) >= self._max_pinned:
             return False
-        self._pinned.add(key)
+        self._pinned[key] = None
         return True
 
     def operator_unpin(self, key: bytes) -> bool:
         """End a chunk's pin; False if it has none."""
         had_one = key in self._pinned
-        self._pinned.discard(key)
+        self._pinned.pop(key, None)
         return had_one
 
     def clear(self, keys: Collection[bytes] | None = None) -> tuple[list[bytes], list[bytes]]:
         """Hide everything, or these; return what was readable, and what to delete now."""
+        for key in () if keys is None else keys:
+            self._meet(key)
         known = list(self._items) if keys is None else [key for key in keys if key in self._items]
         readable = [key for key in known if key in self]
         idle = []
@@ -199,6 +202,35 @@ class TierIndex(LowerIndex):
             elif self._items[key] in (Residence.HELD, Residence.WRITING):
                 self._hide(key)
         return readable, self._delete(idle, Residence.DELETING)
+
+    def clear_all(self) -> None:
+        """Hide everything, in one step."""
+        self._cleared.add(self._items)
+        self._cleared_pins.add(self._pinned)
+        self._items, self._pinned = OrderedDict(), {}
+
+    def take_cleared(self, most: int) -> tuple[list[bytes], bool]:
+        """Return some of what was hidden and is idle, to delete now; and whether more is there."""
+        for _ in range(most):
+            if (item := self._cleared.popitem()) is None:
+                break
+            self._met(*item)
+        taken, self._to_delete = self._to_delete[:most], self._to_delete[most:]
+        return taken, bool(self._cleared or self._to_delete)
+
+    def _meet(self, key: bytes) -> None:
+        """Do for a chunk that was hidden with all others what `clear` does for one."""
+        state = self._cleared.pop(key)
+        if state is not None:
+            self._met(key, state)
+
+    def _met(self, key: bytes, state: Residence) -> None:
+        self._cleared_pins.pop(key)
+        self._items[key] = state
+        if state is Residence.HELD and key not in self._readers:
+            self._to_delete += self._delete([key], Residence.DELETING)
+        elif state in (Residence.HELD, Residence.WRITING):
+            self._hide(key)
 
     def limit_to_used(self) -> None:
         """Hold no more than now, until `restore_limit`: the capacity is not really there."""
@@ -211,7 +243,7 @@ class TierIndex(LowerIndex):
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself."""
         assert self._used_items <= self._max_items
-        replaced = 0
+        replaced = sum(state is Residence.REPLACED for state in self._cleared.values())
         for key, state in self._items.items():
             replaced += state is Residence.REPLACED
             if state is not Residence.HELD:
@@ -220,22 +252,27 @@ class TierIndex(LowerIndex):
                 assert key in self._readers, "cleared, unread and still here"
         assert replaced == self._replaced
         assert all(count > 0 for count in self._readers.values())
-        assert self._readers.keys() <= self._items.keys()
-        assert self._condemned <= self._items.keys()
-        assert self._backoffs.keys() <= self._items.keys()
-        assert all(self._items.get(key) is Residence.WRITING for key in self._rewriting)
+        known = {*self._items, *self._cleared}
+        assert self._readers.keys() <= known
+        assert self._condemned <= known
+        assert self._backoffs.keys() <= known
+        assert not {*self._items} & {*self._cleared}, "both cleared and not"
+        for key in self._rewriting:
+            assert key in self._cleared or self._items.get(key) is Residence.WRITING
+        assert all(self.is_known(key) for key in self._to_delete)
         assert all(key in self for key in self._pinned), "a pin on what cannot be found"
         assert len(self._pinned) <= self._max_pinned
 
     @property
     def _used_items(self) -> int:
-        return len(self._items) - self._replaced
+        return len(self) - self._replaced
 
     def _victims(self, count: int) -> list[bytes]:
         """Return up to so many chunks that may leave, the least recent first."""
         victims: list[bytes] = []
         pinned = []
-        for key, state in self._items.items():
+        # Few are under way at a time. Where more are passed over, a later call goes on there.
+        for key, state in islice(self._items.items(), count + _MOST_PASSED):
             if len(victims) >= count:
                 break
             if key in self._pinned:
@@ -250,10 +287,10 @@ class TierIndex(LowerIndex):
 
     def _hide(self, key: bytes) -> None:
         self._condemned.add(key)
-        self._pinned.discard(key)
+        self._pinned.pop(key, None)
 
     def _delete(self, keys: list[bytes], state: Residence) -> list[bytes]:
         for key in keys:
             self._items[key] = state
-            self._pinned.discard(key)
+            self._pinned.pop(key, None)
         return keys

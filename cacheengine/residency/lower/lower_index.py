@@ -2,9 +2,28 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from enum import Enum, auto
 
 from cacheengine.tiers import GetOutcome
 from cacheengine.wire import TierName
+
+
+class Residence(Enum):
+    """The life of a chunk in the tier. Only HELD ones can be found."""
+
+    WRITING = auto()
+    HELD = auto()
+    DELETING = auto()
+    REPLACED = auto()
+    """Being deleted to make room for one that is WRITING and waits for it."""
+
+
+class Activity(Enum):
+    """What is under way with a chunk; one thing at a time."""
+
+    WRITING = auto()
+    READING = auto()
+    DELETING = auto()
 
 
 class LowerIndex(ABC):
@@ -90,6 +109,20 @@ class LowerIndex(ABC):
         Returns the keys that could be found, and those to delete now (then
         `forget`). A chunk being read or written is deleted when that ends
         (`end_read`, `publish`).
+        """
+
+    @abstractmethod
+    def clear_all(self) -> None:
+        """Hide everything, in one step; pins end.
+
+        Then `take_cleared`, until there is nothing to take, with a chance for others in between.
+        """
+
+    @abstractmethod
+    def take_cleared(self, most: int) -> tuple[list[bytes], bool]:
+        """Return some of what was hidden to delete now (then `forget`); and whether more is there.
+
+        A chunk being read or written is deleted when that ends (`end_read`, `publish`).
         """
 
     def take_forgotten(self) -> list[bytes]:

@@ -1,16 +1,15 @@
 """What is known of a shared tier: which chunks it holds, which not, which were asked for.
 
-Other engines put into such a tier, too, and its server evicts as it likes. So
-this is knowledge, not possession: it may be wrong in both directions, it is
-bounded, and what is forgotten is not deleted.
+Other engines put into such a tier, too, and its server evicts as it likes. So this is knowledge,
+not possession: it may be wrong in both directions, is bounded, and what is forgotten stays.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from enum import Enum, auto
 from typing import Final
 
-from cacheengine.residency.lower.lower_index import LowerIndex
+from cacheengine.residency.lower.lower_index import Activity, LowerIndex
+from cacheengine.residency.lower.put_aside import PutAside
 from cacheengine.tiers import GetOutcome, TierBackoff
 
 _MAX_HELD: Final = 1_000_000
@@ -21,21 +20,12 @@ _ABSENT_S: Final = 1.5
 _PATIENCE_S: Final = 1.0
 
 
-class Activity(Enum):
-    """What is under way with a chunk; one thing at a time."""
-
-    WRITING = auto()
-    READING = auto()
-    DELETING = auto()
-
-
 class RemoteIndex(LowerIndex):
     """Keys known to be held, least recent first; keys known to be absent for a while.
 
-    ``max_held`` and ``max_absent`` bound what is known. A question that the
-    tier does not answer, and a read that fails, begin a short pause in which
-    nothing can be read or asked: how long a server is left alone is the store's
-    to decide.
+    ``max_held`` and ``max_absent`` bound what is known. A question that the tier does not answer,
+    and a read that fails, begin a short pause in which nothing can be read or asked: how long a
+    server is left alone is the store's to decide.
     """
 
     name = "remote"
@@ -49,10 +39,16 @@ class RemoteIndex(LowerIndex):
         self._absent: OrderedDict[bytes, float] = OrderedDict()
         self._busy: dict[bytes, Activity] = {}
         self._condemned: set[bytes] = set()
-        # Since when, the oldest first; those not given out yet are also in _to_ask.
-        self._asked: OrderedDict[bytes, float] = OrderedDict()
+        # What was cleared or forgotten whole, until its chunks are met.
+        self._cleared, self._forgotten_held = PutAside[None](), PutAside[None]()
+        self._cleared_busy = PutAside[Activity]()
+        self._put_aside = (self._cleared, self._cleared_busy)
+        self._to_delete: list[bytes] = []
+        self._clears = 0
+        # Since when, the oldest first, and after how many clears; not given out yet: _to_ask.
+        self._asked: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
         self._to_ask: dict[bytes, None] = {}
-        # Asked before a `clear`: the answer may be of before it, too.
+        # Asked before a clear (of all: `_clears` tells): so may the answer be.
         self._void: set[bytes] = set()
         self._forgotten: list[bytes] = []
         self._backoff = TierBackoff()
@@ -70,13 +66,11 @@ class RemoteIndex(LowerIndex):
 
     def keys(self) -> list[bytes]:
         """Return the keys known to be held, least recent first."""
-        if not self._condemned:
-            return list(self._held)
         return [key for key in self._held if key not in self._condemned]
 
     def is_known(self, key: bytes) -> bool:
         """Whether the chunk is known to be there, or something is under way with it."""
-        return key in self._held or key in self._busy
+        return any(key in each for each in (self._held, self._busy, *self._put_aside))
 
     def touch(self, key: bytes) -> None:
         """Forget a chunk later than others, if it is known to be held."""
@@ -97,7 +91,7 @@ class RemoteIndex(LowerIndex):
             return False
         if len(self._asked) >= _MAX_ASKED:
             return False
-        self._asked[key] = now_s
+        self._asked[key] = (now_s, self._clears)
         self._to_ask[key] = None
         return True
 
@@ -109,7 +103,7 @@ class RemoteIndex(LowerIndex):
     def is_late(self, now_s: float) -> bool:
         """Whether an answer has been due for so long that no request should wait for any."""
         # Any: it is one after the other that is asked, so later ones wait for the oldest.
-        return now_s - next(iter(self._asked.values()), now_s) >= _PATIENCE_S
+        return bool(self._asked) and now_s - next(iter(self._asked.values()))[0] >= _PATIENCE_S
 
     def is_asked(self, key: bytes) -> bool:
         """Whether an answer will come."""
@@ -126,8 +120,8 @@ class RemoteIndex(LowerIndex):
         self, keys: Sequence[bytes], found: Sequence[bool] | None, now_s: float
     ) -> list[bytes]:
         """Note the answer for keys taken, None if there was none; return those newly held."""
-        for key in keys:
-            del self._asked[key]
+        clears = [self._asked.pop(key)[1] for key in keys]
+        self._void.update(key for key, n in zip(keys, clears, strict=True) if n != self._clears)
         if found is None:
             self._backoff.failed(now_s, grows=False)
             self._void.difference_update(keys)
@@ -162,6 +156,7 @@ class RemoteIndex(LowerIndex):
 
     def publish(self, key: bytes) -> bool:
         """End a write that succeeded. False: it was cleared meanwhile, delete it and `forget`."""
+        self._meet(key)
         assert self._busy[key] is Activity.WRITING
         if key in self._condemned:
             self._begin_delete(key)
@@ -172,6 +167,7 @@ class RemoteIndex(LowerIndex):
 
     def forget(self, key: bytes) -> None:
         """End a deletion, or a write that failed."""
+        self._meet(key)
         assert self._busy[key] is not Activity.READING
         del self._busy[key]
         self._condemned.discard(key)
@@ -184,6 +180,7 @@ class RemoteIndex(LowerIndex):
 
     def end_read(self, key: bytes, outcome: GetOutcome, now_s: float) -> bool:
         """End a read. True: the chunk was cleared meanwhile and must be deleted now."""
+        self._meet(key)
         assert self._busy.pop(key) is Activity.READING
         if outcome is GetOutcome.FAILED:
             self._backoff.failed(now_s, grows=False)
@@ -206,6 +203,8 @@ class RemoteIndex(LowerIndex):
         Only what is known here is deleted: what other engines put stays, and
         is found again when it is asked for.
         """
+        for key in () if keys is None else keys:
+            self._meet(key)
         known = [*self._held, *self._busy] if keys is None else [*keys]
         readable, idle = [], []
         for key in dict.fromkeys(known):
@@ -218,15 +217,48 @@ class RemoteIndex(LowerIndex):
                 self._condemned.add(key)
         for key in idle:
             self._begin_delete(key)
-        self._void.update(key for key in self._asked if keys is None or key in keys)
+        self._void.update(key for key in (keys or self._asked) if key in self._asked)
         return readable, idle
 
-    def forget_held(self) -> list[bytes]:
-        """Know no more of what is held, but for what is under way; return what could be found."""
-        idle = [key for key in self._held if key not in self._busy]
-        for key in idle:
-            del self._held[key]
-        return idle
+    def clear_all(self) -> None:
+        """Forget everything, in one step."""
+        self._cleared.add(self._held)
+        self._cleared_busy.add(self._busy)
+        self._held, self._busy = OrderedDict(), {}
+        self._clears += 1
+
+    def forget_held(self) -> None:
+        """Know no more of what is held, in one step; reads under way go on."""
+        self._forgotten_held.add(self._held)
+        self._held = OrderedDict()
+
+    def take_cleared(self, most: int) -> tuple[list[bytes], bool]:
+        """Return some of what was hidden and is idle, to delete now; and whether more is there."""
+        for _ in range(most):
+            self._forgotten_held.popitem()
+            if busy := self._cleared_busy.popitem():
+                self._met(*busy)
+            if held := self._cleared.popitem():
+                self._met(held[0], self._cleared_busy.pop(held[0]))
+        taken, self._to_delete = self._to_delete[:most], self._to_delete[most:]
+        left = len(self._cleared) + len(self._cleared_busy) + len(self._forgotten_held)
+        return taken, left + len(self._to_delete) > 0
+
+    def _meet(self, key: bytes) -> None:
+        """Do for a chunk that was hidden with all others what `clear` does for one."""
+        activity = self._cleared_busy.pop(key)
+        if activity is not None or key in self._cleared:
+            self._met(key, activity)
+
+    def _met(self, key: bytes, activity: Activity | None) -> None:
+        self._cleared.pop(key)
+        if activity is not None:
+            self._busy[key] = activity
+            if activity is not Activity.DELETING:
+                self._condemned.add(key)
+        else:
+            self._begin_delete(key)
+            self._to_delete.append(key)
 
     def take_forgotten(self) -> list[bytes]:
         """Return what could be found and is forgotten since the last call, for want of memory."""
@@ -241,7 +273,8 @@ class RemoteIndex(LowerIndex):
         for key, activity in self._busy.items():
             if activity is not Activity.READING:
                 assert key not in self._held, "found while written or deleted"
-        assert self._condemned <= self._busy.keys(), "cleared, idle and still here"
+        assert self._condemned <= {*self._busy, *self._cleared_busy}, "cleared, idle and here"
+        assert all(self.is_known(key) for key in self._to_delete)
         assert self._to_ask.keys() <= self._asked.keys()
         assert self._void <= self._asked.keys()
         assert not self._forgotten, "forgotten, and no event says so"

@@ -40,6 +40,7 @@ HOLDERS = st.sampled_from([None, "one", "two"])
 SMALL_PORTIONS = [
     ("engine.long_calls", "PORTION"),
     ("engine.tier_io", "PORTION"),
+    ("residency.decider", "PORTION"),
     ("residency.walks", "PORTION"),
     ("residency.pool_index", "_MOST_KEPT"),
 ]

@@ -10,17 +10,18 @@ from hypothesis import strategies as st
 from cacheengine.residency.entry import Entry, State
 from cacheengine.residency.eviction import POLICY_NAMES, make_policy
 from cacheengine.residency.pool_index import CpuIndex
+from cacheengine.residency.shards import Shards
 from tests.cacheengine.building import key, keys
 
 
-class CountedEntries(dict[bytes, Entry]):
+class CountedEntries(Shards[Entry]):
     """Entries that count how often one is looked at."""
 
     looks = 0
 
-    def __getitem__(self, chunk: bytes) -> Entry:
+    def of(self, chunk: bytes) -> dict[bytes, Entry]:
         self.looks += 1
-        return super().__getitem__(chunk)
+        return super().of(chunk)
 
 
 def _index(policy: str, ready: int, slots: int) -> CpuIndex:
@@ -35,13 +36,14 @@ def test_an_eviction_does_not_begin_with_all_that_is_pinned(name: str) -> None:
     index = _index(name, 300, 300)
     for entry in list(index)[:200] if name != "MRU" else list(index)[100:]:
         index.pin(entry, 10.0, now_s=0.0)
-    counted = CountedEntries(index._entries)
-    index._entries = counted
+    counted = CountedEntries()
+    counted.parts = index._ready.parts
+    index._ready = counted
     for _ in range(100):
         (victim,) = index.victims(1, (), now_s=1.0)
         index.remove(victim)
     assert index.victims(1, (), now_s=1.0) == []
-    assert counted.looks == 300
+    assert counted.looks == 300 + 100  # and once to remove it
     index.check()
 
 

@@ -95,7 +95,7 @@ def test_touch_ignores_the_unknown() -> None:
 
 def test_check_finds_a_lost_slot() -> None:
     index = _index(2)
-    del index._entries[key(0)]
+    del index._ready.of(key(0))[key(0)]
     with pytest.raises(AssertionError, match="lost"):
         index.check()
 

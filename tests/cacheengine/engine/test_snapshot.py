@@ -1,0 +1,53 @@
+"""A snapshot is listed in parts; with the events after its number it says what is there."""
+
+import contextlib
+from collections.abc import Iterator
+
+from cacheengine.keys import key64
+from cacheengine.residency import Decider
+from cacheengine.wire import unpack_keys
+from tests.cacheengine.building import keys
+from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.scripted_tier import ScriptedTier
+
+MANY = 3000
+
+
+def test_what_changes_while_a_snapshot_is_listed_is_told_by_the_events_after_it(
+    make_bench: MakeBench,
+) -> None:
+    tier = ScriptedTier(items=MANY, held=keys(*range(MANY)))
+    bench = make_bench(MANY, tier=tier)
+    bench.store(keys(*range(0, MANY, 2)))
+    bench.finish_puts()
+    parts = [0]
+
+    @contextlib.contextmanager
+    def deciding() -> Iterator[Decider]:
+        with bench.engine._deciding() as decider:
+            yield decider
+        parts[0] += 1
+        bench.engine.clear(keys=keys(parts[0], parts[0] + 1, MANY - parts[0]))
+        bench.store(keys(parts[0] + 1, MANY + parts[0]))
+
+    calls = bench.engine._calls
+    interrupted = type(calls)(deciding, bench.clock)
+    bench.engine._calls = interrupted
+    before = bench.engine.last_seq
+    interrupted.clear = calls.clear  # type: ignore[method-assign]
+    interrupted.prepare_store = calls.prepare_store  # type: ignore[method-assign]
+    interrupted.complete_store = calls.complete_store  # type: ignore[method-assign]
+    snapshot = bench.engine.snapshot()
+    bench.engine._calls = calls
+    assert parts[0] > 4
+    assert snapshot.seq == before
+    tiers = {tier: set(unpack_keys(packed)) for tier, packed in snapshot.tiers.items()}
+    bench.finish_puts()
+    batch = bench.engine.events_after(snapshot.seq)
+    assert batch is not None
+    for event in batch.events:
+        change = tiers[event.tier].update if event.stored else tiers[event.tier].difference_update
+        change(unpack_keys(event.keys))
+    state = bench.engine._decider.state
+    assert tiers["cpu"] == {key64(each) for each in state.cpu.ready_keys()}
+    assert tiers["disk"] == set(map(key64, state.lower[0].keys()))
