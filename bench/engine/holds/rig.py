@@ -1,5 +1,6 @@
 """An engine full of chunks, what is done with it, and a lock that takes the time."""
 
+import gc
 import threading
 import time
 from collections.abc import Sequence
@@ -23,9 +24,17 @@ class TimedLock:
         self._lock = threading.Lock()
         self._since_s = 0.0
         self.held_us: list[float] = []
+        self.collecting_us: list[float] = []
+        """Those in which Python's collector looked at all objects, which stops every thread."""
+        self._collected = False
+        gc.callbacks.append(self._note_collection)
+
+    def _note_collection(self, phase: str, info: dict[str, int]) -> None:
+        self._collected |= info["generation"] == 2
 
     def __enter__(self) -> bool:
         self._lock.acquire()
+        self._collected = False
         self._since_s = time.perf_counter()
         return True
 
@@ -35,7 +44,8 @@ class TimedLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.held_us.append((time.perf_counter() - self._since_s) * 1e6)
+        held_us = self.collecting_us if self._collected else self.held_us
+        held_us.append((time.perf_counter() - self._since_s) * 1e6)
         self._lock.release()
 
 
