@@ -191,8 +191,8 @@ class LongCalls:
         shard = 0
         while shard < SHARDS:
             with self._deciding() as decider:
-                part, shard = decider.state.listed(tier, shard)
-            packed.append(wire.pack_keys(key64(key) for key, _ in part))
+                part, shard = decider.state.listed_keys(tier, shard)
+            packed.append(wire.pack_keys(map(key64, part)))
         return b"".join(packed)
 
     def count_held(self) -> int:
@@ -204,7 +204,7 @@ class LongCalls:
             with self._deciding() as decider:
                 part, shard = decider.cpu.listed(shard)
             # Without the lock: an entry counts as it is when it is looked at.
-            total += count_held((entry for _, entry in part), self._clock())
+            total += count_held(part, self._clock())
         return total
 
     # --- for the agent and the operator ---

@@ -218,7 +218,10 @@ class TierIo:
 
         def free() -> bool:
             with self._deciding() as decider:
-                return decider.free_cleared()
+                is_more = decider.free_cleared()
+            # A thread that waits for the lock needs Python's own, too, while this one has none.
+            time.sleep(0)
+            return is_more
 
         _run(self._writers, partial(_take_turns, self._writers, free))
 

@@ -1,5 +1,6 @@
 """Pins: what keeps a chunk in the pool, and until when. Pure."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Final
@@ -21,7 +22,9 @@ class Deadlines:
     """
 
     def __init__(self) -> None:
-        self._entries: SortedDict[float, dict[bytes, Entry]] = SortedDict()
+        # Ordered, since those in front go first: a plain dict would be gone through from its
+        # beginning, with all that has left it, each time.
+        self._entries: SortedDict[float, OrderedDict[bytes, Entry]] = SortedDict()
 
     def note(self, entry: Entry, due_s: float | None) -> None:
         """Note when the first pin of an entry ends now; None: it has none, or is not ready."""
@@ -34,7 +37,7 @@ class Deadlines:
             if not same:
                 del self._entries[use.due_s]
         if due_s is not None:
-            self._entries.setdefault(due_s, {})[entry.key] = entry
+            self._entries.setdefault(due_s, OrderedDict())[entry.key] = entry
         use.due_s = due_s
 
     def past(self, now_s: float) -> Iterator[Entry]:

@@ -69,8 +69,12 @@ class CpuIndex(PinnedEntries):
         """Return the keys whose bytes may be used; not for where there are many."""
         return [entry.key for entry in self._ready]
 
-    def listed(self, shard: int) -> tuple[list[tuple[bytes, Entry]], int]:
-        """Return some of the entries whose bytes may be used, as `Shards.listed` does."""
+    def listed_keys(self, shard: int) -> tuple[list[bytes], int]:
+        """Return some of the keys whose bytes may be used, as `Shards.listed_keys` does."""
+        return self._ready.listed_keys(shard)
+
+    def listed(self, shard: int) -> tuple[list[Entry], int]:
+        """Return some of their entries, as `Shards.listed` does."""
         return self._ready.listed(shard)
 
     @property

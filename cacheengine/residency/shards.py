@@ -28,14 +28,22 @@ class Shards(Generic[V]):
         """Return the part that has a key, or would have it."""
         return self.parts[part_of(key)]
 
-    def listed(self, first: int) -> tuple[list[tuple[bytes, V]], int]:
-        """Return what the parts from number ``first`` on have, and the number to go on with.
+    def listed_keys(self, first: int) -> tuple[list[bytes], int]:
+        """Return the keys of the parts from number ``first`` on, and the number to go on with.
 
         Of few, all; of many, one part. `SHARDS`: there are no more.
         """
-        listed: list[tuple[bytes, V]] = []
+        listed: list[bytes] = []
         while first < SHARDS and len(listed) < _LISTED:
-            listed += self.parts[first].items()
+            listed += self.parts[first]
+            first += 1
+        return listed, first
+
+    def listed(self, first: int) -> tuple[list[V], int]:
+        """Return the values in the same way."""
+        listed: list[V] = []
+        while first < SHARDS and len(listed) < _LISTED:
+            listed += self.parts[first].values()
             first += 1
         return listed, first
 

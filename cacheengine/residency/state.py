@@ -94,7 +94,7 @@ class CacheState:
             (known.add if stored else known.discard)(keys)
 
     def emit_cleared(self, tier: str, taken: Sequence[TakenKeys]) -> int:
-        """Log that a tier has lost all its keys; return how many. `listed` has none of them."""
+        """Log that a tier has lost all its keys; return how many."""
         count = sum(map(len, taken))
         if count <= _AT_ONCE:
             taken_keys: list[Collection[bytes]] = [tuple(key for part in taken for key in part)]
@@ -124,9 +124,9 @@ class CacheState:
         self.todo.clears.add(index.name)
         return self.emit_cleared(index.name, self._known[index.name].take())
 
-    def listed(self, tier: str, shard: int) -> tuple[Sequence[tuple[bytes, object]], int]:
-        """Return some keys of a tier that followers know of, as `Shards.listed` does."""
-        return self.cpu.listed(shard) if tier == CPU else self._known[tier].listed(shard)
+    def listed_keys(self, tier: str, shard: int) -> tuple[list[bytes], int]:
+        """Return some keys of a tier that followers know of, as `Shards.listed_keys` does."""
+        return (self.cpu if tier == CPU else self._known[tier]).listed_keys(shard)
 
     def gained(self, index: LowerIndex, keys: Sequence[bytes]) -> None:
         """Log what a lower tier gained, and what had to be forgotten for that."""

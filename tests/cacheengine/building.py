@@ -62,6 +62,27 @@ def config(
     )
 
 
+class ManualThreads:
+    """Stands where `IoThreads` does; jobs run when told."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self.jobs: list[Callable[[], None]] = []
+        self.stopped = False
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        if not self.stopped:
+            self.jobs.append(job)
+        return not self.stopped
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def join(self, timeout_s: float) -> bool:
+        while self.jobs:
+            self.jobs.pop(0)()
+        return True
+
+
 class Bench:
     """An engine, its pool, and short ways to store chunks and to check their bytes."""
 

@@ -1,7 +1,5 @@
 """All is cleared in one step; slots, files and what uses them follow, a portion at a time."""
 
-from collections.abc import Callable
-
 import pytest
 
 from cacheengine.engine.engine import CacheEngine
@@ -12,6 +10,7 @@ from cacheengine.tiers.base import PutOutcome
 from tests.cacheengine.building import (
     CHUNK_BYTES,
     FakeClock,
+    ManualThreads,
     config,
     key,
     keys,
@@ -26,31 +25,10 @@ MANY = 4 * PORTION
 PREFIX = keys(*range(MANY))
 
 
-class Jobs:
-    """Stands where `IoThreads` does; jobs run when told."""
-
-    def __init__(self, name: str, count: int) -> None:
-        self.jobs: list[Callable[[], None]] = []
-        self.stopped = False
-
-    def submit(self, job: Callable[[], None]) -> bool:
-        if not self.stopped:
-            self.jobs.append(job)
-        return not self.stopped
-
-    def stop(self) -> None:
-        self.stopped = True
-
-    def join(self, timeout_s: float) -> bool:
-        while self.jobs:
-            self.jobs.pop(0)()
-        return True
-
-
 def _run(io: TierIo, most: int = 10_000) -> None:
     """Run the jobs of a tier's threads."""
     for threads in (io._readers, io._writers, io._asker):
-        assert threads is None or isinstance(threads, Jobs)
+        assert threads is None or isinstance(threads, ManualThreads)
         while threads and threads.jobs and most:
             threads.jobs.pop(0)()
             most -= 1
@@ -72,7 +50,7 @@ class Still:
             clock=FakeClock(),
             tier=tier,
             remote=remote,
-            make_threads=Jobs,
+            make_threads=ManualThreads,
         )
 
     def store(self, chunks: list[bytes]) -> int:

@@ -31,7 +31,15 @@ from cacheengine.memory import Pool
 from cacheengine.residency import Decider, Presence, Promotion
 from cacheengine.residency.lower.shared_index import RemoteIndex
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
-from tests.cacheengine.building import CHUNK_BYTES, FakeClock, config, key, layout, payload
+from tests.cacheengine.building import (
+    CHUNK_BYTES,
+    FakeClock,
+    ManualThreads,
+    config,
+    key,
+    layout,
+    payload,
+)
 from tests.cacheengine.scripted_tier import Scripted, ScriptedRemote, ScriptedTier
 
 SLOTS = 4
@@ -45,27 +53,6 @@ SMALL_PORTIONS = [
     ("residency.pool_index", "_MOST_KEPT"),
 ]
 PREFIXES = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=3)
-
-
-class ManualThreads:
-    """Stands where `IoThreads` does; jobs run when told."""
-
-    def __init__(self, name: str, count: int) -> None:
-        self.jobs: list[Callable[[], None]] = []
-        self.stopped = False
-
-    def submit(self, job: Callable[[], None]) -> bool:
-        if not self.stopped:
-            self.jobs.append(job)
-        return not self.stopped
-
-    def stop(self) -> None:
-        self.stopped = True
-
-    def join(self, timeout_s: float) -> bool:
-        while self.jobs:
-            self.jobs.pop(0)()
-        return True
 
 
 class _Interrupted(Scripted):

@@ -34,7 +34,10 @@ def _index(policy: str, ready: int, slots: int) -> CpuIndex:
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_an_eviction_does_not_begin_with_all_that_is_pinned(name: str) -> None:
     index = _index(name, 300, 300)
-    for entry in list(index)[:200] if name != "MRU" else list(index)[100:]:
+    # Those that an eviction would meet first.
+    for chunk in list(index._policy.order())[:200]:
+        entry = index.get(chunk)
+        assert entry is not None
         index.pin(entry, 10.0, now_s=0.0)
     counted = CountedEntries()
     counted.parts = index._ready.parts
@@ -78,7 +81,9 @@ def test_what_is_used_while_it_is_passed_over_is_the_most_recent() -> None:
 
 def test_pins_that_have_run_out_are_seen_by_an_eviction_that_comes_first() -> None:
     index = _index("LRU", 2, 2)
-    for entry in index:
+    for chunk in keys(0, 1):
+        entry = index.get(chunk)
+        assert entry is not None
         index.pin(entry, 5.0, now_s=0.0)
     assert index.victims(2, (), now_s=1.0) == []
     assert [each.key for each in index.victims(2, keys(1), now_s=6.0)] == keys(0)
