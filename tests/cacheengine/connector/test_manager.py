@@ -165,7 +165,8 @@ def test_a_request_loads_from_the_tiers_that_it_allows(
     assert scheduler.lookup(1) == (["HIT"] if promotes else ["MISS"])
 
 
-def test_a_chunk_on_disk_waits_for_room(scheduler: Scheduler) -> None:
+def _wait_for_room(scheduler: Scheduler) -> None:
+    """Have a request wait for a chunk on disk, with all of the pool in use."""
     scheduler.store(1)
     scheduler.bench.finish_puts()
     scheduler.bench.engine.clear(["cpu"])
@@ -174,6 +175,10 @@ def test_a_chunk_on_disk_waits_for_room(scheduler: Scheduler) -> None:
     scheduler.manager.prepare_load(offload_keys(2, 3, 4, 5), scheduler.context)
     assert scheduler.lookup(1) == ["RETRY"]
     scheduler.end_step()
+
+
+def test_a_chunk_on_disk_waits_for_room(scheduler: Scheduler) -> None:
+    _wait_for_room(scheduler)
     assert scheduler.lookup(1) == ["RETRY"]
     scheduler.end_step()
     assert scheduler.bench.engine.stats().promote_drops == 1, "no room, no further try"
@@ -186,14 +191,7 @@ def test_a_chunk_on_disk_waits_for_room(scheduler: Scheduler) -> None:
 
 
 def test_a_chunk_that_finds_no_room_for_a_minute_is_a_miss(scheduler: Scheduler) -> None:
-    scheduler.store(1)
-    scheduler.bench.finish_puts()
-    scheduler.bench.engine.clear(["cpu"])
-    scheduler.store(2, 3, 4, 5)
-    scheduler.bench.finish_puts()
-    scheduler.manager.prepare_load(offload_keys(2, 3, 4, 5), scheduler.context)
-    assert scheduler.lookup(1) == ["RETRY"]
-    scheduler.end_step()
+    _wait_for_room(scheduler)
     scheduler.bench.clock.advance(59.0)
     assert scheduler.must_wait()
     scheduler.bench.clock.advance(1.0)
