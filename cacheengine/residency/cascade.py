@@ -1,6 +1,6 @@
 """The way down: which chunks are written to a lower tier, and when not. Pure."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -45,7 +45,7 @@ class Cascade:
         self._waiting: deque[_Put] = deque()
         self._by_key: dict[bytes, _Put] = {}  # puts under way included
         # By how often they were tried, those dropped first at the front.
-        self._dropped: dict[bytes, int] = {}
+        self._dropped: OrderedDict[bytes, int] = OrderedDict()
         self._next_number = 0
         self._first_wanted = 0  # those before it were cancelled, all at once
 
@@ -88,15 +88,14 @@ class Cascade:
         if tries < _TRIES:
             self._dropped[entry.key] = tries
         if len(self._dropped) > _MOST_DROPPED:
-            del self._dropped[next(iter(self._dropped))]
+            self._dropped.popitem(last=False)
 
     def retry(self, now_s: float) -> None:
         """Queue puts that were dropped, some of as many as may be, of chunks still in the pool."""
         for _ in range(PORTION):
             if not self._dropped or not self._can_queue(now_s):
                 return
-            key = next(iter(self._dropped))
-            tries = self._dropped.pop(key)
+            key, tries = self._dropped.popitem(last=False)
             entry = self._state.cpu.ready(key)
             if entry is not None and not self._is_below(key):
                 self._stats.put_retries += 1
@@ -199,7 +198,7 @@ class Cascade:
     def cancel(self, keys: Collection[bytes] | None = None) -> None:
         """Drop queued puts, of all chunks or of these, when their turn comes."""
         if keys is None:
-            self._dropped = {}
+            self._dropped = OrderedDict()
             self._first_wanted = self._next_number
             return
         for key in keys:

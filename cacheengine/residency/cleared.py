@@ -29,6 +29,8 @@ class Cleared:
     pinned: dict[bytes, Entry]
     deadlines: Deadlines
     operator_pinned: set[bytes]
+    emptied: list[object]
+    """Tables that are done with: to let go of thousands of entries takes a while."""
     _rest: Iterator[Entry] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,6 +45,7 @@ class Cleared:
                     yield entry
             self.parts[number] = {}
             self.taken[number].settle()
+            self.emptied.append(part)
 
     def take(self, key: bytes) -> Entry | None:
         """Return the entry of a key that was not met yet, which then is."""

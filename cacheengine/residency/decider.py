@@ -206,7 +206,11 @@ class Decider:
 
     def free_cleared(self) -> bool:
         """Free a portion of the slots of a pool that was cleared; return whether there are more."""
-        return self.cpu.reap(PORTION)
+        is_more = self.cpu.reap(PORTION)
+        if self.cpu.emptied:
+            self.state.todo.emptied += self.cpu.emptied
+            self.cpu.emptied.clear()
+        return is_more
 
     def take_cleared(self, tier: str) -> tuple[list[bytes], bool]:
         """Return a portion of what a lower tier is to delete of what was cleared, and if more is.

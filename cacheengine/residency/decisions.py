@@ -162,5 +162,7 @@ class Todo:
     settled: list[tuple[Promotion, Outcome, int]] = field(default_factory=list)
     clears: set[str] = field(default_factory=set)
     """Tiers that were cleared whole (`Decider.free_cleared`, `Decider.take_cleared`)."""
+    emptied: list[object] = field(default_factory=list)
+    """What is to be let go of, and nothing else."""
     has_news: bool = False
     """Events were logged."""

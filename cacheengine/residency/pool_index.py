@@ -33,6 +33,8 @@ class CpuIndex(PinnedEntries):
         self._free = list(range(num_slots - 1, -1, -1))
         super().__init__(num_slots, make_policy(policy, num_slots))
         self._cleared: deque[Cleared] = deque()
+        self.emptied: list[object] = []
+        """Tables of cleared pools, to be let go of where nothing waits for that."""
         self.on_hidden: Callable[[Entry], None] = lambda entry: None
         """Called with each entry of a cleared pool when it is met."""
 
@@ -56,7 +58,7 @@ class CpuIndex(PinnedEntries):
 
     def get(self, key: bytes) -> Entry | None:
         """Return the entry of a key, condemned or not."""
-        entry = self._ready.of(key).get(key) or self._others.get(key)
+        entry = self.ready(key) or self._others.get(key)
         return self.meet(key) if entry is None and self._cleared else entry
 
     def peek(self, key: bytes) -> Entry | None:
@@ -178,6 +180,7 @@ class CpuIndex(PinnedEntries):
                 self._pinned,
                 self._deadlines,
                 self._operator_pinned,
+                self.emptied,
             )
         )
         self._ready, self._others, self._policy = Shards(), {}, self._policy.renewed()
@@ -202,7 +205,7 @@ class CpuIndex(PinnedEntries):
                 break
             entry = self._cleared[0].next()
             if entry is None:
-                self._cleared.popleft()
+                self.emptied.append(self._cleared.popleft())
             else:
                 self._hide(entry)
         return bool(self._cleared)
