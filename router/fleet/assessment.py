@@ -53,11 +53,15 @@ class Assessor:
         match = Match(gpu_blocks, runs)
         held = match.tokens(keys.block_tokens, keys.blocks_per_chunk)
         matched = _usable(held, self._prompt_tokens, replica.max_staged_tokens)
-        own = self._from_own_tiers(replica, keys, runs, matched)
-        from_peers = self._from_peers(own, match) if self._may_copy_to(replica, keys) else []
-        if not from_peers:
-            return own
-        return min(own, *from_peers, key=lambda each: each.score_s(self._judgment))
+        reading, *computing = self._from_own_tiers(replica, keys, runs, matched)
+        # A copy is of use only behind all that the replica has, however slow its tier.
+        from_peers = self._from_peers(reading, match) if self._may_copy_to(replica, keys) else []
+        if not (computing or from_peers):
+            return reading
+        # By the whole score: computing that is a little sooner may take ten times as much of
+        # the replica's time from the requests behind.
+        candidates = (reading, *computing, *from_peers)
+        return min(candidates, key=lambda each: each.score_s(self._judgment))
 
     def _may_copy_to(self, replica: Replica, keys: PromptKeys) -> bool:
         return bool(keys.chain) and replica.has_agent and replica.no_copies_until_s <= self._now_s
@@ -68,8 +72,8 @@ class Assessor:
         keys: PromptKeys,
         runs: tuple[ChunkRun, ...],
         matched: dict[Tier, int],
-    ) -> Candidate:
-        """Return the candidate with the replica's slow tiers or without, whichever costs less.
+    ) -> list[Candidate]:
+        """Return the candidate with all of the replica's tiers, and that without the slow ones.
 
         Without is believed only when the slow tier's speed is known: a guess that
         never let it be used would never be put right.
@@ -90,19 +94,15 @@ class Assessor:
         )
         slow = [tier for tier in SLOW_TIERS if matched.get(tier)]
         if not slow:
-            return candidate
+            return [candidate]
         # Tiers may alternate along a prefix. What of a faster tier lies behind a
         # slow one would be lost too; that is rare enough not to be told apart here.
         shallow = self._work(replica, keys, _before(matched, slow))
         computing = replace(candidate, work=shallow, cost=replica.rates.cost(shallow))
-        known = all(replica.rates.knows(_RATE_OF[tier]) for tier in slow)
-        # By the whole score: computing that is a little sooner may take ten times as much of
-        # the replica's time from the requests behind.
-        if known and computing.score_s(self._judgment) < candidate.score_s(self._judgment):
-            return computing
         gain_s = computing.cost.busy_s - candidate.cost.busy_s
         candidate.prefetch_gain_s = max(0.0, gain_s)
-        return candidate
+        known = all(replica.rates.knows(_RATE_OF[tier]) for tier in slow)
+        return [candidate, computing] if known else [candidate]
 
     def _from_peers(self, own: Candidate, match: Match) -> list[Candidate]:
         """Return a candidate for each peer source that is worth its copy."""

@@ -203,6 +203,23 @@ def test_computing_goes_before_reading_for_long_though_the_queue_would_hide_that
     assert decision.prefetch_keys == ()
 
 
+def test_what_lies_on_disk_before_a_copy_is_prefetched_though_computing_it_alone_is_sooner() -> (
+    None
+):
+    """Without the copy its 640 tokens would be computed; the copy is of use only behind them."""
+    fleet, prompt = make_fleet(2), tokens(6400)
+    snapshot(fleet, "r0", cpu=chunks(prompt))
+    on_disk = chunks(prompt)[: 640 // CHUNK]
+    snapshot(fleet, "r1", disk=on_disk)
+    fleet.replicas["r1"].rates.measured(Part.DISK, 2e5)
+    make_busy(fleet, "r0", 20.0)
+    decision = place(fleet, prompt)
+    assert decision.replica_id == "r1"
+    assert decision.copy is not None
+    assert decision.predicted_ttft_s == pytest.approx(3.3, abs=0.1)
+    assert decision.prefetch_keys == tuple(on_disk)
+
+
 def test_what_is_on_its_way_delays_the_next_fetch() -> None:
     fleet, prompt = make_fleet(1), tokens(6400)
     snapshot(fleet, "r0", disk=chunks(prompt))
