@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 from cacheengine import wire
-from cacheengine.engine.tier_io import Clock, Deciding
+from cacheengine.engine.tier_io import Clock, Lend
 from cacheengine.keys import key64
 from cacheengine.residency import (
     PORTION,
@@ -33,7 +33,7 @@ def portions(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
 class LongCalls:
     """What `CacheEngine` promises of its calls about many chunks; it has their docstrings."""
 
-    def __init__(self, deciding: Deciding, clock: Clock) -> None:
+    def __init__(self, deciding: Lend, clock: Clock) -> None:
         self._deciding = deciding
         self._clock = clock
 

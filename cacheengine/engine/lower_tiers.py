@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from cacheengine import wire
-from cacheengine.engine.tier_io import Clock, Deciding, MakeThreads, TierIo
+from cacheengine.engine.tier_io import Clock, Lend, MakeThreads, TierIo
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.record import CPU
@@ -127,7 +127,7 @@ class LowerTiers:
         local: LocalTier | None,
         remote: SharedTier | None,
         *,
-        deciding: Deciding,
+        deciding: Lend,
         clock: Clock,
         make_threads: MakeThreads,
     ) -> None:

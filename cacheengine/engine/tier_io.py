@@ -27,7 +27,7 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 Clock = Callable[[], float]
-Deciding = Callable[[], AbstractContextManager[Decider]]
+Lend = Callable[[], AbstractContextManager[Decider]]
 MakeThreads = Callable[[str, int], JobRunner]
 
 _REMOTE_READ_THREADS: Final = 4
@@ -52,7 +52,7 @@ class TierIo:
         pool: Pool,
         *,
         config: EngineConfig,
-        deciding: Deciding,
+        deciding: Lend,
         clock: Clock,
         make_threads: MakeThreads,
     ) -> None:

@@ -61,9 +61,14 @@ class _Wait:
     looks_back: bool = False
     """It is looked up from its end: all layers have a window."""
 
+    @property
+    def was_refused(self) -> bool:
+        """Whether some of what was promoted last found no room."""
+        return any(each.was_refused for each in self.under_way)
+
 
 class Waits:
-    """Each request's chunks on their way up, and the line of those that found no room.
+    """Each request's chunks on their way up, and the line of requests that found no room.
 
     A promotion that was refused for want of room, or since too much was pinned, is asked for
     again for the request at the head of the line, one look a step; newcomers join the line's
@@ -107,26 +112,24 @@ class Waits:
         wait.asked_in_step = self._step
         if not wait.is_deferred:
             wait.patience = None  # that wait is over: one after a preemption is another
-        elif not self._ends(wait, compute_s) and self._has_to_come(wait) and not has_moved:
+        elif not self._runs_out(wait, compute_s) and self._has_to_come(wait) and not has_moved:
             return True
         wait.is_deferred = False
         wait.pending = None
         return False
 
-    def _ends(self, wait: _Wait, compute_s: float) -> bool:
-        if self._is_over(wait, compute_s):
-            wait.is_over = True
-            self._line.pop(wait.holder, None)
-        return wait.is_over
-
-    def _is_over(self, wait: _Wait, compute_s: float) -> bool:
+    def _runs_out(self, wait: _Wait, compute_s: float) -> bool:
+        """Whether a deferred request waits no more; it then leaves the line."""
         assert wait.patience is not None
-        return wait.is_over or wait.patience.is_over(
+        wait.is_over = wait.patience.is_over(
             self._clock(),
             reads_ended=self._reads_ended(wait),
             compute_s=compute_s,
             for_room=wait.holder in self._line,
         )
+        if wait.is_over:
+            self._line.pop(wait.holder, None)
+        return wait.is_over
 
     def _reads_ended(self, wait: _Wait) -> int:
         # A chunk that is pending for another request may come from any tier.
@@ -134,7 +137,7 @@ class Waits:
         return sum(map(self._engine.reads_ended, tiers))
 
     def _has_to_come(self, wait: _Wait) -> bool:
-        if any(each.was_refused for each in wait.under_way):
+        if wait.was_refused:
             self._line.setdefault(wait.holder, wait)
         if wait.holder in self._line or not all(each.done for each in wait.under_way):
             return True
@@ -198,9 +201,10 @@ class Waits:
 
     def end_step(self) -> None:
         """Promote what the step's lookups found below the pool."""
-        self._ask_again()
         for req_id, wait in self._wanting.items():
             wait.chunks = self._found[req_id]
+        self._ask_again()
+        for req_id, wait in self._wanting.items():
             if self._line:
                 self._line.setdefault(req_id, wait)
             else:
@@ -219,21 +223,19 @@ class Waits:
         wait = next(asked, None)
         if wait is None or not self._engine.may_promote():
             return
-        if self._wanting.pop(wait.holder, None):
-            wait.chunks = self._found[wait.holder]
+        self._wanting.pop(wait.holder, None)
         # All of it: pins are renewed, and what has left the pool meanwhile comes again.
-        if self._promote(wait):
-            del self._line[wait.holder]
+        self._promote(wait)
 
-    def _promote(self, wait: _Wait) -> bool:
-        """Promote what a request needs; False if some found no room, and it is in the line."""
+    def _promote(self, wait: _Wait) -> None:
+        """Promote what a request needs; it is in the line then if some of that found no room."""
         # A promotion ends at the first gap; in a window what lies before one is of use.
         parts = [[each] for each in wait.chunks] if wait.looks_back else [wait.chunks]
         wait.under_way = [self._promote_part(wait, part) for part in parts]
-        if any(each.was_refused for each in wait.under_way):
+        if wait.was_refused:
             self._line.setdefault(wait.holder, wait)
-            return False
-        return True
+        else:
+            self._line.pop(wait.holder, None)
 
     def _promote_part(self, wait: _Wait, chunks: list[bytes]) -> Promotion:
         promotion = self._engine.promote(chunks, pin_s=self._pin_s, holder=wait.holder)

@@ -21,7 +21,7 @@ class Cleared:
     """The tables of before a clear; `CpuIndex` says what they are."""
 
     parts: list[dict[bytes, Entry]]
-    """Those that were ready; no part changes, as the followers of events are told its keys."""
+    """The ready entries; no part changes, as the followers of events are told its keys."""
     taken: list[TakenKeys]
     """These keys, part by part."""
     others: dict[bytes, Entry]

@@ -158,7 +158,7 @@ class Todo:
     deletes: dict[str, list[bytes]] = field(default_factory=dict)
     """Chunks to delete; then `Cascade.deleted`."""
     asks: bool = False
-    """There are questions to the remote tier (`Promoter.take_questions`)."""
+    """There are questions to the remote tier (`Walks.take_questions`)."""
     settled: list[tuple[Promotion, Outcome, int]] = field(default_factory=list)
     clears: set[str] = field(default_factory=set)
     """Tiers that were cleared whole (`Decider.free_cleared`, `Decider.take_cleared`)."""

@@ -64,7 +64,7 @@ class PinnedEntries:
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         self._ready: Shards[Entry] = Shards()
-        # Those whose bytes are not whole, or that were cleared in use: few.
+        # Entries whose bytes are not whole, or that were cleared in use: few.
         self._others: dict[bytes, Entry] = {}
         # Holds the ready entries that are not pinned by an operator: these
         # would gather at its front, and be passed over by every eviction.
@@ -105,7 +105,7 @@ class PinnedEntries:
     @property
     def pins_left(self) -> int:
         """How many entries more may get one."""
-        return self._max_pinned - len(self._pinned) - len(self._operator_pinned)
+        return self.most_pinned - len(self._pinned)
 
     @property
     def most_pinned(self) -> int:

@@ -20,11 +20,7 @@ _MOST_KEPT: Final = 256
 
 
 class CpuIndex(PinnedEntries):
-    """Entries by key, free slots, and the eviction of unused ones.
-
-    Pins are bounded, so that stores find room: operators' to half of the
-    slots, all together (`may_pin`) to three quarters.
-    """
+    """Entries by key, free slots, and the eviction of unused ones."""
 
     def __init__(self, num_slots: int, policy: str) -> None:
         """``policy`` is one of `POLICY_NAMES`."""
@@ -63,7 +59,7 @@ class CpuIndex(PinnedEntries):
 
     def peek(self, key: bytes) -> Entry | None:
         """Return the same, and change nothing."""
-        found = [self._ready.of(key).get(key) or self._others.get(key)]
+        found = [self.ready(key) or self._others.get(key)]
         found += [cleared.peek(key) for cleared in self._cleared]
         return next(filter(None, found), None)
 

@@ -64,7 +64,7 @@ class CacheState:
         self.stats = EngineStats()
         self._todo: Todo | None = None
         self.waiters: dict[bytes, list[Promotion]] = {}
-        # The pool's are those that are ready.
+        # By lower tier; of the pool followers know the ready entries.
         self._known: dict[str, KnownKeys] = {index.name: KnownKeys() for index in lower}
         for index in lower:
             self._known[index.name].add(index.keys())

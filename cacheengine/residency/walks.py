@@ -141,7 +141,15 @@ class Walks:
         such tier, it has said no a moment ago, is being left alone, or is slow.
         """
         remote = self._remote
-        return remote is not None and self._question(key, now_s) and not remote.is_late(now_s)
+        if remote is None:
+            return False
+        # One job takes all questions there are: a job for each would pile up
+        # behind a slow one, as each step looks everything up again.
+        job_is_queued = remote.has_questions
+        will_be_answered = remote.ask(key, now_s)
+        if remote.has_questions and not job_is_queued:
+            self._state.todo.asks = True
+        return will_be_answered and not remote.is_late(now_s)
 
     def _ask_on(self, walk: Walk, now_s: float) -> bool:
         """Ask for a portion of what follows the chunk that a walk has come to: one question.
@@ -168,19 +176,6 @@ class Walks:
     def _is_asked(self, key: bytes, now_s: float) -> bool:
         """Whether the remote tier will answer for a chunk; the question may wait for more."""
         return self._remote is not None and self._remote.ask(key, now_s)
-
-    def _question(self, key: bytes, now_s: float) -> bool:
-        """Ask the remote tier for a chunk; return whether an answer will come."""
-        remote = self._remote
-        if remote is None:
-            return False
-        # One job takes all questions there are: a job for each would pile up
-        # behind a slow one, as each step looks everything up again.
-        job_is_queued = remote.has_questions
-        will_be_answered = remote.ask(key, now_s)
-        if remote.has_questions and not job_is_queued:
-            self._state.todo.asks = True
-        return will_be_answered
 
     def take_questions(self, most: int) -> list[bytes]:
         """Return chunks that the remote tier is to be asked for; then `answered`."""

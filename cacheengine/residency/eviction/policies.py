@@ -84,7 +84,7 @@ class Lfu(EvictionPolicy):
 
     def __init__(self) -> None:
         self._uses: dict[bytes, int] = {}
-        # By number of uses, in ascending order: those that have candidates, and those that do not.
+        # By number of uses, in ascending order: buckets with candidates, then buckets without.
         self._buckets: SortedDict[int, Queue] = SortedDict()
         self._passed_over: dict[int, Queue] = {}
 

@@ -189,11 +189,11 @@ class TierIndex(LowerIndex):
         self._pinned.pop(key, None)
         return had_one
 
-    def clear(self, keys: Collection[bytes] | None = None) -> tuple[list[bytes], list[bytes]]:
-        """Hide everything, or these; return what was readable, and what to delete now."""
-        for key in () if keys is None else keys:
+    def clear(self, keys: Collection[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Hide these; return what was readable, and what to delete now."""
+        for key in keys:
             self._meet(key)
-        known = list(self._items) if keys is None else [key for key in keys if key in self._items]
+        known = [key for key in keys if key in self._items]
         readable = [key for key in known if key in self]
         idle = []
         for key in known:

@@ -103,8 +103,8 @@ class LowerIndex(ABC):
         """End a read. True: the chunk must be deleted now, then `forget` it."""
 
     @abstractmethod
-    def clear(self, keys: Collection[bytes] | None = None) -> tuple[list[bytes], list[bytes]]:
-        """Hide everything, or these chunks; pins end.
+    def clear(self, keys: Collection[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Hide these chunks; pins end.
 
         Returns the keys that could be found, and those to delete now (then
         `forget`). A chunk being read or written is deleted when that ends

@@ -197,17 +197,15 @@ class RemoteIndex(LowerIndex):
             self._begin_delete(key)
         return not is_gone
 
-    def clear(self, keys: Collection[bytes] | None = None) -> tuple[list[bytes], list[bytes]]:
-        """Forget everything, or these; return what was known to be held, and what to delete now.
+    def clear(self, keys: Collection[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Forget these; return what was known to be held, and what to delete now.
 
         Only what is known here is deleted: what other engines put stays, and
         is found again when it is asked for.
         """
-        for key in () if keys is None else keys:
-            self._meet(key)
-        known = [*self._held, *self._busy] if keys is None else [*keys]
         readable, idle = [], []
-        for key in dict.fromkeys(known):
+        for key in dict.fromkeys(keys):
+            self._meet(key)
             if key in self:
                 readable.append(key)
             if key not in self._busy:
@@ -217,7 +215,7 @@ class RemoteIndex(LowerIndex):
                 self._condemned.add(key)
         for key in idle:
             self._begin_delete(key)
-        self._void.update(key for key in (keys or self._asked) if key in self._asked)
+        self._void.update(key for key in keys if key in self._asked)
         return readable, idle
 
     def clear_all(self) -> None:

@@ -109,7 +109,7 @@ def test_clear_hides_all_and_deletes_what_is_idle() -> None:
     tier = _tier(2)
     tier.begin_read(key(0))
     tier.reserve(key(2))
-    readable, idle = tier.clear()
+    readable, idle = tier.clear(keys(1, 0, 2))
     assert (readable, idle) == (keys(1, 0), keys(1))
     assert tier.keys() == []
     assert tier.used_bytes == 30  # nothing is gone yet

@@ -34,7 +34,7 @@ def _index(policy: str, ready: int, slots: int) -> CpuIndex:
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_an_eviction_does_not_begin_with_all_that_is_pinned(name: str) -> None:
     index = _index(name, 300, 300)
-    # Those that an eviction would meet first.
+    # The entries that an eviction would meet first.
     for chunk in list(index._policy.order())[:200]:
         entry = index.get(chunk)
         assert entry is not None

@@ -119,7 +119,7 @@ def test_an_answer_of_before_a_clear_is_void() -> None:
     index = _index()
     index.ask(key(1), NOW_S)
     taken = index.take_questions(1)
-    assert index.clear() == ([], [])
+    assert index.clear(keys(1)) == ([], [])
     assert index.answered(taken, [True], NOW_S) == []
     assert key(1) not in index
     assert index.ask(key(1), NOW_S + 2)  # the others' chunks are found again by asking again
@@ -128,11 +128,20 @@ def test_an_answer_of_before_a_clear_is_void() -> None:
     index.check()
 
 
+def test_an_answer_stays_true_when_nothing_is_cleared() -> None:
+    index = _index()
+    index.ask(key(1), NOW_S)
+    taken = index.take_questions(1)
+    assert index.clear([]) == ([], [])
+    assert index.answered(taken, [True], NOW_S) == keys(1)
+    index.check()
+
+
 def test_clear_deletes_what_is_known_and_idle() -> None:
     index = _index(1, 2, 3)
     index.begin_read(key(2))
     index.reserve(key(4))
-    readable, idle = index.clear()
+    readable, idle = index.clear(keys(1, 3, 2, 4))
     assert (readable, idle) == (keys(1, 3, 2), keys(1, 3))
     assert index.keys() == []
     assert index.is_known(key(1))  # on its way out: not to be put
