@@ -318,7 +318,7 @@ async def test_of_moves_that_are_over_only_their_end_is_kept(
     del begun
     await asyncio.sleep(0)  # the task that ran it is let go of
     gc.collect()
-    assert not [each for each in gc.get_objects() if isinstance(each, moving.Move)]
+    assert not [each for each in gc.get_objects() if type(each) is moving.Move]
     await mover.stop()
     await asyncio.to_thread(other.stop)
 
