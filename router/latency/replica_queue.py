@@ -23,6 +23,7 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 from typing import Final
 
@@ -111,6 +112,9 @@ class _Memory:
         return self._heap
 
 
+_BOUNDLESS: Final = _Memory(inf, 0.0, (), 0.0)
+
+
 class ReplicaQueue:
     """The requests of one replica, from when they are sent to the end of their answers.
 
@@ -129,6 +133,8 @@ class ReplicaQueue:
         """What they would hold if what an ended one shared with others were each one's own."""
         self._began_s = 0.0
         """When the first prefill began, as far as is known."""
+        self._latest_ready_s = 0.0
+        """Of all prefills that have joined: none here is ready later."""
         self._capacity_tokens = inf
         self._answer_s = 0.0
         self._others_until_s = 0.0
@@ -137,7 +143,7 @@ class ReplicaQueue:
         # What follows from the above: when a newcomer's turn comes, and how much KV memory is
         # free then and later.
         self._free_at_s = 0.0
-        self._memory = _Memory(inf, 0.0, (), 0.0)
+        self._memory = _BOUNDLESS
 
     def set_capacity(self, capacity_tokens: float) -> None:
         """Note how many tokens of KV the replica's GPU holds in all."""
@@ -199,6 +205,7 @@ class ReplicaQueue:
             self._began_s = now_s
         self._last += 1
         prefill = self._prefills[self._last] = _Prefill(work_s, kv, self._lacking(kv), ready_s)
+        self._latest_ready_s = max(self._latest_ready_s, ready_s)
         self._held.update(kv.keys)
         self._held_tokens += prefill.kv_tokens
         self._alone_tokens += prefill.kv_tokens
@@ -219,7 +226,7 @@ class ReplicaQueue:
             return  # one behind it has left already, and told more
         before_s = max(now_s, self.free_at_s(now_s))
         end_s = self._prefills[token].end_s
-        for each in [each for each in self._prefills if each < token]:
+        for each in list(takewhile(lambda each: each < token, self._prefills)):
             if self._prefills[each].due_s <= now_s:
                 self._decode(each)
         is_first = token == next(iter(self._prefills))
@@ -259,6 +266,20 @@ class ReplicaQueue:
     def _plan(self, now_s: float) -> None:
         """Work out when each prefill begins and ends."""
         self._is_stale = False
+        self._plan_again_s = inf
+        if self._capacity_tokens == inf and self._latest_ready_s <= self._began_s:
+            self._plan_plainly()
+        else:
+            self._plan_with_memory(now_s)
+
+    def _plan_plainly(self) -> None:
+        """Plan one prefill after the other, where nothing else binds and none is overtaken."""
+        time_s = self._began_s
+        for each in self._prefills.values():
+            time_s = each.end_s = time_s + each.work_s
+        self._free_at_s, self._memory = time_s, _BOUNDLESS
+
+    def _plan_with_memory(self, now_s: float) -> None:
         time_s = self._began_s
         waiting = list(self._prefills.values())
         # What an ended request shared with others they still hold: each counts for its share.
@@ -266,7 +287,6 @@ class ReplicaQueue:
         held = [share * each.kv_tokens for each in self._decoding.values()]
         memory = _Memory(self._capacity_tokens, self._answer_s, held, now_s)
         opening: tuple[float, _Memory] | None = None
-        self._plan_again_s = inf
         while waiting:
             at = next((i for i, each in enumerate(waiting) if each.ready_s <= time_s), None)
             if at is None:

@@ -142,9 +142,13 @@ class Rates:
     def _learn(self, shares: dict[Part, float], error: float, noise: float) -> None:
         """Correct the parts by the logarithm of observed over predicted; see the module."""
         covariance = self._covariance
-        with_shares = [
-            sum(row[part] * share for part, share in shares.items()) for row in covariance
-        ]
+        each_share = tuple(shares.items())
+        with_shares = []
+        for row in covariance:
+            total = 0.0
+            for part, share in each_share:
+                total += row[part] * share
+            with_shares.append(total)
         unsure = sum(with_shares[part] * share for part, share in shares.items())
         surprise = error**2 / (unsure + noise)
         spread = unsure + noise * (self._learning.tail + surprise) / (self._learning.tail + 1)
