@@ -12,33 +12,15 @@ Every first token seen sets the schedule right, be it early or late. Against a s
 that only early ends corrected, this took the median error of predicted TTFTs at 70% load
 down by 10 to 50% in a model of a batching replica, most where prefills stall now and then.
 
-Answers are of unknown length: n that run are taken to end one after another, the k-th next
-``answer_s / (n - k + 1)`` after the one before it, as n exponential times of mean
-``answer_s`` do.
-
 Pure: no clock, no I/O.
 """
 
-import heapq
 from collections import Counter
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import inf
-from typing import Final
 
-
-@dataclass(frozen=True, slots=True)
-class KvNeed:
-    """The KV memory of a prompt: keys of equal parts of it, of which requests share equal ones."""
-
-    keys: Sequence[int] = ()
-    tokens_per_key: int = 1
-    tokens: int = 0
-    """Of the whole prompt."""
-
-
-NO_KV: Final = KvNeed()
+from router.latency.kv_memory import BOUNDLESS, NO_KV, KvMemory, KvNeed
 
 
 @dataclass(eq=False, slots=True)
@@ -55,64 +37,6 @@ class _Prefill:
     """When it was predicted to be done as it joined."""
     end_s: float = 0.0
     """When it will be done, as things stand."""
-
-
-class _Memory:
-    """KV memory: how much is free, and when how much more will be."""
-
-    def __init__(
-        self, capacity: float, answer_s: float, held: Collection[float], now_s: float
-    ) -> None:
-        self.free_tokens = capacity - sum(held)
-        self._answer_s = answer_s
-        self._held = held
-        self._now_s = now_s
-        self._later: list[tuple[float, float]] = []
-        """What `give_back_at` noted."""
-        self._heap: list[tuple[float, float]] | None = None
-        """All releases, once they are asked for: mostly there is memory, and hundreds decode."""
-
-    def take(self, tokens: float, from_s: float) -> float:
-        """Take memory as soon as there is some; return when. What never fits waits for all."""
-        while self.free_tokens < tokens and (releases := self._releases()):
-            release_s, released = heapq.heappop(releases)
-            from_s = max(from_s, release_s)
-            self.free_tokens += released
-        self.free_tokens -= tokens
-        return from_s
-
-    def give_back_at(self, at_s: float, tokens: float) -> None:
-        """Note when a request's answer will end."""
-        if self._heap is None:
-            self._later.append((at_s, tokens))
-        else:
-            heapq.heappush(self._heap, (at_s, tokens))
-
-    def in_order(self) -> list[tuple[float, float]]:
-        """Return when how much more will be free, as it stands now."""
-        releases = self._releases()
-        releases.sort()  # in order, a heap is one still
-        return releases
-
-    def copy(self) -> "_Memory":
-        """Return a copy, to be kept as it stands now."""
-        other = _Memory(0.0, self._answer_s, self._held, self._now_s)
-        other.free_tokens, other._later = self.free_tokens, self._later.copy()
-        other._heap = None if self._heap is None else self._heap.copy()
-        return other
-
-    def _releases(self) -> list[tuple[float, float]]:
-        if self._heap is None:
-            at_s, heap = self._now_s, self._later
-            for left, tokens in zip(range(len(self._held), 0, -1), self._held, strict=True):
-                at_s += self._answer_s / left
-                heap.append((at_s, tokens))
-            heapq.heapify(heap)
-            self._heap = heap
-        return self._heap
-
-
-_BOUNDLESS: Final = _Memory(inf, 0.0, (), 0.0)
 
 
 class ReplicaQueue:
@@ -143,7 +67,7 @@ class ReplicaQueue:
         # What follows from the above: when a newcomer's turn comes, and how much KV memory is
         # free then and later.
         self._free_at_s = 0.0
-        self._memory = _BOUNDLESS
+        self._memory = BOUNDLESS
 
     def set_capacity(self, capacity_tokens: float) -> None:
         """Note how many tokens of KV the replica's GPU holds in all."""
@@ -277,7 +201,7 @@ class ReplicaQueue:
         time_s = self._began_s
         for each in self._prefills.values():
             time_s = each.end_s = time_s + each.work_s
-        self._free_at_s, self._memory = time_s, _BOUNDLESS
+        self._free_at_s, self._memory = time_s, BOUNDLESS
 
     def _plan_with_memory(self, now_s: float) -> None:
         time_s = self._began_s
@@ -285,8 +209,8 @@ class ReplicaQueue:
         # What an ended request shared with others they still hold: each counts for its share.
         share = self._held_tokens / self._alone_tokens if self._alone_tokens else 1.0
         held = [share * each.kv_tokens for each in self._decoding.values()]
-        memory = _Memory(self._capacity_tokens, self._answer_s, held, now_s)
-        opening: tuple[float, _Memory] | None = None
+        memory = KvMemory(self._capacity_tokens, self._answer_s, held, now_s)
+        opening: tuple[float, KvMemory] | None = None
         while waiting:
             at = next((i for i, each in enumerate(waiting) if each.ready_s <= time_s), None)
             if at is None:
