@@ -111,13 +111,13 @@ def _bare_proxy(to: Fleet, directory: Path) -> Launch:
 
 def _picker(to: Fleet, directory: Path, *, knows_tokens: bool = True) -> Launch:
     """Start Envoy and the picker that it asks, as `warmroute up --gateway envoy` does."""
-    port, picker_port, http_port = free_ports(3)
+    port, picker_port, http_port, envoy_port = free_ports(4)
     path = directory / "picker.json"
     config = {
         "port": port,
         "log_level": "warning",
         "replicas": [{"url": each.url} for each in to.replicas],
-        "picker": {"port": picker_port, "http_port": http_port},
+        "picker": {"port": picker_port, "http_port": http_port, "envoy_port": envoy_port},
     }
     path.write_text(json.dumps(config), encoding="utf-8")
     settings = configuration(load_router_config(path), _HERE)
@@ -127,7 +127,7 @@ def _picker(to: Fleet, directory: Path, *, knows_tokens: bool = True) -> Launch:
     load = {"endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}]}
     own = {"name": "own", "load_assignment": {"cluster_name": "own", **load}}
     settings["static_resources"]["clusters"].append(own)
-    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
+    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_authz.v3.ExtAuthzPerRoute"
     off = {"@type": kind, "disabled": True}
     host["routes"].insert(
         0,

@@ -13,13 +13,16 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from router.config import host_port
-from router.envoy import ENVELOPE, EXCHANGE, FIRST_BYTE_MS, OWN_METADATA
-from router.picker.words import Message, metadata_of
+from router.envoy import END_US, ENVELOPE, EXCHANGE, FIRST_BYTE_US, KIND
+from router.picker.words import Message
 from router.record import Outcome
 
-_MS: Final = 1e-3
+_US: Final = 1e-6
 _MOST_DIGITS: Final = 18
-"""Of milliseconds since 1970; Python converts no number of thousands of digits."""
+"""Of microseconds; Python converts no number of thousands of digits."""
+_STREAMED: Final = "text/event-stream"
+_NOTHING: Final = "-"
+"""What Envoy says where there is nothing to say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class Told:
     """The endpoint that gave it; None where Envoy gave it itself."""
     first_byte_after_s: float | None
     """From when the picker was asked to the first byte of the body; of streamed answers only."""
+    ended_after_s: float | None
+    """The same, to when its last byte was sent on."""
     envelope: bytes
     """Of the body, the parts that `UsageReader` reads."""
     response_bytes: int
@@ -64,18 +69,21 @@ class AnswersLog:
 def read(entry: Message) -> Told | None:
     """Return what an ``HTTPAccessLogEntry`` tells; None for a request that was not picked for."""
     common = entry.common_properties
-    exchange = metadata_of(common.metadata, OWN_METADATA, EXCHANGE)
-    if exchange is None:
+    tags, response = dict(common.custom_tags), entry.response
+    exchange = tags.get(EXCHANGE)
+    if not exchange:
         return None
-    envelope = metadata_of(common.metadata, OWN_METADATA, ENVELOPE) or ""
+    is_streamed = response.response_headers.get(KIND, "").startswith(_STREAMED)
+    is_over = common.access_log_type == DownstreamEnd
     return Told(
         exchange=exchange,
-        status=entry.response.response_code.value,
+        status=response.response_code.value,
         served=_served(common),
-        first_byte_after_s=_first_byte_after_s(common),
-        envelope=envelope.encode(errors="replace"),
-        response_bytes=entry.response.response_body_bytes,
-        outcome=_outcome(common) if common.access_log_type == DownstreamEnd else None,
+        first_byte_after_s=_seconds(tags.get(FIRST_BYTE_US)) if is_streamed else None,
+        ended_after_s=_seconds(tags.get(END_US)) if is_over else None,
+        envelope=_envelope(tags.get(ENVELOPE)),
+        response_bytes=response.response_body_bytes,
+        outcome=_outcome(common) if is_over else None,
     )
 
 
@@ -84,16 +92,15 @@ def _served(common: Message) -> str | None:
     return host_port(address.address, address.port_value) if address.address else None
 
 
-def _first_byte_after_s(common: Message) -> float | None:
-    """Return when the first byte came, by Envoy's clock alone: the picker's may be another."""
-    told = metadata_of(common.metadata, OWN_METADATA, FIRST_BYTE_MS)
-    if told is None or not told.isdecimal() or len(told) > _MOST_DIGITS:
+def _seconds(told_us: str | None) -> float | None:
+    """Return a duration by Envoy's clock alone, which may be another than the picker's."""
+    if told_us is None or not told_us.isdecimal() or len(told_us) > _MOST_DIGITS:
         return None
-    try:
-        asked_ms = common.start_time.ToMilliseconds() + common.time_to_last_rx_byte.ToMilliseconds()
-    except ValueError:  # no such time
-        return None
-    return max(0.0, (int(told) - int(asked_ms)) * _MS)
+    return int(told_us) * _US
+
+
+def _envelope(told: str | None) -> bytes:
+    return b"" if told is None or told == _NOTHING else told.encode(errors="replace")
 
 
 def _outcome(common: Message) -> Outcome:
