@@ -13,8 +13,8 @@ Called by launch, picker and the command line. Imports config.
 from router.envoy.bootstrap import configuration, program
 from router.envoy.merging import merge
 from router.envoy.names import (
+    ASKED_METADATA,
     DESTINATION,
-    END_US,
     ENVELOPE,
     EXCHANGE,
     FIRST_BYTE_US,
@@ -22,6 +22,7 @@ from router.envoy.names import (
     KIND,
     LB_METADATA,
     MAX_RETRIES,
+    OWN_METADATA,
     REPLICAS,
     SERVED,
     STATUS,
@@ -30,8 +31,8 @@ from router.envoy.names import (
 )
 
 __all__ = [
+    "ASKED_METADATA",
     "DESTINATION",
-    "END_US",
     "ENVELOPE",
     "EXCHANGE",
     "FIRST_BYTE_US",
@@ -39,6 +40,7 @@ __all__ = [
     "KIND",
     "LB_METADATA",
     "MAX_RETRIES",
+    "OWN_METADATA",
     "REPLICAS",
     "SERVED",
     "STATUS",

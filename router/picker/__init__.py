@@ -9,8 +9,8 @@ picker by gRPC, with Envoy's external processing protocol, and tells of headers,
     words                       what messages say
     exchange.Exchange           one request: asked, picked, answered, ended
 
-An Envoy with our own configuration asks by HTTP instead, which costs both a third, and its access
-log tells of the answers:
+An Envoy with our own configuration asks by HTTP instead, which costs a third, and its access log
+tells of the answers:
 
     asks.Asks                   one question: headers and body in, where it goes out
     answers.AnswersLog          the log: how requests stand, and how they ended

@@ -13,16 +13,15 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from router.config import host_port
-from router.envoy import END_US, ENVELOPE, EXCHANGE, FIRST_BYTE_US, KIND
+from router.envoy import ASKED_METADATA, ENVELOPE, EXCHANGE, FIRST_BYTE_US, KIND, OWN_METADATA
 from router.picker.words import Message
 from router.record import Outcome
 
 _US: Final = 1e-6
+_NS: Final = 1e-9
 _MOST_DIGITS: Final = 18
 """Of microseconds; Python converts no number of thousands of digits."""
 _STREAMED: Final = "text/event-stream"
-_NOTHING: Final = "-"
-"""What Envoy says where there is nothing to say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +67,9 @@ class AnswersLog:
 
 def read(entry: Message) -> Told | None:
     """Return what an ``HTTPAccessLogEntry`` tells; None for a request that was not picked for."""
-    common = entry.common_properties
-    tags, response = dict(common.custom_tags), entry.response
-    exchange = tags.get(EXCHANGE)
-    if not exchange:
+    common, response = entry.common_properties, entry.response
+    exchange = _metadata(common, ASKED_METADATA, EXCHANGE)
+    if exchange is None:
         return None
     is_streamed = response.response_headers.get(KIND, "").startswith(_STREAMED)
     is_over = common.access_log_type == DownstreamEnd
@@ -79,12 +77,20 @@ def read(entry: Message) -> Told | None:
         exchange=exchange,
         status=response.response_code.value,
         served=_served(common),
-        first_byte_after_s=_seconds(tags.get(FIRST_BYTE_US)) if is_streamed else None,
-        ended_after_s=_seconds(tags.get(END_US)) if is_over else None,
-        envelope=_envelope(tags.get(ENVELOPE)),
+        first_byte_after_s=_first_byte_after_s(common) if is_streamed else None,
+        ended_after_s=_ended_after_s(common) if is_over else None,
+        envelope=(_metadata(common, OWN_METADATA, ENVELOPE) or "").encode(errors="replace"),
         response_bytes=response.response_body_bytes,
         outcome=_outcome(common) if is_over else None,
     )
+
+
+def _metadata(common: Message, namespace: str, key: str) -> str | None:
+    """Return a text of Envoy's dynamic metadata, None where it is not there."""
+    told = common.metadata.filter_metadata
+    if namespace not in told or key not in (fields := told[namespace].fields):
+        return None
+    return str(fields[key].string_value)
 
 
 def _served(common: Message) -> str | None:
@@ -92,15 +98,20 @@ def _served(common: Message) -> str | None:
     return host_port(address.address, address.port_value) if address.address else None
 
 
-def _seconds(told_us: str | None) -> float | None:
+def _first_byte_after_s(common: Message) -> float | None:
     """Return a duration by Envoy's clock alone, which may be another than the picker's."""
-    if told_us is None or not told_us.isdecimal() or len(told_us) > _MOST_DIGITS:
+    told_us = common.custom_tags.get(FIRST_BYTE_US, "")
+    if not told_us.isdecimal() or len(told_us) > _MOST_DIGITS:
         return None
     return int(told_us) * _US
 
 
-def _envelope(told: str | None) -> bytes:
-    return b"" if told is None or told == _NOTHING else told.encode(errors="replace")
+def _ended_after_s(common: Message) -> float | None:
+    """Return the same to the answer's end, None where that was cut."""
+    if not common.HasField("time_to_last_downstream_tx_byte"):
+        return None
+    asked, ended = common.time_to_last_rx_byte, common.time_to_last_downstream_tx_byte
+    return max(0.0, float(ended.seconds - asked.seconds + (ended.nanos - asked.nanos) * _NS))
 
 
 def _outcome(common: Message) -> Outcome:

@@ -214,13 +214,19 @@ def _log_entries(draw: st.DrawFn) -> Any:
         entry = message.http_logs.log_entry.add()
         common = entry.common_properties
         names = st.sampled_from(["", "0", "a", "9" * 5000, "\u0663", "-1", "1.5", "x" * 100])
-        for key in ("x-picker-exchange", "envelope", "first_byte_us", "end_us"):
+        told = common.metadata.filter_metadata
+        asked = "envoy.filters.http.ext_authz"
+        for space, key in ((asked, "x-picker-exchange"), ("warmroute", "envelope")):
             if draw(st.booleans()):
-                common.custom_tags[key] = draw(names)
+                told[space].update({key: draw(names)})
+        common.custom_tags["first_byte_us"] = draw(names)
         kinds = st.sampled_from(["", "text/event-stream", "application/json"])
         entry.response.response_headers["content-type"] = draw(kinds)
         entry.response.response_code.value = draw(st.sampled_from([0, 200, 503, 2**32 - 1]))
         entry.response.response_body_bytes = draw(st.sampled_from([0, 5, 2**64 - 1]))
+        seconds = st.sampled_from([0, -1, 10**9, 2**62, -(2**62)])
+        common.time_to_last_rx_byte.seconds = draw(seconds)
+        common.time_to_last_downstream_tx_byte.seconds = draw(seconds)
         common.access_log_type = draw(st.sampled_from([0, 4, 99]))
         common.upstream_remote_address.socket_address.address = draw(names)[:20]
         common.response_flags.downstream_connection_termination = draw(st.booleans())

@@ -116,6 +116,20 @@ async def test_an_answer_has_each_of_our_headers_once(
     assert not [each for each in seen.headers if each.lower().startswith("x-picker-")]
 
 
+async def test_a_clients_key_is_for_replicas_alone(
+    gateway: Gateway, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr("router.picker.asks._named", names.extend)
+    picker, _ = await gateway.both()
+    key = {"Authorization": "Bearer mine", "X-Session-Id": "a"}
+    async with client.post(picker.url + CHAT, json=chat(), headers=key) as answer:
+        assert answer.status == 200
+    told = {each.lower() for each in names}
+    assert "x-session-id" in told and "authorization" not in told
+    assert gateway.one.seen[0].headers["Authorization"] == "Bearer mine"
+
+
 def silent(settings: Settings) -> Settings:
     """Take the log away by which our Envoy tells of answers."""
     [listener] = settings["static_resources"]["listeners"]
