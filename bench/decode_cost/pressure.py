@@ -126,15 +126,19 @@ class Pressure:
             "tier": None,
         }
         body = {"keys": _hex(keys), "source": where, "copy": True}
-        move = await self._call(f"{to.agent_url}/move", body)
+        try:
+            move = await self._call(f"{to.agent_url}/move", body)
+        except BenchError as error:
+            await self._failed(str(error))
+            return
         url = f"{to.agent_url}/moves/{move['event_id']}?wait_s={_CALL_S / 2}"
         told = await self._call(url)
         if told["state"] != "done":
             await self._failed(f"a copy of {len(keys)} chunks: {told}")
 
     async def _failed(self, what: str) -> None:
-        # On a busy machine Redis may have let a call wait for longer than the engine does,
-        # which then leaves it alone for a while.
+        # On a busy machine Redis or the peer may have let a call wait for longer than the engine
+        # does, which then leaves it alone for a while.
         self.failures.append(what)
         await asyncio.sleep(_PAUSE_S)
 

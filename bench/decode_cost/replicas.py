@@ -190,7 +190,15 @@ def _engine(
         config=config,
     )
     command = [sys.executable, "-m", "bench.decode_cost.peer", json.dumps(asdict(told))]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT)
+    # A session of its own, as the vLLMs have: the kernel divides the cores among sessions first,
+    # and in this one it would have but a part of what the engine inside vLLM has.
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=_ROOT,
+        start_new_session=True,
+    )
     try:
         assert process.stdout is not None
         if process.stdout.readline().strip() != b"serves":
