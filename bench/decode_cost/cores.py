@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Final
 
 _PROC: Final = Path("/proc")
+_OTHERS_FIRST: Final = 1
+_MODEL_FIRST: Final = 2
+"""Priorities above all work that has none."""
 
 
 @contextmanager
@@ -15,26 +18,34 @@ def parted(model_pid: int) -> Iterator[None]:
     """Give the main thread of a process, which computes the model, a core of its own.
 
     All other threads of this process and of those that it has started share the other cores for
-    the length of the block. Others' processes go where they like. Threads and processes that are
-    started meanwhile stay where the one is that starts them, as long as the block.
+    the length of the block. Where it may be (root), all of them go before the machine's other work,
+    the model before all: so no thread that has the interpreter's lock loses its core to what has
+    nothing to do with it. Threads that are started meanwhile are as the one that starts them.
     """
     cores = sorted(os.sched_getaffinity(0))
-    _bind(_family(os.getpid()), cores[1:])
-    os.sched_setaffinity(model_pid, cores[:1])
+    _place(_threads(os.getpid()), cores[1:], os.SCHED_RR, _OTHERS_FIRST)
+    _place([model_pid], cores[:1], os.SCHED_FIFO, _MODEL_FIRST)
     try:
         yield
     finally:
-        _bind(_family(os.getpid()), cores)
+        _place(_threads(os.getpid()), cores, os.SCHED_OTHER, 0)
 
 
-def _bind(pids: Iterable[int], cores: Iterable[int]) -> None:
-    allowed = set(cores)
-    for pid in pids:
-        # It, or a thread of it, may just have ended.
+def _place(threads: Iterable[int], cores: Iterable[int], policy: int, priority: int) -> None:
+    allowed, how = set(cores), os.sched_param(priority)
+    for thread in threads:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(thread, allowed)
+            with contextlib.suppress(PermissionError):
+                os.sched_setscheduler(thread, policy, how)
+
+
+def _threads(pid: int) -> Iterator[int]:
+    """Yield all threads of a process and of those that come from it."""
+    for each in _family(pid):
         with contextlib.suppress(FileNotFoundError):
-            for thread in (_PROC / str(pid) / "task").iterdir():
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(int(thread.name), allowed)
+            for thread in (_PROC / str(each) / "task").iterdir():
+                yield int(thread.name)
 
 
 def _family(pid: int) -> list[int]:

@@ -25,7 +25,8 @@ HOW_TO_READ: Final = (
     "what a cache daemon would cost. Their ratio is what the daemon would save; moved_over_outside "
     "says whether both moved as much, and a ratio of times is to be read only where that is near "
     "1. moderate: both at moderate_bytes_per_s. cores apart: the engine core's main thread has a "
-    "core, and all else of this bench the others (what other work the machine has goes anywhere).",
+    "core, and all else of this bench the others, before the machine's other work where the bench "
+    "may ask for that (root): nearest to a machine with free cores.",
     "A ratio is the geometric mean over rounds of two windows of the same round, its interval "
     "(95%) by drawing rounds again and again; inside_over_outside draws from all rounds and kinds "
     "of work together.",
