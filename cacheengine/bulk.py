@@ -1,7 +1,8 @@
 """Large runs of bytes, hashed and copied without the interpreter's lock (GIL).
 
-Python's own ways hold it: `bytes(view)`, ``view[:] = other``, and the one-call digests of xxhash
-before version 4. What holds it for a millisecond keeps the model's scheduler from its next step.
+Python's own ways hold it: `bytes(view)`, ``view[:] = other``, and the one-call digests of older
+xxhash (3.5 does, 4.1 does not). What holds it for a millisecond keeps the model's scheduler from
+its next step.
 
 Called by tiers and transfer. Imports nothing of the engine.
 """

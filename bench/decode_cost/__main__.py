@@ -6,7 +6,9 @@
 Two vLLMs, one without and one with the engine, take turns; beside the decodes of the second its
 engine is idle, promotes from disk or from Redis, sends copies to a peer or receives them, as fast
 as it can and at a moderate rate; and in turns with each of these an engine outside of vLLM's
-process does the same. Each round has every situation once (`situations`), in an order of its own.
+process does the same. As root it takes, for the windows with the cores apart, priority over all
+other work of the machine. Each round has every situation once (`situations`), in an order of its
+own.
 
 How to read it is in the result (`how_to_read`). In short: where there is no GPU, the model and the
 engine's threads compete for cores, wherever the engine is. What being in vLLM's process costs is

@@ -26,7 +26,9 @@ HOW_TO_READ: Final = (
     "says whether both moved as much, and a ratio of times is to be read only where that is near "
     "1. moderate: both at moderate_bytes_per_s. cores apart: the engine core's main thread has a "
     "core, and all else of this bench the others, before the machine's other work where the bench "
-    "may ask for that (root): nearest to a machine with free cores.",
+    "may ask for that (root): nearest to a machine with free cores. There the kernel takes the "
+    "core from such threads for 50 ms of each second, where other work wants it: p99 of step and "
+    "gap is that pause, in every situation, and says nothing; with_core is without it.",
     "A ratio is the geometric mean over rounds of two windows of the same round, its interval "
     "(95%) by drawing rounds again and again; inside_over_outside draws from all rounds and kinds "
     "of work together.",
