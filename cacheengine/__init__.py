@@ -17,5 +17,5 @@ A chunk moved or copied: a router or controller asks the `agent` of one replica,
 `simulator` is a fleet with all of this but a GPU.
 
 Directions: launch -> settings; simulator, connector -> agent -> transfer -> engine -> settings,
-residency -> tiers, memory, identity, record -> keys, wire, trust, values, address.
+residency -> tiers, memory, identity, record -> keys, wire, trust, values, address, bulk.
 """

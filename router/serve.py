@@ -130,7 +130,7 @@ async def _serve_picker(
 ) -> Callable[[], Awaitable[None]]:
     """Listen; return what calls the picker not ready."""
     # An extra of its own, which only gateways need.
-    from router.picker import Picker  # noqa: PLC0415
+    from router.picker import CannotListen, Picker  # noqa: PLC0415
 
     config = parts.judge.config
     settings = config.picker or PickerConfig()
@@ -140,8 +140,8 @@ async def _serve_picker(
     parts.members.listeners.append(picker.fleet_changed)
     try:
         port = await picker.start()
-    except OSError as error:
-        raise PortTaken("picker.port", describe(error)) from None
+    except CannotListen as error:
+        raise PortTaken(error.key, describe(error)) from None
     stack.push_async_callback(picker.stop, config.timeouts.drain_s)
     log.info(
         "picking one of %d replicas at %s (policy %s); its own endpoints are at %s",

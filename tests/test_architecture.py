@@ -77,7 +77,7 @@ BESIDE_THE_ROOMS = {
         ("own_endpoints", "replica_endpoints", "cors"),
         ("explanation",),
     ),
-    "cacheengine": (("wire", "values"), ("keys", "address", "trust")),
+    "cacheengine": (("wire", "values"), ("keys", "address", "trust", "bulk")),
 }
 """A row may import the rows after it: the router's lie above its rooms, the engine's below."""
 LARGEST_ROOM_MODULES = 12

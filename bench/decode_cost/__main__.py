@@ -5,12 +5,14 @@
 
 Two vLLMs, one without and one with the engine, take turns; beside the decodes of the second its
 engine is idle, promotes from disk or from Redis, sends copies to a peer or receives them, as fast
-as it can. Each round has every situation once, in an order of its own.
+as it can and at a moderate rate; and in turns with each of these an engine outside of vLLM's
+process does the same. As root it takes, for the windows with the cores apart, priority over all
+other work of the machine. Each round has every situation once (`situations`), in an order of its
+own.
 
 How to read it is in the result (`how_to_read`). In short: where there is no GPU, the model and the
-engine's threads compete for cores, so that the gaps between tokens say more of the machine than of
-the engine; the probe in vLLM's process tells the wait for a core from the wait for the GIL, and
-only the latter is what a GPU's decode would suffer.
+engine's threads compete for cores, wherever the engine is. What being in vLLM's process costs is
+the ratio of inside to outside; what of it is no wait for a core, in ``with_core``.
 """
 
 import argparse

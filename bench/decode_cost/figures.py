@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Final
 
-from bench.decode_cost.pressure import Situation
+from bench.decode_cost.situations import GROUPS, Pace, Situation
 from bench.replica.intervals import Interval, interval
 from bench.stress.inside.lock import Durations
 
@@ -30,6 +30,26 @@ class Delay:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Step:
+    """From the end of one step to that of the next, of the thread that makes them."""
+
+    seconds: float
+    computed_s: float
+    without_core_s: float
+    """Ready to run, while something else had the core."""
+
+    @property
+    def with_core_s(self) -> float:
+        """What the step would have taken, had a core always been free for its thread."""
+        return self.seconds - self.without_core_s
+
+    @property
+    def asleep_s(self) -> float:
+        """Neither: it waited for the interpreter's lock, or for something to do."""
+        return max(0.0, self.with_core_s - self.computed_s)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Window:
     """One situation of one round."""
 
@@ -38,8 +58,8 @@ class Window:
     seconds: float
     gaps_s: Sequence[float]
     """Between tokens of the same answer, at its client."""
-    steps_s: Sequence[float]
-    """Between the ends of the scheduler's steps, each of which has a token of every answer."""
+    steps: Sequence[Step]
+    """Of the scheduler, each of which has a token of every answer."""
     delays: Sequence[Delay]
     moved_bytes: int
     failures: int
@@ -57,13 +77,34 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 Figure = Callable[[Window], float]
+
+
+def _step_quantile(part: str, share: float) -> Figure:
+    return lambda window: quantile([getattr(each, part) for each in window.steps], share)
+
+
+def _step_mean(part: str) -> Figure:
+    return lambda window: fmean(getattr(each, part) for each in window.steps)
+
+
 FIGURES: Final[Mapping[str, Figure]] = {
-    "step_p50_ms": lambda window: quantile(window.steps_s, 0.5),
-    "step_p99_ms": lambda window: quantile(window.steps_s, 0.99),
+    "step_p50_ms": _step_quantile("seconds", 0.5),
+    "step_p99_ms": _step_quantile("seconds", 0.99),
+    "step_mean_ms": _step_mean("seconds"),
+    "with_core_p50_ms": _step_quantile("with_core_s", 0.5),
+    "with_core_p99_ms": _step_quantile("with_core_s", 0.99),
+    "with_core_mean_ms": _step_mean("with_core_s"),
     "gap_p50_ms": lambda window: quantile(window.gaps_s, 0.5),
     "gap_p99_ms": lambda window: quantile(window.gaps_s, 0.99),
 }
 """Of a window, in seconds, by what they are called in milliseconds."""
+PARTS_OF_STEP: Final[Mapping[str, Figure]] = {
+    "computed_ms": _step_mean("computed_s"),
+    "without_core_ms": _step_mean("without_core_s"),
+    "asleep_ms": _step_mean("asleep_s"),
+    "asleep_p99_ms": _step_quantile("asleep_s", 0.99),
+}
+"""What a step is made of: means, but for the last."""
 
 
 def difference(after: Durations, before: Durations) -> Durations:
@@ -80,11 +121,35 @@ def ratio(
     The rounds' ratios, each of two neighbours in time, are the samples: their geometric mean.
     """
     by_round = {(each.round, each.situation): figure(each) for each in windows}
-    ratios = [
-        by_round[number, situation] / by_round[number, beside]
-        for number in sorted({each.round for each in windows})
-        if (number, situation) in by_round and (number, beside) in by_round
+    return _mean_ratio(_ratios(by_round, situation, beside))
+
+
+def together(
+    windows: Sequence[Window], pace: Pace, *, is_parted: bool, figure: Figure
+) -> Interval | None:
+    """Return a figure inside over that outside, of all kinds of work; None if nothing was moved.
+
+    The samples are the ratios of all rounds and kinds.
+    """
+    by_round = {(each.round, each.situation): figure(each) for each in windows}
+    found = []
+    for situation, *_ in GROUPS:
+        if (situation.pace, situation.is_parted) == (pace, is_parted) and situation.twin:
+            found += _ratios(by_round, situation, situation.twin)
+    return _mean_ratio(found) if found else None
+
+
+def _ratios(
+    by_round: Mapping[tuple[int, Situation], float], situation: Situation, beside: Situation
+) -> list[float]:
+    return [
+        value / by_round[number, beside]
+        for (number, mine), value in sorted(by_round.items(), key=lambda item: item[0][0])
+        if mine == situation and (number, beside) in by_round
     ]
+
+
+def _mean_ratio(ratios: Sequence[float]) -> Interval:
     return interval(lambda found: math.exp(fmean(map(math.log, found))), ratios)
 
 
@@ -97,12 +162,13 @@ def suffers(found: Interval) -> str:
 
 def summary(windows: Sequence[Window], situation: Situation) -> dict[str, Any]:
     """Return a situation's figures over all rounds, ready for JSON."""
-    mine = [each for each in windows if each.situation is situation]
+    mine = [each for each in windows if each.situation == situation]
     delays = [delay for each in mine for delay in each.delays]
     found: dict[str, Any] = {
-        "situation": situation.value,
+        "situation": str(situation),
         "tokens": sum(len(each.gaps_s) for each in mine),
-        **{name: _ms(median(map(figure, mine))) for name, figure in FIGURES.items()},
+        **_medians(mine, FIGURES),
+        "step_is_made_of": _medians(mine, PARTS_OF_STEP),
         "moved_gb_per_s": round(
             sum(each.moved_bytes for each in mine) / sum(each.seconds for each in mine) / 1e9, 3
         ),
@@ -113,16 +179,31 @@ def summary(windows: Sequence[Window], situation: Situation) -> dict[str, Any]:
         "share_of_time_without_gil": round(_share(mine, delays), 4),
         "lock": _locks(mine),
     }
-    for other in (Situation.PLAIN, Situation.IDLE):
+    others = {"plain": situation.plain, "idle": situation.idle, "outside": situation.twin}
+    for called, other in others.items():
+        if other is None:
+            continue
         for name, figure in FIGURES.items():
             against = ratio(windows, situation, other, figure)
-            found[f"{name.removesuffix('_ms')}_over_{other.name.lower()}"] = {
-                "ratio": round(against.value, 3),
-                "low": round(against.low, 3),
-                "high": round(against.high, 3),
-                "beyond_5_percent": suffers(against),
-            }
+            found[f"{name.removesuffix('_ms')}_over_{called}"] = as_json(against)
+    if situation.twin is not None:
+        moved = ratio(windows, situation, situation.twin, lambda window: float(window.moved_bytes))
+        found["moved_over_outside"] = as_json(moved)
     return found
+
+
+def as_json(found: Interval) -> dict[str, float | str]:
+    """Return a ratio, ready for JSON."""
+    return {
+        "ratio": round(found.value, 3),
+        "low": round(found.low, 3),
+        "high": round(found.high, 3),
+        "beyond_5_percent": suffers(found),
+    }
+
+
+def _medians(windows: Sequence[Window], figures: Mapping[str, Figure]) -> dict[str, float]:
+    return {name: _ms(median(map(figure, windows))) for name, figure in figures.items()}
 
 
 def _share(windows: Sequence[Window], delays: Sequence[Delay]) -> float:

@@ -1,27 +1,36 @@
-"""An engine without vLLM, to copy from and to: `python -m bench.decode_cost.peer '{...}'`.
+"""An engine without vLLM, in a process of its own: `python -m bench.decode_cost.peer '{...}'`.
+
+One is there to copy from and to. Another does what the engine inside vLLM does, with tiers of its
+own, as a cache daemon would.
 
 Says a line when it serves, and ends when its standard input closes.
 """
 
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import orjson
 
 from bench.stress.inside.content import content, prefix_keys
+from bench.stress.inside.lock import measure_lock
 from cacheengine.agent import Agent
 from cacheengine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.record import TransferMeter
-from cacheengine.settings import EngineConfig
+from cacheengine.settings import EngineConfig, load_engine_config
 from cacheengine.transfer import TransferServer
 from cacheengine.wire import ReplicaIdentity
 
 HOST: Final = "127.0.0.1"
-_CONVERSATION: Final = 0
+AT_PEER: Final = 0
+ON_DISK: Final = 1
+IN_STORE: Final = 2
+"""The conversations of the chunks that are made up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +45,17 @@ class Told:
     chunk_tokens: int
     chunk_bytes: int
     chunks: int
-    """That it holds from the start (`own_keys`), and has room for as many of the replica's."""
+    """Of a set."""
+    conversations: Sequence[int]
+    """What it holds from the start, a set of `own_keys` of each."""
+    sets: int
+    """That it has room for in its pool."""
+    is_pinned: bool
+    """Whether what it holds from the start stays in its pool."""
     agent_port: int
     transfer_port: int
+    config: str | None = None
+    """A file of settings, for its tiers."""
 
 
 class _Layout(ChunkLayout):
@@ -49,9 +66,9 @@ class _Layout(ChunkLayout):
         return self.model
 
 
-def own_keys(chunks: int) -> list[bytes]:
-    """Return the keys of the chunks that the peer has made up."""
-    return prefix_keys(_CONVERSATION, chunks)
+def own_keys(conversation: int, chunks: int) -> list[bytes]:
+    """Return the keys of a set of chunks that such an engine has made up."""
+    return prefix_keys(conversation, chunks)
 
 
 def main() -> None:
@@ -64,13 +81,15 @@ def main() -> None:
         chunk_tokens=told.chunk_tokens,
         chunk_bytes=told.chunk_bytes,
     )
-    config = EngineConfig(
-        lmcache_instance_id="peer", lmcache_worker_port=told.agent_port, agent_host=HOST
-    )
+    config = _config(told)
     with ExitStack() as undo:
-        engine = CacheEngine(config, layout, Pool.allocate(2 * told.chunks + 2, told.chunk_bytes))
+        pool = Pool.allocate(told.sets * told.chunks + 2, told.chunk_bytes)
+        engine = CacheEngine(config, layout, pool)
         undo.callback(engine.close)
-        _store(engine, own_keys(told.chunks))
+        # As that inside vLLM, so that both do the same.
+        measure_lock(engine)
+        for conversation in told.conversations:
+            _store(engine, own_keys(conversation, told.chunks), pin=told.is_pinned)
         meter = TransferMeter()
         server = TransferServer(engine, (HOST, told.transfer_port), meter)
         undo.callback(server.stop)
@@ -82,7 +101,15 @@ def main() -> None:
         sys.stdin.read()
 
 
-def _store(engine: CacheEngine, keys: list[bytes]) -> None:
+def _config(told: Told) -> EngineConfig:
+    if told.config is not None:
+        return load_engine_config(Path(told.config))
+    return EngineConfig(
+        lmcache_instance_id="peer", lmcache_worker_port=told.agent_port, agent_host=HOST
+    )
+
+
+def _store(engine: CacheEngine, keys: list[bytes], *, pin: bool) -> None:
     reservation = engine.prepare_store(keys)
     assert reservation is not None
     for key, slot in zip(reservation.keys, reservation.slots, strict=True):
@@ -90,7 +117,7 @@ def _store(engine: CacheEngine, keys: list[bytes]) -> None:
         view[:] = content(key, len(view))
     engine.complete_store(reservation.keys)
     # What is copied here for a while is not to drive these out.
-    assert engine.pin(keys, "cpu") == len(keys)
+    assert not pin or engine.pin(keys, "cpu") == len(keys)
 
 
 def _identity(told: Told) -> ReplicaIdentity:

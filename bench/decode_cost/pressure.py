@@ -1,13 +1,15 @@
-"""What keeps the engine at work while decodes run, as fast as it goes."""
+"""What keeps an engine at work while decodes run, as fast as it goes or at a given rate."""
 
 import asyncio
+import itertools
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Final
 
 import aiohttp
 
+from bench.decode_cost.situations import MODERATE_BYTES_S, Pace, Work
 from bench.replica.tiers import total
 from bench.ttft import BenchError
 
@@ -15,24 +17,14 @@ _CALL_S: Final = 60.0
 _PIN_S: Final = 5.0
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.5
+_MADE_UP_S: Final = 1.0
 
 
-class Situation(StrEnum):
-    """What there is beside the decodes."""
-
-    PLAIN = "vLLM without the engine"
-    IDLE = "engine idle"
-    DISK = "promoting from disk"
-    REMOTE = "promoting from Redis"
-    SEND = "sending copies"
-    RECEIVE = "receiving copies"
-
-
-_COUNTED: Final[Mapping[Situation, tuple[str, dict[str, str]]]] = {
-    Situation.DISK: ("warmroute_engine_tier_get_bytes_total", {"tier": "disk"}),
-    Situation.REMOTE: ("warmroute_engine_tier_get_bytes_total", {"tier": "remote"}),
-    Situation.SEND: ("warmroute_transfer_sent_bytes_total", {}),
-    Situation.RECEIVE: ("warmroute_transfer_received_bytes_total", {}),
+_COUNTED: Final[Mapping[Work, tuple[str, dict[str, str]]]] = {
+    Work.DISK: ("warmroute_engine_tier_get_bytes_total", {"tier": "disk"}),
+    Work.REMOTE: ("warmroute_engine_tier_get_bytes_total", {"tier": "remote"}),
+    Work.SEND: ("warmroute_transfer_sent_bytes_total", {}),
+    Work.RECEIVE: ("warmroute_transfer_received_bytes_total", {}),
 }
 
 
@@ -46,71 +38,84 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Which chunks are moved in which situation; each set is a prefix."""
+    """Which chunks are moved by which work; each set is a prefix."""
 
     on_disk: Sequence[bytes]
     in_store: Sequence[bytes]
     at_peer: Sequence[bytes]
+    chunk_bytes: int
+
+    def one(self, number: int) -> "Chunks":
+        """Return one chunk of each set: what is moved at once where it goes by a rate."""
+        at = number % len(self.on_disk)
+        return Chunks(
+            on_disk=[self.on_disk[at]],
+            in_store=[self.in_store[at]],
+            at_peer=[self.at_peer[at]],
+            chunk_bytes=self.chunk_bytes,
+        )
 
 
 class Pressure:
-    """Moves chunks of one replica again and again."""
+    """Moves chunks of one engine again and again, from and to another, its peer."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, replica: Place, peer: Place, chunks: Chunks
+        self, session: aiohttp.ClientSession, engine: Place, peer: Place, chunks: Chunks
     ) -> None:
-        self.session = session
-        self._replica = replica
+        self._session = session
+        self._engine = engine
         self._peer = peer
         self._chunks = chunks
         self.failures: list[str] = []
         """Turns in which not all chunks came, in words."""
 
-    async def run(self, situation: Situation) -> None:
+    async def run(self, work: Work, pace: Pace) -> None:
         """Move chunks without end; raise `BenchError` when an agent refuses."""
-        turns: Mapping[Situation, Callable[[], Coroutine[Any, Any, None]]] = {
-            Situation.DISK: self._from_disk,
-            Situation.REMOTE: self._from_store,
-            Situation.SEND: self._send,
-            Situation.RECEIVE: self._receive,
+        is_paced = pace is Pace.MODERATE
+        turns: Mapping[Work, Callable[[Chunks], Coroutine[Any, Any, None]]] = {
+            Work.DISK: self._from_disk,
+            Work.REMOTE: self._from_store,
+            Work.SEND: self._send,
+            Work.RECEIVE: self._receive,
         }
-        if situation not in turns:
-            return
-        if situation is Situation.SEND:
+        every_s = self._chunks.chunk_bytes / MODERATE_BYTES_S[work] if is_paced else 0.0
+        if work is Work.SEND:
             await self._promote(self._chunks.on_disk)
-        while True:
-            await turns[situation]()
+        due_s = time.monotonic()
+        for number in itertools.count():
+            await turns[work](self._chunks.one(number) if is_paced else self._chunks)
+            # What was late is made up for, so that the rate is kept, but not a long pause.
+            due_s = max(due_s + every_s, time.monotonic() - _MADE_UP_S)
+            await asyncio.sleep(due_s - time.monotonic())
 
-    async def moved_bytes(self, situation: Situation) -> int:
-        """Return how much the replica has moved so since its start, by its own count."""
-        if situation not in _COUNTED:
-            return 0
-        name, labels = _COUNTED[situation]
-        async with self.session.get(f"{self._replica.agent_url}/metrics") as response:
+    async def moved_bytes(self, work: Work) -> int:
+        """Return how much the engine has moved so since its start, by its own count."""
+        name, labels = _COUNTED[work]
+        async with self._session.get(f"{self._engine.agent_url}/metrics") as response:
             return int(total(await response.text(), name, **labels))
 
-    async def _from_disk(self) -> None:
-        await self._clear(self._replica, self._chunks.on_disk, ["cpu"])
-        await self._promote(self._chunks.on_disk)
+    async def _from_disk(self, chunks: Chunks) -> None:
+        await self._clear(self._engine, chunks.on_disk, ["cpu"])
+        await self._promote(chunks.on_disk)
 
-    async def _from_store(self) -> None:
-        await self._clear(self._replica, self._chunks.in_store, ["cpu", "disk"])
-        await self._promote(self._chunks.in_store)
+    async def _from_store(self, chunks: Chunks) -> None:
+        await self._clear(self._engine, chunks.in_store, ["cpu", "disk"])
+        await self._promote(chunks.in_store)
 
-    async def _send(self) -> None:
-        await self._clear(self._peer, self._chunks.on_disk, None)
-        await self._copy(self._replica, self._peer, self._chunks.on_disk)
+    async def _send(self, chunks: Chunks) -> None:
+        await self._clear(self._peer, chunks.on_disk, None)
+        await self._copy(self._engine, self._peer, chunks.on_disk)
 
-    async def _receive(self) -> None:
-        await self._clear(self._replica, self._chunks.at_peer, None)
-        await self._copy(self._peer, self._replica, self._chunks.at_peer)
+    async def _receive(self, chunks: Chunks) -> None:
+        await self._clear(self._engine, chunks.at_peer, None)
+        await self._copy(self._peer, self._engine, chunks.at_peer)
 
     async def _clear(self, place: Place, keys: Sequence[bytes], tiers: list[str] | None) -> None:
         await self._call(f"{place.agent_url}/clear", {"keys": _hex(keys), "tiers": tiers})
 
     async def _promote(self, keys: Sequence[bytes]) -> None:
         body = {"keys": _hex(keys), "wait_s": _CALL_S / 2, "pin_s": _PIN_S}
-        told = await self._call(f"{self._replica.agent_url}/prefetch", body)
+        told = await self._call(f"{self._engine.agent_url}/prefetch", body)
         if told["missing"] or told["pending"]:
             await self._failed(f"{len(keys)} chunks promoted: {told}")
 
@@ -121,30 +126,34 @@ class Pressure:
             "tier": None,
         }
         body = {"keys": _hex(keys), "source": where, "copy": True}
-        move = await self._call(f"{to.agent_url}/move", body)
+        try:
+            move = await self._call(f"{to.agent_url}/move", body)
+        except BenchError as error:
+            await self._failed(str(error))
+            return
         url = f"{to.agent_url}/moves/{move['event_id']}?wait_s={_CALL_S / 2}"
         told = await self._call(url)
         if told["state"] != "done":
             await self._failed(f"a copy of {len(keys)} chunks: {told}")
 
     async def _failed(self, what: str) -> None:
-        # On a busy machine Redis may have let a call wait for longer than the engine does,
-        # which then leaves it alone for a while.
+        # On a busy machine Redis or the peer may have let a call wait for longer than the engine
+        # does, which then leaves it alone for a while.
         self.failures.append(what)
         await asyncio.sleep(_PAUSE_S)
 
     async def _call(self, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         method = "GET" if body is None else "POST"
         timeout = aiohttp.ClientTimeout(total=_CALL_S)
-        async with self.session.request(method, url, json=body, timeout=timeout) as response:
+        async with self._session.request(method, url, json=body, timeout=timeout) as response:
             if response.status != 200:
                 raise BenchError(f"{url}: {response.status}: {await response.text()}")
             told: dict[str, Any] = await response.json()
             return told
 
     async def until_held(self, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
-        """Return when these tiers of the replica hold the chunks; raise `BenchError`."""
-        url = f"{self._replica.agent_url}/lookup"
+        """Return when these tiers of the engine hold the chunks; raise `BenchError`."""
+        url = f"{self._engine.agent_url}/lookup"
         try:
             async with asyncio.timeout(_CALL_S):
                 for tier in tiers:

@@ -16,7 +16,6 @@ import struct
 import sys
 import threading
 import time
-from array import array
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,16 +27,24 @@ MEASURES_LOCK: Final = "WARMROUTE_PROBE_LOCK"
 """Environment variable: set where the engine's lock is to be measured."""
 SAMPLES: Final = "probe.bin"
 STEPS: Final = "steps.bin"
-"""When each step has ended, of the monotonic clock; doubles."""
+"""When each step has ended, and what its thread had computed and waited for a core by then."""
 LOCKS: Final = "lock.jsonl"
+PID: Final = "pid"
+"""Of the engine core: its main thread, of the same number, computes the model where no GPU does."""
 SAMPLE: Final = struct.Struct("<ddd")
 """When (of the monotonic clock), how late, and of that how long without a core; in seconds."""
+STEP: Final = struct.Struct("<ddd")
+"""The three, of the monotonic clock and since the thread's start; in seconds."""
 _PERIOD_S: Final = 0.001
 _WRITE_EVERY: Final = 1000
+_SCHEDSTAT: Final = "/proc/thread-self/schedstat"
 _SCHEDULER: Final = "vllm.v1.core.sched.scheduler"
 _POLL_S: Final = 0.5
 _IS_ENGINE_S: Final = 120.0
 """How long a process may take to say what it is."""
+
+
+_of_thread = threading.local()
 
 
 def begin() -> None:
@@ -57,6 +64,7 @@ def _probe_engine_core(directory: Path) -> None:
         if time.monotonic() > until_s:
             return
         time.sleep(_POLL_S)
+    (directory / PID).write_text(str(os.getpid()))
     steps = _note_steps()
     with (
         (directory / SAMPLES).open("ab", buffering=0) as file,
@@ -65,9 +73,9 @@ def _probe_engine_core(directory: Path) -> None:
         _probe(file.fileno(), steps_file.fileno(), steps)
 
 
-def _note_steps() -> "array[float]":
+def _note_steps() -> bytearray:
     """Return what gets the time of each step's end from now on."""
-    steps = array("d")
+    steps = bytearray()
     # Imported by vLLM when it needs it: before that there is no scheduler.
     while not hasattr(sys.modules.get(_SCHEDULER), "Scheduler"):
         time.sleep(_POLL_S)
@@ -76,15 +84,15 @@ def _note_steps() -> "array[float]":
 
     @functools.wraps(take)
     def take_noted(*given: Any, **named: Any) -> Any:
-        steps.append(time.monotonic())
+        steps.extend(_step())
         return take(*given, **named)
 
     scheduler.Scheduler.update_from_output = take_noted
     return steps
 
 
-def _probe(out: int, steps_out: int, steps: "array[float]") -> None:
-    schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+def _probe(out: int, steps_out: int, steps: bytearray) -> None:
+    schedstat = os.open(_SCHEDSTAT, os.O_RDONLY)
     due_s = time.monotonic()
     while True:
         samples = bytearray()
@@ -96,9 +104,17 @@ def _probe(out: int, steps_out: int, steps: "array[float]") -> None:
             without_core_s = _without_core_s(schedstat) - without_core_s
             samples += SAMPLE.pack(now_s, now_s - due_s, without_core_s)
         os.write(out, samples)
-        ended = steps[:]
-        os.write(steps_out, ended.tobytes())
+        ended = bytes(steps)
+        os.write(steps_out, ended)
         del steps[: len(ended)]
+
+
+def _step() -> bytes:
+    """Return what is noted of a step, on the thread that has made it."""
+    schedstat: int | None = getattr(_of_thread, "schedstat", None)
+    if schedstat is None:
+        schedstat = _of_thread.schedstat = os.open(_SCHEDSTAT, os.O_RDONLY)
+    return STEP.pack(time.monotonic(), time.thread_time(), _without_core_s(schedstat))
 
 
 def _without_core_s(schedstat: int) -> float:

@@ -1,4 +1,4 @@
-"""Two real vLLMs on this machine, one with the engine, a Redis, and a peer of the engine's."""
+"""Two real vLLMs on this machine, one with the engine, a Redis, and two engines without vLLM."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any, Final
 from bench.decode_cost import peer
 from bench.decode_cost.peer import HOST
 from bench.decode_cost.pressure import Place
-from bench.decode_cost.probe import DIRECTORY, MEASURES_LOCK
+from bench.decode_cost.probe import DIRECTORY, MEASURES_LOCK, PID
 from bench.engine.redis_tier import server as redis_server
 from bench.replica.local import (
     REPLICA_READY_TIMEOUT_S,
@@ -36,6 +36,15 @@ _CHUNK_TOKENS: Final = 256
 _KV_GB: Final = 2
 _POOL_SETS: Final = 8
 """Sets of chunks that the CPU tier has room for, and twice as many the disk."""
+_ONE_PROCESS: Final = (
+    "--distributed-executor-backend",
+    "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+)
+"""As with one GPU: the model is driven from the engine core's main thread, in the process where the
+engine is. Without a GPU vLLM by itself has the model in another process, which no lock here delays;
+it asks for that since it could not bind threads to cores otherwise, and here it is not to."""
+_PEER_SETS: Final = 2
+"""The one that it holds, and the one that is copied to it."""
 _GB: Final = 1024**3
 
 
@@ -46,6 +55,13 @@ class Vllm:
     url: str
     probe: Path
 
+    def engine_core(self) -> int:
+        """Return the process of its engine core; raise `BenchError` if that is not measured."""
+        try:
+            return int((self.probe / PID).read_text())
+        except FileNotFoundError:
+            raise BenchError("vLLM's engine core is not measured: was it started?") from None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
@@ -54,9 +70,12 @@ class Replicas:
     model: str
     plain: Vllm
     ours: Vllm
-    place: Place
+    inside: Place
     """Of the engine inside ``ours``."""
+    outside: Place
+    """Of the engine that has the same tiers and no vLLM."""
     peer: Place
+    """Of the engine that both copy from and to."""
     info: dict[str, Any]
     """What the engine's agent says of it."""
 
@@ -71,9 +90,9 @@ def running(work: Path, *, chunks: int, kv_bytes_per_token: int) -> Iterator[Rep
         redis_port = stack.enter_context(redis_server())
         group = stack.enter_context(ProcessGroup())
         model = str(make_model(work / "model", SHAPES[kv_bytes_per_token]).resolve())
-        ports = free_ports(6)
-        sizes = (chunks, kv_bytes_per_token * _CHUNK_TOKENS)
-        config = _write_config(work, ports[2:4], redis_port, *sizes)
+        ports = free_ports(8)
+        set_bytes = chunks * kv_bytes_per_token * _CHUNK_TOKENS
+        config = _write_config(work, "ours", ports[2:4], redis_port, set_bytes)
         command = replica_command(config, _arguments(model, ports[1]))
         plain = _start(group, work, "plain", ports[0], _plain_command(model, ports[0]))
         ours = _start(group, work, "ours", ports[1], command)
@@ -81,12 +100,14 @@ def running(work: Path, *, chunks: int, kv_bytes_per_token: int) -> Iterator[Rep
             group.wait_ready(name, f"{each.url}/health", REPLICA_READY_TIMEOUT_S, print)
         agent_url = f"http://{HOST}:{ports[2]}"
         info = call(f"{agent_url}/info")
+        own = _write_config(work, "outside", ports[6:8], redis_port, set_bytes)
         yield Replicas(
             model=model,
             plain=plain,
             ours=ours,
-            place=Place(agent_url=agent_url, transfer_address=f"{HOST}:{ports[3]}"),
-            peer=stack.enter_context(_peer(info, chunks, ports[4], ports[5])),
+            inside=_place(ports[2:4]),
+            outside=stack.enter_context(_engine(info, chunks, ports[6:8], config=str(own))),
+            peer=stack.enter_context(_engine(info, chunks, ports[4:6])),
             info=info,
         )
 
@@ -108,8 +129,10 @@ def _start(group: ProcessGroup, work: Path, name: str, port: int, command: Seque
 
 
 def _arguments(model: str, port: int) -> list[str]:
+    platform = find_platform()
     return [
-        *platform_arguments(find_platform(), of=2),
+        *platform_arguments(platform, of=2),
+        *(_ONE_PROCESS if platform == "cpu" else ()),
         *("--model", model, "--host", HOST, "--port", str(port)),
         *("--block-size", str(_BLOCK_TOKENS), "--max-model-len", str(_CONTEXT_TOKENS)),
     ]
@@ -121,16 +144,16 @@ def _plain_command(model: str, port: int) -> list[str]:
 
 
 def _write_config(
-    work: Path, ports: Sequence[int], redis_port: int, chunks: int, chunk_bytes: int
+    work: Path, name: str, ports: Sequence[int], redis_port: int, set_bytes: int
 ) -> Path:
-    path, set_gb = work / "engine.yaml", chunks * chunk_bytes / _GB
+    path, set_gb = work / f"{name}.yaml", set_bytes / _GB
     settings = {
         "chunk_size": _CHUNK_TOKENS,
         "max_local_cpu_size": _POOL_SETS * set_gb,
-        "local_disk": str(work / "disk"),
+        "local_disk": str(work / f"{name}-disk"),
         "max_local_disk_size": 2 * _POOL_SETS * set_gb,
         "remote_url": f"redis://{HOST}:{redis_port}",
-        "lmcache_instance_id": "ours",
+        "lmcache_instance_id": name,
         "lmcache_worker_port": ports[0],
         "distributed_url": f"{HOST}:{ports[1]}",
     }
@@ -138,10 +161,19 @@ def _write_config(
     return path
 
 
+def _place(ports: Sequence[int]) -> Place:
+    agent_port, transfer_port = ports
+    return Place(
+        agent_url=f"http://{HOST}:{agent_port}", transfer_address=f"{HOST}:{transfer_port}"
+    )
+
+
 @contextmanager
-def _peer(
-    info: dict[str, Any], chunks: int, agent_port: int, transfer_port: int
+def _engine(
+    info: dict[str, Any], chunks: int, ports: Sequence[int], *, config: str | None = None
 ) -> Iterator[Place]:
+    """Start an engine without vLLM: with the tiers of a configuration, or a peer without any."""
+    agent_port, transfer_port = ports
     told = peer.Told(
         layout=info["layout"],
         hash_algorithm=info["hash_algorithm"],
@@ -150,18 +182,28 @@ def _peer(
         chunk_tokens=info["chunk_tokens"],
         chunk_bytes=info["chunk_bytes"],
         chunks=chunks,
+        conversations=(peer.ON_DISK, peer.IN_STORE) if config else (peer.AT_PEER,),
+        sets=_POOL_SETS if config else _PEER_SETS,
+        is_pinned=config is None,
         agent_port=agent_port,
         transfer_port=transfer_port,
+        config=config,
     )
     command = [sys.executable, "-m", "bench.decode_cost.peer", json.dumps(asdict(told))]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT)
+    # A session of its own, as the vLLMs have: the kernel divides the cores among sessions first,
+    # and in this one it would have but a part of what the engine inside vLLM has.
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=_ROOT,
+        start_new_session=True,
+    )
     try:
         assert process.stdout is not None
         if process.stdout.readline().strip() != b"serves":
-            raise BenchError("the peer does not start")
-        yield Place(
-            agent_url=f"http://{HOST}:{agent_port}", transfer_address=f"{HOST}:{transfer_port}"
-        )
+            raise BenchError("an engine without vLLM does not start")
+        yield _place(ports)
     finally:
         process.kill()
         process.wait()

@@ -3,37 +3,35 @@
 import asyncio
 import random
 import time
-from array import array
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 import aiohttp
-import orjson
 
+from bench.decode_cost.cores import parted
 from bench.decode_cost.decodes import Decodes
-from bench.decode_cost.figures import Delay, Window, difference
-from bench.decode_cost.peer import own_keys
-from bench.decode_cost.pressure import Chunks, Pressure, Situation
-from bench.decode_cost.probe import LOCKS, SAMPLE, SAMPLES, STEPS
+from bench.decode_cost.figures import Window
+from bench.decode_cost.peer import AT_PEER, IN_STORE, ON_DISK, own_keys
+from bench.decode_cost.pressure import Chunks, Pressure
 from bench.decode_cost.replicas import Replicas, Vllm, running
-from bench.stress.inside.lock import Durations
+from bench.decode_cost.samples import Span, read_windows
+from bench.decode_cost.situations import Situation, Where, shuffled
 from bench.ttft import BenchError
 from cacheengine.keys import HashScheme, chunk_keys
 
 _TOKEN_IDS: Final = (100, 4000)
 _WRITTEN_S: Final = 3.0
 """After the end of a window, until all that was measured in it is in the files."""
-_LOCK_PARTS: Final = ("held", "computed", "waited", "waited_by_main")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What is measured."""
 
-    rounds: int = 6
+    rounds: int = 4
     seconds: float = 8.0
     """Of a situation in a round, measured."""
     settling_s: float = 2.0
@@ -45,19 +43,6 @@ class Settings:
     kv_bytes_per_token: int = 131_072
     """8,192 for a small model; this is that of a model of 8 billion parameters."""
     seed: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Span:
-    """A window before its samples are read."""
-
-    situation: Situation
-    round: int
-    from_s: float
-    to_s: float
-    moved_bytes: int
-    failures: int
-    decodes: Decodes
 
 
 def measure(settings: Settings, work: Path, say: Callable[[str], None]) -> list[Window]:
@@ -72,39 +57,51 @@ async def _measure(
 ) -> list[Window]:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
     async with aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 20) as session:
-        pressure = await _prepare(settings, replicas, session)
+        bench = _Bench(settings, replicas, session, await _prepare(settings, replicas, session))
         order, spans = random.Random(settings.seed), []
         for number in range(settings.rounds):
-            for situation in order.sample(list(Situation), len(Situation)):
-                span = await _window(settings, replicas, pressure, situation, number)
+            for situation in shuffled(order):
+                span = await bench.window(situation, number)
                 say(
                     f"round {number + 1}: {situation}, {span.moved_bytes / 1e9:.2f} GB moved, "
                     f"{len(span.decodes.gaps)} tokens, {span.failures} turns failed"
                 )
                 spans.append(span)
         await asyncio.sleep(_WRITTEN_S)
-    return _read(spans, replicas)
+    return read_windows(spans, replicas)
 
 
 async def _prepare(
     settings: Settings, replicas: Replicas, session: aiohttp.ClientSession
-) -> Pressure:
+) -> dict[Where, Pressure]:
     """Have the replica compute what is to be moved, and wait until it is in all tiers."""
     info, rng = replicas.info, random.Random(settings.seed)
     prompts = [
         [rng.randrange(*_TOKEN_IDS) for _ in range(settings.chunks * info["chunk_tokens"] + 1)]
         for _ in range(2)
     ]
-    on_disk, in_store = (_keys(info, tokens) for tokens in prompts)
-    chunks = Chunks(on_disk=on_disk, in_store=in_store, at_peer=own_keys(settings.chunks))
-    pressure = Pressure(session, replicas.place, replicas.peer, chunks)
-    for tokens, keys in zip(prompts, (on_disk, in_store), strict=True):
+    for tokens in prompts:
         body = {"model": replicas.model, "prompt": tokens, "max_tokens": 1}
         async with session.post(f"{replicas.ours.url}/v1/completions", json=body) as response:
             if response.status != 200:
                 raise BenchError(f"{response.status}: {await response.text()}")
-        await pressure.until_held(keys, ("disk", "remote"))
-    return pressure
+    computed = [_keys(info, tokens) for tokens in prompts]
+    made_up = [own_keys(conversation, settings.chunks) for conversation in (ON_DISK, IN_STORE)]
+    found = {}
+    for where, place, (on_disk, in_store) in (
+        (Where.INSIDE, replicas.inside, computed),
+        (Where.OUTSIDE, replicas.outside, made_up),
+    ):
+        chunks = Chunks(
+            on_disk=on_disk,
+            in_store=in_store,
+            at_peer=own_keys(AT_PEER, settings.chunks),
+            chunk_bytes=info["chunk_bytes"],
+        )
+        found[where] = pressure = Pressure(session, place, replicas.peer, chunks)
+        for keys in (on_disk, in_store):
+            await pressure.until_held(keys, ("disk", "remote"))
+    return found
 
 
 def _keys(info: dict[str, object], tokens: Sequence[int]) -> list[bytes]:
@@ -113,35 +110,56 @@ def _keys(info: dict[str, object], tokens: Sequence[int]) -> list[bytes]:
     return chunk_keys(scheme.chain(tokens, block_tokens), chunk_tokens // block_tokens)
 
 
-async def _window(
-    settings: Settings,
-    replicas: Replicas,
-    pressure: Pressure,
-    situation: Situation,
-    number: int,
-) -> _Span:
-    url = replicas.plain.url if situation is Situation.PLAIN else replicas.ours.url
-    decodes = Decodes(pressure.session, url, replicas.model, settings.streams)
-    tasks = [asyncio.create_task(decodes.run()), asyncio.create_task(pressure.run(situation))]
-    try:
-        await _pass(settings.settling_s, tasks)
-        moved_bytes, failures = await pressure.moved_bytes(situation), len(pressure.failures)
-        from_s = time.monotonic()
-        await _pass(settings.seconds, tasks)
-        to_s = time.monotonic()
-        return _Span(
-            situation=situation,
-            round=number,
-            from_s=from_s,
-            to_s=to_s,
-            moved_bytes=await pressure.moved_bytes(situation) - moved_bytes,
-            failures=len(pressure.failures) - failures,
-            decodes=decodes,
-        )
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+@dataclass(frozen=True)
+class _Bench:
+    """All that a window needs."""
+
+    settings: Settings
+    replicas: Replicas
+    session: aiohttp.ClientSession
+    pressures: dict[Where, Pressure]
+
+    async def window(self, situation: Situation, number: int) -> Span:
+        vllm = self.replicas.ours if situation.has_engine else self.replicas.plain
+        with parted(vllm.engine_core()) if situation.is_parted else nullcontext():
+            return await self._window(situation, number, vllm)
+
+    async def _window(self, situation: Situation, number: int, vllm: Vllm) -> Span:
+        decodes = Decodes(self.session, vllm.url, self.replicas.model, self.settings.streams)
+        tasks = [asyncio.create_task(decodes.run()), *self._work(situation)]
+        try:
+            await _pass(self.settings.settling_s, tasks)
+            moved_bytes, failures = await self._moved(situation)
+            from_s = time.monotonic()
+            await _pass(self.settings.seconds, tasks)
+            to_s = time.monotonic()
+            moved_after_bytes, failures_after = await self._moved(situation)
+            return Span(
+                situation=situation,
+                round=number,
+                from_s=from_s,
+                to_s=to_s,
+                moved_bytes=moved_after_bytes - moved_bytes,
+                failures=failures_after - failures,
+                decodes=decodes,
+            )
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _work(self, situation: Situation) -> list[asyncio.Task[None]]:
+        if situation.work is None or situation.where is None or situation.pace is None:
+            return []
+        work = self.pressures[situation.where].run(situation.work, situation.pace)
+        return [asyncio.create_task(work)]
+
+    async def _moved(self, situation: Situation) -> tuple[int, int]:
+        """Return the bytes that were moved, and the turns that failed, until now."""
+        if situation.work is None or situation.where is None:
+            return 0, 0
+        pressure = self.pressures[situation.where]
+        return await pressure.moved_bytes(situation.work), len(pressure.failures)
 
 
 async def _pass(seconds: float, tasks: Sequence[asyncio.Task[None]]) -> None:
@@ -151,69 +169,3 @@ async def _pass(seconds: float, tasks: Sequence[asyncio.Task[None]]) -> None:
         task.result()
     if len(done) == len(tasks):
         raise BenchError("the decodes have ended")
-
-
-# --- what vLLM's own process has measured ---
-
-
-def _read(spans: Sequence[_Span], replicas: Replicas) -> list[Window]:
-    delays = {each.url: _delays(each) for each in (replicas.plain, replicas.ours)}
-    steps = {each.url: _steps(each) for each in (replicas.plain, replicas.ours)}
-    locks = _locks(replicas.ours)
-    found = []
-    for span in spans:
-        is_plain = span.situation is Situation.PLAIN
-        url = replicas.plain.url if is_plain else replicas.ours.url
-        window = Window(
-            situation=span.situation,
-            round=span.round,
-            seconds=span.to_s - span.from_s,
-            gaps_s=[gap_s for at_s, gap_s in span.decodes.gaps if span.from_s <= at_s < span.to_s],
-            steps_s=[gap_s for at_s, gap_s in steps[url] if span.from_s <= at_s < span.to_s],
-            delays=[delay for at_s, delay in delays[url] if span.from_s <= at_s < span.to_s],
-            moved_bytes=span.moved_bytes,
-            failures=span.failures,
-            lock={} if is_plain else _of_span(locks, span),
-        )
-        if not window.gaps_s or not window.steps_s or not window.delays:
-            raise BenchError(f"{span.situation}: no tokens, or nothing from vLLM's process")
-        found.append(window)
-    return found
-
-
-def _delays(vllm: Vllm) -> list[tuple[float, Delay]]:
-    try:
-        told = (vllm.probe / SAMPLES).read_bytes()
-    except FileNotFoundError:
-        raise BenchError("vLLM's engine core has measured nothing: was it started?") from None
-    whole = len(told) // SAMPLE.size * SAMPLE.size
-    return [
-        (at_s, Delay(late_s=late_s, without_core_s=core_s))
-        for at_s, late_s, core_s in SAMPLE.iter_unpack(told[:whole])
-    ]
-
-
-def _steps(vllm: Vllm) -> list[tuple[float, float]]:
-    """Return when each step has ended, and how long after the one before."""
-    told = (vllm.probe / STEPS).read_bytes()
-    ends = array("d", told[: len(told) // 8 * 8])
-    return [(after_s, after_s - before_s) for before_s, after_s in pairwise(ends)]
-
-
-def _locks(vllm: Vllm) -> list[tuple[float, dict[str, Durations]]]:
-    lines = (vllm.probe / LOCKS).read_bytes().splitlines()
-    told = [orjson.loads(line) for line in lines]
-    return [
-        (each["at_s"], {part: Durations.from_json(each[part]) for part in _LOCK_PARTS})
-        for each in told
-    ]
-
-
-def _of_span(
-    locks: Sequence[tuple[float, dict[str, Durations]]], span: _Span
-) -> dict[str, Durations]:
-    """Return what came between the readings next to a window's beginning and end."""
-    within = [durations for at_s, durations in locks if span.from_s <= at_s < span.to_s]
-    if not within:
-        raise BenchError("the engine's lock was not measured")
-    return {part: difference(within[-1][part], within[0][part]) for part in _LOCK_PARTS}

@@ -13,7 +13,10 @@ gains by choosing a replica well shows here at all.
 `direct` is no router. `aiohttp-proxy` is the least a proxy in Python does.
 `ours-text` has replicas that tell nothing; `ours-tokens` has replicas whose
 tokens and keys it knows, which publish what they store: with prompts never seen
-its memo misses, in conversations it hits.
+its memo misses, in conversations it hits. `picker` and `picker-text` are Envoy and
+our picker together, `envoy` is Envoy alone. `bare-picker` is Envoy with a picker
+that gives one answer to all, `bare-picker-grpc` the same by gRPC as gateways ask:
+what asking costs.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from bench.replay.contenders.contender import CannotRun, Contender, Launch, Runn
 from bench.replay.fleet import Fleet, FleetOptions, FleetReplica
 from bench.replica.local import router_command
 from cacheengine.launch.launch import free_ports
-from router.config import Place, ReplicaConfig, RouterConfig, load_router_config
+from router.config import PickerConfig, Place, ReplicaConfig, RouterConfig, load_router_config
 from router.envoy import configuration, program
 
 DIRECT: Final = "direct"
@@ -24,6 +24,8 @@ OURS_TEXT: Final = "ours-text"
 OURS_TOKENS: Final = "ours-tokens"
 PICKER: Final = "picker"
 PICKER_TEXT: Final = "picker-text"
+BARE_PICKER: Final = "bare-picker"
+BARE_PICKER_GRPC: Final = "bare-picker-grpc"
 ENVOY: Final = "envoy"
 PEERS: Final = ("sglang-cache-aware", "vllm-round-robin")
 """The policy that its users have by default, and the one that looks at no prompt."""
@@ -52,6 +54,10 @@ def entries(python: peers.PeersPython) -> dict[str, Entry]:
         Entry(contender=tokens, needs_telling=True),
         Entry(contender=Contender(name=PICKER, launch=_picker), needs_telling=True),
         Entry(contender=Contender(name=PICKER_TEXT, launch=partial(_picker, knows_tokens=False))),
+        Entry(contender=Contender(name=BARE_PICKER, launch=_bare_picker)),
+        Entry(
+            contender=Contender(name=BARE_PICKER_GRPC, launch=partial(_bare_picker, by_grpc=True))
+        ),
         Entry(contender=Contender(name=ENVOY, launch=_envoy)),
     ]
     return {each.contender.name: each for each in made}
@@ -111,13 +117,13 @@ def _bare_proxy(to: Fleet, directory: Path) -> Launch:
 
 def _picker(to: Fleet, directory: Path, *, knows_tokens: bool = True) -> Launch:
     """Start Envoy and the picker that it asks, as `warmroute up --gateway envoy` does."""
-    port, picker_port, http_port = free_ports(3)
+    port, picker_port, http_port, envoy_port = free_ports(4)
     path = directory / "picker.json"
     config = {
         "port": port,
         "log_level": "warning",
         "replicas": [{"url": each.url} for each in to.replicas],
-        "picker": {"port": picker_port, "http_port": http_port},
+        "picker": {"port": picker_port, "http_port": http_port, "envoy_port": envoy_port},
     }
     path.write_text(json.dumps(config), encoding="utf-8")
     settings = configuration(load_router_config(path), _HERE)
@@ -127,7 +133,7 @@ def _picker(to: Fleet, directory: Path, *, knows_tokens: bool = True) -> Launch:
     load = {"endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}]}
     own = {"name": "own", "load_assignment": {"cluster_name": "own", **load}}
     settings["static_resources"]["clusters"].append(own)
-    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
+    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_authz.v3.ExtAuthzPerRoute"
     off = {"@type": kind, "disabled": True}
     host["routes"].insert(
         0,
@@ -150,9 +156,60 @@ def _picker(to: Fleet, directory: Path, *, knows_tokens: bool = True) -> Launch:
             return False
         return bool(fetch(f"http://127.0.0.1:{port}/v1/models")["data"])
 
-    # Envoy is the shell's child, the picker the shell itself: both are counted, and end together.
-    command = ["sh", "-c", f"{shlex.join(envoy)} & exec {shlex.join(picker)}"]
-    return Launch(command=command, url=f"http://127.0.0.1:{port}", is_ready=is_ready)
+    return Launch(command=_both(envoy, picker), url=f"http://127.0.0.1:{port}", is_ready=is_ready)
+
+
+def _bare_picker(to: Fleet, directory: Path, *, by_grpc: bool = False) -> Launch:
+    """Start Envoy and a picker that gives every request the same answer."""
+    port, picker_port, envoy_port = free_ports(3)
+    settings = configuration(
+        RouterConfig(
+            port=port,
+            replicas=tuple(ReplicaConfig(url=each.url) for each in to.replicas),
+            picker=PickerConfig(port=picker_port, envoy_port=envoy_port),
+        ),
+        _HERE,
+    )
+    http = _http(settings)
+    if by_grpc:
+        http["http_filters"] = [_BY_GRPC, http["http_filters"][-1]]
+    ports = ["--port", str(picker_port), "--envoy-port", str(envoy_port)]
+    endpoint = to.replicas[0].url.removeprefix("http://")
+    picker = [sys.executable, "-m", "bench.overhead.bare_picker", *ports, endpoint]
+    envoy = _write_envoy(directory / f"envoy-bare-{by_grpc}.json", settings)
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        return bool(fetch(f"{url}/v1/models")["data"])
+
+    return Launch(command=_both(envoy, picker), url=url, is_ready=is_ready)
+
+
+# As gateways ask, with the fewest messages: a whole body in, the answer out, the call's end.
+_BY_GRPC: Final = {
+    "name": "picker",
+    "typed_config": {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
+        "failure_mode_allow": True,
+        "metadata_options": {"receiving_namespaces": {"untyped": ["envoy.lb"]}},
+        "processing_mode": {
+            "request_header_mode": "SKIP",
+            "request_body_mode": "BUFFERED",
+            "response_header_mode": "SKIP",
+            "response_body_mode": "NONE",
+            "response_trailer_mode": "SEND",
+        },
+    },
+}
+
+
+def _both(envoy: Sequence[str], picker: Sequence[str]) -> list[str]:
+    """Return what starts both, Envoy as the shell's child, the picker as the shell itself.
+
+    So both are counted, and end together.
+    """
+    return ["sh", "-c", f"{shlex.join(envoy)} & exec {shlex.join(picker)}"]
 
 
 def _envoy(to: Fleet, directory: Path) -> Launch:

@@ -42,7 +42,7 @@ class Front:
         self._directory = directory
         self._by_envoy = by_envoy
         self._path = directory / "router.yaml"
-        self._ports = free_ports(3)
+        self._ports = free_ports(4)
         self.url = f"http://{HOST}:{self._ports[0]}"
         self._own_url = f"http://{HOST}:{self._ports[2]}" if by_envoy else self.url
 
@@ -108,7 +108,8 @@ class Front:
             **_BOUNDS,
         }
         if self._by_envoy:
-            settings["picker"] = {"port": self._ports[1], "http_port": self._ports[2]}
+            names = ("port", "http_port", "envoy_port")
+            settings["picker"] = dict(zip(names, self._ports[1:], strict=True))
         return settings
 
     def _start_envoy(self) -> None:

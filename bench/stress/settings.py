@@ -9,9 +9,9 @@ HOST: Final = "127.0.0.1"
 CHUNK_BYTES: Final = 16 << 10
 LONGEST_CHUNKS: Final = 48
 """Of a prompt."""
-STORE_BYTES: Final = 160 << 20
+STORE_BYTES: Final = 64 << 20
 """Redis evicts beyond it."""
-SMALL_DISK_BYTES: Final = 192 << 20
+SMALL_DISK_BYTES: Final = 72 << 20
 """The file system of the first engine's disk tier, which is filled now and then."""
 
 
@@ -23,13 +23,14 @@ class Settings(LongRun):
     engines: int = 4
     seed: int = 1
     trouble_every_s: float = 8.0
-    slots: int = 4096
+    slots: int = 2048
     """Of each engine's pool."""
-    disk_chunks: int = 8000
+    disk_chunks: int = 3000
     """That each disk tier may hold."""
-    conversations: int = 300
+    conversations: int = 120
     """Prompts are prefixes of these: more than the pool and the disk of an engine hold, and so few
-    that each chunk is known to each engine after some minutes."""
+    that its tables are full soon after a clear. A tier is cleared at random, twice a minute: were
+    they full after minutes only, memory would be told by when the last clear was."""
     requests_per_s: float = 10.0
     """Of each engine."""
     controls_per_s: float = 8.0

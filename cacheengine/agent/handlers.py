@@ -22,7 +22,6 @@ from cacheengine.agent.answers import (
 )
 from cacheengine.agent.async_waits import (
     MAX_WAIT_S,
-    wait_for_event,
     wait_for_news,
     wait_for_promotion,
 )
@@ -186,12 +185,11 @@ class Handlers:
 
     async def move_status(self, request: web.Request) -> web.Response:
         """Say how a move goes, when it is over or after ``wait_s``."""
-        move = self.mover.get(request.match_info["event_id"])
-        if move is None:
-            raise NotKnownError("no such move, or it is long over")
         wait_s = seconds("wait_s", number(request, "wait_s", float))
-        await wait_for_event(move.over, min(wait_s, MAX_WAIT_S))
-        return as_json(move.status())
+        status = await self.mover.status(request.match_info["event_id"], min(wait_s, MAX_WAIT_S))
+        if status is None:
+            raise NotKnownError("no such move, or it is long over")
+        return as_json(status)
 
     # --- the chunks that a call names ---
 

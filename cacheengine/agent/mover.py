@@ -13,7 +13,7 @@ import msgspec
 from cacheengine import wire
 from cacheengine.address import split_host_port
 from cacheengine.agent.answers import BadCallError, PeerError, TooMuchError
-from cacheengine.agent.async_waits import wait_for_promotion
+from cacheengine.agent.async_waits import wait_for_event, wait_for_promotion
 from cacheengine.agent.peer import Caller, PeerAgent
 from cacheengine.engine import CacheEngine
 from cacheengine.record import TransferMeter
@@ -67,7 +67,7 @@ class Move:
         )
 
     def end(self) -> None:
-        """Keep of it only how it has ended: many are remembered, and their keys are large."""
+        """Keep of it only how it has ended: its keys are large, and calls may wait for it."""
         self._final = wire.MoveStatus(
             event_id=self.event_id,
             state="failed" if self.error else "done",
@@ -97,7 +97,8 @@ class Mover:
         self._identity = identity
         self._caller = caller
         self._meter = meter
-        self._known: OrderedDict[str, Move] = OrderedDict()
+        # How each has ended, and nothing else: a whole move takes two kilobytes.
+        self._ended: OrderedDict[str, wire.MoveStatus] = OrderedDict()
         self._running: dict[asyncio.Task[None], Move] = {}
         self._free_threads = asyncio.Semaphore(MAX_FETCHES)
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-move")
@@ -126,15 +127,23 @@ class Mover:
             source=source,
             address=address,
         )
-        self._remember(move)
         task = asyncio.create_task(self._run(move))
         self._running[task] = move
         task.add_done_callback(lambda done: self._running.pop(done, None))
         return move
 
-    def get(self, event_id: str) -> Move | None:
-        """Return a move that is running or was among the latest."""
-        return self._known.get(event_id)
+    async def status(self, event_id: str, wait_s: float) -> wire.MoveStatus | None:
+        """Say how a move stands when it is over, or after ``wait_s``.
+
+        None: no such move is running or was among the latest.
+        """
+        if event_id in self._ended:
+            return self._ended[event_id]
+        for move in self._running.values():
+            if move.event_id == event_id:
+                await wait_for_event(move.over, wait_s)
+                return move.status()
+        return None
 
     async def stop(self) -> None:
         """End the moves that are running; what has arrived stays."""
@@ -187,13 +196,10 @@ class Mover:
         except ValueError as error:
             raise BadCallError(f"'transfer_address': {error}") from None
 
-    def _remember(self, move: Move) -> None:
-        self._known[move.event_id] = move
-        for event_id, each in list(self._known.items()):
-            if len(self._known) <= MAX_REMEMBERED:
-                break
-            if each.over.is_set():
-                del self._known[event_id]
+    def _remember(self, status: wire.MoveStatus) -> None:
+        self._ended[status.event_id] = status
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
 
     # --- how it is done ---
 
@@ -216,6 +222,7 @@ class Mover:
                 self._meter.add("moves_failed")
                 logger.warning("a move of %d chunks failed: %s", len(move.keys), move.error)
             move.end()
+            self._remember(move.status())
 
     async def _fetch(self, move: Move, address: tuple[str, int]) -> None:
         async with self._free_threads:

@@ -10,9 +10,9 @@ import os
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-import xxhash
 from blake3 import blake3
 
+from cacheengine.bulk import checksum
 from cacheengine.trust import FleetSecret
 
 PROOF_BYTES: Final = 32
@@ -33,7 +33,7 @@ class Checksums:
 
     def of(self, head: bytes, payload: memoryview) -> bytes:
         """Return the payload's checksum; what else a header says the receiver compares."""
-        return xxhash.xxh3_128_digest(payload).ljust(PROOF_BYTES, b"\0")
+        return checksum(payload).ljust(PROOF_BYTES, b"\0")
 
 
 class KeyedDigests:

@@ -223,11 +223,13 @@ class PickerConfig:
     """The endpoint picker that a gateway asks (``warmroute picker``)."""
 
     host: str = "127.0.0.1"
-    """Where both ports listen. The gRPC port asks nobody for a key."""
+    """Where all its ports listen. The gRPC port and ``envoy_port`` ask nobody for a key."""
     port: int = setting(9002, at_least=0, at_most=65535)
     """Where the gateway calls it by gRPC; 0 picks a free port (it is printed)."""
     http_port: int = setting(9003, at_least=0, at_most=65535)
     """Of its own ``/health``, ``/metrics`` and ``/explain``."""
+    envoy_port: int = setting(9004, at_least=0, at_most=65535)
+    """Where an Envoy with the generated configuration asks, by HTTP; 0: none does."""
     certificate: str | None = None
     """A PEM file with its certificate, for gateways that call it by TLS; ``key`` beside it."""
     key: str | None = None

@@ -4,8 +4,8 @@
 retries are Envoy's to do, in Envoy's own words. What Envoy and picker tell each other has its
 names in `names`.
 
-One call of the picker a request, with one message either way, is all that a prompt costs: how it
-was answered Envoy tells by its access log, many requests in one message (`answers`).
+One question by HTTP is all that a request costs the picker (`asking`): how it was answered Envoy
+tells by its access log, many requests in one message (`answers`).
 
 Called by launch, picker and the command line. Imports config.
 """
@@ -13,35 +13,37 @@ Called by launch, picker and the command line. Imports config.
 from router.envoy.bootstrap import configuration, program
 from router.envoy.merging import merge
 from router.envoy.names import (
-    ANSWER_HEADERS,
+    ASKED_METADATA,
     DESTINATION,
     ENVELOPE,
     EXCHANGE,
-    FIRST_BYTE_MS,
-    HEADER_ATTRIBUTE,
+    FIRST_BYTE_US,
+    HINT,
+    KIND,
     LB_METADATA,
-    MARK,
     MAX_RETRIES,
     OWN_METADATA,
     REPLICAS,
     SERVED,
+    STATUS,
     SUBSET,
     SUBSET_METADATA,
 )
 
 __all__ = [
-    "ANSWER_HEADERS",
+    "ASKED_METADATA",
     "DESTINATION",
     "ENVELOPE",
     "EXCHANGE",
-    "FIRST_BYTE_MS",
-    "HEADER_ATTRIBUTE",
+    "FIRST_BYTE_US",
+    "HINT",
+    "KIND",
     "LB_METADATA",
-    "MARK",
     "MAX_RETRIES",
     "OWN_METADATA",
     "REPLICAS",
     "SERVED",
+    "STATUS",
     "SUBSET",
     "SUBSET_METADATA",
     "configuration",

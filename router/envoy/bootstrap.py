@@ -2,46 +2,36 @@
 
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from router.config import (
-    MAX_WAIT_HEADER,
-    PROMPTED,
-    PickerConfig,
-    Place,
-    RouterConfig,
-    reachable,
-)
+from router.config import PickerConfig, Place, RouterConfig, reachable
 from router.envoy.answers import answers_log, notes_answers
-from router.envoy.names import (
-    DESTINATION,
-    HEADER_ATTRIBUTE,
-    LB_METADATA,
-    MARK,
-    OWN_METADATA,
-    SERVED,
-    SUBSET,
-    SUBSET_METADATA,
-)
+from router.envoy.asking import asks, held_s
+from router.envoy.names import DESTINATION, LB_METADATA, SERVED, STATUS
 
 _TYPES: Final = "type.googleapis.com/envoy.extensions."
 _HTTP_FILTERS: Final = f"{_TYPES}filters.http."
 _PICKER: Final = "picker"
-_MODE: Final[Mapping[str, str]] = {
-    "request_header_mode": "SEND",
-    "request_body_mode": "BUFFERED",
-    "response_header_mode": "SKIP",
-    "response_body_mode": "NONE",
-    "response_trailer_mode": "SEND",
-}
+_ASKED: Final = "asked"
 _CONNECTION_BYTES: Final = 1 << 20
 _LONGEST_SILENCE_S: Final = 3600.0
 """After which an answer is given up whose first byte may take as long as it wants."""
-_NO_ANSWER_SLACK_S: Final = 30.0
-"""The picker may take so much longer than it holds requests, to read their prompts."""
+
+
+def _protocol(options: dict[str, Any], version: str) -> dict[str, Any]:
+    name = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    explicit: dict[str, Any] = {"explicit_http_config": {version: {}}}
+    typed = {"@type": f"type.googleapis.com/{name}", **explicit, **options}
+    return {"typed_extension_protocol_options": {name: typed}}
+
+
+_GRPC: Final = _protocol({}, "http2_protocol_options")
+# Shorter than the 5 s after which vLLM's server closes an idle connection.
+_HTTP: Final = _protocol(
+    {"common_http_protocol_options": {"idle_timeout": "3s"}}, "http_protocol_options"
+)
 
 
 def program() -> str | None:
@@ -59,6 +49,8 @@ def configuration(config: RouterConfig, at: Place) -> dict[str, Any]:
     if not config.replicas:
         fix = "name them there, or let a gateway that knows Kubernetes ask the picker"
         raise at.error("names no replica, and this Envoy finds none by itself", fix)
+    if not picker.envoy_port:
+        raise Place(at.path, "picker.envoy_port").error("0 is no port to ask at", "name one")
     for index, each in enumerate(config.replicas):
         parts = urlsplit(each.url)
         if parts.scheme != "http" or parts.path:
@@ -68,7 +60,11 @@ def configuration(config: RouterConfig, at: Place) -> dict[str, Any]:
         "node": {"id": "warmroute", "cluster": "warmroute"},
         "static_resources": {
             "listeners": [_listener(config)],
-            "clusters": [_replicas(config), _picker(picker)],
+            "clusters": [
+                _replicas(config),
+                {**_picker(picker, _PICKER, picker.port), **_GRPC},
+                {**_picker(picker, _ASKED, picker.envoy_port), **_HTTP},
+            ],
         },
     }
 
@@ -81,7 +77,7 @@ def _listener(config: RouterConfig) -> dict[str, Any]:
         "preserve_external_request_id": True,
         "stream_idle_timeout": f"{_idle_s(config):g}s",
         # While the picker holds a request Envoy still counts it as coming.
-        "request_timeout": f"{config.timeouts.body_s + _held_s(config):g}s",
+        "request_timeout": f"{config.timeouts.body_s + held_s(config):g}s",
         **answers_log(_PICKER),
         "route_config": {
             "name": "replicas",
@@ -90,13 +86,15 @@ def _listener(config: RouterConfig) -> dict[str, Any]:
                     "name": "replicas",
                     "domains": ["*"],
                     "request_body_buffer_limit": config.max_body_bytes,
-                    "routes": _routes(config),
+                    "routes": [_route(config)],
+                    # What the picker says is added to the answer's headers, beside a replica's own.
+                    "response_headers_to_remove": ["x-request-id", "x-warmroute-replica", STATUS],
                 }
             ],
         },
         "http_filters": [
-            {"name": "picker", "typed_config": _ask(config)},
-            notes_answers(),
+            notes_answers(),  # the first: of answers it sees what the second has set
+            asks(config, _ASKED),
             {"name": "router", "typed_config": {"@type": f"{_HTTP_FILTERS}router.v3.Router"}},
         ],
     }
@@ -110,66 +108,14 @@ def _listener(config: RouterConfig) -> dict[str, Any]:
     }
 
 
-def _routes(config: RouterConfig) -> list[dict[str, Any]]:
-    """Return one route for requests whose body says all, and one for the others."""
+def _route(config: RouterConfig) -> dict[str, Any]:
     to: dict[str, Any] = {"cluster": "replicas", "timeout": "0s"}
     if config.retries:
         retry_on = "connect-failure,refused-stream,reset,gateway-error"
         to["retry_policy"] = {"retry_on": retry_on, "num_retries": config.retries}
         if config.timeouts.first_byte_s is not None:
             to["retry_policy"]["per_try_timeout"] = f"{config.timeouts.first_byte_s:g}s"
-    is_post = {"name": ":method", "string_match": {"exact": "POST"}}
-    without_headers = {
-        "@type": f"{_HTTP_FILTERS}ext_proc.v3.ExtProcPerRoute",
-        "overrides": {"processing_mode": {**_MODE, "request_header_mode": "SKIP"}},
-    }
-    # A replica's key is set on the request as a header, which only its headers' answer can.
-    has_keys = any(each.api_key for each in config.replicas)
-    prompted = [
-        {
-            "name": path,
-            "match": {"path": path, "headers": [is_post]},
-            "route": to,
-            "typed_per_filter_config": {"picker": without_headers},
-        }
-        for path in ([] if has_keys else sorted(PROMPTED))
-    ]
-    return [*prompted, {"name": "all", "match": {"prefix": "/"}, "route": to}]
-
-
-def _ask(config: RouterConfig) -> dict[str, Any]:
-    """Return the filter that asks where a request goes.
-
-    Of the answer it tells nothing. Since trailers might come, the call stays open to the end of
-    the answer: that is how the picker learns of it, whatever becomes of Envoy.
-    """
-    headers = (MAX_WAIT_HEADER, SUBSET, config.sessions.header.lower())
-    return {
-        "@type": f"{_HTTP_FILTERS}ext_proc.v3.ExternalProcessor",
-        "grpc_service": _call(),
-        # Without a picker replicas take turns, and answers that have begun go on.
-        "failure_mode_allow": True,
-        "message_timeout": f"{_held_s(config) + _NO_ANSWER_SLACK_S:g}s",
-        "mutation_rules": {"allow_envoy": True},
-        "metadata_options": {
-            "forwarding_namespaces": {"untyped": [LB_METADATA, SUBSET_METADATA]},
-            "receiving_namespaces": {"untyped": [LB_METADATA, OWN_METADATA]},
-        },
-        # For requests whose headers are not sent: what of them the picker reads.
-        "request_attributes": [
-            *("request.method", "request.path", "request.id"),
-            *(HEADER_ATTRIBUTE.format(name) for name in headers),
-        ],
-        "processing_mode": _MODE,
-    }
-
-
-def _call() -> dict[str, Any]:
-    key, value = MARK
-    return {
-        "envoy_grpc": {"cluster_name": _PICKER},
-        "initial_metadata": [{"key": key, "value": value}],
-    }
+    return {"name": "all", "match": {"prefix": "/"}, "route": to}
 
 
 def _replicas(config: RouterConfig) -> dict[str, Any]:
@@ -187,20 +133,16 @@ def _replicas(config: RouterConfig) -> dict[str, Any]:
         **_cluster("replicas", [(each.hostname or "", each.port or 80) for each in parts]),
         "connect_timeout": f"{config.timeouts.connect_s:g}s",
         "load_balancing_policy": _policy("picker", by_picker),
-        # Shorter than the 5 s after which vLLM's server closes an idle connection.
-        **_protocol(
-            {"common_http_protocol_options": {"idle_timeout": "3s"}}, "http_protocol_options"
-        ),
+        **_HTTP,
     }
 
 
-def _picker(picker: PickerConfig) -> dict[str, Any]:
-    host = reachable(picker.host)
-    found = _cluster(_PICKER, [(host, picker.port)])
+def _picker(picker: PickerConfig, name: str, port: int) -> dict[str, Any]:
+    found = _cluster(name, [(reachable(picker.host), port)])
     if picker.certificate is not None:
         tls = {"@type": f"{_TYPES}transport_sockets.tls.v3.UpstreamTlsContext"}
         found["transport_socket"] = {"name": "tls", "typed_config": tls}
-    return {**found, **_protocol({}, "http2_protocol_options")}
+    return found
 
 
 def _cluster(name: str, hosts: list[tuple[str, int]]) -> dict[str, Any]:
@@ -214,13 +156,6 @@ def _cluster(name: str, hosts: list[tuple[str, int]]) -> dict[str, Any]:
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
         "circuit_breakers": {"thresholds": [{**unlimited, "max_retries": 1 << 20}]},
     }
-
-
-def _protocol(options: dict[str, Any], version: str) -> dict[str, Any]:
-    name = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-    explicit: dict[str, Any] = {"explicit_http_config": {version: {}}}
-    typed = {"@type": f"type.googleapis.com/{name}", **explicit, **options}
-    return {"typed_extension_protocol_options": {name: typed}}
 
 
 def _policy(name: str, typed: dict[str, Any]) -> dict[str, Any]:
@@ -237,9 +172,4 @@ def _idle_s(config: RouterConfig) -> float:
     if timeouts.first_byte_s is None:
         return 0.0 if timeouts.stream_idle_s is None else _LONGEST_SILENCE_S
     tries = config.retries + 1
-    return max(tries * timeouts.first_byte_s + _held_s(config), timeouts.stream_idle_s or 0.0)
-
-
-def _held_s(config: RouterConfig) -> float:
-    """Return how long the picker may hold a request."""
-    return config.admission.max_wait_s + config.prefetch.wait_cap_s
+    return max(tries * timeouts.first_byte_s + held_s(config), timeouts.stream_idle_s or 0.0)

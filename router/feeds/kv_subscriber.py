@@ -1,8 +1,9 @@
 """Following one vLLM's KV events over ZMQ, with nothing missed or nothing believed.
 
 At first contact, after a gap, and when it has been quiet for a while, what may
-be missing is asked from the publisher's replay endpoint. What cannot be had
-ends in `KvSink.forget`: better to know nothing of a GPU than something wrong.
+be missing is asked from the publisher's replay endpoint, again and again where
+the answer is too long to be had at once. What cannot be had ends in
+`KvSink.forget`: better to know nothing of a GPU than something wrong.
 A connection that is lost ends the following; the caller begins anew.
 """
 
@@ -24,6 +25,14 @@ _REPLAY_TIMEOUT_S: Final = 5.0
 _QUIET_S: Final = 10.0
 _HIGH_WATER: Final = 100_000
 """Messages kept while others are being applied, as many as vLLM keeps to be sent."""
+_REPLAY_HIGH_WATER: Final = 100
+"""Replayed messages kept while others are being applied. A replay is what a publisher has told in
+many minutes, and comes at once: megabytes, of which ZMQ's thread would not give back all."""
+_REPLAY_CUT: Final = 1000
+"""So many messages of a replay a publisher keeps to be sent, by ZMQ's default; beyond them it drops
+what comes before some have gone. A shorter replay is whole."""
+_CUT_AFTER_S: Final = 0.2
+"""After such a pause a longer one is asked for again: its end may have been dropped too."""
 _AT_ONCE_BYTES: Final = 32_768
 """Messages taken before others may run: some milliseconds."""
 _NUMBER_BYTES: Final = 8
@@ -143,13 +152,26 @@ class KvSubscriber:
         """Apply what is missing, as far as the publisher still has it."""
         if self._endpoints.replay is None:
             return
-        replay = self._replay(self._endpoints.replay, self._expected)
+        while await self._take_replay(self._endpoints.replay):
+            pass
+
+    async def _take_replay(self, endpoint: str) -> bool:
+        """Apply one replay of what is missing; return whether the publisher may have more of it.
+
+        It drops what does not fit in its queue: there is a gap then, or an early end, and the
+        messages are had by another replay. Those before a replay's first one are gone for good.
+        """
+        start = self._expected
+        replay = self._replay(endpoint, start)
         async with contextlib.aclosing(replay):
             async for batch in replay:
+                if batch.seq > self._expected > start:
+                    return True
                 self._apply(batch)
                 # Frames that are there already are received without a pause:
                 # let others run between the messages of a long replay.
                 await asyncio.sleep(0)
+        return self._expected - start >= _REPLAY_CUT
 
     async def _replay(self, endpoint: str, start: int) -> AsyncGenerator[KvBatch, None]:
         """Yield the messages from number ``start`` on; end early if they stop coming.
@@ -158,9 +180,11 @@ class KvSubscriber:
         up would otherwise be read as the next one.
         """
         with contextlib.closing(self._context.socket(zmq.DEALER)) as socket:
+            socket.setsockopt(zmq.RCVHWM, _REPLAY_HIGH_WATER)
             _connect(socket, endpoint)
             await socket.send_multipart([b"", start.to_bytes(8, "big")])
-            while await socket.poll(self._replay_timeout_s * 1000):
+            taken, wait_s = 0, self._replay_timeout_s
+            while await socket.poll(wait_s * 1000):
                 # [b"", topic, seq, payload]; before vLLM 0.32 without the topic.
                 *frames, payload = await socket.recv_multipart()
                 if not frames:
@@ -168,6 +192,9 @@ class KvSubscriber:
                 if frames[-1] == _END_OF_REPLAY:
                     return
                 yield self._reader.read(_number(frames[-1]), payload)
+                taken += 1
+                if taken == _REPLAY_CUT:
+                    wait_s = min(wait_s, _CUT_AFTER_S)
 
     def _apply(self, batch: KvBatch) -> None:
         """Pass on a message that is new.

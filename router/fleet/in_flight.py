@@ -44,7 +44,7 @@ class Ticket:
         self._kv = picked.kv
         self._predicted_ttft_s = decision.predicted_ttft_s
         self._last_block = picked.keys.keys[-1] if picked.keys.chain else None
-        self._cost = replica.rates.cost(picked.work)
+        self._cost = picked.cost
         self._judgment = judgment
         self._learned = learned
         self._index = index

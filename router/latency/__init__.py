@@ -7,9 +7,10 @@ predictions were, `RecentWork` how busy a replica has been.
 Called by fleet, admission and record. Imports config; no I/O, no clock.
 """
 
+from router.latency.kv_memory import NO_KV, KvNeed
 from router.latency.prediction_errors import ErrorFigures, PredictionErrors, Quantiles
 from router.latency.recent_work import RecentWork
-from router.latency.replica_queue import NO_KV, KvNeed, ReplicaQueue
+from router.latency.replica_queue import ReplicaQueue
 from router.latency.reserved_work import Promised
 from router.latency.ttft_model import Rates
 from router.latency.work import Cost, Part, Work

@@ -12,32 +12,15 @@ Every first token seen sets the schedule right, be it early or late. Against a s
 that only early ends corrected, this took the median error of predicted TTFTs at 70% load
 down by 10 to 50% in a model of a batching replica, most where prefills stall now and then.
 
-Answers are of unknown length: n that run are taken to end one after another, the k-th next
-``answer_s / (n - k + 1)`` after the one before it, as n exponential times of mean
-``answer_s`` do.
-
 Pure: no clock, no I/O.
 """
 
-import heapq
 from collections import Counter
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
-from typing import Final
 
-
-@dataclass(frozen=True, slots=True)
-class KvNeed:
-    """The KV memory of a prompt: keys of equal parts of it, of which requests share equal ones."""
-
-    keys: Sequence[int] = ()
-    tokens_per_key: int = 1
-    tokens: int = 0
-    """Of the whole prompt."""
-
-
-NO_KV: Final = KvNeed()
+from router.latency.kv_memory import BOUNDLESS, NO_KV, KvMemory, KvNeed
 
 
 @dataclass(eq=False, slots=True)
@@ -56,34 +39,6 @@ class _Prefill:
     """When it will be done, as things stand."""
 
 
-class _Memory:
-    """KV memory: how much is free, and when how much more will be."""
-
-    def __init__(
-        self, capacity: float, answer_s: float, held: Collection[float], now_s: float
-    ) -> None:
-        self.free_tokens = capacity - sum(held)
-        self.releases: list[tuple[float, float]] = []
-        """A heap."""
-        at_s = now_s
-        for left, tokens in zip(range(len(held), 0, -1), held, strict=True):
-            at_s += answer_s / left
-            self.releases.append((at_s, tokens))
-
-    def take(self, tokens: float, from_s: float) -> float:
-        """Take memory as soon as there is some; return when. What never fits waits for all."""
-        while self.free_tokens < tokens and self.releases:
-            release_s, released = heapq.heappop(self.releases)
-            from_s = max(from_s, release_s)
-            self.free_tokens += released
-        self.free_tokens -= tokens
-        return from_s
-
-    def give_back_at(self, at_s: float, tokens: float) -> None:
-        """Note when a request's answer will end."""
-        heapq.heappush(self.releases, (at_s, tokens))
-
-
 class ReplicaQueue:
     """The requests of one replica, from when they are sent to the end of their answers.
 
@@ -98,8 +53,12 @@ class ReplicaQueue:
         self._held: Counter[int] = Counter()
         """How many requests hold a part of a prompt, by its key."""
         self._held_tokens = 0.0
+        self._alone_tokens = 0.0
+        """What they would hold if what an ended one shared with others were each one's own."""
         self._began_s = 0.0
         """When the first prefill began, as far as is known."""
+        self._latest_ready_s = 0.0
+        """Of all prefills that have joined: none here is ready later."""
         self._capacity_tokens = inf
         self._answer_s = 0.0
         self._others_until_s = 0.0
@@ -108,8 +67,7 @@ class ReplicaQueue:
         # What follows from the above: when a newcomer's turn comes, and how much KV memory is
         # free then and later.
         self._free_at_s = 0.0
-        self._free_tokens = inf
-        self._releases: list[tuple[float, float]] = []
+        self._memory = BOUNDLESS
 
     def set_capacity(self, capacity_tokens: float) -> None:
         """Note how many tokens of KV the replica's GPU holds in all."""
@@ -141,9 +99,9 @@ class ReplicaQueue:
     def wait_s(self, now_s: float, kv: KvNeed = NO_KV) -> float:
         """Return how long a request that comes now would wait."""
         begin_s = max(now_s, self.free_at_s(now_s))
-        if (free := self._free_tokens) < kv.tokens:
+        if (free := self._memory.free_tokens) < kv.tokens:
             lacking = self._lacking(kv)
-            for release_s, tokens in self._releases:
+            for release_s, tokens in self._memory.in_order():
                 if free >= lacking:
                     break
                 begin_s = max(begin_s, release_s)
@@ -171,8 +129,10 @@ class ReplicaQueue:
             self._began_s = now_s
         self._last += 1
         prefill = self._prefills[self._last] = _Prefill(work_s, kv, self._lacking(kv), ready_s)
+        self._latest_ready_s = max(self._latest_ready_s, ready_s)
         self._held.update(kv.keys)
         self._held_tokens += prefill.kv_tokens
+        self._alone_tokens += prefill.kv_tokens
         self._plan(now_s)
         prefill.due_s = prefill.end_s
         return self._last
@@ -190,7 +150,7 @@ class ReplicaQueue:
             return  # one behind it has left already, and told more
         before_s = max(now_s, self.free_at_s(now_s))
         end_s = self._prefills[token].end_s
-        for each in [each for each in self._prefills if each < token]:
+        for each in list(takewhile(lambda each: each < token, self._prefills)):
             if self._prefills[each].due_s <= now_s:
                 self._decode(each)
         is_first = token == next(iter(self._prefills))
@@ -215,6 +175,7 @@ class ReplicaQueue:
             entry = self._prefills.pop(token)
         if entry is None:
             return
+        self._alone_tokens -= entry.kv_tokens
         self._held.subtract(entry.kv.keys)
         gone = [key for key in entry.kv.keys if not self._held[key]]
         for key in gone:
@@ -229,30 +190,40 @@ class ReplicaQueue:
     def _plan(self, now_s: float) -> None:
         """Work out when each prefill begins and ends."""
         self._is_stale = False
+        self._plan_again_s = inf
+        if self._capacity_tokens == inf and self._latest_ready_s <= self._began_s:
+            self._plan_plainly()
+        else:
+            self._plan_with_memory(now_s)
+
+    def _plan_plainly(self) -> None:
+        """Plan one prefill after the other, where nothing else binds and none is overtaken."""
+        time_s = self._began_s
+        for each in self._prefills.values():
+            time_s = each.end_s = time_s + each.work_s
+        self._free_at_s, self._memory = time_s, BOUNDLESS
+
+    def _plan_with_memory(self, now_s: float) -> None:
         time_s = self._began_s
         waiting = list(self._prefills.values())
         # What an ended request shared with others they still hold: each counts for its share.
-        alone = sum(each.kv_tokens for each in (*waiting, *self._decoding.values()))
-        share = self._held_tokens / alone if alone else 1.0
+        share = self._held_tokens / self._alone_tokens if self._alone_tokens else 1.0
         held = [share * each.kv_tokens for each in self._decoding.values()]
-        memory = _Memory(self._capacity_tokens, self._answer_s, held, now_s)
-        opening: tuple[float, float, list[tuple[float, float]]] | None = None
-        self._plan_again_s = inf
+        memory = KvMemory(self._capacity_tokens, self._answer_s, held, now_s)
+        opening: tuple[float, KvMemory] | None = None
         while waiting:
             at = next((i for i, each in enumerate(waiting) if each.ready_s <= time_s), None)
             if at is None:
                 at = min(range(len(waiting)), key=lambda i: waiting[i].ready_s)
                 if opening is None and waiting[at].ready_s > now_s:
                     # Until then the replica waits for KV: a request that needs none goes first.
-                    opening = time_s, memory.free_tokens, sorted(memory.releases)
+                    opening = time_s, memory.copy()
                     self._plan_again_s = waiting[at].ready_s
             prefill = waiting.pop(at)
             begin_s = memory.take(share * prefill.kv_tokens, max(time_s, prefill.ready_s))
             time_s = prefill.end_s = begin_s + prefill.work_s
             memory.give_back_at(time_s + self._answer_s, share * prefill.kv_tokens)
-        if opening is None:
-            opening = time_s, memory.free_tokens, sorted(memory.releases)
-        self._free_at_s, self._free_tokens, self._releases = opening
+        self._free_at_s, self._memory = (time_s, memory) if opening is None else opening
 
     def __repr__(self) -> str:
         return (

@@ -36,9 +36,12 @@ Pure: no clock, no I/O.
 """
 
 from math import exp, log, sqrt
+from typing import Final
 
 from router.config import DEFAULT, Learning, RatesConfig
 from router.latency.work import Cost, Part, Work
+
+_PARTS: Final = tuple(Part)
 
 
 class Rates:
@@ -139,13 +142,17 @@ class Rates:
     def _learn(self, shares: dict[Part, float], error: float, noise: float) -> None:
         """Correct the parts by the logarithm of observed over predicted; see the module."""
         covariance = self._covariance
-        with_shares = [
-            sum(row[part] * share for part, share in shares.items()) for row in covariance
-        ]
+        each_share = tuple(shares.items())
+        with_shares = []
+        for row in covariance:
+            total = 0.0
+            for part, share in each_share:
+                total += row[part] * share
+            with_shares.append(total)
         unsure = sum(with_shares[part] * share for part, share in shares.items())
         surprise = error**2 / (unsure + noise)
         spread = unsure + noise * (self._learning.tail + surprise) / (self._learning.tail + 1)
-        for part, moved in zip(Part, with_shares, strict=True):
+        for part, moved in zip(_PARTS, with_shares, strict=True):
             if moved:
                 self._set(part, self._log[part] + moved * error / spread)
                 gain = moved / spread
@@ -162,13 +169,16 @@ class Rates:
         row[part] += self._learning.drift * share
         if row[part] > 1.0:
             shrink = 1 / sqrt(row[part])
-            for other in Part:
+            for other in _PARTS:
                 row[other] *= shrink
                 self._covariance[other][part] = row[other]
             row[part] = 1.0
 
     def _shares(self, work: Work, cost: Cost) -> dict[Part, float]:
-        """Return each part's share of the predicted TTFT; the queue's belongs to none."""
+        """Return the parts' shares of the predicted TTFT, without those that have none.
+
+        The queue's share belongs to no part.
+        """
         seconds, total_s = self._seconds, cost.ttft_s
         amounts = {
             Part.BASE: 1.0,
@@ -183,7 +193,9 @@ class Rates:
                 Part.REMOTE: work.remote_bytes,
                 Part.PEER: work.peer_bytes,
             }
-        return {part: seconds[part] * amount / total_s for part, amount in amounts.items()}
+        return {
+            part: seconds[part] * amount / total_s for part, amount in amounts.items() if amount
+        }
 
     def _set(self, part: Part, value: float) -> None:
         start = self._start[part]

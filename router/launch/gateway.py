@@ -27,7 +27,7 @@ def behind_envoy(plan: FleetPlan, router: RouterConfig, at: Place, *, own: str |
     """
     picker = router.picker
     assert picker is not None
-    if 0 in (picker.port, picker.http_port):
+    if 0 in (picker.port, picker.http_port, picker.envoy_port):
         raise at.at("router.picker").error("0 is no port to wait at", "name one")
     if (found := program()) is None:
         fix = "install it: pip install 'warmroute[gateway]'"

@@ -13,13 +13,15 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from router.config import host_port
-from router.envoy import ENVELOPE, EXCHANGE, FIRST_BYTE_MS, OWN_METADATA
-from router.picker.words import Message, metadata_of
+from router.envoy import ASKED_METADATA, ENVELOPE, EXCHANGE, FIRST_BYTE_US, KIND, OWN_METADATA
+from router.picker.words import Message
 from router.record import Outcome
 
-_MS: Final = 1e-3
+_US: Final = 1e-6
+_NS: Final = 1e-9
 _MOST_DIGITS: Final = 18
-"""Of milliseconds since 1970; Python converts no number of thousands of digits."""
+"""Of microseconds; Python converts no number of thousands of digits."""
+_STREAMED: Final = "text/event-stream"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,8 @@ class Told:
     """The endpoint that gave it; None where Envoy gave it itself."""
     first_byte_after_s: float | None
     """From when the picker was asked to the first byte of the body; of streamed answers only."""
+    ended_after_s: float | None
+    """The same, to when its last byte was sent on."""
     envelope: bytes
     """Of the body, the parts that `UsageReader` reads."""
     response_bytes: int
@@ -63,20 +67,30 @@ class AnswersLog:
 
 def read(entry: Message) -> Told | None:
     """Return what an ``HTTPAccessLogEntry`` tells; None for a request that was not picked for."""
-    common = entry.common_properties
-    exchange = metadata_of(common.metadata, OWN_METADATA, EXCHANGE)
+    common, response = entry.common_properties, entry.response
+    exchange = _metadata(common, ASKED_METADATA, EXCHANGE)
     if exchange is None:
         return None
-    envelope = metadata_of(common.metadata, OWN_METADATA, ENVELOPE) or ""
+    is_streamed = response.response_headers.get(KIND, "").startswith(_STREAMED)
+    is_over = common.access_log_type == DownstreamEnd
     return Told(
         exchange=exchange,
-        status=entry.response.response_code.value,
+        status=response.response_code.value,
         served=_served(common),
-        first_byte_after_s=_first_byte_after_s(common),
-        envelope=envelope.encode(errors="replace"),
-        response_bytes=entry.response.response_body_bytes,
-        outcome=_outcome(common) if common.access_log_type == DownstreamEnd else None,
+        first_byte_after_s=_first_byte_after_s(common) if is_streamed else None,
+        ended_after_s=_ended_after_s(common) if is_over else None,
+        envelope=(_metadata(common, OWN_METADATA, ENVELOPE) or "").encode(errors="replace"),
+        response_bytes=response.response_body_bytes,
+        outcome=_outcome(common) if is_over else None,
     )
+
+
+def _metadata(common: Message, namespace: str, key: str) -> str | None:
+    """Return a text of Envoy's dynamic metadata, None where it is not there."""
+    told = common.metadata.filter_metadata
+    if namespace not in told or key not in (fields := told[namespace].fields):
+        return None
+    return str(fields[key].string_value)
 
 
 def _served(common: Message) -> str | None:
@@ -85,15 +99,19 @@ def _served(common: Message) -> str | None:
 
 
 def _first_byte_after_s(common: Message) -> float | None:
-    """Return when the first byte came, by Envoy's clock alone: the picker's may be another."""
-    told = metadata_of(common.metadata, OWN_METADATA, FIRST_BYTE_MS)
-    if told is None or not told.isdecimal() or len(told) > _MOST_DIGITS:
+    """Return a duration by Envoy's clock alone, which may be another than the picker's."""
+    told_us = common.custom_tags.get(FIRST_BYTE_US, "")
+    if not told_us.isdecimal() or len(told_us) > _MOST_DIGITS:
         return None
-    try:
-        asked_ms = common.start_time.ToMilliseconds() + common.time_to_last_rx_byte.ToMilliseconds()
-    except ValueError:  # no such time
+    return int(told_us) * _US
+
+
+def _ended_after_s(common: Message) -> float | None:
+    """Return the same to the answer's end, None where that was cut."""
+    if not common.HasField("time_to_last_downstream_tx_byte"):
         return None
-    return max(0.0, (int(told) - int(asked_ms)) * _MS)
+    asked, ended = common.time_to_last_rx_byte, common.time_to_last_downstream_tx_byte
+    return max(0.0, float(ended.seconds - asked.seconds + (ended.nanos - asked.nanos) * _NS))
 
 
 def _outcome(common: Message) -> Outcome:

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isnan
 from typing import Final
 from urllib.parse import unquote
 
@@ -51,17 +50,21 @@ class Exchange:
         self,
         judge: Judge,
         endpoints: Endpoints,
+        method: str,
+        path: str,
         headers: Mapping[str, str],
         *,
         named: Iterable[str] | None,
         sees_tokens: bool,
     ) -> None:
-        """``named`` are the endpoints to choose from, None for all.
+        """``headers`` finds theirs by names in lower case; ``path`` is as it came, with a query.
+
+        ``named`` are the endpoints to choose from, None for all.
 
         ``sees_tokens``: whether the gateway will tell when a streamed answer's first bytes come.
         """
-        self.method = headers.get(":method", "")
-        raw_path = headers.get(":path", "").partition("?")[0]
+        self.method = method
+        raw_path = path.partition("?")[0]
         self.path = unquote(raw_path)
         self.record = RequestRecord(
             request_id=headers.get("x-request-id") or uuid.uuid4().hex,
@@ -86,6 +89,8 @@ class Exchange:
         """Whether another replica than the picked one answers."""
         self.is_told = False
         """Whether all of the answer has been told by Envoy's log."""
+        self.told_s = 0.0
+        """When that told of it last, or the request was picked for."""
         self._reader = UsageReader(any_id=keeps(self.method, self.path))
 
     # --- the request
@@ -105,7 +110,7 @@ class Exchange:
         self._ticket, self._asked = admitted.ticket, (asked, keyring)
         self._replica = admitted.decision.picked.replica
         await self._judge.prepare(admitted, self.record)
-        self._picked_s = time.monotonic()
+        self._picked_s = self.told_s = time.monotonic()
         return self._picked(admitted.decision)
 
     def _parse(self, body: bytes) -> Asked:
@@ -169,7 +174,8 @@ class Exchange:
 
     async def told(self, told: Told) -> None:
         """Note what the log of our own Envoy tells, which it does late."""
-        record, now_s = self.record, time.monotonic()
+        record = self.record
+        now_s = self.told_s = record.ended_s = time.monotonic()
         if record.status is None and told.status:
             await self._note_status(told.status, told.served)
         if self._is_ok and told.first_byte_after_s is not None:
@@ -184,16 +190,13 @@ class Exchange:
             self._reader.feed(told.envelope)
             record.response_bytes = told.response_bytes
             record.end(told.outcome)
+            if told.ended_after_s is not None:
+                record.ended_s = min(now_s, self._asked_s + told.ended_after_s)
 
     @property
     def is_picked(self) -> bool:
         """Whether the request has gone to a replica."""
         return self._ticket is not None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the call for the whole request has ended."""
-        return not isnan(self.record.ended_s)
 
     @contextmanager
     def noting_end(self) -> Iterator[None]:

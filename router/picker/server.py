@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Final
 
 import grpc
+from aiohttp import web
 from envoy.service.accesslog.v3.als_pb2_grpc import add_AccessLogServiceServicer_to_server
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
     add_ExternalProcessorServicer_to_server,
 )
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from router.config import PickerConfig, host_port
+from router.config import PickerConfig, TlsConfig, describe, host_port, server_context
 from router.fleet import State
+from router.http import Site
 from router.picker.answers import AnswersLog
+from router.picker.asks import Asks
 from router.picker.endpoints import Endpoints
 from router.picker.service import Processor
 from router.proxy import Judge
@@ -27,6 +30,14 @@ _READINESS: Final = ("readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 _CHECK_S: Final = 0.5
 _OVERHEAD_BYTES: Final = 1 << 20
 """Of a message beside the body in it."""
+
+
+class CannotListen(OSError):  # noqa: N818  (what happened, in words for a person)
+    """A port cannot be listened on; ``key`` is its name in the configuration."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class Picker:
@@ -46,22 +57,28 @@ class Picker:
             ]
         )
         self._processor = Processor(judge, self._endpoints)
+        self._asks = Asks(judge, self._endpoints)
+        self._runner: web.AppRunner | None = None
         self._health = health.aio.HealthServicer()
         self._leaves = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> int:
-        """Listen; return the port. Raises OSError where that cannot be."""
+        """Listen; return gRPC's port. Raises `CannotListen`."""
         await self._endpoints.start()
         add_ExternalProcessorServicer_to_server(self._processor, self._server)
-        add_AccessLogServiceServicer_to_server(AnswersLog(self._processor.note), self._server)
+        add_AccessLogServiceServicer_to_server(AnswersLog(self._asks.note), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        port = self._listen()
+        port = self._listen_to_gateways()
         for name in _LIVENESS:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self._tell_readiness()
         await self._server.start()
-        self._tasks = [asyncio.create_task(self._keep_telling(), name="readiness")]
+        await self._listen_to_envoy()
+        self._tasks = [
+            asyncio.create_task(self._keep_telling(), name="readiness"),
+            asyncio.create_task(self._asks.keep_closing(), name="silent requests"),
+        ]
         return port
 
     async def leave(self) -> None:
@@ -73,15 +90,19 @@ class Picker:
         """Call it not ready; let calls under way end, for so long at most."""
         await end_all(self._tasks)
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(drain_s)
-        self._processor.close()
+        await asyncio.gather(
+            self._server.stop(drain_s),
+            self._asks.drained(drain_s),
+            *(() if self._runner is None else (self._runner.cleanup(),)),
+        )
+        self._asks.close()
         await self._endpoints.stop()
 
     def fleet_changed(self) -> None:
         """Find out where replicas are that have joined."""
         self._endpoints.fleet_changed()
 
-    def _listen(self) -> int:
+    def _listen_to_gateways(self) -> int:
         config = self._settings
         address = host_port(config.host, config.port)
         try:
@@ -90,7 +111,25 @@ class Picker:
             pair = (Path(config.key).read_bytes(), Path(config.certificate).read_bytes())
             return int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
         except RuntimeError as error:  # all that gRPC raises, and it says why
-            raise OSError(str(error)) from None
+            raise CannotListen("picker.port", str(error)) from None
+
+    async def _listen_to_envoy(self) -> None:
+        config, timeouts = self._settings, self._judge.config.timeouts
+        if not config.envoy_port:
+            return
+        tls = None
+        if config.certificate is not None and config.key is not None:
+            tls = server_context(TlsConfig(cert_file=config.certificate, key_file=config.key))
+        # A client that leaves, or its Envoy, ends the question that is held.
+        self._runner = web.AppRunner(
+            self._asks.app(), handler_cancellation=True, shutdown_timeout=timeouts.drain_s
+        )
+        await self._runner.setup()
+        site = Site(self._runner, config.host, config.envoy_port, idle_s=timeouts.idle_s, tls=tls)
+        try:
+            await site.start()
+        except OSError as error:
+            raise CannotListen("picker.envoy_port", describe(error)) from None
 
     async def _keep_telling(self) -> None:
         while True:

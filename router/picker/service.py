@@ -1,41 +1,26 @@
 """The calls of a gateway: what each message asks, and what answers it."""
 
-import asyncio
-import uuid
 from contextlib import closing
-from itertools import count
-from typing import Any, Final
+from typing import Any
 
 from grpc import StatusCode
 
 from router.config import ApiError, TooLarge
 from router.http import defect
 from router.picker import words
-from router.picker.answers import Told
 from router.picker.endpoints import Endpoints
 from router.picker.exchange import Exchange
 from router.picker.stream import Stream
 from router.picker.words import Message
 from router.proxy import Judge
 
-_UNTOLD_S: Final = 1.0
-"""So long after a request's end Envoy's log may tell of it."""
-
 
 class Processor:
-    """Serves ``envoy.service.ext_proc.v3.ExternalProcessor``: one call for each request.
-
-    Of answers an Envoy with our own configuration tells nothing there, but in its log (`note`).
-    """
+    """Serves ``envoy.service.ext_proc.v3.ExternalProcessor``: one call for each request."""
 
     def __init__(self, judge: Judge, endpoints: Endpoints) -> None:
         self._judge = judge
         self._endpoints = endpoints
-        # Of this run: Envoy may tell of requests that a picker before this one placed.
-        self._run = uuid.uuid4().hex[:8]
-        self._numbers = count()
-        self._exchanges: dict[str, Exchange] = {}
-        """Requests that have not been closed, by the names that the log tells."""
 
     async def Process(self, _: object, context: Any) -> None:  # noqa: N802  (the protocol's name)
         """Answer one call."""
@@ -46,63 +31,36 @@ class Processor:
             if stream.is_broken:
                 await context.abort(StatusCode.INVALID_ARGUMENT, "that is no ProcessingRequest")
 
-    async def note(self, told: Told) -> None:
-        """Take over what the log tells; nothing of requests that are closed, or another's."""
-        exchange = self._exchanges.get(told.exchange)
-        if exchange is None:
-            return
-        await exchange.told(told)
-        if exchange.is_told and exchange.has_ended:
-            self._close(told.exchange)
-
-    def close(self) -> None:
-        """Wait for no more calls."""
-        for name in list(self._exchanges):
-            self._close(name)
-
-    def _close(self, name: str) -> None:
-        if (exchange := self._exchanges.pop(name, None)) is not None:
-            exchange.close()
-
     async def _serve(self, first: Message, stream: Stream) -> None:
-        headers = words.request_headers(first)
+        headers = words.headers_of(first.request_headers)
         exchange = Exchange(
             self._judge,
             self._endpoints,
+            headers.get(":method", ""),
+            headers.get(":path", ""),
             headers,
             named=words.named_endpoints(first, headers),
-            sees_tokens=not stream.is_ours and words.tells_answer(first),
+            sees_tokens=words.tells_answer(first),
         )
-        name = f"{self._run}-{next(self._numbers)}"
-        self._exchanges[name] = exchange
         try:
-            with exchange.noting_end():
-                await _Conversation(self._judge, exchange, first, stream, name).run()
+            with closing(exchange), exchange.noting_end():
+                await _Conversation(self._judge, exchange, first, stream).run()
         except ConnectionResetError:
             pass  # the client has gone: no answer reaches it
         except ApiError as error:
             await stream.write(words.refusal(exchange.path, error))
         except Exception as error:  # noqa: BLE001  (the client gets an answer in its own shape)
             await stream.write(words.refusal(exchange.path, defect(exchange.path, error)))
-        finally:
-            # The call's end overtakes the log that tells of it.
-            if stream.is_ours and exchange.is_picked and not exchange.is_told:
-                asyncio.get_running_loop().call_later(_UNTOLD_S, self._close, name)
-            else:
-                self._close(name)
 
 
 class _Conversation:
     """One call for a whole request."""
 
-    def __init__(
-        self, judge: Judge, exchange: Exchange, first: Message, stream: Stream, name: str
-    ) -> None:
+    def __init__(self, judge: Judge, exchange: Exchange, first: Message, stream: Stream) -> None:
         self._judge = judge
         self._exchange = exchange
         self._first = first
         self._stream = stream
-        self._name = name
 
     async def run(self) -> None:
         """Answer all messages of the call."""
@@ -146,10 +104,7 @@ class _Conversation:
     async def _send_on(self, kind: str, body: bytes) -> None:
         picked = await self._stream.unless_ended(self._exchange.pick(body))
         headers = {} if picked.api_key is None else {"authorization": f"Bearer {picked.api_key}"}
-        own = None
-        if self._stream.is_ours:
-            own = words.own_words(self._name, picked.replicas, self._exchange.answer_headers())
-        await self._stream.write(words.destination(kind, picked.endpoints, headers, own))
+        await self._stream.write(words.destination(kind, picked.endpoints, headers))
 
     async def _reply(self, message: Message) -> Message:
         kind = message.WhichOneof("request")

@@ -7,7 +7,6 @@ from typing import Any, Final, TypeVar
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from router.envoy import MARK
 from router.picker.words import Message
 
 T = TypeVar("T")
@@ -24,8 +23,6 @@ class Stream:
         """A message that is being waited for already."""
         self.is_broken = False
         """Whether a message came that is none of the protocol: the call ends there."""
-        self.is_ours = MARK in (context.invocation_metadata() or ())
-        """Whether the gateway is an Envoy with our own configuration."""
 
     async def read(self) -> Message | None:
         """Return the next message, None at the call's end."""

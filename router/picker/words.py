@@ -4,7 +4,7 @@ Messages: ``envoy.service.ext_proc.v3``. Names of headers and metadata: endpoint
 1.0.0 (proposal 004 of the Gateway API Inference Extension).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
@@ -12,56 +12,18 @@ from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import Proces
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 
 from router.config import ApiError
-from router.envoy import (
-    ANSWER_HEADERS,
-    DESTINATION,
-    EXCHANGE,
-    HEADER_ATTRIBUTE,
-    LB_METADATA,
-    MAX_RETRIES,
-    OWN_METADATA,
-    REPLICAS,
-    SERVED,
-    SUBSET,
-    SUBSET_METADATA,
-)
+from router.envoy import DESTINATION, LB_METADATA, SERVED, SUBSET, SUBSET_METADATA
 from router.http import error_body
 
 Message = Any
 """The generated classes have no types."""
 
-_ATTRIBUTES: Final = "envoy.filters.http.ext_proc"
-_HEADER_OF: Final = {
-    "request.method": ":method",
-    "request.path": ":path",
-    "request.id": "x-request-id",
-}
 _UNTOLD: Final = -1
 _FULL_DUPLEX: Final = ProcessingMode.FULL_DUPLEX_STREAMED
 _WHOLE: Final = (ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL, _UNTOLD)
 
 
 # --- what the gateway tells
-
-
-def request_headers(request: Message) -> dict[str, str]:
-    """Return the headers of a request, by the first message of its call.
-
-    Where an Envoy with our own configuration sends the body at once, those that are read here.
-    """
-    if request.HasField("request_headers"):
-        return headers_of(request.request_headers)
-    told = request.attributes.get(_ATTRIBUTES)
-    fields = {} if told is None else told.fields
-    return {
-        _HEADER_OF.get(name) or _named_in(name): value.string_value
-        for name, value in fields.items()
-    }
-
-
-def _named_in(attribute: str) -> str:
-    before, after = HEADER_ATTRIBUTE.split("{}")
-    return attribute.removeprefix(before).removesuffix(after)
 
 
 def headers_of(told: Message) -> dict[str, str]:
@@ -99,13 +61,16 @@ def named_endpoints(request: Message, headers: Mapping[str, str]) -> list[str] |
         value = told[SUBSET_METADATA].fields[SUBSET]
         if value.HasField("list_value"):
             return [each.string_value.strip() for each in value.list_value.values]
-        return _listed(value.string_value)
-    return _listed(headers[SUBSET]) if SUBSET in headers else None
+        return listed(value.string_value)
+    return listed(headers[SUBSET]) if SUBSET in headers else None
 
 
 def served_endpoint(request: Message) -> str | None:
     """Return the endpoint that answered, if the gateway tells."""
-    return _metadata(request, LB_METADATA, SERVED)
+    told = request.metadata_context.filter_metadata
+    if LB_METADATA not in told or SERVED not in told[LB_METADATA].fields:
+        return None
+    return str(told[LB_METADATA].fields[SERVED].string_value)
 
 
 def _body_mode(request: Message) -> int:
@@ -113,19 +78,8 @@ def _body_mode(request: Message) -> int:
     return int(request.protocol_config.request_body_mode) if told else _UNTOLD
 
 
-def _metadata(request: Message, namespace: str, key: str) -> str | None:
-    return metadata_of(request.metadata_context, namespace, key)
-
-
-def metadata_of(context: Message, namespace: str, key: str) -> str | None:
-    """Return a text of Envoy's dynamic metadata, None where it is not there."""
-    told = context.filter_metadata
-    if namespace not in told or key not in told[namespace].fields:
-        return None
-    return str(told[namespace].fields[key].string_value)
-
-
-def _listed(value: str) -> list[str]:
+def listed(value: str) -> list[str]:
+    """Return the endpoints of a header."""
     return [each.strip() for each in value.split(",") if each.strip()]
 
 
@@ -139,39 +93,18 @@ def go_on(kind: str) -> Message:
     return answer
 
 
-def destination(
-    kind: str,
-    endpoints: Iterable[str],
-    headers: Mapping[str, str],
-    own: Mapping[str, str] | None = None,
-) -> Message:
+def destination(kind: str, endpoints: Iterable[str], headers: Mapping[str, str]) -> Message:
     """Return where the request goes, as the answer to its headers or body (``kind``).
 
-    ``headers`` are set on the request; ``own`` is told to an Envoy with our own configuration.
+    ``headers`` are set on the request.
     """
     value = ",".join(endpoints)
     answer = ext_proc.ProcessingResponse()
     common = getattr(answer, kind).response
     _set_headers(common.header_mutation, {DESTINATION: value, **headers})
     common.clear_route_cache = True
-    metadata = {LB_METADATA: {DESTINATION: value}}
-    answer.dynamic_metadata.update({**metadata, OWN_METADATA: own} if own else metadata)
+    answer.dynamic_metadata.update({LB_METADATA: {DESTINATION: value}})
     return answer
-
-
-def own_words(exchange: str, replicas: Sequence[str], headers: Mapping[str, str]) -> dict[str, str]:
-    """Return what our own Envoy is told: names for its log, and headers for the answer."""
-    lines = (f"{name}: {_one_line(value)}" for name, value in headers.items())
-    return {
-        EXCHANGE: exchange,
-        MAX_RETRIES: str(len(replicas) - 1),
-        REPLICAS: "\n".join(map(_one_line, replicas)),
-        ANSWER_HEADERS: "\n".join(lines),
-    }
-
-
-def _one_line(value: str) -> str:
-    return " ".join(value.splitlines())
 
 
 def same_body(kind: str, told: Message) -> Message:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
+import orjson
+
 from router.config import BadRequest
 from router.prompt import media
 from router.prompt.inputs import Body, ChatInput, PromptInput, TextInput, Truncation, read_input
@@ -197,8 +199,8 @@ class Drafter:
         return Draft(prompt_of, _cut(model.encoder, start, given), len(start))
 
     def _truncated(
-        self, ids: list[int], truncation: Truncation | None
-    ) -> tuple[list[int], str | None]:
+        self, ids: Sequence[int], truncation: Truncation | None
+    ) -> tuple[Sequence[int], str | None]:
         """Return what the replica keeps of a prompt, and a doubt where that is not certain."""
         if truncation is None:
             return ids, None
@@ -249,7 +251,14 @@ def _stand_in(body: Body) -> str:
     for key in ("messages", "input", "prompt"):
         value = media.shortened(body.get(key))
         lines += value if isinstance(value, list) else [value]
-    return "\n".join(json.dumps(line, ensure_ascii=False) for line in lines if line is not None)
+    return "\n".join(_line(each) for each in lines if each is not None)
+
+
+def _line(value: Any) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # it writes no such depths as it reads
+        return json.dumps(value, ensure_ascii=False)
 
 
 def _cut(encoder: Encoder, text: str, given: PromptInput) -> CutText:
@@ -260,14 +269,14 @@ def _cut(encoder: Encoder, text: str, given: PromptInput) -> CutText:
     return encoder.cut(text, add_special_tokens=given.add_special_tokens)
 
 
-def _ids_of(pieces: Sequence[Piece]) -> list[int]:
+def _ids_of(pieces: Sequence[Piece]) -> "array[int]":
     every = array("I")
     for piece in pieces:
         every.extend(piece.ids)
-    return every.tolist()
+    return every
 
 
-def _without_end(pieces: Sequence[Piece], tokens: int) -> tuple[list[Piece], list[int]]:
+def _without_end(pieces: Sequence[Piece], tokens: int) -> tuple[list[Piece], Sequence[int]]:
     """Return the tokens but the last ones, and the pieces that hold none of the last ones."""
     every = _ids_of(pieces)
     ids = every[: max(0, len(every) - tokens)]

@@ -43,6 +43,8 @@ _FIELD_OF_TYPE: Final = {"input_image": "image_url", "image": "source"}
 FIELDS: Final = frozenset(_MODALITIES)
 """The names under which parts keep a medium."""
 
+_NESTED: Final = (list, dict)
+
 # Fields of a medium's part that templates do not get.
 _OWN_FIELDS: Final = FIELDS | {"type", "uuid"}
 
@@ -125,11 +127,12 @@ def texts_of(value: object) -> Iterator[str]:
 def shortened(value: Any) -> Any:
     """Return a JSON value with the texts of `show_as_text` in the place of all media."""
     if isinstance(value, list):
-        return [shortened(one) for one in value]
+        return [shortened(one) if isinstance(one, _NESTED) else one for one in value]
     if not isinstance(value, dict):
         return value
-    medium = _medium(value)
-    return medium[1] if medium else {key: shortened(one) for key, one in value.items()}
+    if medium := _medium(value):
+        return medium[1]
+    return {key: shortened(one) if isinstance(one, _NESTED) else one for key, one in value.items()}
 
 
 def part_types(messages: object) -> frozenset[str]:
@@ -185,6 +188,8 @@ def _medium(part: Mapping[str, Any]) -> tuple[str, str] | None:
     """
     kind, uuid = part.get("type"), part.get("uuid")
     if kind is None or uuid is not None:
+        if FIELDS.isdisjoint(part):
+            return None
         field = next((name for name in _MODALITIES if name in part), "")
     else:
         field = _FIELD_OF_TYPE.get(kind, kind) if isinstance(kind, str) else ""

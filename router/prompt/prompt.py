@@ -29,8 +29,11 @@ class Prompt:
     equal texts of two tenants have no key in common.
     """
 
-    token_ids: list[int] | None = None
-    """The tokens, or None where they are not known; with media, those before the first."""
+    token_ids: Sequence[int] | None = None
+    """The tokens, or None where they are not known; with media, those before the first.
+
+    Mostly an array: of a long prompt only the new tokens are looked at one by one.
+    """
     doubt: str | None = None
     """Why `exact` is false, or None."""
     model: str | None = None

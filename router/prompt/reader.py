@@ -7,6 +7,7 @@ of the probes; where they differ from the reader's, the reader's are not used.
 import asyncio
 import logging
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +39,9 @@ _INLINE_CHARS: Final = 64 * 1024
 
 # One with more than this, known or not, is rendered and put together there, too.
 _LONG_CHARS: Final = 512 * 1024
+
+# A token id in a list is two bytes at the least, and counts as `CHARS_PER_TOKEN`.
+_MOST_CHARS_PER_BYTE: Final = CHARS_PER_TOKEN / 2
 
 # Where a body has its prompt.
 _PROMPT_FIELDS: Final = ("messages", "input", "prompt", "system", "tools")
@@ -89,12 +93,13 @@ class PromptReader:
         source = None if chat_template is None else read_source(Path(chat_template))
         return cls(load_directory(Path(path)), chat_template=source, memo=memo)
 
-    async def read(self, endpoint: str, body: Body) -> Prompt:
+    async def read(self, endpoint: str, body: Body, body_bytes: float = inf) -> Prompt:
         """Return the prompt of a request to ``endpoint``; raise `BadRequest` for wrong types.
 
-        What takes long is done in a thread, so that the loop goes on.
+        What takes long is done in a thread, so that the loop goes on. ``body_bytes`` is the
+        body's length, where it is known.
         """
-        if _rough_chars(body) > _LONG_CHARS:
+        if _MOST_CHARS_PER_BYTE * body_bytes > _LONG_CHARS and _rough_chars(body) > _LONG_CHARS:
             draft = await asyncio.to_thread(self._draft, endpoint, body)
             async with self._turns.turn(draft.chars):
                 return await asyncio.to_thread(draft.finish)
@@ -160,7 +165,8 @@ class PromptReader:
     def _claim(self, probe: Body) -> list[int] | None:
         """Return the tokens that we would give for a probe, however far they are trusted."""
         draft = self._drafter.draft("/tokenize", probe, lambda given: Trust.EXACT)
-        return draft.finish().token_ids
+        ids = draft.finish().token_ids
+        return None if ids is None else list(ids)
 
 
 def _has_much_new(draft: Draft) -> bool:

@@ -273,7 +273,7 @@ class Judge:
             return None
         reader = self._prompts.reader_for(asked.model)
         try:
-            return await reader.read(asked.endpoint, dict(asked.fields))
+            return await reader.read(asked.endpoint, dict(asked.fields), len(asked.body))
         except RecursionError:  # orjson reads values that are nested deeper than templates may walk
             raise BadRequest("the body's values are nested too deeply") from None
 

@@ -12,11 +12,11 @@ import io
 import ssl
 import time
 from collections.abc import AsyncGenerator, Mapping
-from types import SimpleNamespace
 from typing import Final
 
 import aiohttp
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
 from router.config import TimeoutsConfig, describe
@@ -96,7 +96,7 @@ class Answer:
         self.began_s = time.monotonic() if self.streamed else headers_s
         """When the answer began, for TTFT: streamed its first byte, else its headers."""
         self.sent_s = sent_s
-        """When the request's headers had been written."""
+        """When the request was written."""
         self._response = response
         self._first = first
 
@@ -119,13 +119,31 @@ class Answer:
         self._response.close()
 
 
-async def _note_sent(
-    session: aiohttp.ClientSession,
-    context: SimpleNamespace,
-    params: aiohttp.TraceRequestHeadersSentParams,
-) -> None:
-    if context.trace_request_ctx is not None:
-        context.trace_request_ctx()
+class _Body(aiohttp.Payload):
+    """A request's body: it goes out together with the headers, and notes when."""
+
+    sent_s: float | None = None
+
+    async def write_with_length(
+        self, writer: AbstractStreamWriter, content_length: int | None
+    ) -> None:
+        """Write it, as aiohttp asks."""
+        self.sent_s = time.monotonic()
+        await super().write_with_length(writer, content_length)
+
+
+class _SmallBody(_Body, aiohttp.BytesPayload):
+    """It is written at once."""
+
+
+class _LargeBody(_Body, aiohttp.BytesIOPayload):
+    """It is written one piece after the other."""
+
+
+def _body(body: bytes) -> _Body | None:
+    if not body:
+        return None
+    return _SmallBody(body) if len(body) <= _LARGE_BODY_BYTES else _LargeBody(io.BytesIO(body))
 
 
 class Upstream:
@@ -152,12 +170,7 @@ class Upstream:
         and where ``wait`` is given up.
         """
         sent_s = time.monotonic()
-
-        def note_sent() -> None:
-            # In a burst a request is written up to 0.3 s after the router began to send it.
-            nonlocal sent_s
-            sent_s = time.monotonic()
-
+        data = _body(body)
         response: aiohttp.ClientResponse | None = None
         try:
             async with wait.within(self._timeouts.first_byte_s):
@@ -165,9 +178,8 @@ class Upstream:
                     method,
                     URL(url, encoded=True),
                     headers=headers,
-                    data=(body or None) if len(body) <= _LARGE_BODY_BYTES else io.BytesIO(body),
+                    data=data,
                     allow_redirects=False,
-                    trace_request_ctx=note_sent,
                     timeout=aiohttp.ClientTimeout(
                         total=None, sock_connect=self._timeouts.connect_s
                     ),
@@ -189,6 +201,9 @@ class Upstream:
             if (failure := self._failure(error, wait)) is None:
                 raise
             raise failure from error
+        if data is not None and data.sent_s is not None:
+            # In a burst a request is written up to 0.3 s after the router began to send it.
+            sent_s = data.sent_s
         return Answer(response, first, sent_s=sent_s, headers_s=headers_s)
 
     def _failure(self, error: BaseException, wait: Wait) -> TryFailed | None:
@@ -224,13 +239,10 @@ def client_session(tls: ssl.SSLContext | bool = True) -> aiohttp.ClientSession:
     ``tls`` says how replicas' certificates are verified. Requests that pass no timeout of their
     own have ``_DEFAULT_TIMEOUT_S``.
     """
-    trace = aiohttp.TraceConfig()
-    trace.on_request_headers_sent.append(_note_sent)
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=_DEFAULT_TIMEOUT_S),
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=tls),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
-        trace_configs=[trace],
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
     )

@@ -22,6 +22,7 @@ _CACHED: Final = (
     ("input_tokens_details", "cached_tokens"),
     ("cache_read_input_tokens",),
 )
+_DECODER: Final = json.JSONDecoder()
 _OUTPUT: Final = (("completion_tokens",), ("output_tokens",))
 
 
@@ -76,7 +77,7 @@ def _last_usage(tail: bytes) -> dict[str, Any]:
         return {}
     text = tail[matches[-1].end() :].decode(errors="replace")
     try:
-        value, _ = json.JSONDecoder().raw_decode(text)
+        value, _ = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

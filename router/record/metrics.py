@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -171,6 +171,8 @@ class Metrics(Collector):
             name: Histogram(f"warmroute_{name}", text, labels, buckets=buckets, registry=registry)
             for name, (text, labels, buckets) in _HISTOGRAMS.items()
         }
+        self._children: dict[tuple[str, ...], Any] = {}
+        """Series by metric and labels: to find one by its labels costs more than to count."""
         self._shown = {_NO_REPLICA, _REMOVED}
         """Replicas that have series."""
 
@@ -259,6 +261,7 @@ class Metrics(Collector):
     def _forget(self, replicas: set[str]) -> None:
         """Drop the series of replicas."""
         self._shown -= replicas
+        self._children.clear()
         for told in (_COUNTERS, _HISTOGRAMS):
             for name in [each for each, (_, labels, *_) in told.items() if "replica" in labels]:
                 series = self._counters.get(name) or self._histograms[name]
@@ -280,9 +283,16 @@ class Metrics(Collector):
 
     def _count(self, name: str, *labels: str, by: int | None = 1) -> None:
         if by is not None:
-            self._counters[name].labels(*labels).inc(by)
+            self._child(self._counters, name, labels).inc(by)
 
     def _time(self, name: str, seconds: float | None, *labels: str) -> None:
         if seconds is not None:
-            histogram = self._histograms[name]
-            (histogram.labels(*labels) if labels else histogram).observe(seconds)
+            self._child(self._histograms, name, labels).observe(seconds)
+
+    def _child(self, metrics: Mapping[str, Any], name: str, labels: tuple[str, ...]) -> Any:
+        """Return what counts under these labels."""
+        key = (name, *labels)
+        if (child := self._children.get(key)) is None:
+            metric = metrics[name]
+            child = self._children[key] = metric.labels(*labels) if labels else metric
+        return child

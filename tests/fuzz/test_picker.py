@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fuzz.bodies import BY_PATH
+from tests.fuzz.exchange import request
 from tests.fuzz.json_text import nearly
 from tests.fuzz.servers import Fleet, fleet
 from tests.fuzz.test_router import HEADER_NAMES, HEADER_VALUES, STREAMS
@@ -19,7 +20,6 @@ from tests.servers import missing
 METHOD: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 LOG_METHOD: Final = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
 CALL_S: Final = 20.0
-OURS: Final = (("x-warmroute-gateway", "generated"),)
 ODD_BYTES: Final = st.one_of(st.binary(max_size=40), st.sampled_from([b"", b"\xff", b"0", b"-5"]))
 
 
@@ -153,11 +153,10 @@ def _tell(draw: st.DrawFn, message: Any) -> None:
         message.metadata_context.filter_metadata["envoy.lb"].update(
             {"x-gateway-destination-endpoint-served": served}
         )
-        message.metadata_context.filter_metadata["warmroute"].update({"exchange": served})
     message.observability_mode = draw(st.integers(0, 5)) == 0
 
 
-def exchange(channel: Any, sent: list[bytes], *, ours: bool, leaves_after: int | None) -> list[Any]:
+def exchange(channel: Any, sent: list[bytes], *, leaves_after: int | None) -> list[Any]:
     """Make a call, and end it, or leave it after so many answers; return the answers.
 
     AssertionError for a call that does not end well, or not in time.
@@ -167,7 +166,7 @@ def exchange(channel: Any, sent: list[bytes], *, ours: bool, leaves_after: int |
 
     call = channel.stream_stream(
         METHOD, response_deserializer=ext_proc.ProcessingResponse.FromString
-    )(iter(sent), timeout=CALL_S, metadata=OURS if ours else ())
+    )(iter(sent), timeout=CALL_S)
     answers = []
     try:
         for answer in call:
@@ -180,28 +179,24 @@ def exchange(channel: Any, sent: list[bytes], *, ours: bool, leaves_after: int |
     return answers
 
 
-@given(
-    messages=_messages(), ours=st.booleans(), leaves_after=st.one_of(st.none(), st.integers(1, 3))
-)
+@given(messages=_messages(), leaves_after=st.one_of(st.none(), st.integers(1, 3)))
 def test_calls_that_are_nearly_right(
-    router: Fleet, channel: Any, messages: list[Any], ours: bool, leaves_after: int | None
+    router: Fleet, channel: Any, messages: list[Any], leaves_after: int | None
 ) -> None:
     sent = [each.SerializeToString() for each in messages]
-    for answer in exchange(channel, sent, ours=ours, leaves_after=leaves_after):
+    for answer in exchange(channel, sent, leaves_after=leaves_after):
         if answer.HasField("immediate_response"):
             refused = answer.immediate_response
             assert 400 <= refused.status.code < 500 or refused.status.code == 503, refused
             assert json.loads(refused.body)["error"]["message"], refused
 
 
-@given(sent=st.lists(st.binary(max_size=30), max_size=3), ours=st.booleans())
-@example(sent=[b"\xff\xff\xff\xff"], ours=False)
-def test_bytes_that_are_no_message(
-    router: Fleet, channel: Any, sent: list[bytes], ours: bool
-) -> None:
+@given(sent=st.lists(st.binary(max_size=30), max_size=3))
+@example(sent=[b"\xff\xff\xff\xff"])
+def test_bytes_that_are_no_message(router: Fleet, channel: Any, sent: list[bytes]) -> None:
     import grpc
 
-    call = channel.stream_stream(METHOD)(iter(sent), timeout=CALL_S, metadata=OURS if ours else ())
+    call = channel.stream_stream(METHOD)(iter(sent), timeout=CALL_S)
     try:
         for _ in call:
             pass
@@ -219,14 +214,19 @@ def _log_entries(draw: st.DrawFn) -> Any:
         entry = message.http_logs.log_entry.add()
         common = entry.common_properties
         names = st.sampled_from(["", "0", "a", "9" * 5000, "\u0663", "-1", "1.5", "x" * 100])
-        for key in ("exchange", "envelope", "first_byte_ms"):
+        told = common.metadata.filter_metadata
+        asked = "envoy.filters.http.ext_authz"
+        for space, key in ((asked, "x-picker-exchange"), ("warmroute", "envelope")):
             if draw(st.booleans()):
-                common.metadata.filter_metadata["warmroute"].update({key: draw(names)})
+                told[space].update({key: draw(names)})
+        common.custom_tags["first_byte_us"] = draw(names)
+        kinds = st.sampled_from(["", "text/event-stream", "application/json"])
+        entry.response.response_headers["content-type"] = draw(kinds)
         entry.response.response_code.value = draw(st.sampled_from([0, 200, 503, 2**32 - 1]))
         entry.response.response_body_bytes = draw(st.sampled_from([0, 5, 2**64 - 1]))
         seconds = st.sampled_from([0, -1, 10**9, 2**62, -(2**62)])
-        common.start_time.seconds = draw(seconds)
         common.time_to_last_rx_byte.seconds = draw(seconds)
+        common.time_to_last_downstream_tx_byte.seconds = draw(seconds)
         common.access_log_type = draw(st.sampled_from([0, 4, 99]))
         common.upstream_remote_address.socket_address.address = draw(names)[:20]
         common.response_flags.downstream_connection_termination = draw(st.booleans())
@@ -250,11 +250,35 @@ def test_what_is_no_grpc(router: Fleet, pieces: list[bytes]) -> None:
     router.ports["picker"].all_answers(b"".join(pieces))
 
 
+HINTS: Final = st.sampled_from([b"", b"-", b"[]", b'["x"]', b"[1, null]", b"{}", b"a,b", b"\xff"])
+
+
+@given(
+    data=st.data(),
+    path=st.sampled_from([*BY_PATH, "/v1/models", "/none"]),
+    method=st.sampled_from(["POST", "GET"]),
+    headers=ODD_HEADERS,
+)
+def test_what_envoy_asks(
+    router: Fleet, data: st.DataObject, path: str, method: str, headers: Headers
+) -> None:
+    body = data.draw(nearly(BY_PATH.get(path, BY_PATH["/v1/chat/completions"])))
+    sent = [(name, value) for name, value in headers if name and not name.startswith(b":")]
+    if data.draw(st.booleans()):
+        sent.append((b"X-Picker-Subset-Hint", data.draw(HINTS)))
+    got = router.ports["envoy"].send(request(path, body, method=method, headers=sent), closes=True)
+    assert got.status is None or got.status < 500, got
+
+
+@given(pieces=STREAMS)
+def test_what_envoy_never_asks(router: Fleet, pieces: list[bytes]) -> None:
+    answered = router.ports["envoy"].all_answers(b"".join(pieces))
+    assert b" 500 " not in answered, answered[-2000:]
+
+
 def test_the_picker_still_picks(router: Fleet, channel: Any) -> None:
     body = json.dumps(BY_PATH["/v1/chat/completions"][0]).encode()
     headers = [(b":path", b"/v1/chat/completions"), (b":method", b"POST")]
     sent = [_headers("request_headers", headers), _body("request_body", body, is_last=True)]
-    answers = exchange(
-        channel, [each.SerializeToString() for each in sent], ours=True, leaves_after=None
-    )
+    answers = exchange(channel, [each.SerializeToString() for each in sent], leaves_after=None)
     assert len(answers) == 2 and answers[1].HasField("request_body"), answers

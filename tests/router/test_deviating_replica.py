@@ -16,7 +16,7 @@ from tests.router.scripted import Act
 def tokenizing(reader: PromptReader) -> Act:
     async def act(request: web.Request) -> web.Response:
         prompt = reader.read_now("/tokenize", await request.json())
-        return web.json_response({"tokens": prompt.token_ids, "max_model_len": 4096})
+        return web.json_response({"tokens": list(prompt.token_ids or ()), "max_model_len": 4096})
 
     return act
 

@@ -21,9 +21,8 @@ LONG_NS: Final = 1_000_000
 """What no hold should take."""
 _STEPS: Final = 4
 """Bits of a duration that a bucket keeps: its upper end is 6% above its lower one."""
-_OUTSIDE: Final = ("contextlib.py", "lock.py")
-_LENDERS: Final = ("_deciding",)
-"""Functions that hold the lock for their caller."""
+_OUTSIDE: Final = ("contextlib.py", "lock.py", "deciding.py")
+"""Files of what holds the lock for its caller."""
 
 
 def bucket(duration_ns: int) -> int:
@@ -144,7 +143,7 @@ def _caller(frame: FrameType | None) -> str:
     """Return the function that holds the lock, where another one takes it on its behalf."""
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.endswith(_OUTSIDE) and code.co_name not in _LENDERS:
+        if not code.co_filename.endswith(_OUTSIDE):
             return code.co_qualname
         frame = frame.f_back
     return "?"
@@ -153,8 +152,9 @@ def _caller(frame: FrameType | None) -> str:
 def measure_lock(engine: CacheEngine) -> MeasuredLock:
     """Have an engine that nothing calls yet use a measured lock from now on."""
     lock = MeasuredLock()
-    if not isinstance(vars(engine)["_lock"], type(threading.Lock())):
+    if engine._lock is not engine._deciding.lock:
         raise TypeError("the engine's lock is not what this measures")
-    # The engine makes its lock itself, as it should: nobody else has use for another one.
-    vars(engine)["_lock"] = cast("threading.Lock", lock)
+    # The engine makes its lock itself, as it should: nobody else has use for another one. Both
+    # names of it: with one alone those who use the other would no longer be excluded.
+    engine._lock = engine._deciding.lock = cast("threading.Lock", lock)
     return lock

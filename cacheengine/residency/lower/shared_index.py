@@ -87,9 +87,8 @@ class RemoteIndex(LowerIndex):
         if key in self._asked:
             return True
         is_absent = self._absent.get(key, now_s) > now_s
-        if is_absent or self._backoff.is_on(now_s) or self.is_known(key):
-            return False
-        if len(self._asked) >= _MAX_ASKED:
+        is_barred = is_absent or self._backoff.is_on(now_s) or len(self._asked) >= _MAX_ASKED
+        if is_barred or self.is_known(key):
             return False
         self._asked[key] = (now_s, self._clears)
         self._to_ask[key] = None
@@ -273,8 +272,7 @@ class RemoteIndex(LowerIndex):
                 assert key not in self._held, "found while written or deleted"
         assert self._condemned <= {*self._busy, *self._cleared_busy}, "cleared, idle and here"
         assert all(self.is_known(key) for key in self._to_delete)
-        assert self._to_ask.keys() <= self._asked.keys()
-        assert self._void <= self._asked.keys()
+        assert self._to_ask.keys() <= self._asked.keys() >= self._void
         assert not self._forgotten, "forgotten, and no event says so"
 
     def _begin_delete(self, key: bytes) -> None:
@@ -294,5 +292,9 @@ class RemoteIndex(LowerIndex):
     def _miss(self, key: bytes, now_s: float) -> None:
         self._absent.pop(key, None)
         self._absent[key] = now_s + _ABSENT_S
-        if len(self._absent) > self._max_absent:
-            self._absent.popitem(last=False)
+        # Two for each that comes: what is over goes sooner than it came, a little at a time.
+        for _ in range(2):
+            oldest, until_s = next(iter(self._absent.items()))
+            if until_s > now_s and len(self._absent) <= self._max_absent:
+                return
+            del self._absent[oldest]

@@ -17,6 +17,7 @@ from typing import Final
 
 import xxhash
 
+from cacheengine.bulk import checksum
 from cacheengine.tiers.disk import linux_io
 from cacheengine.tiers.disk.linux_io import PAGE_BYTES, set_direct
 
@@ -58,17 +59,17 @@ class ChunkFile:
     def _write_direct(self, fd: int, key: bytes, payload: memoryview) -> bool:
         """Return False where that cannot be."""
         seal = self._seal_buffer()
-        seal[:] = self._seal(key, xxhash.xxh3_128_digest(payload))
+        seal[:] = self._seal(key, checksum(payload))
         return _move_direct(os.pwritev, fd, [payload, seal]) is not None
 
     def _write_cached(self, fd: int, key: bytes, payload: memoryview) -> None:
-        checksum = xxhash.xxh3_128()
+        digest = xxhash.xxh3_128()
         for start in range(0, len(payload), _PIECE_BYTES):
             piece = payload[start : start + _PIECE_BYTES]
             # Hashed first, which also brings the bytes near for the copy.
-            checksum.update(piece)
+            digest.update(piece)
             _move_all(os.pwritev, fd, [piece], start)
-        seal = self._seal(key, checksum.digest())
+        seal = self._seal(key, digest.digest())
         _move_all(os.pwritev, fd, [memoryview(seal)], len(payload))
 
     def read(self, fd: int, key: bytes, into: memoryview, *, may_be_direct: bool) -> bool:
@@ -86,7 +87,7 @@ class ChunkFile:
             is_long_enough = None
         if is_long_enough is None:
             is_long_enough = _move_all(os.preadv, fd, [into, seal])
-        return is_long_enough and seal.tobytes() == self._seal(key, xxhash.xxh3_128_digest(into))
+        return is_long_enough and seal.tobytes() == self._seal(key, checksum(into))
 
     def _seal_buffer(self) -> memoryview:
         """Return a page of memory for this thread: direct reads want it aligned."""

@@ -35,7 +35,7 @@ class Found:
 
     used_ns: int
     key: bytes
-    path: Path
+    path: str
 
 
 class DiskPath:
@@ -64,7 +64,7 @@ class DiskPath:
         return Path(self._name(key))
 
     def _name(self, key: bytes) -> str:
-        # Text, not a Path: making one takes as long as opening the file.
+        # Text, not a Path: making one takes as long as opening the file, and see `disk_space`.
         name = key.hex()
         return f"{self._prefix}{name[:2]}/{name}{_SUFFIX}"
 
@@ -81,17 +81,16 @@ class DiskPath:
         name = _NAME.fullmatch(entry.name)
         if name is None:
             return None
-        path = Path(entry.path)
         stat = entry.stat(follow_symlinks=False)
         # The writer of an unfinished file is dead: we hold the directory's lock.
         if name["unfinished"] or stat.st_size != self._file.file_bytes:
-            self._space.remove_leftover(path, stat.st_size)
+            self._space.remove_leftover(entry.path, stat.st_size)
             return None
-        return Found(stat.st_mtime_ns, bytes.fromhex(name["key"]), path)
+        return Found(stat.st_mtime_ns, bytes.fromhex(name["key"]), entry.path)
 
     def put(self, key: bytes, payload: memoryview) -> PutOutcome:
         """Write a file under a temporary name, then rename it."""
-        path = self.file(key)
+        path = self._name(key)
         draft = self._space.take(path)
         if draft is None:
             return PutOutcome.NO_SPACE
@@ -119,7 +118,7 @@ class DiskPath:
             self._report("write", None)
         return outcome
 
-    def _open_new(self, path: Path) -> int:
+    def _open_new(self, path: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         if self._lock_fd is None:
             self._keep_directory()
@@ -129,17 +128,17 @@ class DiskPath:
             self._make_parent(path)
             return os.open(path, flags, FILE_MODE)
 
-    def _rename(self, temporary: Path, path: Path) -> None:
+    def _rename(self, temporary: str, path: str) -> None:
         try:
-            temporary.replace(path)
+            os.replace(temporary, path)
         except FileNotFoundError:
             self._make_parent(path)
-            temporary.replace(path)
+            os.replace(temporary, path)
 
-    def _make_parent(self, path: Path) -> None:
+    def _make_parent(self, path: str) -> None:
         """Make a subdirectory for its first chunk, or after the tree was removed."""
         self._keep_directory()
-        path.parent.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        Path(path.rpartition("/")[0]).mkdir(mode=DIRECTORY_MODE, exist_ok=True)
 
     def _keep_directory(self) -> None:
         """Make and lock the directory anew if it was removed.
@@ -163,7 +162,7 @@ class DiskPath:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError as error:
             if not self._is_away():
-                self._space.vanished(Path(name), key)
+                self._space.vanished(name, key)
                 return GetOutcome.MISSING
             self._report("read", error)
             return GetOutcome.FAILED
@@ -183,7 +182,7 @@ class DiskPath:
         if is_whole:
             return GetOutcome.OK
         logger.warning("disk tier: %s is damaged; removed", name)
-        self._space.remove(Path(name), key)
+        self._space.remove(name, key)
         return GetOutcome.DAMAGED
 
     def _is_away(self) -> bool:
@@ -193,7 +192,7 @@ class DiskPath:
 
     def remove(self, key: bytes) -> None:
         """Remove a file, now or as soon as that can be."""
-        self._space.recycle(self.file(key), key)
+        self._space.recycle(self._name(key), key)
 
     def close(self) -> None:
         """Give the directory free for another process. Idempotent."""

@@ -7,15 +7,19 @@ A chunk that leaves makes room for one that comes: its file is kept as a spare
 and written anew. A new file would need an inode and blocks, and a file system
 that has just removed many finds those slowly (ext4 passes over inodes it freed
 in the last seconds, one by one).
+
+Files are named by text, not by `Path`, which puts each part of a name into the interpreter's own
+table of strings: names that come and go have that table, megabytes in one piece, made anew after
+some ten thousand of them, on whichever thread is next.
 """
 
 import itertools
 import logging
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from cacheengine.tiers.disk.directories import OtherLayouts
@@ -32,7 +36,7 @@ _MOST_REMEMBERED: Final = 100_000
 class Draft:
     """A file to write a chunk into, under a name that no chunk has."""
 
-    path: Path
+    path: str
     is_spare: bool
     """It exists, and is as long as a chunk's file."""
 
@@ -54,14 +58,14 @@ class DiskSpace:
         self._used_bytes = 0
         # The chunks counted whose files have their names, by directory: the keys are the
         # engine's own objects.
-        self._held: defaultdict[Path, set[bytes]] = defaultdict(set)
+        self._held: defaultdict[str, set[bytes]] = defaultdict(set)
         self._others = OtherLayouts([])
-        self._spares: defaultdict[Path, list[Path]] = defaultdict(list)
+        self._spares: defaultdict[str, list[str]] = defaultdict(list)
         self._spare_numbers = itertools.count()
         # Files that should be gone, with their sizes, in the order of the attempts.
-        self._stuck: dict[Path, int] = {}
+        self._stuck: dict[str, int] = {}
         # Those of them that are written anew: not to be removed under their writer.
-        self._being_written: set[Path] = set()
+        self._being_written: set[str] = set()
         self._has_lost_some = False
 
     @property
@@ -70,7 +74,7 @@ class DiskSpace:
         with self._lock:
             return self._used_bytes
 
-    def start_with(self, held: Iterable[tuple[Path, bytes]], others: OtherLayouts) -> None:
+    def start_with(self, held: Iterable[tuple[str, bytes]], others: OtherLayouts) -> None:
         """Take over what is on disk; other layouts may keep what this one leaves."""
         with self._lock:
             for path, key in held:
@@ -79,7 +83,7 @@ class DiskSpace:
             self._others = others
             self._shrink_others()
 
-    def take(self, path: Path) -> Draft | None:
+    def take(self, path: str) -> Draft | None:
         """Count a chunk's file before it is written; None: there is no room.
 
         `stored` or `failed` must follow.
@@ -90,7 +94,7 @@ class DiskSpace:
             if spares:
                 draft = Draft(spares.pop(), is_spare=True)
             elif self._may_grow():
-                draft = Draft(path.with_name(path.name + _TEMPORARY_SUFFIX), is_spare=False)
+                draft = Draft(path + _TEMPORARY_SUFFIX, is_spare=False)
             else:
                 return None
             if path in self._stuck:
@@ -113,7 +117,7 @@ class DiskSpace:
         self._used_bytes -= self._item_bytes
         return False
 
-    def stored(self, path: Path, key: bytes) -> None:
+    def stored(self, path: str, key: bytes) -> None:
         """Note that a chunk's file was written and has its name."""
         with self._lock:
             self._being_written.discard(path)
@@ -122,34 +126,34 @@ class DiskSpace:
             self._forget(path, key)
             self._held[_directory_of(path)].add(key)
 
-    def vanished(self, path: Path, key: bytes) -> None:
+    def vanished(self, path: str, key: bytes) -> None:
         """Note that a chunk's file is not there, which may have been counted."""
         with self._lock:
             self._forget(path, key)
 
-    def _forget(self, path: Path, key: bytes) -> None:
+    def _forget(self, path: str, key: bytes) -> None:
         """Take a file that is gone off the count, if it is on it."""
         held = self._held[_directory_of(path)]
         if key in held:
             held.remove(key)
             self._used_bytes -= self._item_bytes
 
-    def failed(self, path: Path, draft: Draft, *, exists: bool) -> None:
+    def failed(self, path: str, draft: Draft, *, exists: bool) -> None:
         """Note that a file was not written after all; remove what there is of it."""
         with self._lock:
             self._being_written.discard(path)
             if not exists or not self._remove(draft.path, self._item_bytes):
                 self._used_bytes -= self._item_bytes
 
-    def recycle(self, path: Path, key: bytes) -> None:
+    def recycle(self, path: str, key: bytes) -> None:
         """Remove a chunk that is whole; its file may live on as a spare."""
         with self._lock:
             spares = self._spares[_directory_of(path)]
             if len(spares) < _MOST_SPARES:
                 number = next(self._spare_numbers)
-                spare = path.with_name(f"{path.name}.{number}{_TEMPORARY_SUFFIX}")
+                spare = f"{path}.{number}{_TEMPORARY_SUFFIX}"
                 try:
-                    path.rename(spare)
+                    os.rename(path, spare)
                 except FileNotFoundError:
                     self._forget(path, key)
                     return
@@ -161,18 +165,18 @@ class DiskSpace:
                     return
             self._remove_chunk(path, key)
 
-    def remove(self, path: Path, key: bytes) -> None:
+    def remove(self, path: str, key: bytes) -> None:
         """Remove a chunk's file; one that resists stays counted and is tried again later."""
         with self._lock:
             self._remove_chunk(path, key)
 
-    def _remove_chunk(self, path: Path, key: bytes) -> None:
+    def _remove_chunk(self, path: str, key: bytes) -> None:
         if self._remove(path, self._item_bytes):
             self._held[_directory_of(path)].discard(key)
         else:
             self._forget(path, key)
 
-    def remove_leftover(self, path: Path, size_bytes: int) -> None:
+    def remove_leftover(self, path: str, size_bytes: int) -> None:
         """Do the same with a file that was not counted, whatever its size."""
         with self._lock:
             self._used_bytes += size_bytes
@@ -185,7 +189,7 @@ class DiskSpace:
                 while spares:
                     self._remove(spares.pop(), self._item_bytes)
 
-    def _remove(self, path: Path, size_bytes: int) -> bool:
+    def _remove(self, path: str, size_bytes: int) -> bool:
         """Return False when there was nothing, and nothing was taken off the count."""
         try:
             if not _unlink(path):
@@ -213,14 +217,14 @@ class DiskSpace:
             self._others.shrink_to(budget_bytes)
 
 
-def _directory_of(file: Path) -> Path:
-    return file.parent.parent
+def _directory_of(file: str) -> str:
+    return file.rsplit("/", 2)[0]
 
 
-def _unlink(path: Path) -> bool:
+def _unlink(path: str) -> bool:
     """Return whether there was something to remove; OSError when it is still there."""
     try:
-        path.unlink()
+        os.unlink(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
@@ -231,9 +235,9 @@ def _unlink(path: Path) -> bool:
     return True
 
 
-def _is_known_to_be_absent(path: Path) -> bool:
+def _is_known_to_be_absent(path: str) -> bool:
     try:
-        path.lstat()
+        os.lstat(path)
     except FileNotFoundError:
         return True
     except OSError:

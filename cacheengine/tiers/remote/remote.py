@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from cacheengine.bulk import private_copy
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome, SharedTier
 from cacheengine.tiers.remote.envelope import HEADER_BYTES, Envelope
 from cacheengine.tiers.remote.outage import OutageLog
@@ -124,7 +125,7 @@ class RemoteTier(SharedTier):
             return GetOutcome.OK
         try:
             # A copy: they lie where the decoded bytes are to be.
-            serde.decode(memoryview(bytes(encoded)), into)
+            serde.decode(private_copy(encoded), into)
         except SerdeError:
             return GetOutcome.DAMAGED
         return GetOutcome.OK

@@ -9,6 +9,8 @@ decode is a `SerdeError`, never a crash, and never more bytes than the chunk has
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from cacheengine.bulk import copy
+
 Part = memoryview | bytes
 """A run of encoded bytes. A view is of the payload itself: valid while that is."""
 
@@ -67,4 +69,4 @@ class NaiveSerde(Serde):
         """Copy."""
         if len(encoded) != len(into):
             raise SerdeError(f"{len(encoded)} bytes for a chunk of {len(into)}")
-        into[:] = encoded
+        copy(into, encoded)

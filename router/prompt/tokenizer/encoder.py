@@ -91,7 +91,7 @@ class Encoder:
 
     def cut(self, text: str, *, add_special_tokens: bool) -> CutText:
         """Return the text in parts that are tokenized one by one."""
-        parts = list(self._cutter.parts(text))
+        parts = self._cutter.parts(text)
         if add_special_tokens:
             parts = [*self._before, *parts, *self._after]
         return CutText(parts, self._bare, self._memo, self._space)
@@ -120,6 +120,6 @@ class Encoder:
         mark = min(special, default="")
         words = "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n "
         sample = words + mark + words * (1 + 3 * CUT_CHARS // len(words)) + mark + words
-        cut = CutText(list(self._cutter.parts(sample)), self._bare, Memo(1 << 20), self._space)
+        cut = CutText(self._cutter.parts(sample), self._bare, Memo(1 << 20), self._space)
         together = [token for piece in cut.pieces() for token in piece.ids]
         return together == self._bare.encode(sample, add_special_tokens=False).ids

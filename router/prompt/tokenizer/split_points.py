@@ -107,29 +107,31 @@ class Cutter:
             one["content"]: one["id"] for one in before if not (one["lstrip"] or one["rstrip"])
         }
 
-    def parts(self, text: str) -> Iterable[Part]:
-        """Yield the parts of ``text``, in order; none of them is empty."""
+    def parts(self, text: str) -> list[Part]:
+        """Return the parts of ``text``, in order; none of them is empty."""
+        parts: list[Part] = []
         start = 0
         may_hold = self.splits_specials and any(map(text.__contains__, self._beginnings))
         for match in self._search.finditer(text) if may_hold else ():
             token_id = self._ids.get(match.group())
             if token_id is None:
                 continue
-            yield from self._pieces(text[start : match.start()])
-            yield Part(match.group(), token_id)
+            self._add_pieces(parts, text[start : match.start()])
+            parts.append(Part(match.group(), token_id))
             start = match.end()
-        yield from self._pieces(text[start:])
+        self._add_pieces(parts, text[start:])
+        return parts
 
-    def _pieces(self, stretch: str) -> Iterable[Part]:
+    def _add_pieces(self, parts: list[Part], stretch: str) -> None:
         start = 0
         while self.splits_text and len(stretch) - start > CUT_CHARS:
             cut = _CUT.search(stretch, start + CUT_CHARS)
             if cut is None:
                 break
-            yield Part(stretch[start : cut.end()])
+            parts.append(Part(stretch[start : cut.end()]))
             start = cut.end()
         if start < len(stretch):
-            yield Part(stretch[start:])
+            parts.append(Part(stretch[start:]))
 
 
 def longest_first(contents: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Final
+from typing import Final, NamedTuple
 
 from cacheengine.keys import ExtraKeys, HashScheme
 
@@ -47,6 +47,16 @@ class _Step:
     serial: int
     keys: tuple[bytes, ...]
     nbytes: int
+
+
+class _Place(NamedTuple):
+    """A place in a sequence of pieces."""
+
+    pieces: int
+    before: Hashable
+    """The step before it, by its serial; the way of hashing at the beginning."""
+    tokens: int
+    keys: int
 
 
 class Memo:
@@ -105,7 +115,7 @@ class Memo:
         in this place, with this scheme and these extra keys, before.
         """
         context = (scheme, block_tokens, extra_keys, first_extra_keys)
-        keys = self._known_keys(pieces, context)
+        keys, place = self._known_keys(pieces, context)
         start = len(keys) * block_tokens
         new = scheme.chain(
             token_ids[start:],
@@ -116,7 +126,7 @@ class Memo:
         )
         keys += new
         if new:
-            self._store_keys(pieces, context, keys, block_tokens, len(new))
+            self._store_keys(pieces, place, keys, block_tokens, len(new))
         return keys
 
     def check(self) -> None:
@@ -125,30 +135,36 @@ class Memo:
             assert self.used_bytes == sum(entry.nbytes for entry in self._entries.values())
             assert self.used_bytes <= self.max_bytes or not self._entries
 
-    def _known_keys(self, pieces: Sequence[Piece], context: Hashable) -> list[bytes]:
+    def _known_keys(
+        self, pieces: Sequence[Piece], context: Hashable
+    ) -> tuple[list[bytes], "_Place"]:
+        """Return the keys of the first pieces, as far as they are known, and where that ends."""
         keys: list[bytes] = []
+        before, at, tokens = context, 0, 0
         with self._lock:
-            before = context
             for piece in pieces:
                 step = self._get((before, piece.serial))
                 if not isinstance(step, _Step):
                     break
                 keys += step.keys
                 before = step.serial
-        return keys
+                at += 1
+                tokens += len(piece.ids)
+        return keys, _Place(at, before, tokens, len(keys))
 
     def _store_keys(
         self,
         pieces: Sequence[Piece],
-        context: Hashable,
+        place: "_Place",
         keys: Sequence[bytes],
         block_tokens: int,
         hashed: int,
     ) -> None:
+        """Remember the keys from a place on, which may have been evicted meanwhile: see `_put`."""
         with self._lock:
             self.blocks_hashed += hashed
-            before, tokens, stored = context, 0, 0
-            for piece in pieces:
+            start, before, tokens, stored = place
+            for piece in pieces[start:]:
                 name = (before, piece.serial)
                 tokens += len(piece.ids)
                 end = tokens // block_tokens

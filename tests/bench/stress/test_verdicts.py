@@ -12,9 +12,10 @@ from bench.soak.verdict import Verdict
 from bench.soak.watch import Sample
 from bench.stress import verdict
 from bench.stress.inside.content import PAGE_BYTES, content, prefix_keys
-from bench.stress.inside.lock import Durations, MeasuredLock, bucket
+from bench.stress.inside.lock import Durations, MeasuredLock, bucket, measure_lock
 from bench.stress.inside.process import Left
 from bench.stress.troubles import Kind, schedule
+from tests.cacheengine.building import Bench, key
 
 
 def _failing(found: list[Verdict]) -> list[str]:
@@ -133,6 +134,17 @@ def test_a_measured_lock_says_which_call_held_it_long_and_excludes_others() -> N
     assert sum(told["held"]["counts"].values()) == 2
     assert sum(told["waited"]["counts"].values()) == 1
     assert sum(told["waited_by_main"]["counts"].values()) == 1
+
+
+def test_every_hold_of_an_engines_lock_is_measured() -> None:
+    """The engine has it by two names: replaced under one alone, there would be two locks."""
+    engine = Bench(8).engine
+    lock = measure_lock(engine)
+    for call in (engine.try_hold, engine.lookup):
+        before = lock.held.counts.total()
+        call(key(1))
+        assert lock.held.counts.total() == before + 1
+    engine.close()
 
 
 def _samples(count: int, grows_by: int) -> list[Sample]:

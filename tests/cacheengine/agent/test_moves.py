@@ -415,6 +415,7 @@ async def test_the_latest_moves_are_remembered(
         move = await moves.begin(wire.MoveRequest(source=source, tokens=[]), [])
         await move.over.wait()
         begun.append(move.event_id)
-    assert [moves.get(event_id) is not None for event_id in begun] == [False, False, *[True] * 3]
+    ended = [await moves.status(event_id, 0.0) for event_id in begun]
+    assert [each and each.state for each in ended] == [None, None, *["done"] * 3]
     assert meter.stats().moves == 5
     await moves.stop()

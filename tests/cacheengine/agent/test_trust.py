@@ -1,6 +1,7 @@
 """Whom an agent answers, and from whom it takes chunks: the fleet, and nobody uninvited."""
 
 import asyncio
+import gc
 import io
 import json
 from collections.abc import AsyncIterator
@@ -297,7 +298,9 @@ async def test_a_peer_s_answer_is_read_up_to_a_bound(rig: Rig) -> None:
     assert sent < 10 * calling.MAX_ANSWER_BYTES
 
 
-async def test_moves_that_are_over_keep_no_keys(rig: Rig, make_bench: MakeBench) -> None:
+async def test_of_moves_that_are_over_only_their_end_is_kept(
+    rig: Rig, make_bench: MakeBench
+) -> None:
     """A thousand are remembered; each may have named a million tokens."""
     other = await asyncio.to_thread(WholeReplica, "other", make_bench(32), None)
     other.bench.store(PREFIX)
@@ -311,6 +314,11 @@ async def test_moves_that_are_over_keep_no_keys(rig: Rig, make_bench: MakeBench)
     ended = begun.status()
     assert (ended.state, ended.asked_chunks, ended.arrived_chunks) == ("done", 4, 4)
     assert (begun.keys, begun.fetch) == ([], None)
+    assert await mover.status(begun.event_id, 0.0) == ended
+    del begun
+    await asyncio.sleep(0)  # the task that ran it is let go of
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is moving.Move]
     await mover.stop()
     await asyncio.to_thread(other.stop)
 

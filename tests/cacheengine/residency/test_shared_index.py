@@ -39,6 +39,20 @@ def test_what_is_absent_is_not_asked_again_for_a_while() -> None:
     index.check()
 
 
+def test_absences_that_are_over_are_forgotten() -> None:
+    """Each is of use for a second and a half; there may be a hundred thousand in that time."""
+    index = _index(max_absent=1000)
+    for number in range(300):
+        index.ask(key(number), NOW_S)
+    index.answered(index.take_questions(300), [False] * 300, NOW_S)
+    now_s = NOW_S + 60
+    for number in range(300, 600):
+        index.ask(key(number), now_s)
+        index.answered(index.take_questions(1), [False], now_s)
+    assert list(index._absent) == keys(*range(300, 600))
+    index.check()
+
+
 def test_absences_are_bounded() -> None:
     index = _index(max_absent=2)
     for number in (1, 2, 3):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -136,11 +137,11 @@ def test_a_write_that_dies_before_its_rename_is_never_seen(
     class Killed(BaseException):
         pass
 
-    def killed(self: Path, target: Path) -> Path:
+    def killed(file: str, target: str) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
+        patch.setattr(os, "replace", killed)
         with pytest.raises(Killed):
             put(tier, key(1))
     assert get(tier, key(1)) is GetOutcome.MISSING
@@ -319,3 +320,27 @@ def test_a_chunk_is_written_piece_by_piece_and_read_back_whole(
     assert tier.get(key(1), into) is GetOutcome.OK
     assert into == content
     tier.close()
+
+
+def test_names_of_files_leave_the_interpreters_table_of_strings_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That table is made anew, megabytes in one piece, when enough names have come and gone."""
+    disk = open_disk(tmp_path, chunks=8)
+    disk.scan()
+    put(disk, key(0))  # makes the directory
+    interned: list[str] = []
+
+    def intern(text: str) -> str:
+        interned.append(text)
+        return text
+
+    monkeypatch.setattr(sys, "intern", intern)
+    for chunk in keys(0, 1, 2):
+        assert put(disk, chunk) is PutOutcome.STORED
+        assert get(disk, chunk) is GetOutcome.OK
+    disk.delete(keys(0, 1))
+    assert put(disk, key(3)) is PutOutcome.STORED  # into a spare
+    monkeypatch.undo()
+    disk.close()
+    assert not [text for text in interned if ".kv" in text]

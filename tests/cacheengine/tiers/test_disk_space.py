@@ -39,14 +39,14 @@ class Refusal:
             self._put_before(patch, name)
 
     def _put_before(self, patch: pytest.MonkeyPatch, name: str) -> None:
-        real = getattr(Path, name)
+        real = getattr(os, name)
 
-        def call(path: Path, *args: object, **options: object) -> object:
-            if path in self._refused:
+        def call(path: str | Path, *args: object, **options: object) -> object:
+            if Path(path) in self._refused:
                 raise OSError(self._number, os.strerror(self._number), os.fspath(path))
             return real(path, *args, **options)
 
-        patch.setattr(Path, name, call)
+        patch.setattr(os, name, call)
 
     def end(self) -> None:
         self._refused.clear()
@@ -259,14 +259,14 @@ def test_never_a_byte_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def _break(patch: pytest.MonkeyPatch, name: str, broken: set[str]) -> None:
-    real = getattr(Path, name)
+    real = getattr(os, name)
 
-    def call(path: Path, *args: object, **options: object) -> object:
+    def call(path: str | Path, *args: object, **options: object) -> object:
         if name in broken:
             raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(path))
         return real(path, *args, **options)
 
-    patch.setattr(Path, name, call)
+    patch.setattr(os, name, call)
 
 
 def test_files_that_vanish_are_not_counted_for_ever(tier: DiskTier, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ async def test_a_probes_keys_are_compared(
     reader = await asyncio.to_thread(PromptReader.load, model)
     async with publisher(context) as source, replica(**published_at(source)) as (made, entry):
         made.models = [{"id": "m", "root": str(model)}]
-        made.tokens = lambda body: reader.read_now("/tokenize", body).token_ids
+        made.tokens = lambda body: list(reader.read_now("/tokenize", body).token_ids or ())
 
         async def complete(body: Any) -> None:
             prompt = reader.read_now("/v1/completions", body)

@@ -189,8 +189,8 @@ async def test_tokens_that_differ(tmp_path: Path) -> None:
     templated = await asyncio.to_thread(PromptReader.load, other)
     async with two() as (one, two_, entries):
         one.models = two_.models = [{"id": "m", "root": str(model)}]
-        one.tokens = lambda body: reader.read_now("/tokenize", body).token_ids
-        two_.tokens = lambda body: templated.read_now("/tokenize", body).token_ids
+        one.tokens = lambda body: list(reader.read_now("/tokenize", body).token_ids or ())
+        two_.tokens = lambda body: list(templated.read_now("/tokenize", body).token_ids or ())
         report = await examined(*entries)
         assert "texts and chats" in found(report, Level.OK)["one", "tokens"]
         assert "tokenizer.chat_template" in found(report)["two", "chat-template"]

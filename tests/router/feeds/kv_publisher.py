@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -61,6 +61,8 @@ class KvPublisher:
             raise
         self.kept = kept
         self.answers_replays = True
+        self.drops_replayed: Callable[[int], bool] = lambda at: False
+        """Which messages of a replay find no room in its queue, counted from 0; its end is one."""
         self.replays_raw: list[bytes] | None = None
         """Sent instead of each replay."""
         self.replays: list[int] = []
@@ -128,12 +130,10 @@ class KvPublisher:
             if self.replays_raw is not None:
                 await self._router.send_multipart([client, *self.replays_raw])
                 continue
-            for seq, body in self._buffer:
-                if seq >= first:
-                    await self._router.send_multipart(
-                        [client, b"", b"", seq.to_bytes(8, "big"), body]
-                    )
-            await self._router.send_multipart([client, b"", b"", end, b""])
+            wanted = [(seq.to_bytes(8, "big"), body) for seq, body in self._buffer if seq >= first]
+            for at, (number, body) in enumerate([*wanted, (end, b"")]):
+                if not self.drops_replayed(at):
+                    await self._router.send_multipart([client, b"", b"", number, body])
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -145,6 +145,64 @@ async def test_a_subscriber_that_comes_late_takes_what_is_left(
             assert sink.heard == [3, 4, "following"]
 
 
+@pytest.mark.parametrize(
+    "drops",
+    [
+        pytest.param(lambda at: 1000 <= at < 2499, id="but for the last one and the end"),
+        pytest.param(lambda at: 1000 <= at < 2500, id="but for the end"),
+        pytest.param(lambda at: at >= 1000, id="and the end"),
+    ],
+)
+async def test_what_a_publisher_drops_of_a_long_replay_is_asked_for_again(
+    context: zmq.asyncio.Context, drops: Callable[[int], bool]
+) -> None:
+    """Its queue takes 1000 messages, and the next ones when some of them have gone."""
+    async with publisher(context) as source:
+        for number in range(2500):
+            await source.publish(stored([number]), lost=True)
+        source.drops_replayed = lambda at: source.replays[-1] < 2000 and drops(at)
+        async with following(context, source) as (sink, _):
+            await sink.until(lambda heard: "following" in heard)
+        assert sink.heard == [*range(2500), "following", "forget"]
+        assert source.replays == [0, 1000, 2000]
+
+
+async def test_few_messages_of_a_replay_are_kept_while_others_are_applied(
+    context: zmq.asyncio.Context,
+) -> None:
+    """Inside one process ZMQ sends no more than both sides keep: one here, and the feed's 100."""
+    answering = context.socket(zmq.ROUTER)
+    answering.setsockopt(zmq.LINGER, 0)
+    answering.setsockopt(zmq.SNDHWM, 1)
+    answering.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to say that there is no room, not drop it
+    answering.bind("inproc://replay")
+    sink = Recorder()
+    async with publisher(context) as source:
+        endpoints = KvEndpoints(source.endpoint, "inproc://replay")
+        subscriber = KvSubscriber(context, endpoints, KvEventReader(), sink)
+        task = asyncio.create_task(subscriber.run())
+        try:
+            client, _, start = await answering.recv_multipart()
+            assert int.from_bytes(start, "big") == 0
+            assert _sent(answering, client) == 101
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            answering.close()
+
+
+def _sent(answering: zmq.asyncio.Socket, client: bytes) -> int:
+    """Send as much of an answer as there is room for, while the feed cannot run."""
+    without_loop: zmq.SyncSocket = zmq.Socket.shadow(answering.underlying)
+    for number in range(5000):
+        frames = [client, b"", b"", number.to_bytes(8, "big"), payload(1.0, stored([number]))]
+        try:
+            without_loop.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return number
+    return 5000
+
+
 async def test_numbers_that_begin_anew_mean_a_restart(context: zmq.asyncio.Context) -> None:
     async with publisher(context) as source, following(context, source) as (sink, _):
         await source.subscribed()
@@ -221,8 +279,46 @@ async def test_a_replay_that_is_none_ends_it(
 async def test_vllms_own_publisher_is_followed(
     context: zmq.asyncio.Context, tmp_path: Path
 ) -> None:
+    with vllms_own(tmp_path) as (publish, _, endpoints):
+        publish(1)
+        publish(2)
+        sink = Recorder()
+        subscriber = KvSubscriber(context, endpoints, KvEventReader(), sink, quiet_s=0.5)
+        task = asyncio.create_task(subscriber.run())
+        await sink.until(lambda heard: "following" in heard and 2 in heard)
+        publish(3)
+        await sink.until(lambda heard: 3 in heard)
+        assert [each for each in sink.heard if each != "following"] == [1, 2, 3]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.vllm
+async def test_of_vllms_own_publisher_a_long_replay_comes_whole(
+    context: zmq.asyncio.Context, tmp_path: Path
+) -> None:
+    with vllms_own(tmp_path) as (publish, published, endpoints):
+        for key in range(8000):
+            publish(key)
+        await published()
+        sink = Recorder()
+        subscriber = KvSubscriber(context, endpoints, KvEventReader(), sink)
+        task = asyncio.create_task(subscriber.run())
+        await sink.until(lambda heard: "following" in heard)
+        assert sink.heard == [*range(8000), "following"]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def vllms_own(
+    directory: Path,
+) -> Iterator[tuple[Callable[[int], None], Callable[[], Awaitable[None]], KvEndpoints]]:
+    """Run vLLM's own publisher; yield what has it publish a block's key, what waits until it has
+    published all, and where it does.
+    """
     events = pytest.importorskip("vllm.distributed.kv_events")
-    endpoints = KvEndpoints(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    endpoints = KvEndpoints(f"ipc://{directory}/events", f"ipc://{directory}/replay")
     source = events.ZmqEventPublisher(
         0, endpoint=endpoints.events, replay_endpoint=endpoints.replay
     )
@@ -239,17 +335,10 @@ async def test_vllms_own_publisher_is_followed(
         )
         source.publish(events.KVEventBatch(ts=1000.0 + key, events=[event]))
 
-    sink = Recorder()
+    async def published() -> None:
+        await asyncio.to_thread(source._event_queue.join)
+
     try:
-        publish(1)
-        publish(2)
-        subscriber = KvSubscriber(context, endpoints, KvEventReader(), sink, quiet_s=0.5)
-        task = asyncio.create_task(subscriber.run())
-        await sink.until(lambda heard: "following" in heard and 2 in heard)
-        publish(3)
-        await sink.until(lambda heard: 3 in heard)
-        assert [each for each in sink.heard if each != "following"] == [1, 2, 3]
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        yield publish, published, endpoints
     finally:
         source.shutdown()

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.latency.replica_queue import KvNeed, ReplicaQueue
+from router.latency.kv_memory import KvNeed
+from router.latency.replica_queue import ReplicaQueue
 
 
 def test_a_queue_queues_one_prefill_behind_another() -> None:
@@ -196,3 +197,40 @@ def test_a_request_whose_kv_comes_later_is_overtaken() -> None:
     assert queue.wait_s(0.0) == pytest.approx(1.0)
     assert queue.wait_s(2.9) == 0.0
     assert queue.wait_s(3.0) == pytest.approx(5.0), "its KV is there: it is computed"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["join", "leave", "end"]),
+            st.integers(0, 5),
+            st.floats(0.0, 2.0),
+            st.floats(0.0, 1.0),
+        ),
+        max_size=30,
+    )
+)
+def test_memory_that_never_binds_changes_nothing(
+    steps: list[tuple[str, int, float, float]],
+) -> None:
+    """What is not told and what is more than enough are planned by different code."""
+    untold, ample = ReplicaQueue(), ReplicaQueue()
+    ample.set_capacity(1e12)
+    now_s, tokens = 0.0, [0]
+    for what, which, seconds, later_s in steps:
+        now_s += later_s
+        for queue in (untold, ample):
+            if what == "join":
+                ready_s = now_s + seconds if which == 0 else 0.0
+                kv = KvNeed(keys=tuple(range(which)), tokens_per_key=16, tokens=16 * which + 3)
+                token = queue.join(seconds, now_s, kv=kv, ready_s=ready_s)
+            elif what == "leave":
+                queue.leave(tokens[which % len(tokens)], now_s)
+            else:
+                queue.end(tokens[which % len(tokens)], now_s)
+        if what == "join":
+            tokens.append(token)
+        assert untold.wait_s(now_s) == ample.wait_s(now_s)
+        assert [untold.end_s(each, now_s) for each in tokens] == [
+            ample.end_s(each, now_s) for each in tokens
+        ]

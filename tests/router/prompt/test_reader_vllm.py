@@ -70,8 +70,9 @@ class Compared:
             return None
         if not prompt.exact:
             return f"not exact ({prompt.doubt})"
-        if prompt.token_ids != theirs:
-            return f"ours {prompt.token_ids} theirs {theirs} of {prompt.text!r}"
+        ours = None if prompt.token_ids is None else list(prompt.token_ids)
+        if ours != theirs:
+            return f"ours {ours} theirs {theirs} of {prompt.text!r}"
         return None
 
     def done(self, at_least: int) -> None:

@@ -40,7 +40,7 @@ class Replica:
         if self.status != 200:
             return web.json_response({}, status=self.status)
         prompt = self.reader.read_now("/tokenize", await request.json())
-        return web.json_response({"tokens": prompt.token_ids, "max_model_len": 4096})
+        return web.json_response({"tokens": list(prompt.token_ids or ()), "max_model_len": 4096})
 
     async def tell_version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": self.version})

@@ -33,8 +33,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
         seen.append(weakref.ref(asked))
         return asked
 
-    async def reads(reader: PromptReader, endpoint: str, body: Mapping[str, Any]) -> Prompt:
-        prompt = await read(reader, endpoint, body)
+    async def reads(
+        reader: PromptReader, endpoint: str, body: Mapping[str, Any], body_bytes: float
+    ) -> Prompt:
+        prompt = await read(reader, endpoint, body, body_bytes)
         seen.append(weakref.ref(prompt))
         return prompt
 

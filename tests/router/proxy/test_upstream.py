@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import closing
 
@@ -62,6 +63,20 @@ async def test_a_connection_is_used_again_after_a_whole_answer(
     for _ in range(3):
         await read_all(upstream, replica.url)
         assert sum(map(len, connector._conns.values())) == 1
+
+
+@pytest.mark.parametrize("body", [b"{}", b"{" + b" " * (2 << 20) + b"}"], ids=["small", "large"])
+async def test_an_answer_says_when_its_request_was_written(
+    replica: Scripted, session: aiohttp.ClientSession, body: bytes
+) -> None:
+    replica.will(json_answer({}))
+    before_s = time.monotonic()
+    upstream = Upstream(session, TimeoutsConfig())
+    answer = await upstream.send("POST", replica.url + "/x", headers={}, body=body, wait=Wait())
+    with closing(answer):
+        assert before_s < answer.sent_s < answer.began_s
+    [seen] = replica.seen
+    assert seen.body == body
 
 
 async def test_nobody_listens(session: aiohttp.ClientSession) -> None:

@@ -155,6 +155,18 @@ def test_every_end_is_counted() -> None:
         assert line in lines
 
 
+def test_a_replica_that_has_left_and_comes_again_is_counted_anew() -> None:
+    fleet = Fleet(TWO)
+    metrics = Metrics(fleet)
+    answered = ended(outcome=Outcome.OK, status=200, replica_id="one", prompt_tokens=10)
+    metrics.observe(answered)
+    fleet.remove("one")
+    assert b'replica="one"' not in metrics.render()
+    fleet.add(ReplicaConfig(url="http://one", instance_id="one"))
+    metrics.observe(answered)
+    assert b'warmroute_prompt_tokens_total{replica="one"} 10.0' in metrics.render()
+
+
 def test_prediction_errors_and_learned_rates_are_gauges() -> None:
     fleet = Fleet(TWO)
     known = fleet.replicas["one"]

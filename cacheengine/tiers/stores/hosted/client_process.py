@@ -1,7 +1,6 @@
 """One process that hosts a client library, as the replica sees it."""
 
 import contextlib
-import ctypes
 import itertools
 import mmap
 import os
@@ -21,12 +20,12 @@ from typing import Any, Final
 import msgspec
 
 import cacheengine
+from cacheengine.bulk import copy
 from cacheengine.tiers.stores.base import StoreError
 from cacheengine.tiers.stores.hosted.client_wire import READY_ID, Answer, Ask, Setup, Verb
 from cacheengine.tiers.stores.redis.channels import Deadline
 
 _LOOK_S: Final = 1.0
-_LARGE_BYTES: Final = 512 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,26 +60,16 @@ class SharedMemory:
         """Put the parts one after the other from the offset on."""
         for part in parts:
             end = offset + len(part)
-            _copy(self._bytes[offset:end], memoryview(part))
+            copy(self._bytes[offset:end], part)
             offset = end
 
     def read(self, offset: int, parts: Sequence[memoryview], size_bytes: int) -> None:
         """Fill the parts one after the other, with as many bytes as they are told."""
         for part in parts:
             end = offset + min(len(part), size_bytes)
-            _copy(part[: end - offset], self._bytes[offset:end])
+            copy(part[: end - offset], self._bytes[offset:end])
             size_bytes -= end - offset
             offset = end
-
-
-def _copy(into: memoryview, source: memoryview) -> None:
-    """Copy as much as both have; what is large without the interpreter lock, if it can be."""
-    if len(source) < _LARGE_BYTES or source.readonly:
-        for start in range(0, len(source), _LARGE_BYTES):
-            into[start : start + _LARGE_BYTES] = source[start : start + _LARGE_BYTES]
-        return
-    to_, from_ = ctypes.c_char.from_buffer(into), ctypes.c_char.from_buffer(source)
-    ctypes.memmove(ctypes.addressof(to_), ctypes.addressof(from_), len(source))
 
 
 class ClientProcess:

@@ -1,0 +1,58 @@
+"""Large runs of bytes, hashed and copied without the interpreter's lock (GIL).
+
+Python's own ways hold it: `bytes(view)`, ``view[:] = other``, and the one-call digests of older
+xxhash (3.5 does, 4.1 does not). What holds it for a millisecond keeps the model's scheduler from
+its next step.
+
+Called by tiers and transfer. Imports nothing of the engine.
+"""
+
+import contextlib
+import ctypes
+import mmap
+from typing import Final
+
+import xxhash
+
+_LARGE_BYTES: Final = 64 * 1024
+"""Less is copied in microseconds: sooner than the lock is given away and had back."""
+_PIECE_BYTES: Final = 512 * 1024
+
+
+def checksum(payload: memoryview) -> bytes:
+    """Return the XXH3 digest of 128 bits."""
+    # `update` gives the lock away in every version.
+    digest = xxhash.xxh3_128()
+    digest.update(payload)
+    return digest.digest()
+
+
+def copy(into: memoryview, source: memoryview | bytes) -> None:
+    """Fill ``into`` from bytes of the same number; raises ValueError where it is another."""
+    if len(source) != len(into):
+        raise ValueError(f"{len(source)} bytes cannot fill {len(into)}")
+    if len(source) < _LARGE_BYTES:
+        into[:] = source
+    elif isinstance(source, memoryview) and source.readonly:
+        # Its address is not to be had: in pieces, so that no single one takes long.
+        for start in range(0, len(source), _PIECE_BYTES):
+            into[start : start + _PIECE_BYTES] = source[start : start + _PIECE_BYTES]
+    else:
+        target = ctypes.c_char.from_buffer(into)
+        begin = source if isinstance(source, bytes) else _address(source)
+        ctypes.memmove(ctypes.addressof(target), begin, len(source))
+
+
+def private_copy(source: memoryview) -> memoryview:
+    """Return a copy in memory of its own, which is given back with the last view of it."""
+    # Not `bytes`: that takes its memory page by page, and the lock is held for all of it.
+    memory = mmap.mmap(-1, max(1, len(source)))
+    with contextlib.suppress(OSError):  # a kernel without large pages for it
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    made = memoryview(memory)[: len(source)]
+    copy(made, source)
+    return made
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
