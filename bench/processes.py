@@ -15,6 +15,7 @@ class Stat:
     """What one process's ``/proc/PID/stat`` tells of it."""
 
     pid: int
+    parent: int
     session: int
     """Process id of its session's leader."""
     own_ticks: int
@@ -44,6 +45,7 @@ def parse_stat(text: str) -> Stat:
         raise ValueError(f"not a line of /proc/PID/stat: {text[:80]!r}")
     return Stat(
         pid=int(begin.partition(" ")[0]),
+        parent=int(fields[1]),
         session=int(fields[3]),
         own_ticks=int(fields[11]) + int(fields[12]),
         ended_ticks=int(fields[13]) + int(fields[14]),
@@ -76,6 +78,17 @@ def session_usage(
         resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
         processes=len(found),
     )
+
+
+def process_family(pid: int, proc: Path = PROC) -> list[int]:
+    """Return a process and all its descendants, by process id."""
+    children: dict[int, list[int]] = {}
+    for each in _stats(proc):
+        children.setdefault(each.parent, []).append(each.pid)
+    family = [pid]
+    for parent in family:
+        family += children.get(parent, [])
+    return family
 
 
 def _cpu_s(stat: Stat, exact: Callable[[int], float]) -> float:

@@ -4,10 +4,10 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
-_PROC: Final = Path("/proc")
+from bench.processes import PROC, process_family
+
 _OTHERS_FIRST: Final = 1
 _MODEL_FIRST: Final = 2
 """Priorities above all work that has none."""
@@ -17,8 +17,8 @@ _MODEL_FIRST: Final = 2
 def parted(model_pid: int) -> Iterator[None]:
     """Give the main thread of a process, which computes the model, a core of its own.
 
-    All other threads of this process and of those that it has started share the other cores for
-    the length of the block. Where it may be (root), all of them go before the machine's other work,
+    All other threads of this process and of its descendants share the other cores for the length
+    of the block. Where it may be (root), all of them go before the machine's other work,
     the model before all: so no thread that has the interpreter's lock loses its core to what has
     nothing to do with it. Threads that are started meanwhile are as the one that starts them.
     """
@@ -41,22 +41,8 @@ def _place(threads: Iterable[int], cores: Iterable[int], policy: int, priority: 
 
 
 def _threads(pid: int) -> Iterator[int]:
-    """Yield all threads of a process and of those that come from it."""
-    for each in _family(pid):
+    """Yield all threads of a process and of its descendants."""
+    for each in process_family(pid):
         with contextlib.suppress(FileNotFoundError):
-            for thread in (_PROC / str(each) / "task").iterdir():
+            for thread in (PROC / str(each) / "task").iterdir():
                 yield int(thread.name)
-
-
-def _family(pid: int) -> list[int]:
-    """Return a process and all that come from it."""
-    children: dict[int, list[int]] = {}
-    for path in _PROC.glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            # The name before it, in brackets, may have blanks and brackets of its own.
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return found

@@ -102,11 +102,11 @@ def _groups() -> Iterator[tuple[Situation, ...]]:
 
 
 GROUPS: Final = tuple(_groups())
-"""Those that are compared with each other, next to each other in every round."""
+"""Situations that are compared with each other stand next to each other in every round."""
 SITUATIONS: Final = tuple(each for group in GROUPS for each in group)
 
 
 def shuffled(order: random.Random) -> list[Situation]:
-    """Return all in an order of their own, those of a group next to each other."""
+    """Return all in an order of their own, the situations of a group next to each other."""
     groups = order.sample(GROUPS, len(GROUPS))
     return [each for group in groups for each in order.sample(group, len(group))]

@@ -1,6 +1,6 @@
-"""How Envoy asks the picker where a request goes: by HTTP, as it asks who may enter.
+"""How Envoy asks the picker where a request goes: by HTTP, with its external authorization.
 
-That is its external authorization: headers and body go to the picker, whose answer's headers are
+Headers and body go to the picker, whose answer's headers are
 set on the request, and on the client's answer. Gateways ask by external processing, with gRPC:
 that costs a picker in Python three times as much, and Envoy half as much again.
 """

@@ -159,7 +159,7 @@ class KvSubscriber:
         """Apply one replay of what is missing; return whether the publisher may have more of it.
 
         It drops what does not fit in its queue: there is a gap then, or an early end, and the
-        messages are had by another replay. Those before a replay's first one are gone for good.
+        messages are had by another replay. Messages before a replay's first one are gone for good.
         """
         start = self._expected
         replay = self._replay(endpoint, start)

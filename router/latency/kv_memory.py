@@ -83,3 +83,4 @@ class KvMemory:
 
 
 BOUNDLESS: Final = KvMemory(inf, 0.0, (), 0.0)
+"""Where nothing is known to bind. It is only read: nothing is taken of it or given back."""

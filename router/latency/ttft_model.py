@@ -144,6 +144,7 @@ class Rates:
         covariance = self._covariance
         each_share = tuple(shares.items())
         with_shares = []
+        # Plain loops: every streamed answer teaches, and a generator for each row took longer.
         for row in covariance:
             total = 0.0
             for part, share in each_share:
@@ -175,7 +176,7 @@ class Rates:
             row[part] = 1.0
 
     def _shares(self, work: Work, cost: Cost) -> dict[Part, float]:
-        """Return the parts' shares of the predicted TTFT, without those that have none.
+        """Return each part's share of the predicted TTFT; a part without one is left out.
 
         The queue's share belongs to no part.
         """

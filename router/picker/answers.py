@@ -14,7 +14,7 @@ from grpc import StatusCode
 
 from router.config import host_port
 from router.envoy import ASKED_METADATA, ENVELOPE, EXCHANGE, FIRST_BYTE_US, KIND, OWN_METADATA
-from router.picker.words import Message
+from router.picker.words import Message, metadata_of
 from router.record import Outcome
 
 _US: Final = 1e-6
@@ -68,7 +68,7 @@ class AnswersLog:
 def read(entry: Message) -> Told | None:
     """Return what an ``HTTPAccessLogEntry`` tells; None for a request that was not picked for."""
     common, response = entry.common_properties, entry.response
-    exchange = _metadata(common, ASKED_METADATA, EXCHANGE)
+    exchange = metadata_of(common.metadata, ASKED_METADATA, EXCHANGE)
     if exchange is None:
         return None
     is_streamed = response.response_headers.get(KIND, "").startswith(_STREAMED)
@@ -79,18 +79,12 @@ def read(entry: Message) -> Told | None:
         served=_served(common),
         first_byte_after_s=_first_byte_after_s(common) if is_streamed else None,
         ended_after_s=_ended_after_s(common) if is_over else None,
-        envelope=(_metadata(common, OWN_METADATA, ENVELOPE) or "").encode(errors="replace"),
+        envelope=(metadata_of(common.metadata, OWN_METADATA, ENVELOPE) or "").encode(
+            errors="replace"
+        ),
         response_bytes=response.response_body_bytes,
         outcome=_outcome(common) if is_over else None,
     )
-
-
-def _metadata(common: Message, namespace: str, key: str) -> str | None:
-    """Return a text of Envoy's dynamic metadata, None where it is not there."""
-    told = common.metadata.filter_metadata
-    if namespace not in told or key not in (fields := told[namespace].fields):
-        return None
-    return str(fields[key].string_value)
 
 
 def _served(common: Message) -> str | None:

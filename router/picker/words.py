@@ -67,10 +67,15 @@ def named_endpoints(request: Message, headers: Mapping[str, str]) -> list[str] |
 
 def served_endpoint(request: Message) -> str | None:
     """Return the endpoint that answered, if the gateway tells."""
-    told = request.metadata_context.filter_metadata
-    if LB_METADATA not in told or SERVED not in told[LB_METADATA].fields:
+    return metadata_of(request.metadata_context, LB_METADATA, SERVED)
+
+
+def metadata_of(context: Message, namespace: str, key: str) -> str | None:
+    """Return a text of Envoy's dynamic metadata, None where it is not there."""
+    told = context.filter_metadata
+    if namespace not in told or key not in (fields := told[namespace].fields):
         return None
-    return str(told[LB_METADATA].fields[SERVED].string_value)
+    return str(fields[key].string_value)
 
 
 def _body_mode(request: Message) -> int:

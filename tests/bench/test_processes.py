@@ -8,16 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from bench.processes import parse_stat, process_cpu_s, session_usage
+from bench.processes import parse_stat, process_cpu_s, process_family, session_usage
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def line(
-    pid: int, session: int, *, own: tuple[int, int], ended: tuple[int, int], pages: int
+    pid: int,
+    session: int,
+    *,
+    parent: int = 1,
+    own: tuple[int, int] = (0, 0),
+    ended: tuple[int, int] = (0, 0),
+    pages: int = 0,
 ) -> str:
     """A line as the kernel writes it, its program's name as hard to read as names can be."""
-    before = f"{pid} (a) b (c)) S 1 {session} {session} 0 -1 4194560 11 12 13 14"
+    before = f"{pid} (a) b (c)) S {parent} {session} {session} 0 -1 4194560 11 12 13 14"
     times = f"{own[0]} {own[1]} {ended[0]} {ended[1]}"
     return f"{before} {times} 20 0 4 0 99 1000000 {pages} 18446744073709551615 1 1 0\n"
 
@@ -54,6 +60,15 @@ def test_a_session_is_its_leader_and_all_that_runs_in_it_and_no_other(tmp_path: 
     assert usage.cpu_s == pytest.approx(1.2003 + 0.1004 + (3 + 4) * _TICK_S)
     assert usage.resident_bytes == 1010 * os.sysconf("SC_PAGE_SIZE")
     assert usage.processes == 2
+
+
+def test_a_family_is_a_process_and_all_its_descendants_whatever_their_sessions(
+    tmp_path: Path,
+) -> None:
+    write_processes(
+        tmp_path, line(7, 5, parent=6), line(6, 6, parent=5), line(5, 5), line(9, 5, parent=1)
+    )
+    assert process_family(5, tmp_path) == [5, 6, 7]
 
 
 def test_a_process_that_ends_while_it_is_looked_at_is_left_out(tmp_path: Path) -> None:

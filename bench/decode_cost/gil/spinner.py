@@ -87,7 +87,7 @@ class Reading:
 
 @contextmanager
 def before_other_work() -> Iterator[None]:
-    """Have this thread, and those that it starts, run before the machine's other work, if it may.
+    """Have this thread, and all that it starts, run before the machine's other work, if it may.
 
     Else a thread that has no core just then does not see a hold.
     """

@@ -155,6 +155,6 @@ def measure_lock(engine: CacheEngine) -> MeasuredLock:
     if engine._lock is not engine._deciding.lock:
         raise TypeError("the engine's lock is not what this measures")
     # The engine makes its lock itself, as it should: nobody else has use for another one. Both
-    # names of it: with one alone those who use the other would no longer be excluded.
+    # names of it: with one alone, calls that use the other would no longer be excluded.
     engine._lock = engine._deciding.lock = cast("threading.Lock", lock)
     return lock
