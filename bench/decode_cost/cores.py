@@ -8,9 +8,10 @@ from typing import Final
 
 from bench.processes import PROC, process_family
 
-_OTHERS_FIRST: Final = 1
-_MODEL_FIRST: Final = 2
-"""Priorities above all work that has none."""
+_OTHERS: Final = 1
+_ENGINE: Final = 2
+_MODEL: Final = 3
+"""Priorities above all work that has none, the least first."""
 
 
 @contextmanager
@@ -18,13 +19,17 @@ def parted(model_pid: int) -> Iterator[None]:
     """Give the main thread of a process, which computes the model, a core of its own.
 
     All other threads of this process and of its descendants share the other cores for the length
-    of the block. Where it may be (root), all of them go before the machine's other work,
-    the model before all: so no thread that has the interpreter's lock loses its core to what has
-    nothing to do with it. Threads that are started meanwhile are as the one that starts them.
+    of the block. Where it may be (root), all of them go before the machine's other work, the
+    model before all, and the other threads of its process, the engine's among them, before the
+    rest: so no thread that has the interpreter's lock, or is given it, waits for a core that
+    another process has. That is what free cores would give it. Threads that are started meanwhile
+    are as the one that starts them.
     """
     cores = sorted(os.sched_getaffinity(0))
-    _place(_threads(os.getpid()), cores[1:], os.SCHED_RR, _OTHERS_FIRST)
-    _place([model_pid], cores[:1], os.SCHED_FIFO, _MODEL_FIRST)
+    # First: what computes all the time must not go before this thread on this thread's core.
+    _place([model_pid], cores[:1], os.SCHED_FIFO, _MODEL)
+    _place(_threads(os.getpid(), but=model_pid), cores[1:], os.SCHED_RR, _OTHERS)
+    _place(_own_threads(model_pid, but=model_pid), cores[1:], os.SCHED_RR, _ENGINE)
     try:
         yield
     finally:
@@ -40,9 +45,14 @@ def _place(threads: Iterable[int], cores: Iterable[int], policy: int, priority: 
                 os.sched_setscheduler(thread, policy, how)
 
 
-def _threads(pid: int) -> Iterator[int]:
-    """Yield all threads of a process and of its descendants."""
+def _threads(pid: int, *, but: int = 0) -> Iterator[int]:
+    """Yield all threads of a process and of its descendants, but for one."""
     for each in process_family(pid):
-        with contextlib.suppress(FileNotFoundError):
-            for thread in (PROC / str(each) / "task").iterdir():
+        yield from _own_threads(each, but=but)
+
+
+def _own_threads(pid: int, *, but: int) -> Iterator[int]:
+    with contextlib.suppress(FileNotFoundError):
+        for thread in (PROC / str(pid) / "task").iterdir():
+            if int(thread.name) != but:
                 yield int(thread.name)

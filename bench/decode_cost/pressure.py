@@ -1,7 +1,6 @@
 """What keeps an engine at work while decodes run, as fast as it goes or at a given rate."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ _CALL_S: Final = 60.0
 _PIN_S: Final = 5.0
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.5
-_MADE_UP_S: Final = 1.0
+_MADE_UP_S: Final = 3.0
 
 
 _COUNTED: Final[Mapping[Work, tuple[str, dict[str, str]]]] = {
@@ -45,16 +44,6 @@ class Chunks:
     at_peer: Sequence[bytes]
     chunk_bytes: int
 
-    def one(self, number: int) -> "Chunks":
-        """Return one chunk of each set: what is moved at once where it goes by a rate."""
-        at = number % len(self.on_disk)
-        return Chunks(
-            on_disk=[self.on_disk[at]],
-            in_store=[self.in_store[at]],
-            at_peer=[self.at_peer[at]],
-            chunk_bytes=self.chunk_bytes,
-        )
-
 
 class Pressure:
     """Moves chunks of one engine again and again, from and to another, its peer."""
@@ -78,12 +67,14 @@ class Pressure:
             Work.SEND: self._send,
             Work.RECEIVE: self._receive,
         }
-        every_s = self._chunks.chunk_bytes / MODERATE_BYTES_S[work] if is_paced else 0.0
+        # A call for a whole prompt, as routers make them.
+        set_bytes = len(self._chunks.on_disk) * self._chunks.chunk_bytes
+        every_s = set_bytes / MODERATE_BYTES_S[work] if is_paced else 0.0
         if work is Work.SEND:
             await self._promote(self._chunks.on_disk)
         due_s = time.monotonic()
-        for number in itertools.count():
-            await turns[work](self._chunks.one(number) if is_paced else self._chunks)
+        while True:
+            await turns[work](self._chunks)
             # What was late is made up for, so that the rate is kept, but not a long pause.
             due_s = max(due_s + every_s, time.monotonic() - _MADE_UP_S)
             await asyncio.sleep(due_s - time.monotonic())

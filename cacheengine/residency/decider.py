@@ -87,12 +87,12 @@ class Decider:
             return Presence.REMOTE if isinstance(source, RemoteIndex) else Presence.DISK
         return Presence.UNKNOWN if self.walks.ask(key, now_s) else Presence.MISS
 
-    def match(self, keys: Iterable[bytes], now_s: float) -> list[str]:
+    def match(self, keys: Sequence[bytes], now_s: float) -> list[str]:
         """Return the tier of each chunk from the first up to the first that is nowhere."""
-        ready, source = self.cpu.ready, self.promoter.source
+        source = self.promoter.source
         tiers: list[str] = []
-        for key in keys:
-            if ready(key) is not None:
+        for key, is_ready in zip(keys, self.cpu.are_ready(keys), strict=True):
+            if is_ready:
                 tiers.append(CPU)
                 continue
             index = source(key, now_s)

@@ -77,8 +77,13 @@ class PinnedEntries:
 
     def ready(self, key: bytes) -> Entry | None:
         """Return the entry of a key if its bytes may be used."""
-        # As `Shards.of` does: a lookup of a long prefix comes here for every chunk.
+        # As `Shards.of` does: a step's lookups come here for every chunk.
         return self._ready.parts[hash(key) % SHARDS].get(key)
+
+    def are_ready(self, keys: Iterable[bytes]) -> list[bool]:
+        """Say for each key whether its bytes may be used."""
+        parts = self._ready.parts
+        return [key in parts[hash(key) % SHARDS] for key in keys]
 
     def tidy(self, entry: Entry) -> None:
         """Have an entry that nothing keeps any more considered for eviction again.

@@ -20,6 +20,7 @@ from router.config import (
     TooLarge,
     TooSlow,
 )
+from router.http.wakes import Wakes
 
 log = logging.getLogger("warmroute")
 
@@ -118,16 +119,19 @@ async def read_body(request: web.Request) -> bytes:
         raise _too_large(limit_bytes, f"{announced} bytes were announced")
     bodies = request.app[BODIES]
     # Most bodies have come with their headers, and a timer costs more than all else here.
-    is_here = request.content.is_eof()
+    wakes = None if request.content.is_eof() else Wakes(request)
     try:
-        async with nullcontext() if is_here else asyncio.timeout(bodies.within_s):
-            return await _read(request, bodies, limit_bytes)
+        async with nullcontext() if wakes is None else asyncio.timeout(bodies.within_s):
+            return await _read(request, bodies, limit_bytes, wakes)
     except TimeoutError:
         raise TooSlow(f"the body did not come whole within {bodies.within_s:g} s") from None
     except web.RequestPayloadError:
         raise BadRequest(
             "the body is not encoded as its Content-Encoding and Transfer-Encoding say"
         ) from None
+    finally:
+        if wakes is not None:
+            wakes.end()
 
 
 def release_body(request: web.Request) -> None:
@@ -136,7 +140,9 @@ def release_body(request: web.Request) -> None:
         request.app[BODIES].held_bytes -= held_bytes
 
 
-async def _read(request: web.Request, bodies: Bodies, limit_bytes: int) -> bytes:
+async def _read(
+    request: web.Request, bodies: Bodies, limit_bytes: int, wakes: Wakes | None
+) -> bytes:
     chunks, size = [], 0
     # Not by request.read(): that keeps the body as long as the request.
     while chunk := await request.content.readany():
@@ -148,6 +154,8 @@ async def _read(request: web.Request, bodies: Bodies, limit_bytes: int) -> bytes
         bodies.held_bytes += len(chunk)
         request[_HELD_BYTES] = size
         chunks.append(chunk)
+        if wakes is not None:
+            wakes.received(size)
     return b"".join(chunks)
 
 

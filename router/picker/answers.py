@@ -3,6 +3,7 @@
 Messages: ``envoy.service.accesslog.v3`` and ``envoy.data.accesslog.v3``.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,6 +17,7 @@ from router.config import host_port
 from router.envoy import ASKED_METADATA, ENVELOPE, EXCHANGE, FIRST_BYTE_US, KIND, OWN_METADATA
 from router.picker.words import Message, metadata_of
 from router.record import Outcome
+from router.tasks import end_all
 
 _US: Final = 1e-6
 _NS: Final = 1e-9
@@ -50,19 +52,36 @@ class AnswersLog:
     def __init__(self, note: Callable[[Told], Awaitable[None]]) -> None:
         """``note`` is called for each answer that is told of, in their order."""
         self._note = note
+        self._readers: set[asyncio.Task[None]] = set()
+        """One for each Envoy that is connected."""
 
     async def StreamAccessLogs(  # noqa: N802  (the protocol's name)
         self, messages: AsyncIterator[Message], context: Any
     ) -> Message:
-        """Read one Envoy's log to its end."""
+        """Read one Envoy's log to its end, or ours."""
+        # A task apart: a call that is itself cancelled is never over for gRPC's server.
+        reader = asyncio.create_task(self._read(messages), name="Envoy's log")
+        self._readers.add(reader)
         try:
-            async for message in messages:
-                for entry in message.http_logs.log_entry:
-                    if (told := read(entry)) is not None:
-                        await self._note(told)
+            await asyncio.wait([reader])
+            if not reader.cancelled():
+                reader.result()
         except DecodeError:
             await context.abort(StatusCode.INVALID_ARGUMENT, "that is no StreamAccessLogsMessage")
+        finally:
+            self._readers.discard(reader)
+            reader.cancel()
         return StreamAccessLogsResponse()
+
+    async def _read(self, messages: AsyncIterator[Message]) -> None:
+        async for message in messages:
+            for entry in message.http_logs.log_entry:
+                if (told := read(entry)) is not None:
+                    await self._note(told)
+
+    async def end(self) -> None:
+        """Read no further: an Envoy keeps its log open for as long as it lives."""
+        await end_all([*self._readers])
 
 
 def read(entry: Message) -> Told | None:

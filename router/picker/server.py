@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import Final
 
@@ -58,6 +59,7 @@ class Picker:
         )
         self._processor = Processor(judge, self._endpoints)
         self._asks = Asks(judge, self._endpoints)
+        self._answers = AnswersLog(self._asks.note)
         self._runner: web.AppRunner | None = None
         self._health = health.aio.HealthServicer()
         self._leaves = False
@@ -67,7 +69,7 @@ class Picker:
         """Listen; return gRPC's port. Raises `CannotListen`."""
         await self._endpoints.start()
         add_ExternalProcessorServicer_to_server(self._processor, self._server)
-        add_AccessLogServiceServicer_to_server(AnswersLog(self._asks.note), self._server)
+        add_AccessLogServiceServicer_to_server(self._answers, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         port = self._listen_to_gateways()
         for name in _LIVENESS:
@@ -88,13 +90,15 @@ class Picker:
 
     async def stop(self, drain_s: float) -> None:
         """Call it not ready; let calls under way end, for so long at most."""
-        await end_all(self._tasks)
+        until_s = time.monotonic() + drain_s
         await self._health.enter_graceful_shutdown()
-        await asyncio.gather(
-            self._server.stop(drain_s),
-            self._asks.drained(drain_s),
-            *(() if self._runner is None else (self._runner.cleanup(),)),
-        )
+        if self._runner is not None:
+            await self._runner.cleanup()
+        # gRPC takes no new call from `stop` on: Envoy may yet have to open its log.
+        await self._asks.drained(until_s - time.monotonic())
+        await self._answers.end()
+        await self._server.stop(max(0.0, until_s - time.monotonic()))
+        await end_all(self._tasks)
         self._asks.close()
         await self._endpoints.stop()
 

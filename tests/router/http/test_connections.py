@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 from aiohttp import ClientConnectionResetError, web
+from aiohttp.web_protocol import RequestHandler
 
 from router.config.settings import TimeoutsConfig
 from router.http import BODIES, Site
@@ -217,3 +218,42 @@ async def test_slow_clients_have_the_kernel_keep_little(router: Running) -> None
         made = connection.transport.get_extra_info("socket")
         unsent = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
         assert unsent <= 128 << 10, "the default is unlimited"
+
+
+async def test_a_slow_body_does_not_wake_the_router_for_each_byte(
+    router: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wakes: list[int] = []
+    feed = RequestHandler.data_received
+
+    def noted(handler: RequestHandler, data: bytes) -> None:
+        # Those of this connection: others are the router's own, to its replica in this process.
+        if data.startswith(b"POST ") or data[:1] == b"{":
+            wakes.append(len(data))
+        feed(handler, data)
+
+    monkeypatch.setattr(RequestHandler, "data_received", noted)
+    head, slow_bytes = HEAD + b"Content-Length: 300000\r\n\r\n", 200
+    async with connected(router) as (reader, writer):
+        writer.write(head + b"{" * (300_000 - slow_bytes))
+        for _ in range(slow_bytes):
+            await asyncio.sleep(0.001)
+            writer.write(b"{")
+        assert (await answered(reader)).startswith(b"HTTP/1.1 400 ")
+        # What came at once is read in some parts, and the last bytes when all of them are there.
+        assert sum(wakes) == len(head) + 300_000
+        assert len(wakes) < slow_bytes / 4
+        # The connection is as before: one byte is enough.
+        wakes.clear()
+        writer.write(HEAD + b"Content-Length: 1\r\n\r\n")
+        await asyncio.sleep(0.05)
+        writer.write(b"{")
+        assert (await answered(reader)).startswith(b"HTTP/1.1 400 ")
+        assert len(wakes) == 2
+
+
+async def answered(reader: asyncio.StreamReader) -> bytes:
+    """Return the head of an answer, and read its body."""
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5.0)
+    await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+    return head

@@ -383,6 +383,24 @@ async def test_answers_go_on_without_their_picker(
         assert other.status == 200
 
 
+@pytest.mark.parametrize("has_log", [True, False])
+async def test_a_picker_that_stops_does_not_wait_for_its_envoy_to_end(
+    gateway: Gateway, client: aiohttp.ClientSession, *, has_log: bool
+) -> None:
+    picker, _ = await gateway.both()
+    for _ in range(1 + has_log):
+        gateway.one.will(json_answer(CHAT_ANSWER))
+        gateway.two.will(json_answer(CHAT_ANSWER))
+        async with client.post(picker.url + CHAT, json=chat()) as answer:
+            assert await answer.json() == CHAT_ANSWER
+    if has_log:
+        await picker.record()
+    # Envoy opens its log when it first tells, a second after an answer, and keeps it open.
+    await asyncio.wait_for(picker.picker.stop(60.0), 20.0)
+    assert picker.in_flight() == 0
+    assert {(await picker.record()).outcome for _ in range(2 - has_log)} <= {Outcome.OK}
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [
