@@ -46,5 +46,5 @@ class Wakes:
         self._low_water_bytes = low_water_bytes
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water_bytes)
-        except OSError:  # it has been closed
+        except (OSError, ValueError):  # it has been closed; uvloop has no file number of it then
             self._socket = None

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import socket
+from asyncio import StreamWriter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -250,6 +251,18 @@ async def test_a_slow_body_does_not_wake_the_router_for_each_byte(
         writer.write(b"{")
         assert (await answered(reader)).startswith(b"HTTP/1.1 400 ")
         assert len(wakes) == 2
+
+
+async def test_a_client_that_leaves_amid_its_body_is_no_trouble(
+    router: Running, caplog: pytest.LogCaptureFixture, eventually: Wait
+) -> None:
+    for ends in (StreamWriter.close, lambda writer: writer.transport.abort()):
+        async with connected(router) as (_, writer):
+            writer.write(HALF)
+            await eventually(lambda: held_bytes(router) == 1000)
+            ends(writer)
+        await eventually(lambda: held_bytes(router) == 0)
+    assert "failed" not in caplog.text and "Traceback" not in caplog.text
 
 
 async def answered(reader: asyncio.StreamReader) -> bytes:
