@@ -10,6 +10,7 @@ Called by tiers and transfer. Imports nothing of the engine.
 import contextlib
 import ctypes
 import mmap
+import time
 from typing import Final
 
 import xxhash
@@ -52,6 +53,16 @@ def private_copy(source: memoryview) -> memoryview:
     made = memoryview(memory)[: len(source)]
     copy(made, source)
     return made
+
+
+def let_go(parts: list[memoryview | bytes]) -> None:
+    """Empty a list of large objects, giving the lock away after each.
+
+    The system takes the memory of one back in 0.2 ms a megabyte, under the lock.
+    """
+    while parts:
+        parts.pop()
+        time.sleep(0)
 
 
 def _address(view: memoryview) -> int:

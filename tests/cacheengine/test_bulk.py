@@ -1,6 +1,9 @@
 """Large runs of bytes: the same as Python's own ways give, and no lock held for them."""
 
 import random
+import sys
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -63,3 +66,27 @@ def test_buffers_can_be_let_go_of_after_a_copy() -> None:
     bulk.copy(memoryview(into), memoryview(source))
     for each in (source, into):
         each.append(0)  # a BufferError while something still points to it
+
+
+def test_others_run_while_large_objects_are_let_go() -> None:
+    seen: set[int] = set()
+    parts: list[memoryview | bytes] = [bytes(1 << 20) for _ in range(64)]
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            seen.add(len(parts))
+            time.sleep(0)
+
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(3600)  # the lock is given away only where that is meant
+    other = threading.Thread(target=look)
+    other.start()
+    try:
+        bulk.let_go(parts)
+    finally:
+        done.set()
+        other.join()
+        sys.setswitchinterval(before_s)
+    assert not parts
+    assert len(seen) > 2

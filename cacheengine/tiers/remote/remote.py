@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from cacheengine.bulk import private_copy
+from cacheengine.bulk import let_go, private_copy
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome, SharedTier
 from cacheengine.tiers.remote.envelope import HEADER_BYTES, Envelope
 from cacheengine.tiers.remote.outage import OutageLog
@@ -62,7 +62,11 @@ class RemoteTier(SharedTier):
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
         """Encode the chunks and send them in one batch."""
-        blobs = [self._blob(key, payload) for key, payload in chunks]
+        encoded = [self._encoded(key, payload) for key, payload in chunks]
+        blobs = [
+            Blob(self._envelope.name(key), parts)
+            for (key, _), parts in zip(chunks, encoded, strict=True)
+        ]
         try:
             stored = self._store.put_many(blobs)
         except StoreFullError as error:
@@ -72,11 +76,14 @@ class RemoteTier(SharedTier):
             self._outage.failed(error)
             is_resting = isinstance(error, StoreRestingError)
             return [PutOutcome.NOT_TRIED if is_resting else PutOutcome.FAILED] * len(chunks)
+        finally:
+            for parts in encoded:
+                let_go(parts)
         if all(stored):
             self._outage.stored()
         return [PutOutcome.STORED if each else PutOutcome.NO_SPACE for each in stored]
 
-    def _blob(self, key: bytes, payload: memoryview) -> Blob:
+    def _encoded(self, key: bytes, payload: memoryview) -> list[memoryview | bytes]:
         serde = self._serde
         parts = serde.encode(payload)
         if not serde.is_identity and sum(map(len, parts)) >= self._payload_bytes:
@@ -84,7 +91,7 @@ class RemoteTier(SharedTier):
             # than a chunk with its header, and all are read into their slots.
             serde, parts = self._plain, (payload,)
         header = self._envelope.header(key, serde.code, parts)
-        return Blob(self._envelope.name(key), [header, *parts])
+        return [header, *parts]
 
     def get_many(self, chunks: Sequence[Chunk]) -> list[GetOutcome]:
         """Read the chunks in one batch, and check each byte of them."""
