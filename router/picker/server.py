@@ -71,7 +71,7 @@ class Picker:
         add_ExternalProcessorServicer_to_server(self._processor, self._server)
         add_AccessLogServiceServicer_to_server(self._answers, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        port = self._listen_to_gateways()
+        port = await self._listen_to_gateways()
         for name in _LIVENESS:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self._tell_readiness()
@@ -106,13 +106,14 @@ class Picker:
         """Find out where replicas are that have joined."""
         self._endpoints.fleet_changed()
 
-    def _listen_to_gateways(self) -> int:
+    async def _listen_to_gateways(self) -> int:
         config = self._settings
         address = host_port(config.host, config.port)
         try:
             if config.certificate is None or config.key is None:
                 return int(self._server.add_insecure_port(address))
-            pair = (Path(config.key).read_bytes(), Path(config.certificate).read_bytes())
+            files = (Path(config.key), Path(config.certificate))
+            pair = await asyncio.to_thread(lambda: tuple(each.read_bytes() for each in files))
             return int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
         except RuntimeError as error:  # all that gRPC raises, and it says why
             raise CannotListen("picker.port", str(error)) from None
@@ -123,7 +124,8 @@ class Picker:
             return
         tls = None
         if config.certificate is not None and config.key is not None:
-            tls = server_context(TlsConfig(cert_file=config.certificate, key_file=config.key))
+            files = TlsConfig(cert_file=config.certificate, key_file=config.key)
+            tls = await asyncio.to_thread(server_context, files)
         # A client that leaves, or its Envoy, ends the question that is held.
         self._runner = web.AppRunner(
             self._asks.app(), handler_cancellation=True, shutdown_timeout=timeouts.drain_s

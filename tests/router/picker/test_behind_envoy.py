@@ -3,6 +3,7 @@
 import asyncio
 import json
 import ssl
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -454,6 +455,23 @@ async def test_what_controls_a_replica_does_not_pass(
             in (await answer.json())["error"]["message"]
         )
     assert picker.in_flight() == 0
+
+
+async def test_a_picker_with_a_certificate_is_asked_and_told_by_tls(
+    gateway: Gateway, client: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    made = make_certificates(tmp_path)
+    ports = gateway.config().picker
+    assert ports is not None
+    pair = {"certificate": str(made.server), "key": str(made.key)}
+    picker, _ = await gateway.both(picker=replace(ports, **pair))
+    gateway.one.will(json_answer(CHAT_ANSWER))
+    async with client.post(picker.url + CHAT, json=chat()) as answer:
+        assert await answer.json() == CHAT_ANSWER
+        assert answer.headers["x-warmroute-replica"] == "one"
+    # What the log tells comes by TLS too: without it the request would have no status.
+    record = await picker.record()
+    assert (record.status, record.outcome) == (200, Outcome.OK)
 
 
 async def test_an_operators_own_settings_are_merged_in(
