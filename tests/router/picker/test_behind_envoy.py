@@ -463,8 +463,8 @@ async def test_a_picker_with_a_certificate_is_asked_and_told_by_tls(
     made = make_certificates(tmp_path)
     ports = gateway.config().picker
     assert ports is not None
-    pair = {"certificate": str(made.server), "key": str(made.key)}
-    picker, _ = await gateway.both(picker=replace(ports, **pair))
+    settings = replace(ports, certificate=str(made.server), key=str(made.key))
+    picker, _ = await gateway.both(picker=settings)
     gateway.one.will(json_answer(CHAT_ANSWER))
     async with client.post(picker.url + CHAT, json=chat()) as answer:
         assert await answer.json() == CHAT_ANSWER
