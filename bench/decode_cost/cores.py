@@ -28,8 +28,9 @@ def parted(model_pid: int) -> Iterator[None]:
     cores = sorted(os.sched_getaffinity(0))
     # First: what computes all the time must not go before this thread on this thread's core.
     _place([model_pid], cores[:1], os.SCHED_FIFO, _MODEL)
-    _place(_threads(os.getpid(), but=model_pid), cores[1:], os.SCHED_RR, _OTHERS)
-    _place(_own_threads(model_pid, but=model_pid), cores[1:], os.SCHED_RR, _ENGINE)
+    engine = {*_own_threads(model_pid)} - {model_pid}
+    _place({*_threads(os.getpid())} - {model_pid} - engine, cores[1:], os.SCHED_RR, _OTHERS)
+    _place(engine, cores[1:], os.SCHED_RR, _ENGINE)
     try:
         yield
     finally:
@@ -45,14 +46,13 @@ def _place(threads: Iterable[int], cores: Iterable[int], policy: int, priority: 
                 os.sched_setscheduler(thread, policy, how)
 
 
-def _threads(pid: int, *, but: int = 0) -> Iterator[int]:
-    """Yield all threads of a process and of its descendants, but for one."""
+def _threads(pid: int) -> Iterator[int]:
+    """Yield all threads of a process and of its descendants."""
     for each in process_family(pid):
-        yield from _own_threads(each, but=but)
+        yield from _own_threads(each)
 
 
-def _own_threads(pid: int, *, but: int) -> Iterator[int]:
+def _own_threads(pid: int) -> Iterator[int]:
     with contextlib.suppress(FileNotFoundError):
         for thread in (PROC / str(pid) / "task").iterdir():
-            if int(thread.name) != but:
-                yield int(thread.name)
+            yield int(thread.name)

@@ -17,6 +17,7 @@ _PIN_S: Final = 5.0
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.5
 _MADE_UP_S: Final = 3.0
+"""More than the longest time from one prompt to the next at a rate: 1.7 s."""
 
 
 _COUNTED: Final[Mapping[Work, tuple[str, dict[str, str]]]] = {
@@ -60,8 +61,7 @@ class Pressure:
 
     async def run(self, work: Work, pace: Pace) -> None:
         """Move chunks without end; raise `BenchError` when an agent refuses."""
-        is_paced = pace is Pace.MODERATE
-        turns: Mapping[Work, Callable[[Chunks], Coroutine[Any, Any, None]]] = {
+        turns: Mapping[Work, Callable[[], Coroutine[Any, Any, None]]] = {
             Work.DISK: self._from_disk,
             Work.REMOTE: self._from_store,
             Work.SEND: self._send,
@@ -69,12 +69,12 @@ class Pressure:
         }
         # A call for a whole prompt, as routers make them.
         set_bytes = len(self._chunks.on_disk) * self._chunks.chunk_bytes
-        every_s = set_bytes / MODERATE_BYTES_S[work] if is_paced else 0.0
+        every_s = set_bytes / MODERATE_BYTES_S[work] if pace is Pace.MODERATE else 0.0
         if work is Work.SEND:
             await self._promote(self._chunks.on_disk)
         due_s = time.monotonic()
         while True:
-            await turns[work](self._chunks)
+            await turns[work]()
             # What was late is made up for, so that the rate is kept, but not a long pause.
             due_s = max(due_s + every_s, time.monotonic() - _MADE_UP_S)
             await asyncio.sleep(due_s - time.monotonic())
@@ -85,21 +85,21 @@ class Pressure:
         async with self._session.get(f"{self._engine.agent_url}/metrics") as response:
             return int(total(await response.text(), name, **labels))
 
-    async def _from_disk(self, chunks: Chunks) -> None:
-        await self._clear(self._engine, chunks.on_disk, ["cpu"])
-        await self._promote(chunks.on_disk)
+    async def _from_disk(self) -> None:
+        await self._clear(self._engine, self._chunks.on_disk, ["cpu"])
+        await self._promote(self._chunks.on_disk)
 
-    async def _from_store(self, chunks: Chunks) -> None:
-        await self._clear(self._engine, chunks.in_store, ["cpu", "disk"])
-        await self._promote(chunks.in_store)
+    async def _from_store(self) -> None:
+        await self._clear(self._engine, self._chunks.in_store, ["cpu", "disk"])
+        await self._promote(self._chunks.in_store)
 
-    async def _send(self, chunks: Chunks) -> None:
-        await self._clear(self._peer, chunks.on_disk, None)
-        await self._copy(self._engine, self._peer, chunks.on_disk)
+    async def _send(self) -> None:
+        await self._clear(self._peer, self._chunks.on_disk, None)
+        await self._copy(self._engine, self._peer, self._chunks.on_disk)
 
-    async def _receive(self, chunks: Chunks) -> None:
-        await self._clear(self._engine, chunks.at_peer, None)
-        await self._copy(self._peer, self._engine, chunks.at_peer)
+    async def _receive(self) -> None:
+        await self._clear(self._engine, self._chunks.at_peer, None)
+        await self._copy(self._peer, self._engine, self._chunks.at_peer)
 
     async def _clear(self, place: Place, keys: Sequence[bytes], tiers: list[str] | None) -> None:
         await self._call(f"{place.agent_url}/clear", {"keys": _hex(keys), "tiers": tiers})

@@ -117,11 +117,11 @@ async def read_body(request: web.Request) -> bytes:
     announced, limit_bytes = request.content_length, request.client_max_size
     if announced is not None and announced > limit_bytes:
         raise _too_large(limit_bytes, f"{announced} bytes were announced")
-    bodies = request.app[BODIES]
+    bodies, wakes = request.app[BODIES], Wakes(request)
     # Most bodies have come with their headers, and a timer costs more than all else here.
-    wakes = None if request.content.is_eof() else Wakes(request)
+    is_here = request.content.is_eof()
     try:
-        async with nullcontext() if wakes is None else asyncio.timeout(bodies.within_s):
+        async with nullcontext() if is_here else asyncio.timeout(bodies.within_s):
             return await _read(request, bodies, limit_bytes, wakes)
     except TimeoutError:
         raise TooSlow(f"the body did not come whole within {bodies.within_s:g} s") from None
@@ -130,8 +130,7 @@ async def read_body(request: web.Request) -> bytes:
             "the body is not encoded as its Content-Encoding and Transfer-Encoding say"
         ) from None
     finally:
-        if wakes is not None:
-            wakes.end()
+        wakes.end()
 
 
 def release_body(request: web.Request) -> None:
@@ -140,9 +139,7 @@ def release_body(request: web.Request) -> None:
         request.app[BODIES].held_bytes -= held_bytes
 
 
-async def _read(
-    request: web.Request, bodies: Bodies, limit_bytes: int, wakes: Wakes | None
-) -> bytes:
+async def _read(request: web.Request, bodies: Bodies, limit_bytes: int, wakes: Wakes) -> bytes:
     chunks, size = [], 0
     # Not by request.read(): that keeps the body as long as the request.
     while chunk := await request.content.readany():
@@ -154,8 +151,7 @@ async def _read(
         bodies.held_bytes += len(chunk)
         request[_HELD_BYTES] = size
         chunks.append(chunk)
-        if wakes is not None:
-            wakes.received(size)
+        wakes.received(size)
     return b"".join(chunks)
 
 

@@ -1,6 +1,7 @@
 """A body that comes a few bytes at a time does not wake the router for each of them."""
 
 import socket
+from contextlib import suppress
 from typing import Final
 
 from aiohttp import hdrs, web
@@ -17,23 +18,12 @@ class Wakes:
     """
 
     def __init__(self, request: web.Request) -> None:
-        self._announced_bytes = request.content_length or 0
+        self._request = request
         self._low_water_bytes = 1
-        transport = request.transport
-        # TLS: part of a record may have been read, and what is left of it is less than its text.
-        # With an encoding the bytes that were read are not those that came.
-        is_countable = (
-            transport is not None
-            and transport.get_extra_info("ssl_object") is None
-            and hdrs.CONTENT_ENCODING not in request.headers
-        )
-        self._socket = (
-            transport.get_extra_info("socket") if transport is not None and is_countable else None
-        )
 
     def received(self, size_bytes: int) -> None:
         """Note how much of the body was read: the next wake is for the rest, or a large part."""
-        left_bytes = self._announced_bytes - size_bytes
+        left_bytes = (self._request.content_length or 0) - size_bytes
         self._set(max(1, min(left_bytes, _AT_ONCE_BYTES)))
 
     def end(self) -> None:
@@ -41,10 +31,22 @@ class Wakes:
         self._set(1)
 
     def _set(self, low_water_bytes: int) -> None:
-        if self._socket is None or low_water_bytes == self._low_water_bytes:
+        if low_water_bytes == self._low_water_bytes:
             return
         self._low_water_bytes = low_water_bytes
-        try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water_bytes)
-        except (OSError, ValueError):  # it has been closed; uvloop has no file number of it then
-            self._socket = None
+        made = _countable_socket(self._request)
+        # A connection that has been closed is an OSError, or uvloop's own: a negative file number.
+        with suppress(OSError, ValueError):
+            if made is not None:
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water_bytes)
+
+
+def _countable_socket(request: web.Request) -> socket.socket | None:
+    """Return the socket over which exactly the bytes come that are still to be read of a body."""
+    transport = request.transport
+    if transport is None or hdrs.CONTENT_ENCODING in request.headers:
+        return None  # the body is read decoded, and its size says nothing of what is to come
+    if transport.get_extra_info("ssl_object") is not None:
+        return None  # of a record that was read in part less is to come than it has text
+    found: socket.socket | None = transport.get_extra_info("socket")
+    return found

@@ -124,8 +124,7 @@ class Picker:
             return
         tls = None
         if config.certificate is not None and config.key is not None:
-            files = TlsConfig(cert_file=config.certificate, key_file=config.key)
-            tls = await asyncio.to_thread(server_context, files)
+            tls = server_context(TlsConfig(cert_file=config.certificate, key_file=config.key))
         # A client that leaves, or its Envoy, ends the question that is held.
         self._runner = web.AppRunner(
             self._asks.app(), handler_cancellation=True, shutdown_timeout=timeouts.drain_s

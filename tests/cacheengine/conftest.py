@@ -1,6 +1,8 @@
-"""Engines that end with their test."""
+"""Engines that end with their test, and how often threads interrupt each other."""
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,3 +25,27 @@ def make_bench() -> Iterator[MakeBench]:
     for bench in benches:
         bench.engine.check()
         bench.engine.close()
+
+
+@pytest.fixture
+def restless_threads() -> Iterator[None]:
+    """Let threads interrupt each other a thousand times as often as usual."""
+    with _switching_every(5e-6):
+        yield
+
+
+@pytest.fixture
+def no_forced_switches() -> Iterator[None]:
+    """A thread gives the interpreter lock away only where it means to."""
+    with _switching_every(3600.0):
+        yield
+
+
+@contextmanager
+def _switching_every(interval_s: float) -> Iterator[None]:
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(interval_s)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s)

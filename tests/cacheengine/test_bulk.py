@@ -1,7 +1,6 @@
 """Large runs of bytes: the same as Python's own ways give, and no lock held for them."""
 
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -68,6 +67,7 @@ def test_buffers_can_be_let_go_of_after_a_copy() -> None:
         each.append(0)  # a BufferError while something still points to it
 
 
+@pytest.mark.usefixtures("no_forced_switches")
 def test_others_run_while_large_objects_are_let_go() -> None:
     seen: set[int] = set()
     parts: list[memoryview | bytes] = [bytes(1 << 20) for _ in range(64)]
@@ -78,8 +78,6 @@ def test_others_run_while_large_objects_are_let_go() -> None:
             seen.add(len(parts))
             time.sleep(0)
 
-    before_s = sys.getswitchinterval()
-    sys.setswitchinterval(3600)  # the lock is given away only where that is meant
     other = threading.Thread(target=look)
     other.start()
     try:
@@ -87,6 +85,5 @@ def test_others_run_while_large_objects_are_let_go() -> None:
     finally:
         done.set()
         other.join()
-        sys.setswitchinterval(before_s)
     assert not parts
     assert len(seen) > 2

@@ -77,7 +77,7 @@ class RemoteTier(SharedTier):
             is_resting = isinstance(error, StoreRestingError)
             return [PutOutcome.NOT_TRIED if is_resting else PutOutcome.FAILED] * len(chunks)
         finally:
-            for parts in encoded:
+            for parts in encoded:  # the blobs have these very lists
                 let_go(parts)
         if all(stored):
             self._outage.stored()

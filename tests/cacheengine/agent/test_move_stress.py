@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 import threading
 import time
 import urllib.request
@@ -121,15 +120,6 @@ def call(url: str, body: Any = None) -> Any:
         timeout=60,
     ) as response:
         return json.loads(response.read())
-
-
-@pytest.fixture
-def restless_threads() -> Iterator[None]:
-    """Let threads interrupt each other a thousand times as often as usual."""
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(5e-6)
-    yield
-    sys.setswitchinterval(interval_s)
 
 
 @pytest.fixture

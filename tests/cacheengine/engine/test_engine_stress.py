@@ -1,10 +1,9 @@
 """Many threads on one engine, a real disk and a remote tier: bytes stay right, nothing hangs."""
 
 import random
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -143,15 +142,6 @@ ACTIONS: Final[dict[Callable[[Worker], None], int]] = {
     the_server_stumbles: 1,
 }
 """What an actor may do in a turn, and how often compared to the others."""
-
-
-@pytest.fixture
-def restless_threads() -> Iterator[None]:
-    """Let threads interrupt each other a thousand times as often as usual."""
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(5e-6)
-    yield
-    sys.setswitchinterval(interval_s)
 
 
 def _run(bench: Bench, remote: ScriptedRemote) -> None:

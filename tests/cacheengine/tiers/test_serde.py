@@ -1,10 +1,9 @@
 """Serdes: what is decoded, how much is saved, and what damaged bytes do."""
 
-import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -443,15 +442,6 @@ def test_one_serde_serves_many_threads(name: str) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(work, range(200)))
-
-
-@pytest.fixture
-def no_forced_switches() -> Iterator[None]:
-    """A thread gives the interpreter lock away only where it means to."""
-    before_s = sys.getswitchinterval()
-    sys.setswitchinterval(3600)
-    yield
-    sys.setswitchinterval(before_s)
 
 
 @pytest.mark.usefixtures("no_forced_switches")
