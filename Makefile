@@ -14,7 +14,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-deps --disable-pip-version-chec
 PIP_LOCKED := $(PIP_INSTALL) --require-hashes
 # Tests share the cores; tests/conftest.py says which belong to one process.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder
-SOURCES := router cacheengine bench tests tools
+SOURCES := router cacheengine simulator warmroute_common bench tests tools
 ARGS ?=
 
 .DEFAULT_GOAL := help

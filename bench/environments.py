@@ -10,7 +10,7 @@ from typing import Final
 _INSTALL_S: Final = 600.0
 
 
-class NotInstalled(Exception):  # noqa: N818  (a state of this machine, in one line)
+class NotInstalledError(Exception):
     """Why there is no such environment."""
 
 
@@ -24,7 +24,7 @@ def installed(
 
     Each step is what one ``pip install`` is told; by default the packages
     alone, with what they need. ``if_found`` is a step before them that may fail.
-    Raises `NotInstalled`.
+    Raises `NotInstalledError`.
     """
     python = directory / "bin" / "python"
     done = directory / mark(packages)
@@ -34,7 +34,7 @@ def installed(
     _run(sys.executable, "-m", "venv", str(directory))
     pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     if if_found:
-        with suppress(NotInstalled):
+        with suppress(NotInstalledError):
             _run(*pip, *if_found)
     for step in steps or (packages,):
         _run(*pip, *step)
@@ -52,6 +52,6 @@ def _run(*command: str) -> None:
         subprocess.run(command, check=True, timeout=_INSTALL_S, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:
         last = (error.stderr or error.stdout).strip().rpartition("\n")[2]
-        raise NotInstalled(f"not installed: {last}") from None
+        raise NotInstalledError(f"not installed: {last}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotInstalled(f"not installed: {error}") from None
+        raise NotInstalledError(f"not installed: {error}") from None

@@ -66,7 +66,7 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 _KERNEL_COUNTS: Final = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
 
-class HugePagesMissing(Exception):  # noqa: N818  (the state of the machine)
+class HugePagesMissingError(Exception):
     """Too few huge pages here: ``str()`` is one line with how many, and how to have them."""
 
 
@@ -116,7 +116,7 @@ def pages_of(size_bytes: int) -> int:
 
 
 def check_huge_pages(size_bytes: int) -> None:
-    """Raise `HugePagesMissing` when so many bytes of huge pages are not to be had now."""
+    """Raise `HugePagesMissingError` when so many bytes of huge pages are not to be had now."""
     os.close(_reserved_file("check", size_bytes))
 
 
@@ -124,7 +124,7 @@ def make_huge_file(name: str, size_bytes: int) -> int:
     """Return the descriptor of a nameless file of huge pages; ``name`` is for /proc/*/maps.
 
     Its size is ``size_bytes`` rounded up to whole pages. All pages are there
-    already: using a mapping of it never fails. Raises `HugePagesMissing`.
+    already: using a mapping of it never fails. Raises `HugePagesMissingError`.
     """
     file = _reserved_file(name, size_bytes)
     try:
@@ -141,7 +141,9 @@ def make_huge_file(name: str, size_bytes: int) -> int:
 def _reserved_file(name: str, size_bytes: int) -> int:
     """Return a huge file whose pages are promised to it, all or none."""
     if not hasattr(os, "memfd_create"):
-        raise HugePagesMissing("this Python cannot make huge files (os.memfd_create); use another")
+        raise HugePagesMissingError(
+            "this Python cannot make huge files (os.memfd_create); use another"
+        )
     try:
         file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
     except OSError as error:
@@ -158,11 +160,11 @@ def _reserved_file(name: str, size_bytes: int) -> int:
     return file
 
 
-def _missing(size_bytes: int, error: OSError) -> HugePagesMissing:
+def _missing(size_bytes: int, error: OSError) -> HugePagesMissingError:
     counts = HugePages.counted()
     if counts is None:
-        return HugePagesMissing(
+        return HugePagesMissingError(
             f"this kernel has no huge pages of 2 MiB ({error.strerror}); "
             "use one with CONFIG_HUGETLBFS"
         )
-    return HugePagesMissing(counts.why_not(pages_of(size_bytes)))
+    return HugePagesMissingError(counts.why_not(pages_of(size_bytes)))

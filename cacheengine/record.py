@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Final
 
-from cacheengine import wire
-from cacheengine.keys import key64
+from warmroute_common import agent_protocol as wire
+from warmroute_common.keys import key64
 
 CPU: Final = "cpu"
 """The name of the first tier: the pool."""

@@ -17,13 +17,13 @@ from router.config import (
 )
 from router.cors import allow_origins
 from router.fleet import Fleet
-from router.http import BODIES, Bodies, announce_leaving, errors_answered
 from router.membership import ConfigFile
 from router.parts import Parts, make_parts
 from router.prompt import PromptSource
 from router.proxy import METHODS, check_passes, client_session
 from router.record import Outlets, RequestRecord
 from router.ui import FILES
+from warmroute_common.http import BODIES, Bodies, announce_leaving, errors_answered
 
 log = logging.getLogger("warmroute")
 

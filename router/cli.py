@@ -9,20 +9,14 @@ from typing import Any, Final
 import click
 import yaml
 
-from router.config import (
-    ConfigError,
-    PickerConfig,
-    Place,
-    RouterConfig,
-    load_router_config,
-    router_config,
-)
+from router.config import PickerConfig, RouterConfig, load_router_config, router_config
 from router.doctor import doctor
 from router.envoy import configuration
 from router.explain import explain
-from router.launch import ChildFailed, commands_text, load_any, load_fleet_file, run_fleet
+from router.launch import ChildFailedError, commands_text, load_any, load_fleet_file, run_fleet
 from router.plugins import LazyGroup
 from router.terminal import drain, resume, top
+from warmroute_common.config_error import ConfigError, Place
 
 
 @click.group(
@@ -173,7 +167,7 @@ def up(config_path: Path, gateway: str | None, print_commands: bool) -> None:
         return
     try:
         run_fleet(fleet, say=click.echo)
-    except ChildFailed as error:
+    except ChildFailedError as error:
         raise click.ClickException(str(error)) from None
 
 
@@ -208,12 +202,12 @@ def _run(read: Callable[[], RouterConfig], path: Path | None, *, picks: bool = F
     config = read()
     # aiohttp and uvloop take a while to import; no other command needs them.
     from router.membership import ConfigFile  # noqa: PLC0415
-    from router.serve import PortTaken, run  # noqa: PLC0415
+    from router.serve import PortTakenError, run  # noqa: PLC0415
 
     file = None if path is None else ConfigFile(path=path, read=read)
     try:
         run(config, file=file, picks=picks)
-    except PortTaken as error:
+    except PortTakenError as error:
         where = (str(path), error.key) if path else ("--port", "")
         raise ConfigError(*where, str(error), "choose another") from None
     except ModuleNotFoundError as error:

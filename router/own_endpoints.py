@@ -10,14 +10,15 @@ import aiohttp
 from aiohttp import web
 
 from router.access import GRANT, Access
-from router.config import PROMPTED, BadRequest, NoReplica, RouterConfig, UnknownModel
+from router.config import PROMPTED, RouterConfig
 from router.explanation import explanation
 from router.feeds import authorization, fetch_models
 from router.fleet import Fleet, State
-from router.http import LEAVING, as_json, read_body
 from router.membership import Reload
 from router.proxy import Judge, json_object, parse
 from router.record import CONTENT_TYPE, Metrics
+from warmroute_common.api_errors import BadRequestError, NoReplicaError, UnknownModelError
+from warmroute_common.http import LEAVING, as_json, read_body
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Api:
         name = request.match_info["model"]
         merged = {str(each["id"]): each for each in await self._merged_models(request)}
         if name not in merged:
-            raise UnknownModel(name, merged)
+            raise UnknownModelError(name, merged)
         return as_json(merged[name])
 
     async def health(self, request: web.Request) -> web.Response:
@@ -103,7 +104,7 @@ class Api:
         )
         answers = await asyncio.gather(*asked)
         if all(answer is None for answer in answers):
-            raise NoReplica("no replica tells which models it serves")
+            raise NoReplicaError("no replica tells which models it serves")
         merged: dict[object, dict[str, object]] = {}
         for answer in answers:
             for each in answer or []:
@@ -119,7 +120,7 @@ def _endpoint(named: str | None, fields: Mapping[str, Any]) -> str:
     if named is not None:
         if named not in PROMPTED:
             known = ", ".join(sorted(PROMPTED))
-            raise BadRequest(f"'{named}' has no prompt to explain; choose from {known}")
+            raise BadRequestError(f"'{named}' has no prompt to explain; choose from {known}")
         return named
     for name, endpoint in (
         ("messages", "/v1/chat/completions"),
@@ -128,4 +129,4 @@ def _endpoint(named: str | None, fields: Mapping[str, Any]) -> str:
     ):
         if name in fields:
             return endpoint
-    raise BadRequest("the body has neither 'messages' nor 'prompt' nor 'input'")
+    raise BadRequestError("the body has neither 'messages' nor 'prompt' nor 'input'")

@@ -12,7 +12,6 @@ from typing import Any
 
 import aiohttp
 
-from cacheengine.trust import FleetSecret
 from router.access import Access
 from router.admission import Admission, Gate
 from router.config import (
@@ -37,6 +36,7 @@ from router.record import Metrics, Outlets, RequestRecord
 from router.replica_endpoints import ReplicaEndpoints
 from router.staging import AgentClient, Preparer
 from router.ui import Page, Recent
+from warmroute_common.fleet_secret import FleetSecret
 
 
 @dataclass(frozen=True, kw_only=True)

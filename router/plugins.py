@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import click
 
-from router.config import ConfigError
+from warmroute_common.config_error import ConfigError
 
 _PLUGINS: Final = "warmroute.commands"
 

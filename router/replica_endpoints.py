@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from router.config import BadRequest, Forbidden, NotFound
 from router.fleet import Fleet, Replica, State
-from router.http import as_json
+from warmroute_common.api_errors import BadRequestError, ForbiddenError, NotFoundError
+from warmroute_common.http import as_json
 
 log = logging.getLogger("warmroute.replicas")
 
@@ -69,7 +69,7 @@ class ReplicaEndpoints:
             ids = list(replicas)
             more = ", ..." if len(ids) > _NAMED else ""
             known = ", ".join(ids[:_NAMED]) or "none"
-            raise NotFound(f"there is no replica '{name}'; known: {known}{more}")
+            raise NotFoundError(f"there is no replica '{name}'; known: {known}{more}")
         return replica
 
 
@@ -84,17 +84,17 @@ def _wait_s(request: web.Request) -> float:
     except ValueError:
         wait_s = nan
     if not 0 <= wait_s <= _MOST_WAIT_S:
-        raise BadRequest(
+        raise BadRequestError(
             f"wait_s must be a number of seconds from 0 to {_MOST_WAIT_S:g}", param="wait_s"
         )
     return wait_s
 
 
 def _refuse_other_origins(request: web.Request) -> None:
-    """Raise `Forbidden` for a page of another site that an administrator has in the browser."""
+    """Raise `ForbiddenError` for a page of another site that an administrator has in the browser."""
     origin = request.headers.get("Origin")
     if origin is not None and urlsplit(origin).netloc != request.host:
-        raise Forbidden("pages of other origins may not change replicas")
+        raise ForbiddenError("pages of other origins may not change replicas")
 
 
 def _told(replica: Replica, now_s: float) -> dict[str, Any]:

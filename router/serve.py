@@ -16,18 +16,12 @@ import uvloop
 from aiohttp import web
 
 from router.app import PARTS, create_app
-from router.config import (
-    PickerConfig,
-    RouterConfig,
-    TimeoutsConfig,
-    describe,
-    host_port,
-    is_loopback,
-)
+from router.config import PickerConfig, RouterConfig, TimeoutsConfig, host_port, is_loopback
 from router.controller import Controller
-from router.http import LEAVING, Site
 from router.membership import ConfigFile, Reload
 from router.parts import Parts
+from warmroute_common.config_error import describe
+from warmroute_common.http import LEAVING, Site
 
 log = logging.getLogger("warmroute")
 
@@ -38,7 +32,7 @@ _LEAVE_S: Final = 5.0
 """As long as Kubernetes and common load balancers need to send nothing more."""
 
 
-class PortTaken(Exception):  # noqa: N818  (what happened, in words for a person)
+class PortTakenError(Exception):
     """An address cannot be listened on; ``key`` is its port's in the configuration."""
 
     def __init__(self, key: str, message: str) -> None:
@@ -47,7 +41,7 @@ class PortTaken(Exception):  # noqa: N818  (what happened, in words for a person
 
 
 def run(config: RouterConfig, *, file: ConfigFile | None = None, picks: bool = False) -> None:
-    """Serve until SIGINT or SIGTERM, then leave and drain; raise `PortTaken`.
+    """Serve until SIGINT or SIGTERM, then leave and drain; raise `PortTakenError`.
 
     The configuration is read again from ``file`` on SIGHUP, and whenever that changes. ``picks``:
     behind a gateway, as its endpoint picker.
@@ -130,7 +124,7 @@ async def _serve_picker(
 ) -> Callable[[], Awaitable[None]]:
     """Listen; return what calls the picker not ready."""
     # An extra of its own, which only gateways need.
-    from router.picker import CannotListen, Picker  # noqa: PLC0415
+    from router.picker import CannotListenError, Picker  # noqa: PLC0415
 
     config = parts.judge.config
     settings = config.picker or PickerConfig()
@@ -140,8 +134,8 @@ async def _serve_picker(
     parts.members.listeners.append(picker.fleet_changed)
     try:
         port = await picker.start()
-    except CannotListen as error:
-        raise PortTaken(error.key, describe(error)) from None
+    except CannotListenError as error:
+        raise PortTakenError(error.key, describe(error)) from None
     stack.push_async_callback(picker.stop, config.timeouts.drain_s)
     log.info(
         "picking one of %d replicas at %s (policy %s); its own endpoints are at %s",
@@ -206,14 +200,14 @@ async def _listen(
     *,
     tls: ssl.SSLContext | None = None,
 ) -> str:
-    """Listen, and return the base URL; raise `PortTaken`."""
+    """Listen, and return the base URL; raise `PortTakenError`."""
     site = Site(runner, host, port, idle_s=config.timeouts.idle_s, tls=tls)
     try:
         await site.start()
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         why = "is in use" if taken else f"cannot be listened on ({error.strerror})"
-        raise PortTaken(key, f"{host}:{port} {why}") from None
+        raise PortTakenError(key, f"{host}:{port} {why}") from None
     host, port = runner.addresses[0][:2]
     return f"http{'s' if tls else ''}://{host_port(host, port)}"
 

@@ -16,7 +16,7 @@ _ONE_PROCESS = (
     "tests/e2e/",
     "tests/bench/compare/",
     "tests/bench/engine/",
-    "tests/cacheengine/simulator/test_tier_events.py",
+    "tests/simulator/test_tier_events.py",
     "tests/cacheengine/connector/",
     "tests/cacheengine/test_hugepages.py",
     "tests/router/feeds/test_kv_subscriber.py",

@@ -14,10 +14,11 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
-from router.config import ConfigError, RouterConfig
+from router.config import RouterConfig
 from router.config.loading import router_config
 from tools.reference.pages import known_commands
 from tools.reference.sections import hints, section_of, slug
+from warmroute_common.config_error import ConfigError
 
 ROOT: Final = Path(__file__).parent.parent
 CODE: Final = ROOT

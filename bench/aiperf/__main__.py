@@ -31,12 +31,12 @@ from bench.aiperf.fleets import FLEETS, Fleet
 from bench.aiperf.report import check_nameless, table
 from bench.aiperf.runs import ROUTER, Run, measure, say
 from bench.command import positive
-from bench.environments import NotInstalled
+from bench.environments import NotInstalledError
 from bench.proof.kept.tree import Tree
-from bench.replica.local import CannotStart
-from bench.replica.tiers import NotThere
+from bench.replica.local import CannotStartError
+from bench.replica.tiers import NotThereError
 from bench.ttft import BenchError, machine
-from router.launch.processes import ChildFailed
+from router.launch.processes import ChildFailedError
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
@@ -140,7 +140,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     try:
         measure_all(arguments, shlex.join(["python", "-m", "bench.aiperf", *given]))
-    except (BenchError, CannotStart, ChildFailed, NotInstalled, NotThere, OSError) as error:
+    except (
+        BenchError,
+        CannotStartError,
+        ChildFailedError,
+        NotInstalledError,
+        NotThereError,
+        OSError,
+    ) as error:
         say(f"bench.aiperf: {error}")
         return 1
     except KeyboardInterrupt:

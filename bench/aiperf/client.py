@@ -14,7 +14,7 @@ from typing import Final, Self
 
 from bench.environments import installed
 from bench.ttft import BenchError
-from router.launch.processes import ChildDied, ProcessGroup, tail
+from router.launch.processes import ChildDiedError, ProcessGroup, tail
 
 PACKAGES: Final = ("aiperf==0.13.0",)
 DIRECTORY: Final = Path.home() / ".cache" / "warmroute-aiperf"
@@ -61,7 +61,7 @@ class Workload:
 
 
 def aiperf() -> Path:
-    """Return the program, installed when it is first asked for; raises `NotInstalled`."""
+    """Return the program, installed when it is first asked for; raises `NotInstalledError`."""
     return installed(DIRECTORY, PACKAGES).with_name(_NAME)
 
 
@@ -117,7 +117,7 @@ def _wait(group: ProcessGroup, deadline_s: float, log: Path) -> None:
     while time.monotonic() < deadline_s:
         try:
             group.check()
-        except ChildDied as ended:
+        except ChildDiedError as ended:
             if ended.name == _NAME and ended.returncode == 0:
                 return
             raise BenchError(str(ended)) from None

@@ -7,7 +7,7 @@ from typing import Final
 
 from bench.aiperf.stage import Stage
 from bench.replay.contenders import ours
-from bench.replay.contenders.contender import CannotRun, start
+from bench.replay.contenders.contender import CannotRunError, start
 from bench.replay.fleet import FleetOptions, running_fleet
 from bench.replica.tiers import ReplicaTiers
 from bench.ttft import BenchError
@@ -25,7 +25,7 @@ def simulated(directory: Path) -> Iterator[Stage]:
         def start_router() -> str:
             try:
                 running = start(_OURS, group, fleet, directory)
-            except CannotRun as error:
+            except CannotRunError as error:
                 raise BenchError(str(error)) from None
             return str(running.url)
 

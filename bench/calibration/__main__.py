@@ -28,10 +28,10 @@ from bench.calibration.replica import SHAPE, start_real, start_simulated
 from bench.calibration.report import Row, as_json, rows, table
 from bench.calibration.target import Asked, Target
 from bench.command import positive, write_report
-from bench.replica.local import CannotStart
-from bench.replica.tiers import NotThere
+from bench.replica.local import CannotStartError
+from bench.replica.tiers import NotThereError
 from bench.ttft import BenchError, machine
-from router.launch.processes import ChildFailed, ProcessGroup
+from router.launch.processes import ChildFailedError, ProcessGroup
 
 _COLD_TOKENS: Final = (8192, 4096, 2048, 1024, 512, 64)
 """The long ones first: a short one that came soon after what leaves much to be stored, or after
@@ -170,7 +170,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     try:
         times, rates, found = run(arguments)
-    except (ChildFailed, CannotStart, BenchError, NotThere, OSError, ValueError) as error:
+    except (
+        ChildFailedError,
+        CannotStartError,
+        BenchError,
+        NotThereError,
+        OSError,
+        ValueError,
+    ) as error:
         say(f"bench.calibration: {error}")
         return 1
     except KeyboardInterrupt:

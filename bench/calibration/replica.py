@@ -19,10 +19,10 @@ from bench.replica.local import (
 from bench.replica.model import SMALL, VOCAB_SIZE, make_model
 from bench.replica.tiers import ReplicaTiers, wait_until
 from cacheengine.launch.launch import free_ports
-from cacheengine.simulator.cli import simulate
-from cacheengine.simulator.model.machine import Machine
-from cacheengine.simulator.model.rates import Shape
 from router.launch.processes import ProcessGroup
+from simulator.cli import simulate
+from simulator.model.machine import Machine
+from simulator.model.rates import Shape
 
 _MODEL: Final = "sim"
 _CONTEXT_TOKENS: Final = 16_384
@@ -140,7 +140,7 @@ def start_simulated_fleet(
     given |= {name: value for name, value in rates.items() if name in options}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     log, directory = work / "simulated.log", work / "simulated"
-    command = [sys.executable, "-m", "cacheengine.simulator", "--json", f"--directory={directory}"]
+    command = [sys.executable, "-m", "simulator", "--json", f"--directory={directory}"]
     group.start("simulated", [*command, *arguments], None, log)
 
     def told() -> dict[str, Any] | None:

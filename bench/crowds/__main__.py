@@ -22,11 +22,11 @@ import uvloop
 
 from bench.command import origin, positive, write_report
 from bench.crowds.kinds import KINDS
-from bench.crowds.load import BadAnswer
+from bench.crowds.load import BadAnswerError
 from bench.crowds.report import as_json, holds, line
 from bench.crowds.rounds import Crowded, Pace, crowd
 from bench.ttft import BenchError
-from router.launch import ChildFailed
+from router.launch import ChildFailedError
 
 _QUICK: Final = Pace(rounds=2, phase_s=3.0)
 _QUICK_SHARE: Final = 20
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "requests_per_s": arguments.per_s,
         }
         found = _measured(arguments)
-    except (BenchError, BadAnswer, ChildFailed) as error:
+    except (BenchError, BadAnswerError, ChildFailedError) as error:
         print(f"bench.crowds: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -22,12 +22,12 @@ _END: Final = b"data: [DONE]\n\n"
 _QUANTILE: Final = 0.99
 
 
-class BadAnswer(Exception):  # noqa: N818  (what came, not an error of ours)
+class BadAnswerError(Exception):
     """An ordinary request was not answered as it should be."""
 
 
 async def timed(url: str, *, per_s: float, for_s: float) -> list[float]:
-    """Send requests at a rate; return their seconds. Raises `BadAnswer`."""
+    """Send requests at a rate; return their seconds. Raises `BadAnswerError`."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         count = int(per_s * for_s)
         began_s = time.monotonic()
@@ -45,7 +45,7 @@ async def _one(session: aiohttp.ClientSession, url: str, at_s: float) -> float:
     ) as response:
         body = await response.read()
     if response.status != 200 or not body.endswith(_END):
-        raise BadAnswer(f"{response.status} {body[:200]!r}")
+        raise BadAnswerError(f"{response.status} {body[:200]!r}")
     return time.monotonic() - began_s
 
 

@@ -74,7 +74,7 @@ class _Ground:
 async def crowd(
     kind: Kind, connections: int, pace: Pace, directory: Path, say: Callable[[str], None]
 ) -> Crowded:
-    """Measure one crowd before a router of its own; raise `BenchError` or `ChildFailed`."""
+    """Measure one crowd before a router of its own; raise `BenchError` or `ChildFailedError`."""
     with ProcessGroup() as group:
         ground = await _ground(group, directory)
         await timed(ground.url, per_s=pace.per_s, for_s=_WARM_UP_S)

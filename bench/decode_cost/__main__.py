@@ -24,10 +24,10 @@ from pathlib import Path
 from bench.command import origin, positive, work_directory, write_report
 from bench.decode_cost.report import report, table
 from bench.decode_cost.run import Settings, measure
-from bench.replica.local import CannotStart
+from bench.replica.local import CannotStartError
 from bench.replica.model import SHAPES
 from bench.ttft import BenchError
-from router.launch import ChildFailed
+from router.launch import ChildFailedError
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         head = origin("bench.decode_cost", given, arguments.json)
         with work_directory(arguments.work) as work:
             told = report(settings, measure(settings, work, lambda text: print(text, flush=True)))
-    except (BenchError, CannotStart, ChildFailed, OSError) as error:
+    except (BenchError, CannotStartError, ChildFailedError, OSError) as error:
         print(f"bench.decode_cost: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

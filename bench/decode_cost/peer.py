@@ -24,7 +24,7 @@ from cacheengine.memory import Pool
 from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig, load_engine_config
 from cacheengine.transfer import TransferServer
-from cacheengine.wire import ReplicaIdentity
+from warmroute_common.agent_protocol import ReplicaIdentity
 
 HOST: Final = "127.0.0.1"
 AT_PEER: Final = 0

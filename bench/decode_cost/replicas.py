@@ -82,7 +82,7 @@ class Replicas:
 
 @contextmanager
 def running(work: Path, *, chunks: int, kv_bytes_per_token: int) -> Iterator[Replicas]:
-    """Start all for the length of the block; raise `BenchError`, `ChildFailed`, `CannotStart`.
+    """Start all for the length of the block; raise `BenchError`, `ChildFailedError`, `CannotStartError`.
 
     ``chunks`` is how many a set has that is moved at once.
     """

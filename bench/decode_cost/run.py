@@ -20,7 +20,7 @@ from bench.decode_cost.replicas import Replicas, Vllm, running
 from bench.decode_cost.samples import Span, read_windows
 from bench.decode_cost.situations import Situation, Where, shuffled
 from bench.ttft import BenchError
-from cacheengine.keys import HashScheme, chunk_keys
+from warmroute_common.keys import HashScheme, chunk_keys
 
 _TOKEN_IDS: Final = (100, 4000)
 _WRITTEN_S: Final = 3.0

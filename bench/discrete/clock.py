@@ -16,7 +16,7 @@ _LONGEST_S: Final = 8e6
 a float cannot tell that."""
 
 
-class Stuck(RuntimeError):  # noqa: N818  (what happened, in a word)
+class StuckError(RuntimeError):
     """Everything waits, and no timer will wake anything."""
 
 
@@ -37,10 +37,10 @@ class _NoSelector(selectors.BaseSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Pass the time until the next timer.
 
-        Raises `Stuck` where there is none, and OverflowError at times that are too late.
+        Raises `StuckError` where there is none, and OverflowError at times that are too late.
         """
         if timeout is None:
-            raise Stuck("every task waits and no timer is set")
+            raise StuckError("every task waits and no timer is set")
         if timeout > 0:
             self.waited_s += timeout
             if self.waited_s > _LONGEST_S:
@@ -69,7 +69,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in model time and return what it returns.
 
-    Tasks that it leaves behind are cancelled. Raises what it raises, and `Stuck`.
+    Tasks that it leaves behind are cancelled. Raises what it raises, and `StuckError`.
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -16,8 +16,8 @@ from cacheengine.residency.decider import Decider
 from cacheengine.residency.decisions import Presence, Promotion, StoreReservation, Todo
 from cacheengine.residency.entry import Holder
 from cacheengine.residency.lower.local_index import TierIndex
-from cacheengine.simulator.model.machine import Machine
 from cacheengine.tiers.base import GetOutcome, PutOutcome
+from simulator.model.machine import Machine
 
 _READ_BATCH: Final = 4
 """Chunks in a read, as a disk tier's are."""

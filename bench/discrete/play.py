@@ -13,7 +13,7 @@ from bench.discrete.routers.bounds import SharedCache
 from bench.discrete.routers.sent import Sent
 from bench.record import Record
 from bench.workloads.session import Session, Span
-from cacheengine.simulator.model.machine import Machine
+from simulator.model.machine import Machine
 
 _AT_ONCE: Final = 1e15
 NOISE: Final = 0.05
@@ -63,7 +63,7 @@ class Contender:
 
     make: MakeRouter
     foresees: bool = False
-    """As in `cacheengine.simulator.model.scheduler.ReplicaModel`."""
+    """As in `simulator.model.scheduler.ReplicaModel`."""
     shares_cache: bool = False
     """Whether all replicas share one infinite cache, to load from which takes no time."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from bench.workloads.session import Span
-from cacheengine.keys import HashScheme
+from warmroute_common.keys import HashScheme
 
 
 @dataclass(eq=False, slots=True)

@@ -11,14 +11,14 @@ from typing import Final, Protocol
 from bench.discrete.engine import ModelEngine
 from bench.discrete.prompts import ModelPrompt
 from cacheengine.record import KeyEventRecord
-from cacheengine.simulator.model.lower_tiers import LowerTiers
-from cacheengine.simulator.model.machine import Machine
-from cacheengine.simulator.model.news import Cleared, Removed, Stored
-from cacheengine.simulator.model.request import SimRequest
-from cacheengine.simulator.model.scheduler import ReplicaModel
-from cacheengine.simulator.storage.engine_tiers import EngineTiers
 from router.residency.block_hashes import keys64
 from router.residency.tiers import Tier
+from simulator.model.lower_tiers import LowerTiers
+from simulator.model.machine import Machine
+from simulator.model.news import Cleared, Removed, Stored
+from simulator.model.request import SimRequest
+from simulator.model.scheduler import ReplicaModel
+from simulator.storage.engine_tiers import EngineTiers
 
 _FIRST_AND_LAST: Final = 10**9
 """An answer's caller hears of its first token, and of so many more: of no other but the last."""
@@ -29,11 +29,11 @@ _LOOK_AGAIN_S: Final = 0.02
 _TIERS: Final = {each.value: each for each in Tier}
 
 
-class ReplicaDown(Exception):  # noqa: N818  (what happened, in words)
+class ReplicaDownError(Exception):
     """Nobody listens there."""
 
 
-class AnswerCut(Exception):  # noqa: N818  (what happened, in words)
+class AnswerCutError(Exception):
     """The replica has died before an answer's end."""
 
 
@@ -57,7 +57,7 @@ class Serving:
     request: SimRequest
     on_first_token: Callable[[float], None]
     done: "asyncio.Future[None]"
-    """Ends with the answer, or with `AnswerCut`."""
+    """Ends with the answer, or with `AnswerCutError`."""
     has_begun: bool = field(default=False)
 
 
@@ -107,9 +107,9 @@ class ModelReplica:
     def submit(
         self, prompt: ModelPrompt, output_tokens: int, on_first_token: Callable[[float], None]
     ) -> Serving:
-        """Put a request into the queue. Raises `ReplicaDown`, and ValueError if it never fits."""
+        """Put a request into the queue. Raises `ReplicaDownError`, and ValueError if it never fits."""
         if not self.is_alive:
-            raise ReplicaDown
+            raise ReplicaDownError
         step = self.machine.shape.blocks_per_chunk
         request = SimRequest(
             id=str(next(self._numbers)),
@@ -132,7 +132,7 @@ class ModelReplica:
         self.is_alive = False
         for serving in list(self._serving.values()):
             self.model.cancel(serving.request, self._loop.time())
-            serving.done.set_exception(AnswerCut())
+            serving.done.set_exception(AnswerCutError())
         self._serving.clear()
         self.model.clear_gpu()
         self._settle()

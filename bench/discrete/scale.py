@@ -21,12 +21,12 @@ from pathlib import Path
 from bench.command import positive, write_report
 from bench.discrete.prompts import ModelPrompt
 from bench.ttft import machine, percentile
-from cacheengine.keys import HashScheme
 from router.config.settings import IndexConfig, ReplicaConfig, RouterConfig, SessionConfig
 from router.fleet.fleet import Fleet
 from router.fleet.shortlist import MAX_WEIGHED
 from router.residency.block_hashes import PromptKeyring
 from router.residency.tiers import KeyShape, Tier
+from warmroute_common.keys import HashScheme
 
 _BLOCK_TOKENS = 16
 _BLOCKS_PER_CHUNK = 16

@@ -8,8 +8,8 @@ from typing import Final
 
 from bench.discrete.replica import ModelReplica
 from cacheengine.residency.decisions import Promotion
-from cacheengine.wire import Lora, MoveReply, MoveRequest, MoveStatus, PrefetchReply
 from router.staging.agent_client import AgentError
+from warmroute_common.agent_protocol import Lora, MoveReply, MoveRequest, MoveStatus, PrefetchReply
 
 _CALL_S: Final = 0.002
 """An agent's answer to a call takes so long, beside what it waits for."""

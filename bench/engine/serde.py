@@ -37,15 +37,15 @@ from bench.engine.kv import (
     structured_kv,
 )
 from bench.engine.serde_effect import Effect, EffectReplica, compare
-from bench.replica.local import CannotStart
+from bench.replica.local import CannotStartError
 from bench.replica.model import make_model
-from bench.replica.tiers import NotThere
+from bench.replica.tiers import NotThereError
 from bench.ttft import BenchError, machine
 from cacheengine.tiers.serde.base import Serde
 from cacheengine.tiers.serde.cachegen import DEFAULT_STEPS, CacheGenSerde
 from cacheengine.tiers.serde.configured import make_serde
 from cacheengine.tiers.serde.floats import FLOAT_FORMATS
-from router.launch.processes import ChildFailed, ProcessGroup
+from router.launch.processes import ChildFailedError, ProcessGroup
 
 _STEPS: Final = (127, 31, 15, 7)
 _CHUNKS: Final = 4
@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     try:
         results, effect = run(arguments)
-    except (ChildFailed, CannotStart, BenchError, NotThere, OSError) as error:
+    except (ChildFailedError, CannotStartError, BenchError, NotThereError, OSError) as error:
         say(f"bench.engine.serde: {error}")
         return 1
     print(table(results, effect))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.command import positive, write_report
-from bench.environments import NotInstalled
+from bench.environments import NotInstalledError
 from bench.lmcache.report import ROWS, report, strays, tables
 from bench.lmcache.stage import LMCACHE, OURS, Replica, Stage
 from bench.replica import local
@@ -27,9 +27,9 @@ from bench.replica.demo import WORK, say
 from bench.replica.demo_report import Sample, lies_in, sample
 from bench.replica.model import make_model
 from bench.replica.text import real_text
-from bench.replica.tiers import NotThere, call, common_prefix, wait_until
+from bench.replica.tiers import NotThereError, call, common_prefix, wait_until
 from bench.ttft import COLD_QUESTION, WARM_QUESTION, BenchError
-from router.launch.processes import ChildFailed, ProcessGroup
+from router.launch.processes import ChildFailedError, ProcessGroup
 
 _SLACK_TOKENS: Final = 256
 """A chunk: so much less than the shared prefix may be known of it."""
@@ -85,7 +85,7 @@ class Round:
 
     def ask_restarted(self, row: str) -> Sample:
         """Ask after a restart, wherever the prefix is then known to be."""
-        with suppress(NotThere):  # then the table shows that nothing of it is known any more
+        with suppress(NotThereError):  # then the table shows that nothing of it is known any more
             wait_until("the prefix is known again", self._is_known, timeout_s=_FOUND_AGAIN_S)
         return self._ask(row, self._stage.url, self._warm)
 
@@ -126,7 +126,7 @@ def measure(kind: str, arguments: argparse.Namespace, directory: Path, tell: Tel
                 stage.restart(whole=row == "restart")
                 for each in rounds:
                     tell(each.ask_restarted(row))
-        except (BenchError, NotThere, OSError):
+        except (BenchError, NotThereError, OSError):
             group.check()  # a process that died is the better explanation
             raise
         finally:
@@ -152,7 +152,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, list[Sample
     """Measure one kind after the other; raise what stood in the way."""
     if arguments.only != LMCACHE and local.find_platform() != "cpu":
         # LMCache's environment has vLLM for CPUs: another one beside it would say nothing.
-        raise local.CannotStart("both kinds run on CPUs here: set WARMROUTE_REPLICA=vllm-cpu")
+        raise local.CannotStartError("both kinds run on CPUs here: set WARMROUTE_REPLICA=vllm-cpu")
     samples: dict[str, list[Sample]] = {}
 
     def tell(kind: str, sample: Sample) -> None:
@@ -171,7 +171,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     WORK.mkdir(exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="demo-lmcache-", dir=WORK)).resolve()
-    failures = (ChildFailed, local.CannotStart, NotInstalled, BenchError, NotThere, OSError)
+    failures = (
+        ChildFailedError,
+        local.CannotStartError,
+        NotInstalledError,
+        BenchError,
+        NotThereError,
+        OSError,
+    )
     try:
         samples = run(arguments, directory)
     except (*failures, ValueError) as error:

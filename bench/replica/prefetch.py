@@ -34,7 +34,7 @@ import openai
 
 from bench.command import positive, write_report
 from bench.replica.demo_report import known_to_router
-from bench.replica.local import CannotStart
+from bench.replica.local import CannotStartError
 from bench.replica.model import LARGE_KV, SHAPES
 from bench.replica.prefetch_report import STATES, Sample, is_in_time, report, table
 from bench.replica.prefetch_stage import (
@@ -47,9 +47,9 @@ from bench.replica.prefetch_stage import (
     start,
 )
 from bench.replica.text import real_text
-from bench.replica.tiers import NotThere, common_prefix, metric, wait_until
+from bench.replica.tiers import NotThereError, common_prefix, metric, wait_until
 from bench.ttft import COLD_QUESTION, WARM_QUESTION, Answer, BenchError, ask
-from router.launch.processes import ChildFailed, ProcessGroup
+from router.launch.processes import ChildFailedError, ProcessGroup
 
 _WORK: Final = Path(".warmroute/prefetch")
 _SESSION: Final = "reader"
@@ -256,7 +256,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     _WORK.mkdir(parents=True, exist_ok=True)
     try:
         samples = run(arguments, sizes, _WORK)
-    except (ChildFailed, CannotStart, BenchError, NotThere, OSError, ValueError) as error:
+    except (
+        ChildFailedError,
+        CannotStartError,
+        BenchError,
+        NotThereError,
+        OSError,
+        ValueError,
+    ) as error:
         say(f"\nFailed: {error}\nLogs are in {_WORK}.")
         return 1
     except KeyboardInterrupt:

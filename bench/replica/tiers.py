@@ -16,7 +16,7 @@ from typing import Any, Final
 _POLL_S: Final = 0.05
 
 
-class NotThere(Exception):  # noqa: N818  (what was waited for in vain)
+class NotThereError(Exception):
     """A replica or router did not reach the wanted state in time."""
 
 
@@ -73,11 +73,11 @@ def total(metrics: str, name: str, **labels: str) -> float:
 
 
 def wait_until(what: str, check: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
-    """Return when ``check`` says so; raise `NotThere`, naming ``what``, after ``timeout_s``."""
+    """Return when ``check`` says so; raise `NotThereError`, naming ``what``, after ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
     while not check():
         if time.monotonic() > deadline_s:
-            raise NotThere(f"{what}: not so after {timeout_s:.0f} s")
+            raise NotThereError(f"{what}: not so after {timeout_s:.0f} s")
         time.sleep(_POLL_S)
 
 

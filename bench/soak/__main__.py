@@ -24,7 +24,7 @@ from bench.soak.report import report, table
 from bench.soak.run import Soaked, soak
 from bench.soak.settings import Settings
 from bench.ttft import BenchError
-from router.launch import ChildFailed
+from router.launch import ChildFailedError
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         head = origin("bench.soak", given, arguments.json)
         with work_directory(arguments.logs) as directory:
             settings, done = _run(arguments, directory)
-    except (BenchError, ChildFailed, ValueError) as error:
+    except (BenchError, ChildFailedError, ValueError) as error:
         print(f"bench.soak: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

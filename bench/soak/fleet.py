@@ -66,7 +66,7 @@ class Replica:
             "--directory": self._directory / "model",
         }
         words = [str(word) for option in options.items() for word in option]
-        argv = [sys.executable, "-m", "cacheengine.simulator", "--json", *words]
+        argv = [sys.executable, "-m", "simulator", "--json", *words]
         self._pid = self._group.start(self.instance_id, argv, None, log)
 
     async def ready(self) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from bench.soak.fleet import Replica
 from bench.soak.settings import BODY_S, FIRST_BYTE_S, HOST, WAIT_S
 from bench.ttft import BenchError
 from cacheengine.launch.launch import free_ports
-from router.config import Place, load_router_config
+from router.config import load_router_config
 from router.envoy import configuration, program
 from router.launch.plan import WARMROUTE
 from router.launch.processes import ProcessGroup
+from warmroute_common.config_error import Place
 
 _READY_S: Final = 60.0
 _POLL_S: Final = 0.1

@@ -46,7 +46,7 @@ class Soaked:
 
 
 async def soak(settings: Settings, directory: Path, say: Callable[[str], None]) -> Soaked:
-    """Run a soak, its logs in ``directory``; raise `BenchError` or `ChildFailed`."""
+    """Run a soak, its logs in ``directory``; raise `BenchError` or `ChildFailedError`."""
     with ProcessGroup() as group:
         ports = free_ports(2 * settings.replicas)
         replicas = [

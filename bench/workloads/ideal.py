@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from bench.workloads.session import Session, Span
-from cacheengine.simulator.model.rates import Rates, Shape
+from simulator.model.rates import Rates, Shape
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 It answers what the engine holds, executes the controls on request, fetches
 chunks from other replicas, and feeds routers with what changes
-(`cacheengine.wire` has the formats).
+(`warmroute_common.agent_protocol` has the formats).
 
 Started by connector and simulator. Imports engine, transfer, residency, record,
 identity and settings.

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 import msgspec
 from aiohttp import web
 
-from cacheengine import wire
+from warmroute_common import agent_protocol as wire
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -33,7 +33,7 @@ class BadCallError(Exception):
     status = 400
 
 
-class StrangerError(BadCallError):
+class AgentUnauthorizedError(BadCallError):
     """A request that does not show the fleet's secret."""
 
     status = 401

@@ -4,8 +4,8 @@ from typing import Final
 
 from aiohttp import web
 
-from cacheengine.agent.answers import ForeignError, Handler, StrangerError
-from cacheengine.trust import HOW_TO_SET, FleetSecret, may_be_of_a_page
+from cacheengine.agent.answers import AgentUnauthorizedError, ForeignError, Handler
+from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret, may_be_of_a_page
 
 _OPEN: Final = frozenset({"/health", "/metrics"})
 """They tell nothing of any prompt, to probes and to Prometheus."""
@@ -22,7 +22,7 @@ class Guard:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Raise `StrangerError` or `ForeignError` for a request that is not let in."""
+        """Raise `AgentUnauthorizedError` or `ForeignError` for a request that is not let in."""
         if request.path not in _OPEN:
             self._let_in(request)
         return await handler(request)
@@ -39,7 +39,7 @@ class Guard:
             return
         kind, _, shown = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer" or not self._secret.is_known_by(shown.strip()):
-            raise StrangerError(
+            raise AgentUnauthorizedError(
                 "the fleet secret is asked for, as 'Authorization: Bearer SECRET'; "
                 f"for routers and replicas {HOW_TO_SET}"
             )

@@ -10,7 +10,6 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from cacheengine import wire
 from cacheengine.agent.answers import (
     BadCallError,
     NotKnownError,
@@ -28,8 +27,9 @@ from cacheengine.agent.async_waits import (
 from cacheengine.agent.mover import Mover
 from cacheengine.engine import CacheEngine, render_metrics
 from cacheengine.identity import KvVersions
-from cacheengine.keys import HashScheme, chunk_keys, prompt_extra_keys
 from cacheengine.record import TransferMeter
+from warmroute_common import agent_protocol as wire
+from warmroute_common.keys import HashScheme, chunk_keys, prompt_extra_keys
 
 _LEAST_STALL_S: Final = 0.1
 MAX_CHUNKS: Final = 65_536

@@ -10,14 +10,14 @@ from typing import Final
 
 import msgspec
 
-from cacheengine import wire
-from cacheengine.address import split_host_port
 from cacheengine.agent.answers import BadCallError, PeerError, TooMuchError
 from cacheengine.agent.async_waits import wait_for_event, wait_for_promotion
 from cacheengine.agent.peer import Caller, PeerAgent
 from cacheengine.engine import CacheEngine
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import Fetch
+from warmroute_common import agent_protocol as wire
+from warmroute_common.addresses import split_host_port
 
 logger = logging.getLogger("vllm.warmroute")
 

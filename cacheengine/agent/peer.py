@@ -8,10 +8,10 @@ from typing import Final, TypeVar
 import aiohttp
 import msgspec
 
-from cacheengine import wire
-from cacheengine.address import without_password
 from cacheengine.agent.answers import PeerError
-from cacheengine.trust import FleetSecret
+from warmroute_common import agent_protocol as wire
+from warmroute_common.addresses import without_password
+from warmroute_common.fleet_secret import FleetSecret
 
 _CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 10.0

@@ -5,10 +5,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from cacheengine import wire
-from cacheengine.address import without_password
 from cacheengine.agent.answers import PeerError
 from cacheengine.agent.peer import Caller, PeerRefusedError
+from warmroute_common import agent_protocol as wire
+from warmroute_common.addresses import without_password
 
 logger = logging.getLogger("vllm.warmroute")
 

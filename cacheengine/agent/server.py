@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import web
 
-from cacheengine import wire
-from cacheengine.address import join_host_port, without_password
 from cacheengine.agent.answers import BODIES, MAX_BODY_BYTES, Bodies, errors_as_json
 from cacheengine.agent.async_waits import wake
 from cacheengine.agent.connections import Site
@@ -29,6 +27,8 @@ from cacheengine.engine import CacheEngine
 from cacheengine.identity import KvVersions
 from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig
+from warmroute_common import agent_protocol as wire
+from warmroute_common.addresses import join_host_port, without_password
 
 logger = logging.getLogger("vllm.warmroute")
 

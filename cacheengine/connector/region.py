@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from cacheengine.memory import HUGE_PAGE_BYTES, HugePagesMissing, make_huge_file, pages_of
+from cacheengine.memory import HUGE_PAGE_BYTES, HugePagesMissingError, make_huge_file, pages_of
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -49,7 +49,7 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
         if hugepages:
             try:
                 self._huge_file = _give_name_to_huge_file(name, size_bytes)
-            except HugePagesMissing as error:
+            except HugePagesMissingError as error:
                 refused = str(error)
         try:
             super().__init__(
@@ -115,7 +115,7 @@ def _give_name_to_huge_file(name: Path, size_bytes: int) -> int | None:
     """Make the region's huge file, unless the name is taken; return its descriptor.
 
     The descriptor is what the name points to, so it stays open until all
-    processes have mapped the file. Raises `HugePagesMissing`.
+    processes have mapped the file. Raises `HugePagesMissingError`.
     """
     # Two ranks that allocate at once could each find too few pages left.
     with _locked(name.with_suffix(".lock")):

@@ -40,7 +40,7 @@ from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig, load_engine_config
 from cacheengine.tiers.serde import lossy_name
 from cacheengine.transfer import TransferServer
-from cacheengine.wire import ReplicaIdentity
+from warmroute_common.agent_protocol import ReplicaIdentity
 
 logger = logging.getLogger("vllm.warmroute")
 

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from cacheengine import wire
 from cacheengine.engine.deciding import Deciding
 from cacheengine.engine.io_threads import IoThreads
 from cacheengine.engine.long_calls import LongCalls
@@ -20,6 +19,7 @@ from cacheengine.record import CPU, EngineStats, KeyEventRecord, to_wire
 from cacheengine.residency import Decider, Holder, Presence, Promotion, StoreReservation
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import LocalTier, SharedTier
+from warmroute_common import agent_protocol as wire
 
 logger = logging.getLogger("vllm.warmroute")
 

@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
-from cacheengine import wire
 from cacheengine.engine.tier_io import Clock, Lend
-from cacheengine.keys import key64
 from cacheengine.residency import (
     PORTION,
     SHARDS,
@@ -20,6 +18,8 @@ from cacheengine.residency import (
     StoreReservation,
     count_held,
 )
+from warmroute_common import agent_protocol as wire
+from warmroute_common.keys import key64
 
 _T = TypeVar("_T")
 

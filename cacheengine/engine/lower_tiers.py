@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from cacheengine import wire
 from cacheengine.engine.tier_io import Clock, Lend, MakeThreads, TierIo
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
@@ -23,7 +22,8 @@ from cacheengine.tiers.stores import BlobStore, RemoteUrl, StoreError, parse_rem
 from cacheengine.tiers.stores.infinistore import InfiniStore
 from cacheengine.tiers.stores.mooncake import MooncakeStore
 from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer, RedisStore
-from cacheengine.values import BadValue
+from warmroute_common import agent_protocol as wire
+from warmroute_common.config_values import BadValueError
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -67,7 +67,7 @@ def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
     url = parse_remote_url(config.remote_url)
     try:
         store = _connect(url, config.remote_url, config)
-    except BadValue as error:
+    except BadValueError as error:
         raise ConfigError(config.source, "remote_url", error.problem, error.fix) from None
     except StoreError as error:
         fix = "correct it, or remove remote_url"

@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final, TypeVar
 
-from cacheengine import wire
 from cacheengine.engine.io_threads import JobRunner
 from cacheengine.memory import Pool
 from cacheengine.record import BandwidthMeter
 from cacheengine.residency import PORTION, Decider, Entry, LowerIndex
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import Chunk, GetOutcome, PutOutcome, SharedTier, Tier
+from warmroute_common import agent_protocol as wire
 
 logger = logging.getLogger("vllm.warmroute")
 

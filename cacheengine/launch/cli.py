@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-from cacheengine.address import join_host_port, listening_family
 from cacheengine.launch.launch import (
     free_ports,
     hash_algorithm_of,
@@ -20,6 +19,7 @@ from cacheengine.launch.launch import (
 from cacheengine.launch.options import has_option
 from cacheengine.launch.ranks import ranks_of
 from cacheengine.settings import ConfigError, EngineConfig, load_engine_config
+from warmroute_common.addresses import join_host_port, listening_family
 
 
 @click.command(

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Final
 
-from cacheengine.keys import ALGORITHMS
 from cacheengine.launch.options import has_option, value_of
+from warmroute_common.keys import ALGORITHMS
 
 _SETTINGS_KEY: Final = "warmroute"
 _HASH_FLAG: Final = "--prefix-caching-hash-algo"

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cacheengine.address import join_host_port
 from cacheengine.launch.options import has_option, value_of
 from cacheengine.settings import ConfigError, EngineConfig
+from warmroute_common.addresses import join_host_port
 
 
 def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:

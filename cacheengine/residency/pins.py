@@ -10,7 +10,7 @@ from sortedcontainers import SortedDict
 from cacheengine.residency.entry import UNUSED, Entry, Holder, State
 from cacheengine.residency.eviction import EvictionPolicy
 from cacheengine.residency.shards import SHARDS, Shards
-from cacheengine.wire import MAX_PINNED_SHARE
+from warmroute_common.agent_protocol import MAX_PINNED_SHARE
 
 _OPERATOR_SHARE: Final = 0.5
 

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import yaml
 
-from cacheengine import values
 from cacheengine.settings import lmcache_keys as keys
 from cacheengine.settings.settings import ConfigError, EngineConfig
-from cacheengine.trust import FILE_KEY, VARIABLE, BadSecret, read_fleet_secret
+from warmroute_common import config_values as values
+from warmroute_common.fleet_secret import FILE_KEY, VARIABLE, BadSecretError, read_fleet_secret
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -70,7 +70,7 @@ def load_engine_config(
     known: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
     try:
         known["fleet_secret"] = read_fleet_secret(known.get(FILE_KEY), environment)
-    except BadSecret as error:
+    except BadSecretError as error:
         source = given[FILE_KEY].where if FILE_KEY in given else "environment"
         name = FILE_KEY if FILE_KEY in given else VARIABLE
         raise ConfigError(source, name, error.problem, error.fix) from None
@@ -170,7 +170,7 @@ def _means(value: object, harmless: object) -> bool:
     if isinstance(harmless, bool):
         try:
             return values.parse_bool(value) is harmless
-        except values.BadValue:
+        except values.BadValueError:
             return False
     return value == harmless or str(value).strip().lower() == str(harmless)
 
@@ -180,5 +180,5 @@ def _parse(key: str, given: _Given) -> object:
         return None
     try:
         return _PARSERS[key](given.value)
-    except values.BadValue as error:
+    except values.BadValueError as error:
         raise given.error(error.problem, error.fix) from None

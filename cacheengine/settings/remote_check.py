@@ -12,7 +12,7 @@ from cacheengine.tiers.serde import SERDE_NAMES
 from cacheengine.tiers.stores import parse_remote_url
 from cacheengine.tiers.stores.mooncake import mooncake_settings
 from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer
-from cacheengine.values import BadValue, suggestion
+from warmroute_common.config_values import BadValueError, suggestion
 
 _PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
     "mooncakestore": ("mooncake", "mooncake-transfer-engine-non-cuda"),
@@ -25,7 +25,7 @@ Chunks are read from and written to CPU memory, so a build for CUDA would serve 
 
 
 def check_remote_url(text: str, extra: Mapping[str, Any]) -> None:
-    """Raise `BadValue`, without any password in it, for a server that is not served.
+    """Raise `BadValueError`, without any password in it, for a server that is not served.
 
     ``extra`` is ``extra_config``, which some stores have settings in.
     """
@@ -37,17 +37,17 @@ def check_remote_url(text: str, extra: Mapping[str, Any]) -> None:
 
 
 def check_remote_ready(text: str) -> None:
-    """Raise `BadValue` for what the URL needs and this machine has not: packages, files."""
+    """Raise `BadValueError` for what the URL needs and this machine has not: packages, files."""
     url = parse_remote_url(text)
     if url.scheme in REDIS_SCHEMES:
         RedisServer.from_url(url).check_files()
     elif url.scheme in _PACKAGES:
         module, package = _PACKAGES[url.scheme]
         if importlib.util.find_spec(module) is None:
-            raise BadValue(f"{url.scheme}:// needs a package", f"pip install {package}")
+            raise BadValueError(f"{url.scheme}:// needs a package", f"pip install {package}")
 
 
 def check_serde_name(name: str) -> None:
-    """Raise `BadValue` for a name that no serde has."""
+    """Raise `BadValueError` for a name that no serde has."""
     if name not in SERDE_NAMES:
-        raise BadValue(f"{name!r} is unknown", suggestion(name.lower(), SERDE_NAMES))
+        raise BadValueError(f"{name!r} is unknown", suggestion(name.lower(), SERDE_NAMES))

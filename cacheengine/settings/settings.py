@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from cacheengine import values
-from cacheengine.address import split_host_port
-from cacheengine.keys import CRYPTOGRAPHIC
-from cacheengine.memory import HugePagesMissing, check_huge_pages
-from cacheengine.trust import HOW_TO_SET, FleetSecret, is_loopback
+from cacheengine.memory import HugePagesMissingError, check_huge_pages
+from warmroute_common import config_values as values
+from warmroute_common.addresses import split_host_port
+from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret, is_loopback
+from warmroute_common.keys import CRYPTOGRAPHIC
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -47,7 +47,7 @@ def _parse_policy(value: object) -> str:
 
     name = str(value).strip().upper()
     if name not in POLICY_NAMES:
-        raise values.BadValue(f"{value!r} is unknown", f"use {', '.join(POLICY_NAMES)}")
+        raise values.BadValueError(f"{value!r} is unknown", f"use {', '.join(POLICY_NAMES)}")
     return name
 
 
@@ -199,7 +199,7 @@ class EngineConfig:
         if self.local_cpu_use_hugepages:
             try:
                 check_huge_pages(self.max_local_cpu_bytes)
-            except HugePagesMissing as missing:
+            except HugePagesMissingError as missing:
                 logger.warning(
                     "%s: local_cpu_use_hugepages: %s. Until then the pool is of ordinary pages",
                     self.source,
@@ -240,7 +240,7 @@ class EngineConfig:
     def _check(self, key: str, check: Callable[..., None], *given: object) -> None:
         try:
             check(*given)
-        except values.BadValue as error:
+        except values.BadValueError as error:
             raise self._error(key, error.problem, error.fix) from None
 
     def _check_directory(self, directory: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import Final
 
-from cacheengine.wire import TierName
+from warmroute_common.agent_protocol import TierName
 
 Chunk = tuple[bytes, memoryview]
 """A chunk's key and its bytes in the pool: read by a put, filled by a get."""

@@ -7,7 +7,7 @@ import struct
 import time
 
 
-class PeerGone(Exception):  # noqa: N818  (what happened)
+class PeerGoneError(Exception):
     """The connection ended in the middle of something."""
 
 
@@ -16,7 +16,7 @@ class Channel:
 
     Blocks in the kernel, not in Python: a chunk is one system call, and the
     other threads of the process run meanwhile. Calls raise TimeoutError,
-    `PeerGone` or another OSError. `shut` may be called from any thread and
+    `PeerGoneError` or another OSError. `shut` may be called from any thread and
     wakes the one that waits; the rest is for one thread.
     """
 
@@ -79,7 +79,7 @@ class Channel:
         """Return the next bytes."""
         received = self.receive_or_end(num_bytes)
         if received is None:
-            raise PeerGone("the connection was closed")
+            raise PeerGoneError("the connection was closed")
         return received
 
     def receive_or_end(self, num_bytes: int) -> bytes | None:
@@ -87,7 +87,7 @@ class Channel:
         buffer = bytearray(num_bytes)
         received = self.receive_parts(memoryview(buffer))
         if 0 < received < num_bytes:
-            raise PeerGone("the connection was closed in the middle of a message")
+            raise PeerGoneError("the connection was closed in the middle of a message")
         return bytes(buffer) if received == num_bytes else None
 
     def has_input(self) -> bool:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cacheengine.address import join_host_port
 from cacheengine.engine import CacheEngine
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.arrivals import Arrivals, Window
-from cacheengine.transfer.channel import Channel, PeerGone
+from cacheengine.transfer.channel import Channel, PeerGoneError
 from cacheengine.transfer.proofs import ChunkProofs
-from cacheengine.trust import FleetSecret
+from warmroute_common.addresses import join_host_port
+from warmroute_common.fleet_secret import FleetSecret
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -150,7 +150,7 @@ class Fetch:
         try:
             channel = self._connect()
             self._converse(channel, asked)
-        except (OSError, PeerGone, protocol.ProtocolError) as error:
+        except (OSError, PeerGoneError, protocol.ProtocolError) as error:
             self._meter.add("receive_failures")
             self._meter.add("receive_corrupt", isinstance(error, protocol.DamagedError))
             where = join_host_port(*self._peer)

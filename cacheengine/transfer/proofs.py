@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from blake3 import blake3
 
 from cacheengine.bulk import checksum
-from cacheengine.trust import FleetSecret
+from warmroute_common.fleet_secret import FleetSecret
 
 PROOF_BYTES: Final = 32
 NONCE_BYTES: Final = 32

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from cacheengine.transfer.channel import Channel, PeerGone
+from cacheengine.transfer.channel import Channel, PeerGoneError
 from cacheengine.transfer.proofs import (
     NO_NONCE,
     NONCE_BYTES,
@@ -34,7 +34,7 @@ from cacheengine.transfer.proofs import (
     is_proof,
     nonce,
 )
-from cacheengine.trust import HOW_TO_SET, FleetSecret
+from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
 
 VERSION: Final = 2
 MAX_GET_KEYS: Final = 256
@@ -113,7 +113,7 @@ def receive_chunk(channel: Channel, key: bytes, into: memoryview, proofs: ChunkP
     # payload, costs a tenth of the speed.
     received = channel.receive_parts(memoryview(head), into)
     if received < len(head):
-        raise PeerGone("the connection was closed between two chunks")
+        raise PeerGoneError("the connection was closed between two chunks")
     status, num_bytes = _CHUNK.unpack_from(head)
     if status not in (Status.OK, Status.MISSING):
         raise ProtocolError(f"a chunk of unknown status {status}")
@@ -122,7 +122,7 @@ def receive_chunk(channel: Channel, key: bytes, into: memoryview, proofs: ChunkP
     if status == Status.OK and num_bytes != len(into):
         raise ProtocolError(f"a chunk of {num_bytes} bytes instead of {len(into)}")
     if status == Status.OK and received < len(head) + len(into):
-        raise PeerGone("the connection was closed in the middle of a chunk")
+        raise PeerGoneError("the connection was closed in the middle of a chunk")
     proof = bytes(head[_CHUNK.size : _CHUNK.size + PROOF_BYTES])
     payload = into if status == Status.OK else _NOTHING
     if not is_proof(proof, proofs.of(bytes(head[: _CHUNK.size]) + key, payload)):

@@ -5,13 +5,13 @@ import socket
 import threading
 from typing import Final
 
-from cacheengine.address import join_host_port, listening_family
 from cacheengine.engine import CacheEngine
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
-from cacheengine.transfer.channel import Channel, PeerGone
+from cacheengine.transfer.channel import Channel, PeerGoneError
 from cacheengine.transfer.sender import Sender
-from cacheengine.trust import FleetSecret
+from warmroute_common.addresses import join_host_port, listening_family
+from warmroute_common.fleet_secret import FleetSecret
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -150,7 +150,7 @@ class TransferServer:
     def _serve_and_close(self, channel: Channel, peer: str, is_too_many: bool) -> None:
         try:
             self._serve(channel, peer, is_too_many)
-        except (OSError, PeerGone, protocol.ProtocolError) as error:
+        except (OSError, PeerGoneError, protocol.ProtocolError) as error:
             if not self._stopping.is_set():
                 self._meter.add("send_failures")
                 logger.warning("sending chunks to %s ended: %s", peer, error)

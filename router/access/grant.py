@@ -5,7 +5,8 @@ from math import ceil
 from typing import Final
 
 from router.access.budget import Budget
-from router.config import Forbidden, KeyConfig, RateLimited
+from router.config import KeyConfig
+from warmroute_common.api_errors import ForbiddenError, RateLimitedError
 
 _STREAMED_BYTES_PER_TOKEN: Final = 256
 """About the size of a token's event in a stream, for a stream that tells no ``usage``."""
@@ -39,25 +40,25 @@ class Grant:
         return self._models is None or model in self._models
 
     def check_model(self, model: str | None) -> None:
-        """Raise `Forbidden` for a model that the key may not ask."""
+        """Raise `ForbiddenError` for a model that the key may not ask."""
         if self.allows(model):
             return
         self._refused[self.name, "model"] += 1
         what = "ask for a model by its name" if model is None else f"not the model '{model}'"
-        raise Forbidden(
+        raise ForbiddenError(
             f"the key '{self.name}' may use certain models only, {what}; GET /v1/models lists them",
             param="model",
             code="model_not_allowed",
         )
 
     def take_request(self, now_s: float) -> None:
-        """Note a request; raise `RateLimited` where it is one too many, or tokens have run out."""
+        """Note a request; raise `RateLimitedError` where it is one too many, or tokens have run out."""
         self._check("requests", now_s)
         self._check("tokens", now_s)
         self._take("requests", 1, now_s)
 
     def take_prompt(self, tokens: int, now_s: float) -> None:
-        """Note a prompt; raise `RateLimited` where tokens have run out.
+        """Note a prompt; raise `RateLimitedError` where tokens have run out.
 
         That is asked once more: requests that came together have all passed `take_request`
         before the first of them was read.
@@ -79,7 +80,7 @@ class Grant:
         if budget is None or (wait_s := budget.wait_s(now_s)) <= 0:
             return
         self._refused[self.name, unit] += 1
-        raise RateLimited(
+        raise RateLimitedError(
             f"the key '{self.name}' has used up its {unit} per minute",
             cause=f"key-{unit}",
             retry_after_s=ceil(wait_s),

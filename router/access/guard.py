@@ -9,10 +9,11 @@ from typing import Final
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from cacheengine.trust import is_loopback, may_be_of_a_page
 from router.access.grant import Grant
 from router.access.keys import sha256_of, shown_keys
-from router.config import AccessConfig, ApiError, Forbidden, Unauthorized
+from router.config import AccessConfig
+from warmroute_common.api_errors import ApiError, ForbiddenError, UnauthorizedError
+from warmroute_common.fleet_secret import is_loopback, may_be_of_a_page
 
 log = logging.getLogger("warmroute.access")
 
@@ -80,7 +81,7 @@ class Access:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Raise `Unauthorized`, `Forbidden` or `RateLimited` for what is not let in."""
+        """Raise `UnauthorizedError`, `ForbiddenError` or `RateLimitedError` for what is not let in."""
         try:
             self._let_in(request)
         except ApiError as error:
@@ -107,12 +108,12 @@ class Access:
             return
         self.refused["none", "admin"] += 1
         if self._admins:
-            raise Unauthorized(
+            raise UnauthorizedError(
                 f"{request.path} asks for an admin key: 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
             )
         mend = ", or 'access: {metrics: open}'" if request.path == _METRICS else ""
-        raise Forbidden(
+        raise ForbiddenError(
             f"{request.path} answers callers on the router's own machine alone, since no admin "
             f"key is configured; set access.admin_sha256 ('warmroute key --admin' makes it){mend}"
         )
@@ -122,7 +123,7 @@ class Access:
             if (grant := self._grants.get(sha256_of(key))) is not None:
                 return grant
         self.refused["none", "key"] += 1
-        raise Unauthorized(
+        raise UnauthorizedError(
             "no known key was sent: the router asks for one, as 'Authorization: Bearer KEY'",
             code="invalid_api_key",
         )

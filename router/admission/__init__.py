@@ -2,7 +2,7 @@
 
 `Gate` decides which requests are admitted, in which order, and when waiting is over (no clock,
 no I/O); `Admission` drives it by the event loop and gives a request its ticket, or raises
-`router.config.Overloaded`.
+`router.config.OverloadedError`.
 
 Called by proxy. Imports config, latency and fleet.
 """

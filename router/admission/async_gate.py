@@ -7,7 +7,7 @@ from math import inf
 from typing import Final
 
 from router.admission.gate import Admitted, End, Gate, Place, Waiting
-from router.config import Overloaded
+from warmroute_common.api_errors import OverloadedError
 
 _PUMP_GAP_S: Final = 0.005
 """Between two pumps: queues shorten in bursts, and replicas have work ahead for longer."""
@@ -43,7 +43,7 @@ class Admission:
         """Wait until a request may go; its caller must finish the ticket, whatever comes.
 
         Raises what `Gate.arrive` raises, what ``place`` raises later, and
-        `Overloaded` when the router stops meanwhile.
+        `OverloadedError` when the router stops meanwhile.
         """
         arrived = self._gate.arrive(
             place,
@@ -78,7 +78,7 @@ class Admission:
         self._closed = True
         for released in self._released.values():
             if not released.done():
-                released.set_exception(Overloaded("the router stops; send the request again"))
+                released.set_exception(OverloadedError("the router stops; send the request again"))
 
     def _pump_by(self, at_s: float) -> None:
         at_s = max(at_s, self._next_pump_s)

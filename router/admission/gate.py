@@ -14,9 +14,9 @@ from math import ceil, inf
 from typing import Final
 
 from router.admission.queue import Entry, WaitingQueue
-from router.config import RateLimited
 from router.fleet import Decision, Fleet, Replica, State, Ticket
 from router.latency import NO_KV, KvNeed, Promised
+from warmroute_common.api_errors import RateLimitedError
 
 Place = Callable[[float, Promised], Decision]
 """Places one request as of a time, behind waiting requests that go first; raises what
@@ -97,7 +97,7 @@ class Gate:
         """Let a request go, or wait if its replica is busy and it need not go ``at_once``.
 
         It waits for ``max_wait_s`` or the configured time, whichever is less.
-        Raises `RateLimited` when the queue is full, and what ``place`` raises.
+        Raises `RateLimitedError` when the queue is full, and what ``place`` raises.
         """
         decision = place(now_s, Promised())
         if not at_once and self._holds:
@@ -229,17 +229,17 @@ class Gate:
         ticket = self._fleet.start(decision, now_s)
         return Admitted(decision=decision, ticket=ticket, waited_s=waited_s)
 
-    def _full(self, service_s: float, now_s: float) -> RateLimited:
-        return RateLimited(
+    def _full(self, service_s: float, now_s: float) -> RateLimitedError:
+        return RateLimitedError(
             f"{len(self)} requests wait for a replica and no more may "
             "(admission.max_waiting in the router's configuration); send it again later",
             cause="full",
             retry_after_s=self._retry_after_s(service_s, now_s),
         )
 
-    def _too_late(self, waiting: Waiting, now_s: float) -> RateLimited:
+    def _too_late(self, waiting: Waiting, now_s: float) -> RateLimitedError:
         waited_s = waiting.deadline_s - waiting.arrived_s
-        return RateLimited(
+        return RateLimitedError(
             f"no replica could take the request within {waited_s:g} s, as long as it may wait "
             "(admission.max_wait_s in the router's configuration, or the client's own limit); "
             "send it again later",

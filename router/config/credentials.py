@@ -4,10 +4,16 @@ import os
 import ssl
 from pathlib import Path
 
-from cacheengine.trust import FILE_KEY, VARIABLE, BadSecret, FleetSecret, read_fleet_secret
 from router.config.clients import ReplicaTlsConfig, TlsConfig
-from router.config.errors import Place
 from router.config.settings import RouterConfig
+from warmroute_common.config_error import Place
+from warmroute_common.fleet_secret import (
+    FILE_KEY,
+    VARIABLE,
+    BadSecretError,
+    FleetSecret,
+    read_fleet_secret,
+)
 
 
 def server_context(tls: TlsConfig) -> ssl.SSLContext:
@@ -35,7 +41,7 @@ def load_fleet_secret(config: RouterConfig, at: Place | None = None) -> FleetSec
     file = config.fleet_secret_file
     try:
         return read_fleet_secret(None if file is None else Path(file), os.environ)
-    except BadSecret as error:
+    except BadSecretError as error:
         here = (
             Place("the environment", VARIABLE) if file is None else (at or Place("")).at(FILE_KEY)
         )

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
-from cacheengine.trust import VARIABLE
 from router.config.addresses import host_port, is_loopback
 from router.config.clients import AccessConfig, KeyConfig, ReplicaTlsConfig, TlsConfig
 from router.config.credentials import client_context, load_fleet_secret, server_context
-from router.config.errors import Place
 from router.config.observability import RequestLogConfig, TracingConfig
 from router.config.schema import build, read_yaml
 from router.config.settings import PickerConfig, ReplicaConfig, RouterConfig, TokenizerConfig
+from warmroute_common.config_error import Place
+from warmroute_common.fleet_secret import VARIABLE
 
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 _Tls = TypeVar("_Tls", TlsConfig, ReplicaTlsConfig)

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from router.config.errors import Place
+from warmroute_common.config_error import Place
 
 T = TypeVar("T")
 

@@ -11,30 +11,36 @@ from typing import Any, Final, TypeVar
 
 import aiohttp
 
-from cacheengine.trust import FleetSecret
-from cacheengine.wire import InstanceInfo, LookupRequest, MoveStatus, TierName
-from router.config import (
-    ApiError,
-    BadRequest,
-    Conflict,
-    Overloaded,
-    TooLarge,
-    UpstreamFailed,
-    UpstreamTimeout,
-    is_loopback,
-)
+from router.config import is_loopback
 from router.controller.calls import TIER_OF, Location, LookupCall
 from router.controller.registry import Instance
-from router.staging import AgentClient, AgentError, AgentRefused, AgentTimeout, transfer_address
+from router.staging import (
+    AgentClient,
+    AgentError,
+    AgentRefusedError,
+    AgentTimeoutError,
+    transfer_address,
+)
+from warmroute_common.agent_protocol import InstanceInfo, LookupRequest, MoveStatus, TierName
+from warmroute_common.api_errors import (
+    ApiError,
+    BadRequestError,
+    ConflictError,
+    OverloadedError,
+    TooLargeError,
+    UpstreamFailedError,
+    UpstreamTimeoutError,
+)
+from warmroute_common.fleet_secret import FleetSecret
 
 MAX_CALLS: Final = 64
 """Calls to agents at once; more wait for their turn."""
 _LONGEST_ERROR: Final = 500
 _REFUSALS: Final[dict[int, type[ApiError]]] = {
-    400: BadRequest,
-    409: Conflict,
-    413: TooLarge,
-    503: Overloaded,
+    400: BadRequestError,
+    409: ConflictError,
+    413: TooLargeError,
+    503: OverloadedError,
 }
 """Refusals of an agent's that concern the caller, and are told in the agent's own words."""
 
@@ -92,7 +98,7 @@ class AgentCalls:
         async def status_or_none(agent: AgentClient) -> MoveStatus | None:
             try:
                 return await agent.move_status(move.agent_event_id)
-            except AgentRefused as error:
+            except AgentRefusedError as error:
                 if error.status == 404:
                     return None
                 raise
@@ -108,17 +114,17 @@ class AgentCalls:
 def _as_api_error(name: str, error: AgentError) -> ApiError:
     """Return what the controller's caller is told about an agent's failure."""
     text = f"{name}: {error}"[:_LONGEST_ERROR]
-    if isinstance(error, AgentTimeout):
-        return UpstreamTimeout(text)
-    if isinstance(error, AgentRefused) and error.status in _REFUSALS:
+    if isinstance(error, AgentTimeoutError):
+        return UpstreamTimeoutError(text)
+    if isinstance(error, AgentRefusedError) and error.status in _REFUSALS:
         return _REFUSALS[error.status](f"{name}: {error.said}"[:_LONGEST_ERROR])
-    return UpstreamFailed(text)
+    return UpstreamFailedError(text)
 
 
 def check_in_reach(source: Instance, target: Instance) -> None:
-    """Raise `Conflict` if the source's address means another machine to the target."""
+    """Raise `ConflictError` if the source's address means another machine to the target."""
     if is_loopback(source.agent_url) and not is_loopback(target.agent_url):
-        raise Conflict(
+        raise ConflictError(
             f"{target.id}, at {target.agent_url}, cannot reach {source.id} at "
             f"{source.agent_url}, its address on this machine alone: give it an agent_url that "
             "other machines can use",
@@ -127,7 +133,7 @@ def check_in_reach(source: Instance, target: Instance) -> None:
 
 
 def source_address(source: Instance, source_info: InstanceInfo, target: InstanceInfo) -> str:
-    """Return where the target fetches the source's chunks; raise `Conflict` if it cannot."""
+    """Return where the target fetches the source's chunks; raise `ConflictError` if it cannot."""
     if source_info.incarnation == target.incarnation:
         return ""  # Between tiers of one replica: nothing is sent.
     if source_info.layout != target.layout:
@@ -138,9 +144,9 @@ def source_address(source: Instance, source_info: InstanceInfo, target: Instance
             if getattr(source_info, name) != getattr(target, name)
         ]
         why = "; ".join(differing) or "dtype, weights, parallel layout or vLLM's options"
-        raise Conflict(f"the two instances' chunks are not alike: they differ in {why}")
+        raise ConflictError(f"the two instances' chunks are not alike: they differ in {why}")
     if source_info.transfer_port is None:
-        raise Conflict(
+        raise ConflictError(
             f"'{source.id}' gives no chunks away: set distributed_url in its configuration",
             param="old_position",
         )

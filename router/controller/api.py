@@ -8,8 +8,6 @@ from typing import Any, Final, Literal
 
 from aiohttp import web
 
-from cacheengine.wire import ClearRequest, MoveRequest, MoveSource, PinRequest
-from router.config import ApiError, NotFound, UpstreamFailed
 from router.controller import calls
 from router.controller.agents import (
     AcceptedMove,
@@ -21,8 +19,10 @@ from router.controller.agents import (
 from router.controller.calls import answering
 from router.controller.others import OtherInstances
 from router.controller.registry import Instance, Registry
-from router.http import as_json
 from router.staging import AgentClient
+from warmroute_common.agent_protocol import ClearRequest, MoveRequest, MoveSource, PinRequest
+from warmroute_common.api_errors import ApiError, NotFoundError, UpstreamFailedError
+from warmroute_common.http import as_json
 
 MAX_EVENTS: Final = 1000
 """So many of the latest events are remembered."""
@@ -98,7 +98,7 @@ class ControllerApi:
             held, unknown = self._others.lookup(call.tokens, call.cache_salt)
             layout, errors = held | layout, unknown | errors
         elif errors and len(errors) == len(instances):
-            raise UpstreamFailed("no instance answers: " + "; ".join(errors.values()))
+            raise UpstreamFailedError("no instance answers: " + "; ".join(errors.values()))
         own = {"event_id": _new_event_id("Lookup"), "layout_info": layout}
         return {**layout, **own, **({"errors": errors} if errors else {})}
 
@@ -233,7 +233,7 @@ class ControllerApi:
             return {"event_id": event_id, "worker_infos": infos}
         instance = self._found(call.instance_id)
         if strange := [each for each in call.worker_ids if each != 0]:
-            raise NotFound(
+            raise NotFoundError(
                 f"'{instance.id}' has no worker {strange[0]}: an instance has one agent, worker 0",
                 param="worker_ids",
             )
@@ -241,7 +241,7 @@ class ControllerApi:
 
     async def register(self, request: web.Request) -> web.Response:
         """Say where that is done."""
-        raise NotFound(
+        raise NotFoundError(
             "this is the controller's API; replicas register at its monitor port: write that "
             "of controller.monitor_port in their controller_url"
         )
@@ -252,7 +252,7 @@ class ControllerApi:
         instance = self._registry.find(name)
         if instance is None:
             known = ", ".join(self._names()) or "none at all"
-            raise NotFound(
+            raise NotFoundError(
                 f"no instance '{name}'; known are {known[:_LONGEST_NAMES]}",
                 param=param,
                 code="unknown_instance",

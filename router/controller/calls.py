@@ -12,9 +12,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from cacheengine.wire import UNREADABLE, Registration, TierName
-from router.config import BadRequest
-from router.http import as_json, read_body
+from warmroute_common.agent_protocol import UNREADABLE, Registration, TierName
+from warmroute_common.api_errors import BadRequestError
+from warmroute_common.http import as_json, read_body
 
 Location = Literal["LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"]
 """LMCache's names of the tiers, fastest first."""
@@ -132,17 +132,17 @@ def answering(
 
 
 async def read_call(request: web.Request, kind: type[_T]) -> _T:
-    """Return a request's body; raise `BadRequest` or `TooLarge`.
+    """Return a request's body; raise `BadRequestError` or `TooLargeError`.
 
     Only of a body that is said to be JSON: forms in web pages cannot send such.
     """
     if request.content_type != "application/json":
-        raise BadRequest(f"{request.path}: send 'Content-Type: application/json'")
+        raise BadRequestError(f"{request.path}: send 'Content-Type: application/json'")
     body = await read_body(request)
     try:
         return msgspec.json.decode(body, type=kind)
     except UNREADABLE as error:
-        raise BadRequest(f"{request.path}: {error}; it takes {_fields_text(kind)}") from None
+        raise BadRequestError(f"{request.path}: {error}; it takes {_fields_text(kind)}") from None
 
 
 def _fields_text(kind: type[msgspec.Struct]) -> str:

@@ -15,17 +15,18 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from cacheengine.trust import FleetSecret
-from cacheengine.wire import Registration
 from router.access import Access
-from router.config import AccessConfig, Overloaded
+from router.config import AccessConfig
 from router.controller.agents import AgentCalls
 from router.controller.api import ControllerApi
 from router.controller.monitor import MAX_BODY_BYTES, Monitor
 from router.controller.others import OtherInstances
 from router.controller.registry import Configured, Registry
 from router.controller.secret import Guard
-from router.http import BODIES, Bodies, errors_answered
+from warmroute_common.agent_protocol import Registration
+from warmroute_common.api_errors import OverloadedError
+from warmroute_common.fleet_secret import FleetSecret
+from warmroute_common.http import BODIES, Bodies, errors_answered
 
 log = logging.getLogger("warmroute.controller")
 
@@ -111,7 +112,7 @@ class Controller:
             else:
                 self._guard.check_page(request)
             if under_way.locked():
-                raise Overloaded(f"{MAX_REQUESTS} requests are under way; ask again later")
+                raise OverloadedError(f"{MAX_REQUESTS} requests are under way; ask again later")
             async with under_way:
                 self._expire()
                 return await handler(request)

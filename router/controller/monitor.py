@@ -8,11 +8,12 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
-from cacheengine.wire import Heartbeat, Registration
-from router.config import ApiError, BadRequest, NotFound, host_port, is_same_url
+from router.config import host_port, is_same_url
 from router.controller.calls import RegisterCall, answering, read_call
 from router.controller.registry import Registered, Registry
-from router.http import as_json
+from warmroute_common.agent_protocol import Heartbeat, Registration
+from warmroute_common.api_errors import ApiError, BadRequestError, NotFoundError
+from warmroute_common.http import as_json
 
 log = logging.getLogger("warmroute.controller")
 
@@ -72,10 +73,10 @@ def _reachable(url: str, remote: str | None, field: str) -> str:
         parts, host, port = urlsplit(""), "", None
     is_base = not (parts.query or parts.fragment or parts.username or parts.password)
     if parts.scheme not in ("http", "https") or port is None or not is_base:
-        raise BadRequest(f"{field} is '{url}'; give it like http://host:port", param=field)
+        raise BadRequestError(f"{field} is '{url}'; give it like http://host:port", param=field)
     if host in _ANYWHERE:
         if remote is None:
-            raise BadRequest(f"{field} must name a host here", param=field)
+            raise BadRequestError(f"{field} must name a host here", param=field)
         host = remote.removeprefix("::ffff:")
     return f"{parts.scheme}://{host_port(host, port)}{parts.path.rstrip('/')}"
 
@@ -95,8 +96,8 @@ def _log_registered(now: Registration, before: Registered | None) -> None:
         log.info("%s has started anew", now.instance_id)
 
 
-def _unknown(beat: Heartbeat) -> NotFound:
-    return NotFound(
+def _unknown(beat: Heartbeat) -> NotFoundError:
+    return NotFoundError(
         f"'{beat.instance_id}' is not registered in this incarnation: register first",
         param="instance_id",
         code="unknown_instance",

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 
 class OtherInstances(Protocol):
-    """Calls of them; each raises `ApiError`, of what the instance cannot do `Conflict`."""
+    """Calls of them; each raises `ApiError`, of what the instance cannot do `ConflictError`."""
 
     def instances(self) -> Sequence[str]:
         """Return their ids."""

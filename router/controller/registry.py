@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from cacheengine.wire import Heartbeat, Registration
-from router.config import Conflict, Overloaded, host_port, is_same_url
+from router.config import host_port, is_same_url
+from warmroute_common.agent_protocol import Heartbeat, Registration
+from warmroute_common.api_errors import ConflictError, OverloadedError
 
 MISSED_HEARTBEATS: Final = 3
 """After so many a registered instance is forgotten."""
@@ -112,13 +113,13 @@ class Registry:
     def register(self, registration: Registration, now_s: float) -> Registered | None:
         """Take in an instance; return what was registered under its name before.
 
-        The latest wins. Raises `Conflict` for the name of a configured instance whose agent
-        is another, `Overloaded` when there is no place for a new name; call `expire` first.
+        The latest wins. Raises `ConflictError` for the name of a configured instance whose agent
+        is another, `OverloadedError` when there is no place for a new name; call `expire` first.
         """
         name = registration.instance_id
         for each in self._configured():
             if each.id == name and not each.has_agent(registration):
-                raise Conflict(
+                raise ConflictError(
                     f"'{name}' is configured with the agent at {each.agent_url}, and "
                     f"{registration.agent_url} claims that name: change lmcache_instance_id "
                     "there, or the replica's agent_url here",
@@ -127,7 +128,7 @@ class Registry:
                 )
         before = self._registered.get(name)
         if before is None and len(self._registered) >= MAX_REGISTERED:
-            raise Overloaded(
+            raise OverloadedError(
                 f"{MAX_REGISTERED} instances have registered, no more may",
                 retry_after_s=_RETRY_REGISTRATION_S,
             )

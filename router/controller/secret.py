@@ -10,9 +10,9 @@ from base64 import b64decode
 
 from aiohttp import web
 
-from cacheengine.trust import FleetSecret, may_be_of_a_page
 from router.access import Access
-from router.config import Forbidden, Unauthorized
+from warmroute_common.api_errors import ForbiddenError, UnauthorizedError
+from warmroute_common.fleet_secret import FleetSecret, may_be_of_a_page
 
 
 class Guard:
@@ -29,22 +29,22 @@ class Guard:
         self._fleet_secret = fleet_secret
 
     def check(self, request: web.Request) -> None:
-        """Raise `Unauthorized` for a caller that knows none, `Forbidden` for a page."""
+        """Raise `UnauthorizedError` for a caller that knows none, `ForbiddenError` for a page."""
         has_secret = self._secret is not None or self._fleet_secret is not None
         if not has_secret and not self._access.has_admin_keys:
             self.check_page(request)
             return
         told = _told(request)
         if not self._is_known(told) and not self._access.is_admin_key(told):
-            raise Unauthorized(
+            raise UnauthorizedError(
                 "this port asks for controller.secret, an admin key or the fleet's secret: as a "
                 "bearer token, or in the URL, http://any:SECRET@host:port"
             )
 
     def check_page(self, request: web.Request) -> None:
-        """Raise `Forbidden` for what a web page in a browser on this machine may have sent."""
+        """Raise `ForbiddenError` for what a web page in a browser on this machine may have sent."""
         if may_be_of_a_page(request.headers.get("Host"), request.headers.get("Origin")):
-            raise Forbidden(
+            raise ForbiddenError(
                 "a web page may have sent this, by its Host or Origin header: name this machine "
                 "by localhost or its address, or set controller.secret"
             )

@@ -8,13 +8,13 @@ from typing import Final
 
 import aiohttp
 
-from cacheengine.trust import HOW_TO_SET, FleetSecret
-from cacheengine.wire import InstanceInfo, TierInfo
 from router.doctor.findings import Section
 from router.doctor.replica_checks import Examined, Parts
 from router.feeds import KvFeed
 from router.lmcache import LmcacheServer
-from router.staging import AgentClient, AgentError, AgentRefused
+from router.staging import AgentClient, AgentError, AgentRefusedError
+from warmroute_common.agent_protocol import InstanceInfo, TierInfo
+from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
 
 _WANTS_SECRET: Final = 401
 _MEND: Final = (
@@ -38,7 +38,7 @@ async def check_agent(
         return
     try:
         info = await AgentClient(session, config.agent_url, secret).info()
-    except AgentRefused as error:
+    except AgentRefusedError as error:
         if error.status != _WANTS_SECRET:
             section.trouble("agent", f"its agent refuses the router ({error})", _MEND)
             return

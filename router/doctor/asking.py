@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from router.config import describe, host_port
+from router.config import host_port
+from warmroute_common.config_error import describe
 
 _LONGEST_BYTES: Final = 4 << 20
 """Of an answer; more is not read."""
@@ -35,7 +36,7 @@ class Told:
             return None
 
 
-class NoAnswer(Exception):  # noqa: N818  (what happened, in words)
+class NoAnswerError(Exception):
     """A server could not be asked; the text says why."""
 
 
@@ -47,7 +48,7 @@ async def get(
     timeout_s: float,
     verify: bool = True,
 ) -> Told:
-    """Return what is answered at a URL, whatever its status; raise `NoAnswer`."""
+    """Return what is answered at a URL, whatever its status; raise `NoAnswerError`."""
     return await ask(session, "GET", url, headers=headers, timeout_s=timeout_s, verify=verify)
 
 
@@ -61,7 +62,7 @@ async def ask(
     timeout_s: float,
     verify: bool = True,
 ) -> Told:
-    """Return what is answered at a URL, whatever its status; raise `NoAnswer`.
+    """Return what is answered at a URL, whatever its status; raise `NoAnswerError`.
 
     Without ``verify`` any certificate will do: for questions that carry no secret.
     """
@@ -79,9 +80,9 @@ async def ask(
             told = await response.content.read(_LONGEST_BYTES)
             return Told(status=response.status, body=told, clock_ahead_s=ahead_s)
     except TimeoutError:
-        raise NoAnswer(f"does not answer within {timeout_s:g} s") from None
+        raise NoAnswerError(f"does not answer within {timeout_s:g} s") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise NoAnswer(in_words(error, url)) from None
+        raise NoAnswerError(in_words(error, url)) from None
 
 
 def in_words(error: BaseException, url: str) -> str:

@@ -13,14 +13,21 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from router.doctor.asking import NoAnswer, ask, in_words
+from router.doctor.asking import NoAnswerError, ask, in_words
 from router.doctor.findings import Section
 from router.doctor.replica_checks import Examined, Parts, hash_in_words
 from router.feeds import KvEndpoints, KvFeed, KvSubscriber, authorization
 from router.fleet import Fleet, Replica
 from router.prompt import PromptSource
-from router.residency import BadEvents, BlocksStored, KvBatch, KvEventReader, PromptKeyring, Tier
-from router.tasks import end_all
+from router.residency import (
+    BadEventsError,
+    BlocksStored,
+    KvBatch,
+    KvEventReader,
+    PromptKeyring,
+    Tier,
+)
+from warmroute_common.tasks import end_all
 
 _CONNECT_S: Final = 2.0
 _FOLLOW_S: Final = 6.0
@@ -150,7 +157,7 @@ async def _first_of(following: asyncio.Task[None], followed: asyncio.Event) -> N
 
 def _why_not(following: asyncio.Task[None], endpoints: KvEndpoints) -> str:
     error = following.exception() if following.done() else None
-    if isinstance(error, BadEvents):
+    if isinstance(error, BadEventsError):
         return f"what comes from {endpoints.events} is not vLLM's KV events ({error})"
     if error is not None:
         return f"its KV events cannot be followed at {endpoints.events} ({error})"
@@ -236,7 +243,7 @@ async def _send(
         told = await ask(
             session, "POST", url, headers=headers, body=sent, timeout_s=_PROBE_ANSWER_S
         )
-    except NoAnswer as error:
+    except NoAnswerError as error:
         return f"is not answered ({error})"
     if told.status == 200:
         return None

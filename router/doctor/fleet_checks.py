@@ -4,10 +4,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Final, TypeVar
 
-from cacheengine.wire import InstanceInfo
 from router.config import RouterConfig
 from router.doctor.findings import Section
 from router.doctor.replica_checks import Examined, hash_in_words
+from warmroute_common.agent_protocol import InstanceInfo
 
 _NAMED: Final = 5
 

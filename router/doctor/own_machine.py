@@ -9,7 +9,7 @@ from typing import Any, Final
 import aiohttp
 
 from router.config import RouterConfig, host_port, is_loopback, reachable
-from router.doctor.asking import NoAnswer, get
+from router.doctor.asking import NoAnswerError, get
 from router.doctor.findings import Section
 
 _ANSWER_S: Final = 2.0
@@ -33,7 +33,7 @@ async def running_router(
     url = f"{scheme}://{host_port(reachable(host), port)}/health"
     try:
         told = (await get(session, url, headers=headers, timeout_s=_ANSWER_S, verify=False)).json()
-    except NoAnswer:
+    except NoAnswerError:
         return None
     return told if isinstance(told, dict) and "first_probes" in told else None
 

@@ -6,14 +6,14 @@ from typing import Final
 import aiohttp
 import zmq.asyncio
 
-from cacheengine.keys import DEFAULT_SEED
-from cacheengine.wire import InstanceInfo
 from router.config import ReplicaConfig, RouterConfig
-from router.doctor.asking import NoAnswer, Told, get
+from router.doctor.asking import NoAnswerError, Told, get
 from router.doctor.findings import Section
 from router.feeds import authorization, model_entries
 from router.fleet import Fleet, Replica
 from router.prompt import PromptSource
+from warmroute_common.agent_protocol import InstanceInfo
+from warmroute_common.keys import DEFAULT_SEED
 
 MOST_AHEAD_S: Final = 2.0
 _MODELS_SHOWN: Final = 5
@@ -90,7 +90,7 @@ async def check_replica(
         health = await asked("/health")
         seen.answers = health.status < 500
         models, version = await asked("/v1/models"), await asked("/version")
-    except NoAnswer as error:
+    except NoAnswerError as error:
         mend = "start it, or correct its url: until then it gets no requests"
         section.trouble("health", str(error), mend)
         seen.answers = False

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from router.config import PickerConfig, Place, RouterConfig, reachable
+from router.config import PickerConfig, RouterConfig, reachable
 from router.envoy.answers import answers_log, notes_answers
 from router.envoy.asking import asks, held_s
 from router.envoy.names import DESTINATION, LB_METADATA, SERVED, STATUS
+from warmroute_common.config_error import Place
 
 _TYPES: Final = "type.googleapis.com/envoy.extensions."
 _HTTP_FILTERS: Final = f"{_TYPES}filters.http."

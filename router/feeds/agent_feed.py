@@ -8,10 +8,10 @@ from typing import Final
 
 import msgspec
 
-from cacheengine.wire import EventBatch, InstanceInfo, KeyEvent, Snapshot
 from router.feeds.pause import Pause
 from router.fleet import Fleet, Replica
-from router.staging import AgentClient, AgentError, HistoryGone
+from router.staging import AgentClient, AgentError, HistoryGoneError
+from warmroute_common.agent_protocol import EventBatch, InstanceInfo, KeyEvent, Snapshot
 
 log = logging.getLogger("warmroute.feeds")
 
@@ -60,7 +60,7 @@ class AgentFeed:
         while True:
             try:
                 await self._follow(pause)
-            except HistoryGone:
+            except HistoryGoneError:
                 log.info("%s: events were lost; taking a new snapshot", self._replica.id)
             except (AgentError, ValueError) as error:  # ValueError: keys that are not whole
                 if pause.is_first:
@@ -77,7 +77,7 @@ class AgentFeed:
         snapshot = await self._client.snapshot()
         incarnation, after = snapshot.incarnation, snapshot.seq
         if self._replica.incarnation != incarnation:
-            raise HistoryGone("the replica started anew between /info and /snapshot")
+            raise HistoryGoneError("the replica started anew between /info and /snapshot")
         await self._take_snapshot(snapshot)
         self.tried.set()
         pause.reset()
@@ -86,7 +86,7 @@ class AgentFeed:
         while True:
             batch = await self._client.events(after, incarnation, _POLL_S)
             if batch.incarnation != incarnation:
-                raise HistoryGone("the replica started anew")
+                raise HistoryGoneError("the replica started anew")
             await self._take_events(batch)
             after = batch.seq
             if time.monotonic() >= info_due_s:

@@ -14,7 +14,7 @@ from typing import Final
 
 import aiohttp
 
-from router.config import ReplicaConfig, RouterConfig, describe
+from router.config import ReplicaConfig, RouterConfig
 from router.feeds.questions import (
     authorization,
     fetch,
@@ -26,7 +26,8 @@ from router.feeds.questions import (
 from router.fleet import Fleet, Replica
 from router.prompt import PromptSource, ServedModel
 from router.record import Cause
-from router.tasks import all_set, end_all
+from warmroute_common.config_error import describe
+from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.health")
 

@@ -10,13 +10,13 @@ import aiohttp
 import msgspec
 import zmq.asyncio
 
-from cacheengine.wire import UNREADABLE, InstanceInfo
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber, until_first
 from router.feeds.pause import Pause
 from router.feeds.questions import fetch
 from router.fleet import Fleet, Replica
-from router.residency import BadEvents, KvBatch, KvEventReader
-from router.tasks import all_set
+from router.residency import BadEventsError, KvBatch, KvEventReader
+from warmroute_common.agent_protocol import UNREADABLE, InstanceInfo
+from warmroute_common.tasks import all_set
 
 log = logging.getLogger("warmroute.feeds")
 
@@ -81,7 +81,7 @@ class KvFeed:
             await until_first(subscriber.run(), self._restarted.wait())
             if not self._restarted.is_set():
                 log.warning("%s: its KV events have ended", self._replica.id)
-        except BadEvents as error:
+        except BadEventsError as error:
             if self._pause.is_first:
                 log.warning("%s: its KV events are not vLLM's: %s", self._replica.id, error)
         except zmq.ZMQError as error:

@@ -9,8 +9,9 @@ import aiohttp
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.config import ReplicaConfig, describe
+from router.config import ReplicaConfig
 from router.prompt import ServedModel
+from warmroute_common.config_error import describe
 
 log = logging.getLogger("warmroute.health")
 

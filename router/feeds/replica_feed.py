@@ -11,12 +11,12 @@ from typing import Final
 import aiohttp
 import zmq.asyncio
 
-from cacheengine.trust import FleetSecret
 from router.feeds.agent_feed import AgentFeed, poll_gap_s
 from router.feeds.kv_feed import KvFeed
 from router.fleet import Fleet, Replica
 from router.staging import AgentClient
-from router.tasks import all_set, end_all
+from warmroute_common.fleet_secret import FleetSecret
+from warmroute_common.tasks import all_set, end_all
 
 _START_WAIT_S: Final = 3.0
 

@@ -5,15 +5,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-from router.config import (
-    BreakerConfig,
-    NoReplica,
-    UnknownModel,
-)
+from router.config import BreakerConfig
 from router.fleet.policy import salt_of
 from router.fleet.replica import Replica, Replicas, State
 from router.latency import ReplicaQueue
 from router.residency import KeyShape, slots
+from warmroute_common.api_errors import NoReplicaError, UnknownModelError
 
 _MAX_VIEWS: Final = 64
 """Names of models are the clients': where no replica has told its own, any may come."""
@@ -147,7 +144,7 @@ class Roster:
         bound_to: str | None,
         among: Collection[str] | None,
     ) -> Eligible:
-        """Return the replicas that may answer; raise `UnknownModel` or `NoReplica` for none."""
+        """Return the replicas that may answer; raise `UnknownModelError` or `NoReplicaError` for none."""
         if exclude or bound_to is not None or among is not None:
             return self._find(model, exclude, bound_to, among)
         view = self._views.get(model)
@@ -167,9 +164,9 @@ class Roster:
     ) -> Eligible:
         serving = [each for each in self._replicas.values() if each.serves(model)]
         if not self._replicas:
-            raise NoReplica("the router knows no replica yet, or all have left")
+            raise NoReplicaError("the router knows no replica yet, or all have left")
         if not serving:
-            raise UnknownModel(model, self.models())
+            raise UnknownModelError(model, self.models())
         # By replica, not by id: one may have got its name since it was tried.
         tried = [self._replicas.find(each) for each in exclude]
         left = [each for each in serving if each not in tried]
@@ -184,7 +181,7 @@ class Roster:
                 eligible = [each for each in in_state if not each.is_held_off] or in_state
                 draining = [each for each in left if each.is_leaving]
                 return Eligible.of(eligible, draining)
-        raise NoReplica(_why_none(serving, tried, bound_to))
+        raise NoReplicaError(_why_none(serving, tried, bound_to))
 
 
 def _kinds(replicas: Sequence[Replica]) -> list[Kind]:

@@ -96,7 +96,7 @@ class Fleet(Holdings):
         once. ``bound_to`` is the only replica that can answer, ``exclude`` are replicas that have
         failed to, ``among`` all that may be asked, ``promised`` are requests that wait in the
         router and go before this one, ``streamed`` says whether the answer's first token will be
-        seen. Raises `UnknownModel`, or `NoReplica` when no replica of the model takes requests.
+        seen. Raises `UnknownModelError`, or `NoReplicaError` when no replica of the model takes requests.
         """
         self.unseen.pass_time(now_s)
         self.index.expire(now_s, _EXPIRED_KEYS_PER_PLACE)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Final
 
-from cacheengine.wire import EventBatch, InstanceInfo, Snapshot, unpack_keys
 from router.fleet.eligibility import Roster
 from router.fleet.phases import Unseen
 from router.fleet.replica import Replica, Replicas
@@ -20,6 +19,7 @@ from router.residency import (
     PrefixIndex,
     Tier,
 )
+from warmroute_common.agent_protocol import EventBatch, InstanceInfo, Snapshot, unpack_keys
 
 _TELLING_COPY_TOKENS: Final = 1024
 _REST_FROM_COPIES_S: Final = 5.0

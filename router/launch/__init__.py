@@ -9,12 +9,12 @@ Called by the command line (and by the benchmarks). Imports config and envoy.
 """
 
 from router.launch.fleet_file import load_any, load_fleet_file
-from router.launch.processes import ChildFailed
+from router.launch.processes import ChildFailedError
 from router.launch.up import commands_text
 from router.launch.up import run as run_fleet
 
 __all__ = [
-    "ChildFailed",
+    "ChildFailedError",
     "commands_text",
     "load_any",
     "load_fleet_file",

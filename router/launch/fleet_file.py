@@ -12,7 +12,6 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from router.config import (
-    Place,
     RouterConfig,
     build,
     check_unique,
@@ -26,6 +25,7 @@ from router.config import (
 )
 from router.launch.gateway import behind_envoy, router_process
 from router.launch.plan import WARMROUTE, FleetPlan, PlannedProcess
+from warmroute_common.config_error import Place
 
 _AGENT_PORT_KEY: Final = "lmcache_worker_port"
 _TRANSFER_KEY: Final = "distributed_url"

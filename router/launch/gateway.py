@@ -3,9 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from router.config import Place, RouterConfig, host_port, reachable, read_yaml
+from router.config import RouterConfig, host_port, reachable, read_yaml
 from router.envoy import configuration, merge, program
 from router.launch.plan import WARMROUTE, FleetPlan, PlannedProcess
+from warmroute_common.config_error import Place
 
 
 def router_process(command: str, url: str, log_dir: Path) -> PlannedProcess:

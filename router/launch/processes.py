@@ -5,8 +5,6 @@ whatever reason (return, exception, Ctrl-C, SIGTERM, SIGHUP), ends every child
 and whatever the children have started.
 """
 
-# ruff: noqa: N818  (what happened to a child, not "errors" of ours)
-
 import os
 import signal
 import threading
@@ -25,7 +23,7 @@ _TAIL_BYTES: Final = 16 << 10
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class ChildFailed(Exception):
+class ChildFailedError(Exception):
     """A child cannot serve: which, why, and the end of its log."""
 
     def __init__(self, name: str, what: str, log_path: Path, tail: str) -> None:
@@ -40,7 +38,7 @@ class ChildFailed(Exception):
         return f"{self.name} {self.what}; the end of {self.log_path}:\n{shown or '  | (empty)'}"
 
 
-class ChildDied(ChildFailed):
+class ChildDiedError(ChildFailedError):
     """A child ended by itself."""
 
     def __init__(self, name: str, returncode: int, log_path: Path, tail: str) -> None:
@@ -48,7 +46,7 @@ class ChildDied(ChildFailed):
         self.returncode = returncode
 
 
-class NotReady(ChildFailed):
+class ChildNotReadyError(ChildFailedError):
     """A child lives but did not answer in time."""
 
 
@@ -94,7 +92,7 @@ class ProcessGroup:
         """Start a child and return its process id.
 
         ``env`` is the whole environment (None: this process's). ``log_path`` is
-        truncated. Raises `ChildFailed` when the program cannot be started,
+        truncated. Raises `ChildFailedError` when the program cannot be started,
         ValueError when the name is taken.
         """
         if name in self._children:
@@ -105,7 +103,9 @@ class ProcessGroup:
             try:
                 child = Child(name, argv, env, log_path, cwd)
             except OSError as error:
-                raise ChildFailed(name, f"cannot be started ({error})", log_path, "") from error
+                raise ChildFailedError(
+                    name, f"cannot be started ({error})", log_path, ""
+                ) from error
             self._children[name] = child
         return child.process.pid
 
@@ -118,8 +118,8 @@ class ProcessGroup:
     ) -> float:
         """Wait until ``url`` answers 200; return the seconds since the child's start.
 
-        Raises `ChildDied` when any child of the group ends meanwhile, and
-        `NotReady` after ``timeout_s``. ``say`` is told now and then how it gets on.
+        Raises `ChildDiedError` when any child of the group ends meanwhile, and
+        `ChildNotReadyError` after ``timeout_s``. ``say`` is told now and then how it gets on.
         """
         child = self._children[name]
         began_s = told_s = time.monotonic()
@@ -130,7 +130,7 @@ class ProcessGroup:
             now_s = time.monotonic()
             if now_s - began_s >= timeout_s:
                 what = f"did not answer at {url} within {timeout_s:.0f} s"
-                raise NotReady(name, what, child.log_path, tail(child.log_path))
+                raise ChildNotReadyError(name, what, child.log_path, tail(child.log_path))
             if say is not None and now_s - told_s >= _TELL_S:
                 told_s = now_s
                 last_line = tail(child.log_path, lines=1)[:100]
@@ -138,14 +138,14 @@ class ProcessGroup:
             time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """Raise `ChildDied` if any child has ended."""
+        """Raise `ChildDiedError` if any child has ended."""
         for child in self._children.values():
             returncode = child.returncode()
             if returncode is not None:
-                raise ChildDied(child.name, returncode, child.log_path, tail(child.log_path))
+                raise ChildDiedError(child.name, returncode, child.log_path, tail(child.log_path))
 
     def wait(self) -> None:
-        """Block until a child ends by itself (`ChildDied`) or a signal (KeyboardInterrupt)."""
+        """Block until a child ends by itself (`ChildDiedError`) or a signal (KeyboardInterrupt)."""
         while True:
             self.check()
             time.sleep(_POLL_S)

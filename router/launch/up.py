@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from router.config import Place
 from router.launch.plan import FleetPlan
 from router.launch.processes import ProcessGroup
+from warmroute_common.config_error import Place
 
 
 def commands_text(fleet: FleetPlan) -> str:
@@ -26,7 +26,7 @@ def commands_text(fleet: FleetPlan) -> str:
 def run(fleet: FleetPlan, *, say: Callable[[str], None]) -> None:
     """Start everything, tell when it is ready, and stay until it ends.
 
-    Returns on Ctrl-C or SIGTERM; raises `ChildFailed` when a process dies or
+    Returns on Ctrl-C or SIGTERM; raises `ChildFailedError` when a process dies or
     does not get ready. Nothing that was started is left running.
     """
     _write_files(fleet)

@@ -23,7 +23,7 @@ from router.lmcache.ties import Server
 from router.lmcache.wire import leading_keys
 from router.residency import PromptKeyring, PromptKeys
 from router.staging import AgentError
-from router.tasks import end_all
+from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.lmcache")
 

@@ -7,7 +7,6 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from cacheengine.wire import PrefetchReply
 from router.fleet import Decision, Fleet, Replica
 from router.lmcache.ask import Asker
 from router.lmcache.coordinator import Coordinator, CoordinatorApi, L2Eviction
@@ -16,6 +15,7 @@ from router.lmcache.stock import StockCoordinator
 from router.lmcache.watch import ServerWatch
 from router.lmcache.workers import LmcacheWorkers
 from router.residency import PromptKeyring
+from warmroute_common.agent_protocol import PrefetchReply
 
 
 class Lmcache:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from router.config import Overloaded, ReplicaConfig, host_port, server_key
+from router.config import ReplicaConfig, host_port, server_key
 from router.lmcache.wire import RegisterCall
+from warmroute_common.api_errors import OverloadedError
 
 SILENCE_S: Final = 30.0
 """After so long without a heartbeat a server is forgotten; it sends one every 5 s."""
@@ -55,10 +56,10 @@ class Members:
         return len(self._members)
 
     def register(self, instance_id: str, call: RegisterCall, now_s: float, wall_s: float) -> bool:
-        """Take in a server; return whether it was here before. Raises `Overloaded`."""
+        """Take in a server; return whether it was here before. Raises `OverloadedError`."""
         known = instance_id in self._members
         if not known and len(self._members) >= MAX_MEMBERS:
-            raise Overloaded(f"{MAX_MEMBERS} servers have registered, no more may")
+            raise OverloadedError(f"{MAX_MEMBERS} servers have registered, no more may")
         self._members[instance_id] = Member(
             instance_id=instance_id, call=call, registered_wall_s=wall_s, seen_s=now_s
         )

@@ -4,12 +4,12 @@ from typing import Final
 
 import aiohttp
 
-from cacheengine.wire import PrefetchReply
 from router.fleet import Decision, Fleet
 from router.lmcache.coordinator import Coordinator
 from router.lmcache.server import LmcacheServer
 from router.lmcache.wire import leading_keys
-from router.staging import AgentError, AgentRefused
+from router.staging import AgentError, AgentRefusedError
+from warmroute_common.agent_protocol import PrefetchReply
 
 _NOT_READY: Final = 503
 """What a server answers until a vLLM has registered the model's KV cache with it."""
@@ -38,7 +38,7 @@ class LmcachePrefetch:
         count = keys.chunk_chain.index(asked[-1]) + 1
         try:
             told = await LmcacheServer(self._session, server.url).prefetch(keys, count, *found)
-        except AgentRefused as refusal:
+        except AgentRefusedError as refusal:
             if refusal.status != _NOT_READY:
                 raise
             self._coordinator.counts["not_ready"] += 1

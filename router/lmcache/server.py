@@ -11,7 +11,6 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from cacheengine.wire import UNREADABLE
 from router.lmcache.wire import (
     DeletedTold,
     ObjectKey,
@@ -20,7 +19,8 @@ from router.lmcache.wire import (
     ServerStatus,
 )
 from router.residency import PromptKeys
-from router.staging import AgentError, AgentRefused, AgentTimeout
+from router.staging import AgentError, AgentRefusedError, AgentTimeoutError
+from warmroute_common.agent_protocol import UNREADABLE
 
 _CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 5.0
@@ -87,10 +87,10 @@ class LmcacheServer:
         *,
         answer_s: float = _ANSWER_S,
     ) -> _T:
-        """Return an answer, which is to be a ``kind``; raise `AgentRefused` for a refusal."""
+        """Return an answer, which is to be a ``kind``; raise `AgentRefusedError` for a refusal."""
         status, answer = await self.call(method, path, body, answer_s=answer_s)
         if status not in (200, 202):
-            raise AgentRefused(f"{self.base_url}{path}", status, _said(answer))
+            raise AgentRefusedError(f"{self.base_url}{path}", status, _said(answer))
         try:
             return msgspec.json.decode(answer, type=kind)
         except UNREADABLE as error:
@@ -112,7 +112,7 @@ class LmcacheServer:
                 return response.status, await response.read()
         except TimeoutError:
             text = f"{self.base_url}{path}: no answer within {answer_s:g} s"
-            raise AgentTimeout(text) from None
+            raise AgentTimeoutError(text) from None
         except (aiohttp.ClientError, OSError) as error:
             raise AgentError(f"{self.base_url}{path}: {error or type(error).__name__}") from error
 

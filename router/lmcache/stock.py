@@ -12,7 +12,6 @@ from typing import Final
 
 import aiohttp
 
-from router.config import Overloaded
 from router.fleet import Fleet
 from router.lmcache.coordinator import Coordinator
 from router.lmcache.coordinator.records import Held, Place, shared_owner
@@ -20,7 +19,8 @@ from router.lmcache.server import LmcacheServer, prompt_fields
 from router.lmcache.wire import LookedUp, MemberList
 from router.residency import PromptKeyring, PromptKeys
 from router.staging import AgentError
-from router.tasks import end_all
+from warmroute_common.api_errors import OverloadedError
+from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.lmcache")
 
@@ -113,7 +113,7 @@ class StockCoordinator:
         for each in listed.instances:
             try:
                 members.register(each.instance_id, each, now_s, time.time())
-            except Overloaded:
+            except OverloadedError:
                 self._coordinator.counts["refused"] += 1
         if known != {each.instance_id for each in members.all()}:
             self._members_changed()

@@ -25,8 +25,8 @@ from router.lmcache.members import server_urls
 from router.lmcache.server import LmcacheServer
 from router.lmcache.ties import Server
 from router.residency import LMCACHE_HASH
-from router.staging import AgentError, AgentTimeout
-from router.tasks import all_set, end_all
+from router.staging import AgentError, AgentTimeoutError
+from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.lmcache")
 
@@ -183,7 +183,7 @@ class ServerWatch:
                 else:
                     await asked.health()
                     found = known
-        except (AgentTimeout, TimeoutError):
+        except (AgentTimeoutError, TimeoutError):
             # Under load it may be slow: a process that has ended refuses at once.
             watched.misses += 1
             if known is not None and watched.misses < _MAX_MISSES:

@@ -15,7 +15,7 @@ from typing import Final
 
 from router.config import ReplicaConfig, server_key
 from router.fleet import Fleet, Replica, State
-from router.tasks import all_set, end_all
+from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.membership")
 

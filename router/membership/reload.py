@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from router.config import ConfigError, RouterConfig, describe
-from router.tasks import end_all
+from router.config import RouterConfig
+from warmroute_common.config_error import ConfigError, describe
+from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.membership")
 

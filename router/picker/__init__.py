@@ -24,6 +24,9 @@ Needs the extra ``gateway``. Called by `router.serve`. Imports config, envoy, ht
 fleet, record, proxy and tasks.
 """
 
-from router.picker.server import CannotListen, Picker
+from router.picker.server import CannotListenError, Picker
 
-__all__ = ["CannotListen", "Picker"]
+__all__ = [
+    "CannotListenError",
+    "Picker",
+]

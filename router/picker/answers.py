@@ -17,7 +17,7 @@ from router.config import host_port
 from router.envoy import ASKED_METADATA, ENVELOPE, EXCHANGE, FIRST_BYTE_US, KIND, OWN_METADATA
 from router.picker.words import Message, metadata_of
 from router.record import Outcome
-from router.tasks import end_all
+from warmroute_common.tasks import end_all
 
 _US: Final = 1e-6
 _NS: Final = 1e-9

@@ -13,12 +13,12 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from router.envoy import DESTINATION, EXCHANGE, HINT, MAX_RETRIES, REPLICAS, STATUS, SUBSET
-from router.http import BODIES, Bodies, errors_answered, read_body
 from router.picker.answers import Told
 from router.picker.endpoints import Endpoints
 from router.picker.exchange import Exchange, Picked
 from router.picker.words import listed
 from router.proxy import Judge
+from warmroute_common.http import BODIES, Bodies, errors_answered, read_body
 
 _SILENT_S: Final = 5.0
 """Envoy's log tells of each request every second. One of which it tells nothing for so long is

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from typing import Final
 from urllib.parse import urlsplit
 
-from router.config import describe, host_port
+from router.config import host_port
 from router.fleet import Fleet, Replica
-from router.tasks import all_set, end_all
+from warmroute_common.config_error import describe
+from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.picker")
 

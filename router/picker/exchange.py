@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
 
-from router.config import PROMPTED, ApiError, NoReplica
+from router.config import PROMPTED
 from router.fleet import Decision, Reason, Replica, Ticket
 from router.picker.answers import Told
 from router.picker.endpoints import Endpoints
@@ -26,6 +26,7 @@ from router.proxy import (
 )
 from router.record import Cause, Outcome, RequestRecord, answer_headers, trace_context
 from router.residency import PromptKeyring
+from warmroute_common.api_errors import ApiError, NoReplicaError
 
 _HEALTH: Final = "/health"
 """Asked of a gateway, it tells whether a request gets through to a replica."""
@@ -103,7 +104,7 @@ class Exchange:
         keyring = await self._judge.read(asked, self.record)
         among = self._endpoints.eligible(self._named)
         if among is not None and not among:
-            raise NoReplica("none of the endpoints that the gateway names is a replica's")
+            raise NoReplicaError("none of the endpoints that the gateway names is a replica's")
         admitted = await self._judge.admit(
             asked, keyring, self.record, among=among, sees_tokens=self._sees_tokens
         )

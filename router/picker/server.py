@@ -14,15 +14,16 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
 )
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from router.config import PickerConfig, TlsConfig, describe, host_port, server_context
+from router.config import PickerConfig, TlsConfig, host_port, server_context
 from router.fleet import State
-from router.http import Site
 from router.picker.answers import AnswersLog
 from router.picker.asks import Asks
 from router.picker.endpoints import Endpoints
 from router.picker.service import Processor
 from router.proxy import Judge
-from router.tasks import end_all
+from warmroute_common.config_error import describe
+from warmroute_common.http import Site
+from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.picker")
 
@@ -33,7 +34,7 @@ _OVERHEAD_BYTES: Final = 1 << 20
 """Of a message beside the body in it."""
 
 
-class CannotListen(OSError):  # noqa: N818  (what happened, in words for a person)
+class CannotListenError(OSError):
     """A port cannot be listened on; ``key`` is its name in the configuration."""
 
     def __init__(self, key: str, message: str) -> None:
@@ -66,7 +67,7 @@ class Picker:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> int:
-        """Listen; return gRPC's port. Raises `CannotListen`."""
+        """Listen; return gRPC's port. Raises `CannotListenError`."""
         await self._endpoints.start()
         add_ExternalProcessorServicer_to_server(self._processor, self._server)
         add_AccessLogServiceServicer_to_server(self._answers, self._server)
@@ -116,7 +117,7 @@ class Picker:
             pair = await asyncio.to_thread(lambda: tuple(each.read_bytes() for each in files))
             return int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
         except RuntimeError as error:  # all that gRPC raises, and it says why
-            raise CannotListen("picker.port", str(error)) from None
+            raise CannotListenError("picker.port", str(error)) from None
 
     async def _listen_to_envoy(self) -> None:
         config, timeouts = self._settings, self._judge.config.timeouts
@@ -134,7 +135,7 @@ class Picker:
         try:
             await site.start()
         except OSError as error:
-            raise CannotListen("picker.envoy_port", describe(error)) from None
+            raise CannotListenError("picker.envoy_port", describe(error)) from None
 
     async def _keep_telling(self) -> None:
         while True:

@@ -5,14 +5,14 @@ from typing import Any
 
 from grpc import StatusCode
 
-from router.config import ApiError, TooLarge
-from router.http import defect
 from router.picker import words
 from router.picker.endpoints import Endpoints
 from router.picker.exchange import Exchange
 from router.picker.stream import Stream
 from router.picker.words import Message
 from router.proxy import Judge
+from warmroute_common.api_errors import ApiError, TooLargeError
+from warmroute_common.http import defect
 
 
 class Processor:
@@ -95,7 +95,9 @@ class _Conversation:
             parts.append(words.same_body("request_body", message.request_body))
             left_bytes -= len(message.request_body.body)
             if left_bytes < 0:
-                raise TooLarge("the body is too large (max_body_bytes in the router's settings)")
+                raise TooLargeError(
+                    "the body is too large (max_body_bytes in the router's settings)"
+                )
             is_last = message.request_body.end_of_stream
         await self._send_on("request_headers", words.whole_body(parts))
         for each in parts:

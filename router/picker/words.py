@@ -11,9 +11,9 @@ from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 
-from router.config import ApiError
 from router.envoy import DESTINATION, LB_METADATA, SERVED, SUBSET, SUBSET_METADATA
-from router.http import error_body
+from warmroute_common.api_errors import ApiError
+from warmroute_common.http import error_body
 
 Message = Any
 """The generated classes have no types."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from router.prompt.media import source_url
-from router.prompt.messages import BILLING_HEADER, Unsupported, checked, supported
+from router.prompt.messages import BILLING_HEADER, UnsupportedInputError, checked, supported
 from router.prompt.templates import Message
 
 
@@ -135,7 +135,7 @@ def _convert(message: Message) -> list[Message]:
             case _ToolResult() if role == "user":
                 results += _result(block)
             case _ToolResult():
-                raise Unsupported("a tool's result that is not the user's")
+                raise UnsupportedInputError("a tool's result that is not the user's")
     return results + _with_content(role, parts, thoughts, calls)
 
 

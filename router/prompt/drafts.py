@@ -17,14 +17,14 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from router.config import BadRequest
 from router.prompt import media
 from router.prompt.inputs import Body, ChatInput, PromptInput, TextInput, Truncation, read_input
-from router.prompt.messages import Unsupported
+from router.prompt.messages import UnsupportedInputError
 from router.prompt.messages import conversation as converse
 from router.prompt.prompt import Prompt
-from router.prompt.templates import ChatTemplate, Message, TemplateRefused, compiled
+from router.prompt.templates import ChatTemplate, Message, TemplateRefusedError, compiled
 from router.prompt.tokenizer import CutText, Encoder, Loaded, Memo, Piece, Trust
+from warmroute_common.api_errors import BadRequestError
 
 # So many tokens right before a medium are not relied on: they could be other ones
 # together with what the model's processor puts there (Gemma 3 joins newlines).
@@ -83,7 +83,7 @@ class Drafter:
         return self._templates.get("default")
 
     def draft(self, endpoint: str, body: Body, trust_in: Callable[[PromptInput], Trust]) -> Draft:
-        """Return the prompt of a request to ``endpoint``; raise `BadRequest` for wrong types.
+        """Return the prompt of a request to ``endpoint``; raise `BadRequestError` for wrong types.
 
         ``trust_in`` says how far the tokens of an input are trusted.
         """
@@ -94,7 +94,7 @@ class Drafter:
             if isinstance(given, ChatInput):
                 messages = given.messages
             draft = self._draft(given, trust_in(given))
-        except Unsupported as reason:
+        except UnsupportedInputError as reason:
             draft = self._of_text(_stand_in(body), str(reason))
         model = body.get("model")
 
@@ -115,7 +115,7 @@ class Drafter:
                 return self._of_ids(given, given.prompt)
             return self._of_known_text(given.prompt, given, trust)
         if self._model is None:
-            raise Unsupported("there is no tokenizer")
+            raise UnsupportedInputError("there is no tokenizer")
         shown = media.show_as_text(given.messages)
         if shown.modality_of:
             return self._with_media(self._model, given, trust, shown)
@@ -128,14 +128,14 @@ class Drafter:
         """Return the prompt's text, and the conversation that the template got."""
         template = self.template(given.tools is not None)
         if template is None:
-            raise Unsupported("the model has no chat template")
+            raise UnsupportedInputError("the model has no chat template")
         if conversation is None:
             conversation = converse(given.messages, template.content_format, given.dialect)
         variables = {**model.files.special_tokens, **given.variables}
         try:
             text = template.render(conversation, tools=given.tools, variables=variables)
-        except TemplateRefused as error:
-            raise Unsupported(str(error)) from error
+        except TemplateRefusedError as error:
+            raise UnsupportedInputError(str(error)) from error
         return text, conversation
 
     def _of_text(self, text: str, doubt: str) -> Draft:
@@ -232,10 +232,10 @@ def _refuted(model: _Model) -> str:
 
 
 def _cache_salt(body: Body) -> str | None:
-    """Return what keeps a tenant's prompts apart, or None; raise `BadRequest` for no string."""
+    """Return what keeps a tenant's prompts apart, or None; raise `BadRequestError` for no string."""
     salt = body.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
-        raise BadRequest("'cache_salt' must be a string that is not empty", param="cache_salt")
+        raise BadRequestError("'cache_salt' must be a string that is not empty", param="cache_salt")
     return salt
 
 
@@ -265,7 +265,7 @@ def _cut(encoder: Encoder, text: str, given: PromptInput) -> CutText:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Unsupported(f"the text is not Unicode ({error})") from error
+        raise UnsupportedInputError(f"the text is not Unicode ({error})") from error
     return encoder.cut(text, add_special_tokens=given.add_special_tokens)
 
 

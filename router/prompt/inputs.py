@@ -11,18 +11,18 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
-from router.config import BadRequest
 from router.prompt import anthropic, responses
 from router.prompt.messages import (
     CHAT,
     RESPONSES,
     Dialect,
-    Unsupported,
+    UnsupportedInputError,
     chat_tools,
     check_messages,
     checked,
 )
 from router.prompt.templates import ChatTemplate, Message
+from warmroute_common.api_errors import BadRequestError
 
 Body = Mapping[str, Any]
 
@@ -81,7 +81,7 @@ TemplateFor = Callable[[bool], ChatTemplate | None]
 
 
 def read_input(endpoint: str, body: Body, template_for: TemplateFor) -> PromptInput:
-    """Return what ``body`` asks for; raise `BadRequest` for wrong types, or `Unsupported`."""
+    """Return what ``body`` asks for; raise `BadRequestError` for wrong types, or `UnsupportedInputError`."""
     match endpoint:
         case "/v1/chat/completions":
             return _chat(body)
@@ -95,7 +95,7 @@ def read_input(endpoint: str, body: Body, template_for: TemplateFor) -> PromptIn
             return _messages(body, template_for)
         case "/tokenize":
             return _tokenize(body)
-    raise Unsupported(f"no prompt is read from {endpoint}")
+    raise UnsupportedInputError(f"no prompt is read from {endpoint}")
 
 
 def _chat(body: Body) -> ChatInput:
@@ -107,11 +107,11 @@ def _chat_input(
     body: Body, messages: Sequence[Message], tools: list[dict[str, Any]] | None
 ) -> ChatInput:
     if body.get("chat_template") is not None:
-        raise Unsupported("a chat template of the request's own")
+        raise UnsupportedInputError("a chat template of the request's own")
     _refuse_given_tokens(body)
     own = _typed(body, "chat_template_kwargs", dict[str, Any]) or {}
     if reserved := _NOT_VARIABLES & own.keys():
-        raise Unsupported(f"chat_template_kwargs has {sorted(reserved)}")
+        raise UnsupportedInputError(f"chat_template_kwargs has {sorted(reserved)}")
     effort = _typed(body, "reasoning_effort", str)
     said = {
         "add_generation_prompt": _flag(body, "add_generation_prompt", True),
@@ -152,17 +152,17 @@ def _tokenize(body: Body) -> PromptInput:
 
 def _completion(body: Body) -> TextInput:
     if body.get("prompt_embeds") is not None or body.get("suffix") is not None:
-        raise Unsupported("a prompt with embeddings or a suffix")
+        raise UnsupportedInputError("a prompt with embeddings or a suffix")
     _refuse_given_tokens(body)
     return _text_input(body, "prompt")
 
 
 def _embedding(body: Body) -> PromptInput:
     if body.get("padding") is not None:
-        raise Unsupported("padding")
+        raise UnsupportedInputError("padding")
     given, chats = _first(body.get("input")), _first(body.get("messages"))
     if isinstance(given, dict) or isinstance(_first(given), dict) or isinstance(chats, list):
-        raise Unsupported("several conversations, or one in the field for texts")
+        raise UnsupportedInputError("several conversations, or one in the field for texts")
     if "messages" not in body or "input" in body:
         return _text_input(body, "input")
     chat = {"add_generation_prompt": False, **_only(body, _EMBEDDED)}
@@ -175,9 +175,9 @@ def _first(value: object) -> object:
 
 def _responses(body: Body) -> ChatInput:
     if body.get("previous_response_id") is not None:
-        raise Unsupported("what a previous response said is known only to its replica")
+        raise UnsupportedInputError("what a previous response said is known only to its replica")
     if body.get("previous_input_messages") is not None:
-        raise Unsupported("previous_input_messages")
+        raise UnsupportedInputError("previous_input_messages")
     goes_on = responses.continues(body.get("input"))
     reasoning = _typed(body, "reasoning", dict[str, Any]) or {}
     chat = _only(body, _ANSWERED) | {
@@ -199,7 +199,7 @@ def _messages(body: Body, template_for: TemplateFor) -> ChatInput:
     made = _chat_input(chat, chat["messages"], chat_tools(chat.get("tools")))
     used = frozenset[str]().union(*(one.variables for one in templates if one))
     if anthropic.disables_thinking(body) and used & {"reasoning_effort", "enable_thinking"}:
-        raise Unsupported("how the replica turns thinking off is its own setting")
+        raise UnsupportedInputError("how the replica turns thinking off is its own setting")
     return made
 
 
@@ -221,15 +221,15 @@ def _text_or_tokens(prompt: object, name: str) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list) or not prompt:
-        raise BadRequest(
+        raise BadRequestError(
             f"'{name}' must be a string, a list of token ids, or a list of those", param=name
         )
     # Exact types: True is an int to isinstance, and 70,000 checks must be quick.
     kinds = set(map(type, prompt))
     if kinds != {int} and kinds <= {int, bool, float}:
-        raise Unsupported("token ids that are no whole numbers")
+        raise UnsupportedInputError("token ids that are no whole numbers")
     if kinds != {int} or min(prompt) < 0 or max(prompt) > 0x7FFF_FFFF:
-        raise BadRequest(f"'{name}' holds something that is no token id", param=name)
+        raise BadRequestError(f"'{name}' holds something that is no token id", param=name)
     return prompt
 
 
@@ -246,7 +246,7 @@ def _with_reasoning(message: Message) -> Message:
 def _refuse_given_tokens(body: Body) -> None:
     transfer = body.get("kv_transfer_params")
     if isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None:
-        raise Unsupported("token ids handed over in kv_transfer_params")
+        raise UnsupportedInputError("token ids handed over in kv_transfer_params")
 
 
 def _truncation(body: Body) -> Truncation | None:
@@ -254,7 +254,9 @@ def _truncation(body: Body) -> Truncation | None:
     if tokens is None:
         return None
     if isinstance(tokens, bool | float | str):
-        raise Unsupported(f"truncate_prompt_tokens is {tokens!r}, which a replica may read")
+        raise UnsupportedInputError(
+            f"truncate_prompt_tokens is {tokens!r}, which a replica may read"
+        )
     checked(tokens, Annotated[int, Meta(ge=-1)], "truncate_prompt_tokens")
     side = _typed(body, "truncation_side", Literal["left", "right"])
     return Truncation(tokens=tokens, side=side)
@@ -265,7 +267,9 @@ def _flag(body: Body, name: str, default: bool) -> bool:
     if isinstance(value, bool):
         return value
     if isinstance(value, int | float | str):
-        raise Unsupported(f"'{name}' is {value!r}, which a replica may take for true or false")
+        raise UnsupportedInputError(
+            f"'{name}' is {value!r}, which a replica may take for true or false"
+        )
     return bool(checked(value, bool, name))
 
 

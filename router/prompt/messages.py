@@ -4,7 +4,7 @@ vLLM 0.32 validates a request against typed dictionaries (which puts known keys
 first, in their declared order) and then builds the conversation from it
 (``renderers/chat_utils.py``). Templates can print all of it as JSON, so the
 order of keys is part of the prompt. Whatever is not reproduced here with
-certainty raises `Unsupported`: no tokens are better than wrong ones.
+certainty raises `UnsupportedInputError`: no tokens are better than wrong ones.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from router.config import BadRequest
 from router.prompt.templates import ContentFormat, Message
+from warmroute_common.api_errors import BadRequestError
 
 T = TypeVar("T")
 
@@ -124,12 +124,12 @@ _SHAPES: Final[Mapping[str, type[_Named]]] = {
 }
 
 
-class Unsupported(Exception):  # noqa: N818  (not an error: a fact about the request)
+class UnsupportedInputError(Exception):
     """What the replica makes of this request is not known here; the text says why."""
 
 
 def checked(value: Any, shape: Any, name: str = "") -> Any:
-    """Return ``value`` if it has a shape that every replica asks for, else raise `BadRequest`."""
+    """Return ``value`` if it has a shape that every replica asks for, else raise `BadRequestError`."""
     try:
         msgspec.convert(value, shape)
     except msgspec.ValidationError as error:
@@ -137,16 +137,16 @@ def checked(value: Any, shape: Any, name: str = "") -> Any:
         missing = re.search("missing required field `(.*)`", problem)
         where = name + path.rstrip("`").removesuffix("[...]")
         where = (where + (f".{missing[1]}" if missing else "")).removeprefix(".")
-        raise BadRequest(f"'{where}': {problem}", param=where) from None
+        raise BadRequestError(f"'{where}': {problem}", param=where) from None
     return value
 
 
 def supported(value: Any, shape: type[T], what: str) -> T:
-    """Return ``value`` as a shape whose rendering is known, else raise `Unsupported`."""
+    """Return ``value`` as a shape whose rendering is known, else raise `UnsupportedInputError`."""
     try:
         return msgspec.convert(value, shape)
     except msgspec.ValidationError as error:
-        raise Unsupported(f"{what}: {error}") from None
+        raise UnsupportedInputError(f"{what}: {error}") from None
 
 
 def conversation(
@@ -154,16 +154,16 @@ def conversation(
 ) -> list[Message]:
     """Return the messages as a template with content ``form`` gets them.
 
-    They are checked by `check_messages` before, and not changed. Raises `Unsupported`.
+    They are checked by `check_messages` before, and not changed. Raises `UnsupportedInputError`.
     """
     return [_converse(one, form, dialect, index) for index, one in enumerate(messages)]
 
 
 def check_messages(value: object, name: str = "messages") -> list[Message]:
-    """Return ``value`` if it can be a list of chat messages, else raise `BadRequest`."""
+    """Return ``value`` if it can be a list of chat messages, else raise `BadRequestError`."""
     messages: list[Message] = checked(value, _MESSAGES, name)
     if any(isinstance(one.get("content"), dict) for one in messages):
-        raise Unsupported("content that is an object")  # vLLM goes over its keys
+        raise UnsupportedInputError("content that is an object")  # vLLM goes over its keys
     return messages
 
 
@@ -214,14 +214,14 @@ def _without_billing_header(part: Any) -> Any | None:
 
 
 def _part(part: Any, form: ContentFormat, kinds: Mapping[str, str], index: int) -> Any:
-    """Return a text part as the template gets it; raise `Unsupported` for other kinds."""
+    """Return a text part as the template gets it; raise `UnsupportedInputError` for other kinds."""
     kind = part.get("type") if isinstance(part, dict) else None
     field = kinds.get(kind) if isinstance(kind, str) else None
     if field is None or part.get("uuid") is not None:
-        raise Unsupported(f"a content part of type {kind!r} in message {index}")
+        raise UnsupportedInputError(f"a content part of type {kind!r} in message {index}")
     text = part.get(field)
     if not isinstance(text, str):
-        raise Unsupported(f"a content part without {field} in message {index}")
+        raise UnsupportedInputError(f"a content part without {field} in message {index}")
     if form == "string":
         return text
     extra = {key: value for key, value in part.items() if key not in _DECLARED_PART_FIELDS}

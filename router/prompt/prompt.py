@@ -8,8 +8,8 @@ from typing import Final
 
 import xxhash
 
-from cacheengine.keys import HashScheme, prompt_extra_keys
 from router.prompt.tokenizer import Memo, Piece
+from warmroute_common.keys import HashScheme, prompt_extra_keys
 
 TEXT_PIECE_CHARS: Final = 1024
 """The unit of `Prompt.text_chain`."""

@@ -94,7 +94,7 @@ class PromptReader:
         return cls(load_directory(Path(path)), chat_template=source, memo=memo)
 
     async def read(self, endpoint: str, body: Body, body_bytes: float = inf) -> Prompt:
-        """Return the prompt of a request to ``endpoint``; raise `BadRequest` for wrong types.
+        """Return the prompt of a request to ``endpoint``; raise `BadRequestError` for wrong types.
 
         What takes long is done in a thread, so that the loop goes on. ``body_bytes`` is the
         body's length, where it is known.

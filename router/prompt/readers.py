@@ -17,9 +17,10 @@ from typing import Final
 
 import aiohttp
 
-from router.config import ConfigError, TokenizerConfig
+from router.config import TokenizerConfig
 from router.prompt.reader import PromptReader
 from router.prompt.tokenizer import Memo
+from warmroute_common.config_error import ConfigError
 
 log = logging.getLogger("warmroute.tokenizer")
 

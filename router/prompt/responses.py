@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from router.prompt.messages import (
     Function,
-    Unsupported,
+    UnsupportedInputError,
     check_messages,
     checked,
     function_tool,
@@ -52,12 +52,12 @@ class _Reasoning(Struct):
 
 
 def messages(value: object, instructions: str | None) -> list[Message]:
-    """Return the conversation; raise `BadRequest` or `Unsupported`."""
+    """Return the conversation; raise `BadRequestError` or `UnsupportedInputError`."""
     made: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(value, str):
         return [*made, {"role": "user", "content": value}]
     if isinstance(value, dict):
-        raise Unsupported("input that is an object")
+        raise UnsupportedInputError("input that is an object")
     items: list[Message] = []
     for item in checked(value, str | list[dict[str, Any]], "input"):
         _append(items, item)
@@ -79,7 +79,7 @@ def tools(value: object) -> list[dict[str, Any]] | None:
     given: list[dict[str, Any]] = checked(value, list[dict[str, Any]] | None, "tools") or []
     for tool in given:
         if tool.get("type") in ("custom", "namespace"):
-            raise Unsupported(f"a tool of type {tool['type']!r}")
+            raise UnsupportedInputError(f"a tool of type {tool['type']!r}")
     functions = [tool for tool in given if tool.get("type") == "function"]
     made = [function_tool(supported(tool, Function, "a function tool")) for tool in functions]
     return made if given else None
@@ -111,7 +111,7 @@ def _append(items: list[Message], item: Message) -> None:
     elif isinstance(item.get("role"), str) and kind in (None, "message"):
         items.append(check_messages([item], "input")[0])
     else:
-        raise Unsupported(f"an input item of type {kind!r}")
+        raise UnsupportedInputError(f"an input item of type {kind!r}")
 
 
 def _join(items: list[Message], answer: Message | None, field: str, text: str) -> None:

@@ -21,8 +21,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from router.config import ConfigError
 from router.prompt.content_format import walks_content
+from warmroute_common.config_error import ConfigError
 
 ContentFormat = Literal["string", "openai"]
 Message = dict[str, Any]
@@ -32,7 +32,7 @@ Message = dict[str, Any]
 _CONTINUE_HERE: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
-class TemplateRefused(Exception):  # noqa: N818  (what happened, as in router.errors)
+class TemplateRefusedError(Exception):
     """The template, or the rules around it, refuse this conversation."""
 
 
@@ -90,7 +90,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any],
     ) -> str:
-        """Return the prompt's text; raise `TemplateRefused` where there is none.
+        """Return the prompt's text; raise `TemplateRefusedError` where there is none.
 
         ``conversation`` is what `router.prompt.messages` makes; it is not changed.
         ``variables`` are special tokens, the request's chat_template_kwargs and its fields that
@@ -99,9 +99,9 @@ class ChatTemplate:
         given = {"documents": None, "add_generation_prompt": False, **variables}
         continued: bool | str = given.pop("continue_final_message", False)
         if not conversation:
-            raise TemplateRefused("there are no messages")
+            raise TemplateRefusedError("there are no messages")
         if continued and given["add_generation_prompt"]:
-            raise TemplateRefused("continue_final_message excludes add_generation_prompt")
+            raise TemplateRefusedError("continue_final_message excludes add_generation_prompt")
         messages = self._with_roles_it_knows(conversation)
         final = ""
         if continued:
@@ -112,7 +112,7 @@ class ChatTemplate:
         except Exception as error:
             # A template is a program of the model's author: whatever it raises
             # means that it does not render this conversation.
-            raise TemplateRefused(f"the chat template fails: {error}") from error
+            raise TemplateRefusedError(f"the chat template fails: {error}") from error
         return _cut_at_mark(text, final) if continued else text
 
     def _with_roles_it_knows(self, conversation: Sequence[Message]) -> list[Message]:
@@ -125,14 +125,14 @@ class ChatTemplate:
         last = dict(messages[-1])
         content = last.get(field)
         if content is None or field not in self.source:
-            raise TemplateRefused(f"the last message has no {field} that could be continued")
+            raise TemplateRefusedError(f"the last message has no {field} that could be continued")
         final = content
         if isinstance(content, str):
             last[field] = content + _CONTINUE_HERE
         else:
             at = max((at for at, part in enumerate(content) if "text" in part), default=None)
             if at is None:
-                raise TemplateRefused("the last message has no text that could be continued")
+                raise TemplateRefusedError("the last message has no text that could be continued")
             final = content[at]["text"]
             marked = {**content[at], "text": final + _CONTINUE_HERE}
             last[field] = [*content[:at], marked, *content[at + 1 :]]
@@ -157,7 +157,7 @@ class ChatTemplate:
 def _cut_at_mark(text: str, final: str) -> str:
     mark = _CONTINUE_HERE.strip()
     if final.strip() not in text or mark not in text:
-        raise TemplateRefused("the chat template drops the message that should be continued")
+        raise TemplateRefusedError("the chat template drops the message that should be continued")
     end = text.rindex(mark)
     kept = text[:end]
     if text.startswith(_CONTINUE_HERE, end):
@@ -185,7 +185,7 @@ def _plain_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not all("text" in part for part in content):
-        raise TemplateRefused("a system message that is merged with others has a medium")
+        raise TemplateRefusedError("a system message that is merged with others has a medium")
     return "\n".join(part["text"] for part in content)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from router.fleet import Fleet, Replica, State
-from router.proxy.upstream import TryFailed, Wait
+from router.proxy.upstream import AttemptFailedError, Wait
 from router.record import Cause
 
 
@@ -50,7 +50,9 @@ class Waits:
         hung = self._hung(replica.id)
 
         def note_hung(_: object) -> None:
-            wait.give_up(TryFailed(Cause.HUNG, "the LMCache server that it waits for has ended"))
+            wait.give_up(
+                AttemptFailedError(Cause.HUNG, "the LMCache server that it waits for has ended")
+            )
 
         self._waits.add(waiting)
         if hung is not None:
@@ -73,7 +75,7 @@ class Waits:
     def _look_at(self, waiting: _Movable) -> None:
         replica = waiting.replica
         if replica.is_silent and self._has_another(waiting):
-            waiting.wait.give_up(TryFailed(Cause.SILENT, replica.why_down))
+            waiting.wait.give_up(AttemptFailedError(Cause.SILENT, replica.why_down))
 
     def _has_another(self, waiting: _Movable) -> bool:
         return any(

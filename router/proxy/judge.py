@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from router.admission import Admission, Admitted
-from router.config import ApiError, BadRequest, RateLimited, RouterConfig
+from router.config import RouterConfig
 from router.fleet import Decision, Fleet, Ticket
 from router.latency import Promised
 from router.prompt import Prompt, PromptSource
@@ -24,6 +24,7 @@ from router.proxy.usage import NO_USAGE, Usage
 from router.record import Cause, FailedTry, Outcome, RequestRecord
 from router.residency import PromptKeyring
 from router.staging import Preparation, Preparer
+from warmroute_common.api_errors import ApiError, BadRequestError, RateLimitedError
 
 log = logging.getLogger("warmroute.replicas")
 
@@ -83,7 +84,7 @@ class Judge:
         except ApiError as error:
             record.status = error.status
             record.end(Outcome.REFUSED, error=error.logged)
-            if isinstance(error, RateLimited):
+            if isinstance(error, RateLimitedError):
                 record.rejected = error.cause
             raise
         except (asyncio.CancelledError, ConnectionResetError):
@@ -275,7 +276,7 @@ class Judge:
         try:
             return await reader.read(asked.endpoint, dict(asked.fields), len(asked.body))
         except RecursionError:  # orjson reads values that are nested deeper than templates may walk
-            raise BadRequest("the body's values are nested too deeply") from None
+            raise BadRequestError("the body's values are nested too deeply") from None
 
     def _placing(self, asked: Asked, keyring: PromptKeyring) -> Callable[..., Decision]:
         return partial(

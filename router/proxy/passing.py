@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import orjson
 
-from router.config import PROMPTED, NotFound, NotSupported
+from router.config import PROMPTED
 from router.proxy.request import Asked, named_session, renamed
+from warmroute_common.api_errors import NotFoundError, NotSupportedError
 
 METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -48,7 +49,7 @@ _MODEL_PART: Final = re.compile(
 def check_passes(
     method: str, path: str, headers: Mapping[str, str], allowed: Sequence[str]
 ) -> None:
-    """Raise `NotFound` for what replicas are not asked, `NotSupported` for a WebSocket.
+    """Raise `NotFoundError` for what replicas are not asked, `NotSupportedError` for a WebSocket.
 
     ``path`` is decoded. ``allowed`` are paths that pass beside those of vLLM's APIs; a ``*`` at
     the end stands for any.
@@ -57,12 +58,12 @@ def check_passes(
     plain = not any(each in ("", ".", "..") for each in path[1:].split("/"))
     by_default = path not in _ADMIN and _matches(path, _PASSED)
     if not plain or not (by_default or _matches(path, allowed)):
-        raise NotFound(
+        raise NotFoundError(
             f"the router passes no {method} {path} to replicas; where clients may reach "
             "it there, its operator allows it with 'passthrough' in the router's configuration"
         )
     if headers.get("upgrade", "").lower() == "websocket":
-        raise NotSupported(f"the router has no WebSockets, which {path} was asked for")
+        raise NotSupportedError(f"the router has no WebSockets, which {path} was asked for")
 
 
 def passed(

@@ -12,9 +12,8 @@ import aiohttp
 from aiohttp import web
 
 from router.access import GRANT
-from router.config import PROMPTED, NoReplica, UpstreamFailed, UpstreamTimeout
+from router.config import PROMPTED
 from router.fleet import Replica, Ticket
-from router.http import read_body, release_body
 from router.proxy.hanging import Waits
 from router.proxy.headers import forwarded_headers
 from router.proxy.judge import Judge
@@ -22,10 +21,12 @@ from router.proxy.passing import keeps, label, passed
 from router.proxy.relay import relay
 from router.proxy.request import Asked, parse
 from router.proxy.retries import Retries
-from router.proxy.upstream import Answer, TryFailed, Upstream, Wait
+from router.proxy.upstream import Answer, AttemptFailedError, Upstream, Wait
 from router.proxy.usage import UsageReader
 from router.record import Cause, FailedTry, Outcome, RequestRecord, trace_context
 from router.residency import PromptKeyring
+from warmroute_common.api_errors import NoReplicaError, UpstreamFailedError, UpstreamTimeoutError
+from warmroute_common.http import read_body, release_body
 
 _Begun = tuple[Answer, Ticket]
 """A replica's answer that has begun, and what is to be given back at its end."""
@@ -130,11 +131,11 @@ class Proxy:
                     return await self._try(request, asked, keyring, record)
                 async with self._retrying(asked, record):
                     return await self._try(request, asked, keyring, record, forgiven=forgiven)
-            except TryFailed as failure:
+            except AttemptFailedError as failure:
                 refusal = failure.answer
                 if not self._goes_on(asked, record):
                     break
-            except NoReplica:
+            except NoReplicaError:
                 if not record.failed_tries:
                     raise
                 if not await self._is_patient(asked, record, forgiven):
@@ -144,13 +145,13 @@ class Proxy:
 
     @asynccontextmanager
     async def _retrying(self, asked: Asked, record: RequestRecord) -> AsyncIterator[None]:
-        """Wait for the turn of a retry; raise `NoReplica` if it does not come in time."""
+        """Wait for the turn of a retry; raise `NoReplicaError` if it does not come in time."""
         began_s = time.monotonic()
         longest_s = min(asked.max_wait_s, self._config.admission.max_wait_s)
         has_turn = await self._retries.enter(len(self._counted(record)), longest_s)
         record.waited_to_retry(began_s)
         if not has_turn:
-            raise NoReplica("too many requests are being tried again")
+            raise NoReplicaError("too many requests are being tried again")
         try:
             yield
         finally:
@@ -208,7 +209,7 @@ class Proxy:
     ) -> _Begun:
         """Send the request to one replica; return its answer once it has begun.
 
-        Raises `TryFailed` where another replica may be asked. ``forgiven``: see `Judge.admit`.
+        Raises `AttemptFailedError` where another replica may be asked. ``forgiven``: see `Judge.admit`.
         """
         admitted = await self._judge.admit(asked, keyring, record, forgiven=forgiven)
         # In flight from here on, not from after the prefetch: a burst of the same prompt that
@@ -232,7 +233,7 @@ class Proxy:
                     wait=wait,
                     seeks=asked.seeks and self._judge.bound_to(asked) is None,
                 )
-        except TryFailed as failure:
+        except AttemptFailedError as failure:
             self._judge.failed(
                 ticket, record, failure.cause, failure.detail, retry_after_s=failure.retry_after_s
             )
@@ -267,9 +268,9 @@ class Proxy:
         match record.failed_tries[-1].cause:
             case Cause.CONNECT:
                 retry_after_s = max(1, ceil(self._config.timeouts.health_interval_s))
-                raise NoReplica(
+                raise NoReplicaError(
                     f"no replica could be reached ({tried})", retry_after_s=retry_after_s
                 )
             case Cause.TIMEOUT:
-                raise UpstreamTimeout(f"no replica began to answer in time ({tried})")
-        raise UpstreamFailed(f"every replica tried broke off before its first byte ({tried})")
+                raise UpstreamTimeoutError(f"no replica began to answer in time ({tried})")
+        raise UpstreamFailedError(f"every replica tried broke off before its first byte ({tried})")

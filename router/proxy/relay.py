@@ -11,13 +11,13 @@ from functools import partial
 
 from aiohttp import web
 
-from router.config import UpstreamFailed
 from router.fleet import Replica
-from router.http import error_body, is_anthropic
 from router.proxy.idle import IdleTimer
-from router.proxy.upstream import Answer, AnswerCut
+from router.proxy.upstream import Answer, AnswerCutError
 from router.proxy.usage import UsageReader
 from router.record import Outcome, RequestRecord, answer_headers
+from warmroute_common.api_errors import UpstreamFailedError
+from warmroute_common.http import error_body, is_anthropic
 
 
 async def relay(
@@ -53,7 +53,7 @@ async def relay(
                     last = chunk
                     idle.is_writing = False
                     idle.moved_s = time.monotonic()
-    except AnswerCut as cut:
+    except AnswerCutError as cut:
         record.end(Outcome.CUT, error=str(cut))
         await _end_cut(request, response, answer, last)
         return response
@@ -77,7 +77,7 @@ async def _end_cut(
         if request.transport is not None:
             request.transport.abort()
         return
-    error = UpstreamFailed("the replica's answer broke off; the text so far is incomplete")
+    error = UpstreamFailedError("the replica's answer broke off; the text so far is incomplete")
     # An event cut in half would swallow this one: end it first.
     gap = b"" if last.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
     name = b"event: error\n" if is_anthropic(request.path) else b""

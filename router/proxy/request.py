@@ -10,7 +10,8 @@ from typing import Any, Final
 import orjson
 import xxhash
 
-from router.config import MAX_WAIT_HEADER, BadRequest
+from router.config import MAX_WAIT_HEADER
+from warmroute_common.api_errors import BadRequestError
 
 _SESSION_FIELDS: Final = ("prompt_cache_key", "session_id", "user")
 _LONGEST_SESSION: Final = 128
@@ -50,7 +51,7 @@ def parse(
     session_header: str,
     aliases: Mapping[str, str],
 ) -> Asked:
-    """Check a JSON body and the headers for what routing needs; raise `BadRequest`."""
+    """Check a JSON body and the headers for what routing needs; raise `BadRequestError`."""
     fields = json_object(body)
     model = _text(fields, "model")
     if model is not None and model in aliases:
@@ -68,27 +69,27 @@ def parse(
 
 
 def renamed(fields: dict[str, Any], model: str) -> bytes:
-    """Return the body that asks another model, whose name ``fields`` get; raise `BadRequest`."""
+    """Return the body that asks another model, whose name ``fields`` get; raise `BadRequestError`."""
     fields["model"] = model
     try:
         return orjson.dumps(fields)
     except orjson.JSONEncodeError as error:  # it writes no such depths as it reads
-        raise BadRequest(
+        raise BadRequestError(
             f"the body cannot be written for the model '{model}', which its alias stands for: "
             f"{error}"
         ) from None
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body; raise `BadRequest` for anything else."""
+    """Return the JSON object in a body; raise `BadRequestError` for anything else."""
     if not body:
-        raise BadRequest("the body is empty; send a JSON object", code="invalid_json")
+        raise BadRequestError("the body is empty; send a JSON object", code="invalid_json")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise BadRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise BadRequest(
+        raise BadRequestError(
             f"the body must be a JSON object, not {_json_type(value)}", code="invalid_json"
         )
     return value
@@ -103,14 +104,14 @@ def _max_wait_s(said: str | None) -> float:
     except ValueError:
         seconds = nan
     if not seconds >= 0:
-        raise BadRequest(f"the header {MAX_WAIT_HEADER} must be a number of seconds, like 2.5")
+        raise BadRequestError(f"the header {MAX_WAIT_HEADER} must be a number of seconds, like 2.5")
     return seconds
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str | None:
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
-        raise BadRequest(
+        raise BadRequestError(
             f"'{name}' must be a string, not {_json_type(value)}", param=name, code="invalid_type"
         )
     return value

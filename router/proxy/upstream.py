@@ -1,12 +1,11 @@
 """Sending a request to one replica: connection, headers, first byte, the rest.
 
-aiohttp's exceptions are mapped here, once, to `TryFailed` (nothing of the
-answer has been seen: another replica may be asked) and `AnswerCut` (the answer
+aiohttp's exceptions are mapped here, once, to `AttemptFailedError` (nothing of the
+answer has been seen: another replica may be asked) and `AnswerCutError` (the answer
 had begun). A call that is cancelled closes its connection to the replica, which
 is how the replica learns that its answer is not wanted any more.
 """
 
-# ruff: noqa: N818  (what happened, not "errors" of ours)
 import asyncio
 import io
 import ssl
@@ -19,9 +18,10 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
-from router.config import TimeoutsConfig, describe
+from router.config import TimeoutsConfig
 from router.proxy.headers import kept_headers
 from router.record import Cause
+from warmroute_common.config_error import describe
 
 _SWITCHING_PROTOCOLS: Final = 101
 RETRYABLE: Final = frozenset({502, 503, 504})
@@ -36,7 +36,7 @@ _FAILURE_BODY_BYTES: Final = 64 << 10
 _DEFAULT_TIMEOUT_S: Final = 30.0
 
 
-class TryFailed(Exception):
+class AttemptFailedError(Exception):
     """A replica gave nothing that could be passed on; another may be tried."""
 
     def __init__(self, cause: Cause, detail: str, answer: web.Response | None = None) -> None:
@@ -53,7 +53,7 @@ class TryFailed(Exception):
         return float(said) if said.isascii() and said.isdecimal() else None
 
 
-class AnswerCut(Exception):
+class AnswerCutError(Exception):
     """The replica's answer broke off after it had begun."""
 
 
@@ -61,7 +61,7 @@ class Wait:
     """A request's wait for its answer's first byte, which may be given up before its time."""
 
     def __init__(self) -> None:
-        self.failure: TryFailed | None = None
+        self.failure: AttemptFailedError | None = None
         """Why it was given up."""
         self._bound: asyncio.Timeout | None = None
 
@@ -70,7 +70,7 @@ class Wait:
         self._bound = asyncio.timeout(0.0 if self.failure is not None else seconds)
         return self._bound
 
-    def give_up(self, failure: TryFailed) -> None:
+    def give_up(self, failure: AttemptFailedError) -> None:
         """End it; nothing if it has ended."""
         if self.failure is None:
             self.failure = failure
@@ -101,14 +101,14 @@ class Answer:
         self._first = first
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body's bytes as they come; raise `AnswerCut` if they break off."""
+        """Yield the body's bytes as they come; raise `AnswerCutError` if they break off."""
         if self._first:
             yield self._first
         try:
             async for chunk in self._response.content.iter_any():
                 yield chunk
         except (aiohttp.ClientError, OSError) as error:
-            raise AnswerCut(describe(error)) from error
+            raise AnswerCutError(describe(error)) from error
 
     def cut(self, why: str) -> None:
         """Have `chunks` end as if the replica had broken off."""
@@ -165,7 +165,7 @@ class Upstream:
     ) -> Answer:
         """Send a request; return its answer, to be closed, once its first byte is here.
 
-        ``url`` is sent as it is encoded. Raises `TryFailed` where no answer came, one that is
+        ``url`` is sent as it is encoded. Raises `AttemptFailedError` where no answer came, one that is
         to be retried, or one that says 404 where a replica is sought that does not (``seeks``),
         and where ``wait`` is given up.
         """
@@ -186,7 +186,9 @@ class Upstream:
                 )
                 headers_s = time.monotonic()
                 if response.status == _SWITCHING_PROTOCOLS:
-                    raise TryFailed(Cause.CUT, "switched to a protocol that was not asked for")
+                    raise AttemptFailedError(
+                        Cause.CUT, "switched to a protocol that was not asked for"
+                    )
                 if response.status in RETRYABLE:
                     raise await _refused(response, Cause.STATUS)
                 if seeks and response.status == web.HTTPNotFound.status_code:
@@ -206,31 +208,31 @@ class Upstream:
             sent_s = data.sent_s
         return Answer(response, first, sent_s=sent_s, headers_s=headers_s)
 
-    def _failure(self, error: BaseException, wait: Wait) -> TryFailed | None:
+    def _failure(self, error: BaseException, wait: Wait) -> AttemptFailedError | None:
         """Return what aiohttp's exceptions mean; None for what is no failure of a replica."""
         match error:
             case aiohttp.ConnectionTimeoutError():
-                return TryFailed(Cause.CONNECT, "no connection in time")
+                return AttemptFailedError(Cause.CONNECT, "no connection in time")
             case TimeoutError() if wait.failure is not None:
                 return wait.failure
             case TimeoutError():
                 wait_s = self._timeouts.first_byte_s
-                return TryFailed(Cause.TIMEOUT, f"no first byte within {wait_s} s")
+                return AttemptFailedError(Cause.TIMEOUT, f"no first byte within {wait_s} s")
             case aiohttp.ClientConnectorError():
-                return TryFailed(Cause.CONNECT, describe(error))
+                return AttemptFailedError(Cause.CONNECT, describe(error))
             case aiohttp.ClientError() | OSError():
-                return TryFailed(Cause.CUT, describe(error))
+                return AttemptFailedError(Cause.CUT, describe(error))
         return None
 
 
-async def _refused(response: aiohttp.ClientResponse, cause: Cause) -> TryFailed:
+async def _refused(response: aiohttp.ClientResponse, cause: Cause) -> AttemptFailedError:
     body = bytearray()
     while len(body) < _FAILURE_BODY_BYTES and (chunk := await response.content.readany()):
         body += chunk
     headers = kept_headers(response.headers)
     headers.popall("Content-Length", None)
     answer = web.Response(status=response.status, headers=headers, body=bytes(body))
-    return TryFailed(cause, f"answered {response.status}", answer)
+    return AttemptFailedError(cause, f"answered {response.status}", answer)
 
 
 def client_session(tls: ssl.SSLContext | bool = True) -> aiohttp.ClientSession:

@@ -3,9 +3,10 @@
 import asyncio
 from typing import TYPE_CHECKING, Self
 
-from router.config import ConfigError, RouterConfig, TracingConfig
+from router.config import RouterConfig, TracingConfig
 from router.record.records import RequestRecord
 from router.record.request_log import RequestLog
+from warmroute_common.config_error import ConfigError
 
 if TYPE_CHECKING:
     from router.record.traces import Traces

@@ -8,10 +8,11 @@ import time
 from logging.handlers import WatchedFileHandler
 from typing import Final
 
-from router.config import ConfigError, RequestLogConfig
+from router.config import RequestLogConfig
 from router.record.json_line import json_line
 from router.record.records import Cause, Outcome, RequestRecord
 from router.record.text_line import text_line
+from warmroute_common.config_error import ConfigError
 
 log = logging.getLogger("warmroute.requests")
 

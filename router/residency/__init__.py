@@ -12,7 +12,7 @@ Called by fleet, feeds, staging and lmcache. Imports nothing of the router; no I
 from router.residency.block_hashes import PromptKeyring, PromptKeys, PromptView
 from router.residency.claims import Claim
 from router.residency.kv_events import (
-    BadEvents,
+    BadEventsError,
     BlocksRemoved,
     BlocksStored,
     FirstBlocks,
@@ -37,7 +37,7 @@ from router.residency.tiers import KeyShape, Tier
 __all__ = [
     "LMCACHE_HASH",
     "LOWER_TIERS",
-    "BadEvents",
+    "BadEventsError",
     "BlocksRemoved",
     "BlocksStored",
     "ChunkRun",

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from cacheengine.keys import HashScheme
 from router.residency.lmcache_keys import lmcache_key64
 from router.residency.matches import ChunkRun
 from router.residency.tiers import KeyShape
+from warmroute_common.keys import HashScheme
 
 TEXT_PIECE_CHARS: Final = 1024
 """Length of the pieces in a `PromptView.text_chain`."""

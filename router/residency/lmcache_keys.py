@@ -20,8 +20,8 @@ from typing import Final
 import xxhash
 from blake3 import blake3
 
-from cacheengine.keys import DEFAULT_SEED, KEY64_MASK, HashScheme
 from router.residency.python_hash import hash_of_text
+from warmroute_common.keys import DEFAULT_SEED, KEY64_MASK, HashScheme
 
 LMCACHE_HASH: Final = "blake3"
 """The only ``--hash-algorithm`` of its servers' that is known here."""

@@ -1,6 +1,6 @@
 """What each replica holds, by key, and how much of a prompt that is.
 
-Keys are 64-bit (`cacheengine.keys.key64`): a collision can only cost a wrong guess. Block keys and
+Keys are 64-bit (`warmroute_common.keys.key64`): a collision can only cost a wrong guess. Block keys and
 chunk keys live in one space, since a chunk has the key of its last block; schemes that differ give
 different keys.
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cacheengine.keys import HashScheme
 from router.residency.lmcache_keys import LmcacheKeys
+from warmroute_common.keys import HashScheme
 
 
 class Tier(StrEnum):

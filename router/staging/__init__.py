@@ -10,9 +10,9 @@ Called by proxy, feeds, controller and lmcache. Imports config, fleet and tasks.
 from router.staging.agent_client import (
     AgentClient,
     AgentError,
-    AgentRefused,
-    AgentTimeout,
-    HistoryGone,
+    AgentRefusedError,
+    AgentTimeoutError,
+    HistoryGoneError,
 )
 from router.staging.peer_copy import transfer_address
 from router.staging.stager import Preparation, Preparer
@@ -20,9 +20,9 @@ from router.staging.stager import Preparation, Preparer
 __all__ = [
     "AgentClient",
     "AgentError",
-    "AgentRefused",
-    "AgentTimeout",
-    "HistoryGone",
+    "AgentRefusedError",
+    "AgentTimeoutError",
+    "HistoryGoneError",
     "Preparation",
     "Preparer",
     "transfer_address",

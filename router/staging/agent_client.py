@@ -1,4 +1,4 @@
-"""Talking to a replica's agent (`cacheengine.wire` has the formats).
+"""Talking to a replica's agent (`warmroute_common.agent_protocol` has the formats).
 
 aiohttp's exceptions are mapped here, once, to `AgentError`.
 """
@@ -11,9 +11,7 @@ import aiohttp
 import msgspec
 import orjson
 
-from cacheengine.keys import ALGORITHMS
-from cacheengine.trust import FleetSecret
-from cacheengine.wire import (
+from warmroute_common.agent_protocol import (
     UNREADABLE,
     ClearReply,
     ClearRequest,
@@ -31,7 +29,9 @@ from cacheengine.wire import (
     PrefetchRequest,
     Snapshot,
 )
-from router.config import describe
+from warmroute_common.config_error import describe
+from warmroute_common.fleet_secret import FleetSecret
+from warmroute_common.keys import ALGORITHMS
 
 _CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 10.0
@@ -55,11 +55,11 @@ class AgentError(Exception):
     """An agent could not be reached, or did not answer as an agent does."""
 
 
-class AgentTimeout(AgentError):  # noqa: N818  (what happened, in words)
+class AgentTimeoutError(AgentError):
     """An agent did not answer in time."""
 
 
-class AgentRefused(AgentError):  # noqa: N818  (what happened, in words)
+class AgentRefusedError(AgentError):
     """An agent answered that it will not."""
 
     def __init__(self, where: str, status: int, said: str) -> None:
@@ -69,7 +69,7 @@ class AgentRefused(AgentError):  # noqa: N818  (what happened, in words)
         """Its own words."""
 
 
-class HistoryGone(AgentError):  # noqa: N818  (what happened, in words)
+class HistoryGoneError(AgentError):
     """The events asked for are no longer there, or of another incarnation: take a snapshot."""
 
 
@@ -130,7 +130,7 @@ class AgentClient:
     async def events(self, after: int, incarnation: str, wait_s: float) -> EventBatch:
         """Return what happened after event ``after``; wait up to ``wait_s`` for something to.
 
-        Raises `HistoryGone` when that cannot be told any more.
+        Raises `HistoryGoneError` when that cannot be told any more.
         """
         query = {"after": str(after), "wait_s": str(wait_s), "incarnation": incarnation}
         return await self._ask(
@@ -178,7 +178,7 @@ class AgentClient:
     async def move_status(self, event_id: str, *, wait_s: float = 0.0) -> MoveStatus:
         """Return how a move goes, at its end or after ``wait_s``.
 
-        Raises `AgentRefused` with status 404 when the agent knows no such move.
+        Raises `AgentRefusedError` with status 404 when the agent knows no such move.
         """
         path, query = f"/moves/{quote(event_id, safe='')}", {"wait_s": str(wait_s)}
         return await self._ask(path, MoveStatus, wait_s + _ANSWER_S, query=query)
@@ -224,15 +224,17 @@ class AgentClient:
             ) as response:
                 answer = await _read(response, most_bytes)
         except TimeoutError:
-            raise AgentTimeout(f"{where}: no answer within {timeout_s:g} s") from None
+            raise AgentTimeoutError(f"{where}: no answer within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise AgentError(f"{where}: {describe(error)}") from error
         if response.status == _WANTS_SECRET:
-            raise AgentRefused(where, response.status, f"{_said(answer)} (here: {self._known()})")
+            raise AgentRefusedError(
+                where, response.status, f"{_said(answer)} (here: {self._known()})"
+            )
         if response.status == 410:
-            raise HistoryGone(f"{where}: {_said(answer)}")
+            raise HistoryGoneError(f"{where}: {_said(answer)}")
         if response.status != 200:
-            raise AgentRefused(where, response.status, _said(answer))
+            raise AgentRefusedError(where, response.status, _said(answer))
         return answer
 
     def _headers(self, *, has_body: bool) -> dict[str, str]:

@@ -11,7 +11,7 @@ from router.config import PrefetchConfig
 from router.fleet import Fleet
 from router.staging.agent_client import Agents
 from router.staging.backoff import Backoff
-from router.tasks import end_all
+from warmroute_common.tasks import end_all
 
 
 class Timing(StrEnum):

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 from urllib.parse import urlsplit
 
-from cacheengine.wire import MoveRequest, MoveSource
 from router.config import host_port
 from router.fleet import Decision, KvCopy
-from router.staging.agent_client import AgentError, AgentRefused
+from router.staging.agent_client import AgentError, AgentRefusedError
 from router.staging.errand import Errands, Outcome, Timing
+from warmroute_common.agent_protocol import MoveRequest, MoveSource
 
 log = logging.getLogger("warmroute.copying")
 
@@ -99,7 +99,7 @@ class Copier(Errands[CopyOutcome]):
         failed_id = wanted.source_id
         try:
             outcome = await self._follow(decision, wanted, not_yet)
-        except AgentRefused as refusal:
+        except AgentRefusedError as refusal:
             self._backoff.answered(destination_id)
             if refusal.status != _SOURCE_FAILED:
                 failed_id = destination_id

@@ -5,12 +5,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from cacheengine.wire import PrefetchReply
 from router.config import PrefetchConfig
 from router.fleet import Decision, Fleet, Replica
 from router.staging.agent_client import AgentError, Agents
 from router.staging.backoff import Backoff
 from router.staging.errand import Errands, Outcome, Timing
+from warmroute_common.agent_protocol import PrefetchReply
 
 _ANSWER_SHARE: Final = 0.95
 """Of a request's wait: until then an agent is to answer, so that what it tells comes in time."""

@@ -7,9 +7,18 @@
 Called by the commands. Imports no other room.
 """
 
-from router.terminal.asking import NoAnswer, Refused, answer_of
+from router.terminal.asking import NoAnswerError, Refused, answer_of
 from router.terminal.command import top
 from router.terminal.draining import drain, resume
 from router.terminal.options import ADMIN_KEY, ROUTER
 
-__all__ = ["ADMIN_KEY", "ROUTER", "NoAnswer", "Refused", "answer_of", "drain", "resume", "top"]
+__all__ = [
+    "ADMIN_KEY",
+    "ROUTER",
+    "NoAnswerError",
+    "Refused",
+    "answer_of",
+    "drain",
+    "resume",
+    "top",
+]

@@ -10,7 +10,7 @@ import click
 _WITHIN_S: Final = 30.0
 
 
-class NoAnswer(click.ClickException):
+class NoAnswerError(click.ClickException):
     """The router cannot be asked."""
 
 
@@ -46,7 +46,7 @@ def answer_of(
         raise Refused(_refusal(error)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise NoAnswer(
+        raise NoAnswerError(
             f"no router answers at {url} ({reason}); start one with 'warmroute serve', "
             "or name another with --router"
         ) from None

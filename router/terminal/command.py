@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from router.terminal.asking import NoAnswer, Refused, answer_of
+from router.terminal.asking import NoAnswerError, Refused, answer_of
 from router.terminal.options import ADMIN_KEY, ROUTER
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _watch(console: "Console", url: str, key: str | None, state: dict[str, Any])
                 time.sleep(_EVERY_S)
                 try:
                     state, problem = _state(url, key), None
-                except NoAnswer as error:
+                except NoAnswerError as error:
                     problem = error.message
     except KeyboardInterrupt:
         pass

@@ -10,9 +10,9 @@ from typing import Final
 from aiohttp import web
 
 from router.fleet import Fleet
-from router.http import as_json
 from router.ui.recent import Recent
 from router.ui.state import state
+from warmroute_common.http import as_json
 
 _DIRECTORY: Final = Path(__file__).parent / "static"
 

@@ -1,9 +1,9 @@
 """The event log: numbered, bounded, and honest about what it forgot."""
 
-from cacheengine.keys import key64
 from cacheengine.record import EventLog, KeyEventRecord, to_wire
-from cacheengine.wire import unpack_keys
 from tests.cacheengine.building import keys
+from warmroute_common.agent_protocol import unpack_keys
+from warmroute_common.keys import key64
 
 
 def _log(events: int, history: int = 4) -> EventLog:

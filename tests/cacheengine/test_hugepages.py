@@ -12,7 +12,7 @@ import pytest
 from cacheengine.memory import (
     HUGE_PAGE_BYTES,
     HugePages,
-    HugePagesMissing,
+    HugePagesMissingError,
     check_huge_pages,
     make_huge_file,
 )
@@ -65,9 +65,11 @@ def test_pages_are_had_at_once_and_given_back() -> None:
 
 def test_too_few_pages_are_a_message_that_mends_it() -> None:
     with free_huge_pages(2):
-        with pytest.raises(HugePagesMissing, match=r"5 huge pages .* and 2 are free"):
+        with pytest.raises(HugePagesMissingError, match=r"5 huge pages .* and 2 are free"):
             check_huge_pages(9 << 20)
-        with pytest.raises(HugePagesMissing, match=r"5 huge pages .* and 2 are free") as caught:
+        with pytest.raises(
+            HugePagesMissingError, match=r"5 huge pages .* and 2 are free"
+        ) as caught:
             make_huge_file("a-test", 9 << 20)
         assert counts().available == 2, "nothing is kept of a vain attempt"
         number = re.search(r"vm\.nr_hugepages=(\d+)", str(caught.value))
@@ -90,7 +92,7 @@ def test_pages_promised_to_another_are_not_taken() -> None:
         os.ftruncate(other, 2 * HUGE_PAGE_BYTES)
         mmap.mmap(other, 2 * HUGE_PAGE_BYTES).close()
         assert counts().free - counts().reserved == 1
-        with pytest.raises(HugePagesMissing, match="2 promised to others"):
+        with pytest.raises(HugePagesMissingError, match="2 promised to others"):
             make_huge_file("a-test", 2 * HUGE_PAGE_BYTES)
         os.close(other)
 
@@ -103,7 +105,7 @@ def test_pages_refused_after_the_promise_are_given_back(monkeypatch: pytest.Monk
 
     with free_huge_pages(2):
         monkeypatch.setattr(os, "posix_fallocate", refuse)
-        with pytest.raises(HugePagesMissing, match=r"hugetlb\.2MB\.max"):
+        with pytest.raises(HugePagesMissingError, match=r"hugetlb\.2MB\.max"):
             make_huge_file("a-test", HUGE_PAGE_BYTES)
         assert counts().available == 2
 
@@ -114,7 +116,7 @@ def test_a_kernel_that_cannot_is_said_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     monkeypatch.setattr(HugePages, "counted", lambda: None)
-    with pytest.raises(HugePagesMissing, match="this kernel has no huge pages"):
+    with pytest.raises(HugePagesMissingError, match="this kernel has no huge pages"):
         check_huge_pages(1)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cacheengine.identity import UNCACHED, Adapter, KvVersion, KvVersions
-from cacheengine.keys import HashScheme, key64
+from warmroute_common.keys import HashScheme, key64
 
 KEY = bytes(range(32))
 

@@ -6,9 +6,9 @@ from cacheengine.agent import Agent
 from cacheengine.record import TransferMeter
 from cacheengine.settings.settings import EngineConfig
 from cacheengine.transfer.server import TransferServer
-from cacheengine.trust import FleetSecret
-from cacheengine.wire import ReplicaIdentity
 from tests.cacheengine.building import CHUNK_BYTES, Bench
+from warmroute_common.agent_protocol import ReplicaIdentity
+from warmroute_common.fleet_secret import FleetSecret
 
 
 def identity(name: str) -> ReplicaIdentity:

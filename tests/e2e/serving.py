@@ -22,9 +22,9 @@ from bench.replica.local import (
     taken_ports,
 )
 from bench.replica.tiers import ReplicaTiers, call, wait_until
-from cacheengine.keys import HashScheme, chunk_keys
 from cacheengine.launch.launch import free_ports
-from router.launch.processes import NotReady, ProcessGroup
+from router.launch.processes import ChildNotReadyError, ProcessGroup
+from warmroute_common.keys import HashScheme, chunk_keys
 
 MODEL = "m"
 MAX_MODEL_TOKENS = 4096
@@ -104,7 +104,7 @@ class Replica(ReplicaTiers):
         """Return when it serves; where it does not in time, fail with its log and its stacks."""
         try:
             self._group.wait_ready(self.name, f"{self.url}/health", REPLICA_READY_TIMEOUT_S)
-        except NotReady as error:
+        except ChildNotReadyError as error:
             os.kill(self._pid, signal.SIGABRT)
             time.sleep(2.0)
             raise AssertionError(f"{error}\n{self.log[-8000:]}") from error

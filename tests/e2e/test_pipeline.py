@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.launch.processes import ChildDied, ProcessGroup
+from router.launch.processes import ChildDiedError, ProcessGroup
 from tests.e2e.serving import replica_on_free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -22,7 +22,7 @@ def test_stages_of_different_size_are_refused_at_start(
         stages = ["--pipeline-parallel-size", "2"]
         replica = replica_on_free_ports(group, "unequal", model_dir, tmp_path, vllm_args=stages)
         replica.start()
-        with pytest.raises(ChildDied):
+        with pytest.raises(ChildDiedError):
             replica.wait_ready()
     told = "ValueError: the pipeline stages of this replica keep different amounts of KV"
     assert told in replica.log

@@ -9,10 +9,10 @@ import aiohttp
 import orjson
 import pytest
 
-from cacheengine.simulator.api.vocabulary import text_of
 from router.config import ReplicaConfig
 from router.proxy import parse
 from router.residency import Tier
+from simulator.api.vocabulary import text_of
 from tests.router.conftest import Running, client, run_router
 from tests.router.picker.conftest import Gateway, gateway
 
@@ -29,7 +29,7 @@ Replicas = tuple[ReplicaConfig, ...]
 async def replicas() -> AsyncIterator[Replicas]:
     """Two simulated replicas with real KV events, in a process of their own."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "cacheengine.simulator", "--json", "--replicas", "2", *SIZES),
+        *(sys.executable, "-m", "simulator", "--json", "--replicas", "2", *SIZES),
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from bench.replica.tiers import call, wait_until
-from cacheengine.keys import HashScheme, chunk_keys
-from router.launch.processes import ChildDied, ProcessGroup
+from router.launch.processes import ChildDiedError, ProcessGroup
 from tests.e2e.serving import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -23,6 +22,7 @@ from tests.e2e.serving import (
     start_together,
 )
 from tests.e2e.window_models import hybrid, windowed
+from warmroute_common.keys import HashScheme, chunk_keys
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -100,7 +100,7 @@ def refused(make_replica: MakeReplica, models: tuple[Path, Path]) -> Pair:
     for each in pair:
         each.start()
     for each in pair:
-        with pytest.raises(ChildDied):
+        with pytest.raises(ChildDiedError):
             each.wait_ready()
     return pair
 

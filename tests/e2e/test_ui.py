@@ -60,7 +60,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
         replicas, simulators = [], []
         for name in ("first", "second"):
             simulator = await stack.enter_async_context(
-                process("cacheengine.simulator", "--json", "--replicas", "1", *SIZES, stdout=PIPE)
+                process("simulator", "--json", "--replicas", "1", *SIZES, stdout=PIPE)
             )
             (told,) = json.loads(await line_with(simulator.stdout, b"{"))["replicas"]
             replicas.append(

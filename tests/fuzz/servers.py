@@ -103,7 +103,7 @@ def simulated(directory: Path) -> Iterator[tuple[Server, dict[str, Any]]]:
     }
     words = [word for option in sizes.items() for word in option]
     log = directory / "replicas.log"
-    with running(log, "-m", "cacheengine.simulator", "--json", *words) as server:
+    with running(log, "-m", "simulator", "--json", *words) as server:
         wait_until(lambda: server.process.poll() is not None or "\n" in server.told())
         where = json.loads(server.told().splitlines()[0])
         server.began_bytes = server.resident_bytes()

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cacheengine.wire import EventBatch, KeyEvent, Snapshot
 from router.config import ReplicaConfig, RouterConfig
 from router.fleet import Fleet
-from router.residency import BadEvents, KvEventReader
+from router.residency import BadEventsError, KvEventReader
 from router.staging import AgentClient, AgentError
 from tests.fuzz.json_text import ODD, TEXT, Pairs, nearly
 from tests.fuzz.test_replicas import ANSWERS, WELL, Odd, answer
+from warmroute_common.agent_protocol import EventBatch, KeyEvent, Snapshot
 
 INFO: Final = {
     "instance_id": "odd",
@@ -202,7 +202,7 @@ def test_kv_events(messages: list[bytes]) -> None:
     for number, payload in enumerate(messages):
         try:
             batch = reader.read(number, payload)
-        except BadEvents:
+        except BadEventsError:
             continue
         found.apply_kv(name, batch, 1.0)
     found.index.check()

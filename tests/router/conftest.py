@@ -13,12 +13,12 @@ from blockbuster import blockbuster_ctx
 
 from router.app import PARTS, create_app
 from router.config.settings import ReplicaConfig, RouterConfig, TimeoutsConfig
-from router.http import Site
 from router.membership import ConfigFile
 from router.parts import Parts
 from router.record.records import RequestRecord
 from tests.cacheengine.conftest import make_bench  # noqa: F401  (a fixture)
 from tests.router.scripted import Scripted, scripted
+from warmroute_common.http import Site
 
 
 @dataclass(kw_only=True)

@@ -7,12 +7,12 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
-from cacheengine.simulator.fleet import fleet as simulated
-from cacheengine.simulator.settings import Settings
-from cacheengine.trust import VARIABLE, FleetSecret
 from router.app import PARTS, create_app
 from router.config import router_config
+from simulator.fleet import fleet as simulated
+from simulator.settings import Settings
 from tests.router.staging.agent_server import until
+from warmroute_common.fleet_secret import VARIABLE, FleetSecret
 
 SECRET = "known-to-the-fleet-alone"
 TOKENS = list(range(300))

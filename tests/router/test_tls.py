@@ -11,12 +11,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from router.config import ConfigError, load_router_config
+from router.config import load_router_config
 from router.config.clients import ReplicaTlsConfig, TlsConfig
 from router.config.credentials import server_context
 from router.config.settings import ReplicaConfig
 from tests.router.conftest import Fleet
 from tests.router.test_serve import serving
+from warmroute_common.config_error import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ TYPE_RDMA = "RDMA"
 _ROOM = 64 * 1024 * 1024
 
 
-class InfiniStoreException(Exception):  # noqa: N818  (the package's name)
+class InfiniStoreException(Exception):  # noqa: N818  (the name in the infinistore package)
     pass
 
 

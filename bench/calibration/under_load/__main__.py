@@ -43,12 +43,12 @@ from bench.calibration.under_load.report import (
 from bench.calibration.under_load.stage import Played, moved_rates, play, start_router
 from bench.calibration.under_load.workload import Offered, offered
 from bench.command import positive, write_report
-from bench.replica.local import CannotStart
-from bench.replica.tiers import NotThere
+from bench.replica.local import CannotStartError
+from bench.replica.tiers import NotThereError
 from bench.ttft import BenchError, machine
-from cacheengine.simulator.model.machine import Machine
-from cacheengine.simulator.model.rates import Rates, Shape
-from router.launch.processes import ChildFailed, ProcessGroup
+from router.launch.processes import ChildFailedError, ProcessGroup
+from simulator.model.machine import Machine
+from simulator.model.rates import Rates, Shape
 
 SIMULATED: Final = "simulated"
 MODEL: Final = "model"
@@ -272,7 +272,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     try:
         real, rates, seeds = run(arguments)
-    except (ChildFailed, CannotStart, BenchError, NotThere, OSError, ValueError) as error:
+    except (
+        ChildFailedError,
+        CannotStartError,
+        BenchError,
+        NotThereError,
+        OSError,
+        ValueError,
+    ) as error:
         say(f"bench.calibration.under_load: {error}")
         return 1
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ import orjson
 from bench.calibration.under_load.workload import token_ids
 from bench.record import Record
 from bench.workloads.session import Session, Turn
-from cacheengine.simulator.api.vocabulary import tokens_of
+from simulator.api.vocabulary import tokens_of
 
 _TIMEOUT_S: Final = 300.0
 _SESSION_HEADER: Final = "x-session-id"

@@ -9,8 +9,8 @@ from bench.calibration.under_load.stage import Played
 from bench.calibration.under_load.workload import Offered
 from bench.discrete.contenders import play
 from bench.discrete.play import FleetOptions
-from cacheengine.simulator.model.machine import Machine
-from cacheengine.simulator.model.rates import Rates
+from simulator.model.machine import Machine
+from simulator.model.rates import Rates
 
 _ROUTER: Final = "ours-with-true-rates"
 """The routers of the other fleets start from the measured rates, too."""

@@ -14,7 +14,7 @@ from bench.calibration.replica import TOKENS
 from bench.workloads.generated import poisson
 from bench.workloads.pacing import Pacer
 from bench.workloads.session import Session, Span, Turn
-from cacheengine.simulator.model.machine import Machine
+from simulator.model.machine import Machine
 
 TURNS: Final = 4
 THINK_S: Final = 6.0

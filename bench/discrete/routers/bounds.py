@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from bench.discrete.replica import AnswerCut, ModelReplica, ReplicaDown
+from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError
 from bench.discrete.routers.sent import Sent
-from cacheengine.simulator.model.estimate import Estimate, estimate
-from cacheengine.simulator.model.lower_tiers import Found
-from cacheengine.simulator.model.request import SimRequest
+from simulator.model.estimate import Estimate, estimate
+from simulator.model.lower_tiers import Found
+from simulator.model.request import SimRequest
 
 _AHEAD_S: Final = 0.25
 """Work that may lie before a request when it is sent: so that no replica idles."""
@@ -126,9 +126,9 @@ class Oracle:
             serving = replica.submit(sent.prompt, sent.output_tokens, first_token)
             await serving.done
             sent.served(slot, serving.request, self._loop.time())
-        except ReplicaDown:
+        except ReplicaDownError:
             return False
-        except AnswerCut:
+        except AnswerCutError:
             if not began or not sent.streamed:
                 return False
             sent.failed(200, "the answer broke off", self._loop.time())

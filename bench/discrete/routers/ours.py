@@ -10,16 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from bench.discrete.replica import AnswerCut, ModelReplica, ReplicaDown
+from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError
 from bench.discrete.routers.health import Health
 from bench.discrete.routers.sent import Sent
 from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
-from cacheengine.keys import HashScheme
-from cacheengine.simulator.model.machine import Machine
-from cacheengine.wire import InstanceInfo, TierInfo
 from router.admission.async_gate import Admission
 from router.admission.gate import Gate
-from router.config.errors import NoReplica, RateLimited
 from router.config.judgment import DEFAULT, Judgment
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision
@@ -29,6 +25,10 @@ from router.residency.block_hashes import PromptKeyring
 from router.residency.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
 from router.residency.tiers import Tier
 from router.staging.stager import Preparer
+from simulator.model.machine import Machine
+from warmroute_common.agent_protocol import InstanceInfo, TierInfo
+from warmroute_common.api_errors import NoReplicaError, RateLimitedError
+from warmroute_common.keys import HashScheme
 
 _TICK_S: Final = 1.0
 _INFO_EVERY_S: Final = 30.0
@@ -108,11 +108,11 @@ class OurRouter:
             for _ in range(self._config.retries + 1):
                 if await self._try(sent, keyring, failed):
                     return
-        except RateLimited as refused:
+        except RateLimitedError as refused:
             self._refused += 1
             sent.failed(refused.status, refused.message, self._loop.time())
             return
-        except NoReplica as none:
+        except NoReplicaError as none:
             sent.failed(none.status, none.message, self._loop.time())
             return
         sent.failed(503, "no replica could be reached", self._loop.time())
@@ -158,11 +158,11 @@ class OurRouter:
             ok, cached_tokens = True, serving.request.cached.total
             output_tokens = sent.output_tokens
             sent.served(replica.slot, serving.request, self._loop.time())
-        except ReplicaDown:
+        except ReplicaDownError:
             failed.append(decision.replica_id)
             self._health.suspect(replica)
             return False
-        except AnswerCut:
+        except AnswerCutError:
             self._health.suspect(replica)
             if not began or not sent.streamed:
                 failed.append(decision.replica_id)

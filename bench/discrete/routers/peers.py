@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
-from bench.discrete.replica import AnswerCut, ModelReplica, ReplicaDown, numbers_of
+from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError, numbers_of
 from bench.discrete.routers.health import Health
 from bench.discrete.routers.sent import Sent
 from bench.discrete.rules.rule import Asked, ReplicaMetrics, Rule
@@ -74,11 +74,11 @@ class RuleRouter:
             serving = replica.submit(sent.prompt, sent.output_tokens, first_token)
             await serving.done
             sent.served(slot, serving.request, self._loop.time())
-        except ReplicaDown:
+        except ReplicaDownError:
             tried.add(slot)
             self._health.suspect(replica)
             return False
-        except AnswerCut:
+        except AnswerCutError:
             self._health.suspect(replica)
             if not began or not sent.streamed:
                 tried.add(slot)

@@ -17,10 +17,10 @@ import xxhash
 
 from bench.overhead.fake.http import Handler
 from bench.overhead.prompts import MODEL, PATH
-from cacheengine.keys import HashScheme, key64
-from cacheengine.simulator.api.kv_stream import KvStream
-from router.config.errors import BadRequest
 from router.prompt.reader import PromptReader
+from simulator.api.kv_stream import KvStream
+from warmroute_common.api_errors import BadRequestError
+from warmroute_common.keys import HashScheme, key64
 
 BLOCK_TOKENS: Final = 16
 """vLLM's default."""
@@ -113,7 +113,7 @@ def handlers(tokenizer: Path, stream: KvStream) -> Mapping[bytes, Handler]:
     def tokenize(body: bytes) -> bytes | None:
         try:
             ids = reader.read_now("/tokenize", orjson.loads(body)).token_ids
-        except BadRequest:
+        except BadRequestError:
             return None
         if ids is None:
             return None

@@ -20,7 +20,7 @@ _TIMEOUT_S: Final = 60.0
 _OK: Final = 200
 
 
-class BadAnswer(Exception):  # noqa: N818  (what came, not an error of ours)
+class BadAnswerError(Exception):
     """An answer that is not the one expected; the text says how."""
 
 
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
     async def ask(self, request: bytes, expected: bytes) -> Timing:
         """Send a request; return when its answer has come whole.
 
-        Raises `BadAnswer` when it is not 200 with the ``expected`` body, and
+        Raises `BadAnswerError` when it is not 200 with the ``expected`` body, and
         TimeoutError.
         """
         assert self._transport is not None
@@ -115,19 +115,19 @@ class Connection(asyncio.Protocol):
 
     def _fail(self, what: str) -> None:
         if self._answered is not None and not self._answered.done():
-            self._answered.set_exception(BadAnswer(what))
+            self._answered.set_exception(BadAnswerError(what))
 
 
 def _check(status: int, body: bytes, expected: bytes) -> None:
     if status != _OK:
-        raise BadAnswer(f"{status}: {body[:_ERROR_CHARS].decode(errors='replace')}")
+        raise BadAnswerError(f"{status}: {body[:_ERROR_CHARS].decode(errors='replace')}")
     if body != expected:
         at = next(
             (i for i, pair in enumerate(zip(body, expected, strict=False)) if pair[0] != pair[1]),
             min(len(body), len(expected)),
         )
         shown = body[at : at + _ERROR_CHARS].decode(errors="replace")
-        raise BadAnswer(
+        raise BadAnswerError(
             f"{len(body)} bytes, not {len(expected)}; they differ from byte {at} on: {shown}"
         )
 
@@ -147,7 +147,7 @@ class Connections:
         connection = self._idle_one(url) or await _open(url)
         try:
             timing = await connection.ask(_request(url, body), self._expected)
-        except (BadAnswer, TimeoutError):
+        except (BadAnswerError, TimeoutError):
             connection.close()
             raise
         self._idle[url].append(connection)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
-from bench.overhead.load.connection import BadAnswer, Timing
+from bench.overhead.load.connection import BadAnswerError, Timing
 from bench.overhead.prompts import Sequences
 
 Ask = Callable[[bytes], Awaitable[Timing]]
@@ -27,7 +27,7 @@ class Sent:
         self.in_flight += 1
         try:
             self.timings.append(await ask(body))
-        except (BadAnswer, OSError, TimeoutError) as error:
+        except (BadAnswerError, OSError, TimeoutError) as error:
             self.errors += 1
             self.first_error = self.first_error or f"{type(error).__name__}: {error}"
         finally:

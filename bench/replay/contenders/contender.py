@@ -11,13 +11,13 @@ from typing import Any, Final
 
 from bench.replay.fleet import Fleet
 from bench.ttft import BenchError
-from router.launch.processes import ChildFailed, ProcessGroup, tail
+from router.launch.processes import ChildFailedError, ProcessGroup, tail
 
 _READY_S: Final = 60.0
 _POLL_S: Final = 0.1
 
 
-class CannotRun(Exception):  # noqa: N818  (a state of this machine, for a line of the table)
+class CannotRunError(Exception):
     """Why a contender is not in the comparison."""
 
 
@@ -40,7 +40,7 @@ class Contender:
     launch: Callable[[Fleet, Path], Launch] | None
     """Given the fleet and a directory of its own; None: no process, the client asks the oracle.
 
-    Raises `CannotRun`.
+    Raises `CannotRunError`.
     """
     sends_token_ids: bool = False
     """Whether its prompts are token ids: else they are text."""
@@ -60,7 +60,7 @@ class Running:
 
 
 def start(contender: Contender, group: ProcessGroup, fleet: Fleet, directory: Path) -> Running:
-    """Start a contender; return when it knows every replica. Raises `CannotRun`."""
+    """Start a contender; return when it knows every replica. Raises `CannotRunError`."""
     if contender.launch is None:
         return Running(url=None, pid=None)
     launch = contender.launch(fleet, directory)
@@ -71,12 +71,12 @@ def start(contender: Contender, group: ProcessGroup, fleet: Fleet, directory: Pa
         while not _is_ready(launch):
             group.check()
             if time.monotonic() > deadline_s:
-                raise CannotRun(f"not ready within {_READY_S:.0f} s: {tail(log, lines=3)}")
+                raise CannotRunError(f"not ready within {_READY_S:.0f} s: {tail(log, lines=3)}")
             time.sleep(_POLL_S)
-    except ChildFailed as error:
+    except ChildFailedError as error:
         if error.name != contender.name:
             raise BenchError(str(error)) from None
-        raise CannotRun(f"{error.what}: {tail(log, lines=3)}") from None
+        raise CannotRunError(f"{error.what}: {tail(log, lines=3)}") from None
     return Running(url=launch.url, pid=pid)
 
 

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import Final
 
-from bench.environments import NotInstalled, installed
-from bench.replay.contenders.contender import CannotRun, Contender, Launch, fetch
+from bench.environments import NotInstalledError, installed
+from bench.replay.contenders.contender import CannotRunError, Contender, Launch, fetch
 from bench.replay.fleet import Fleet
 from cacheengine.launch.launch import free_ports
 
@@ -41,7 +41,7 @@ class PeersPython:
         self._directory = directory
 
     def path(self) -> Path:
-        """Return it; raises `CannotRun` when the peers cannot be installed."""
+        """Return it; raises `CannotRunError` when the peers cannot be installed."""
         if self._python is None:
             self._python = self._installed()
         return self._python
@@ -49,8 +49,8 @@ class PeersPython:
     def _installed(self) -> Path:
         try:
             return installed(self._directory, PACKAGES, ("--no-deps", *PACKAGES), NEEDS)
-        except NotInstalled as error:
-            raise CannotRun(str(error)) from None
+        except NotInstalledError as error:
+            raise CannotRunError(str(error)) from None
 
 
 def contenders(python: PeersPython) -> list[Contender]:

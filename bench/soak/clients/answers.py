@@ -7,16 +7,16 @@ from enum import StrEnum
 from typing import Any, Final
 
 from bench.soak.settings import BLOCK_TOKENS, CHUNK_TOKENS
-from cacheengine.keys import HashScheme
-from cacheengine.simulator.api.prompts import Prompts, chat_text
-from cacheengine.simulator.api.vocabulary import text_of
-from cacheengine.simulator.storage.storage import HASH_ALGORITHM
+from simulator.api.prompts import Prompts, chat_text
+from simulator.api.vocabulary import text_of
+from simulator.storage.storage import HASH_ALGORITHM
+from warmroute_common.keys import HashScheme
 
 _DATA: Final = b"data: "
 _ERROR_NAME: Final = b"event: error\n"
 
 
-class WrongAnswer(Exception):  # noqa: N818  (what came, not an error of ours)
+class WrongAnswerError(Exception):
     """Bytes that are not those of the answer to this request; the text says which."""
 
 
@@ -68,17 +68,17 @@ class Answers:
 
 
 def check_whole(expected: Expected, body: bytes) -> None:
-    """Raise `WrongAnswer` unless the body is the whole answer."""
+    """Raise `WrongAnswerError` unless the body is the whole answer."""
     try:
         said = json.loads(body)
         (choice,) = said["choices"]
         text = choice["message"]["content"] if expected.is_chat else choice["text"]
     except (ValueError, KeyError, TypeError):
-        raise WrongAnswer(f"no answer: {body[:200]!r}") from None
+        raise WrongAnswerError(f"no answer: {body[:200]!r}") from None
     if said["id"] != expected.answer_id:
-        raise WrongAnswer(f"answers {said['id']}, not {expected.answer_id}")
+        raise WrongAnswerError(f"answers {said['id']}, not {expected.answer_id}")
     if text != expected.text:
-        raise WrongAnswer(f"the text is not that of {expected.answer_id}")
+        raise WrongAnswerError(f"the text is not that of {expected.answer_id}")
     _check_usage(expected, said["usage"])
 
 
@@ -95,7 +95,7 @@ class StreamCheck:
         self._finished = self._used = self._done = self._told = False
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes; raise `WrongAnswer`."""
+        """Take the next bytes; raise `WrongAnswerError`."""
         *events, self._rest = (self._rest + data).split(b"\n\n")
         for each in events:
             self._take(each)
@@ -113,9 +113,9 @@ class StreamCheck:
         is_error = said is not None and "error" in said
         # The end of the transfer itself may be missing where all events have come.
         if self._told or (self._done and not is_error):
-            raise WrongAnswer(f"after the end came {event[:200]!r}")
+            raise WrongAnswerError(f"after the end came {event[:200]!r}")
         if not event and not self._broken:
-            raise WrongAnswer("an empty event")
+            raise WrongAnswerError("an empty event")
         if event == _DATA + b"[DONE]":
             self._check_end()
             self._done = True
@@ -124,7 +124,7 @@ class StreamCheck:
         elif said is None:
             self._broken = self._broken or event
         elif self._broken:
-            raise WrongAnswer(f"an event is cut in half: {self._broken[:200]!r}")
+            raise WrongAnswerError(f"an event is cut in half: {self._broken[:200]!r}")
         else:
             self._take_chunk(said)
 
@@ -141,7 +141,9 @@ class StreamCheck:
     def _take_chunk(self, said: Mapping[str, Any]) -> None:
         expected = self._expected
         if said["id"] != expected.answer_id:
-            raise WrongAnswer(f"an event of {said['id']} in the stream of {expected.answer_id}")
+            raise WrongAnswerError(
+                f"an event of {said['id']} in the stream of {expected.answer_id}"
+            )
         if not said["choices"]:
             _check_usage(expected, said["usage"])
             self._used = True
@@ -150,19 +152,19 @@ class StreamCheck:
         text = choice["delta"]["content"] if expected.is_chat else choice["text"]
         if self._finished or not expected.text.startswith(text, self._at):
             wanted = expected.text[self._at : self._at + 40]
-            raise WrongAnswer(f"{text[:40]!r} came where {wanted!r} was to come")
+            raise WrongAnswerError(f"{text[:40]!r} came where {wanted!r} was to come")
         self._at += len(text)
         self._finished = choice["finish_reason"] is not None
 
     def _check_end(self) -> None:
         if self._broken or not self._finished or self._at != len(self._expected.text):
             come = f"{self._at} of {len(self._expected.text)} characters"
-            raise WrongAnswer(f"[DONE] came after {come}")
+            raise WrongAnswerError(f"[DONE] came after {come}")
         if not self._used:
-            raise WrongAnswer("the usage that was asked for is missing")
+            raise WrongAnswerError("the usage that was asked for is missing")
 
 
 def _check_usage(expected: Expected, usage: Mapping[str, Any]) -> None:
     counts = (usage["prompt_tokens"], usage["completion_tokens"])
     if counts != (expected.prompt_tokens, expected.output_tokens):
-        raise WrongAnswer(f"usage says {counts}")
+        raise WrongAnswerError(f"usage says {counts}")

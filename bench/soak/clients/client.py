@@ -10,7 +10,14 @@ from typing import Final
 
 import aiohttp
 
-from bench.soak.clients.answers import Answers, End, Expected, StreamCheck, WrongAnswer, check_whole
+from bench.soak.clients.answers import (
+    Answers,
+    End,
+    Expected,
+    StreamCheck,
+    WrongAnswerError,
+    check_whole,
+)
 from bench.soak.clients.talk import Manner, Request, Talk
 from bench.soak.ledger import Ended, Ledger, Outcome
 
@@ -34,11 +41,11 @@ def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
-class _Held(Exception):  # noqa: N818  (what the router has done)
+class _HeldError(Exception):
     """A request of which half never came is still waited for."""
 
 
-class _Left(Exception):  # noqa: N818  (what the client has done)
+class _LeftError(Exception):
     """The client has closed its connection, as it was to."""
 
 
@@ -79,11 +86,11 @@ class Client:
         try:
             async with asyncio.timeout(_LONGEST_S):
                 outcome, detail = await self._exchange(request, expected, seen)
-        except _Left:
+        except _LeftError:
             outcome, detail = Outcome.LEFT, ""
-        except _Held:
+        except _HeldError:
             outcome, detail = Outcome.HELD, f"waited for after {_HELD_S:.0f} s"
-        except WrongAnswer as error:
+        except WrongAnswerError as error:
             outcome, detail = Outcome.WRONG, str(error)
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is one
             outcome, detail = Outcome.CUT, f"{type(error).__name__} {error}"
@@ -125,7 +132,7 @@ class Client:
         except TimeoutError:
             if leaves_s is None:
                 raise
-            raise _Left from None
+            raise _LeftError from None
 
     def _leaves_s(self, request: Request) -> float | None:
         """Return after what time the client leaves, if it does."""
@@ -161,7 +168,7 @@ class Client:
         finally:
             end = check.end()
         if end is End.SHORT:
-            raise WrongAnswer("the stream ended as if it were whole, and is not")
+            raise WrongAnswerError("the stream ended as if it were whole, and is not")
         return (Outcome.WHOLE, "") if end is End.WHOLE else (Outcome.CUT, "told by an event")
 
 
@@ -170,7 +177,7 @@ async def _in_pieces(body: bytes, seen: _Seen, *, whole: bool) -> AsyncIterator[
     for at in range(0, len(body), size):
         if at > len(body) // 2 and not whole:
             await asyncio.sleep(_HELD_S)
-            raise _Held
+            raise _HeldError
         seen.is_sent = at + size >= len(body)  # on a busy machine it may take too long as well
         yield body[at : at + size]
         await asyncio.sleep(_BODY_PAUSE_S)

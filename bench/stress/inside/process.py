@@ -27,12 +27,12 @@ from bench.stress.inside.scheduler import Scheduler
 from cacheengine.agent import Agent
 from cacheengine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout
-from cacheengine.keys import DEFAULT_SEED
 from cacheengine.memory import Pool
 from cacheengine.record import EventLog, TransferMeter
 from cacheengine.settings import EngineConfig
 from cacheengine.transfer import TransferServer
-from cacheengine.wire import ReplicaIdentity
+from warmroute_common.agent_protocol import ReplicaIdentity
+from warmroute_common.keys import DEFAULT_SEED
 
 _HOST: Final = "127.0.0.1"
 _GB: Final = 1024**3

@@ -12,7 +12,17 @@ from cacheengine.residency.eviction.arc import Arc
 from cacheengine.residency.eviction.base import EvictionPolicy
 from cacheengine.residency.eviction.policies import Fifo, Lfu, Lru, Mru
 
-__all__ = ["POLICY_NAMES", "Arc", "EvictionPolicy", "make_policy"]
+__all__ = [
+    "Arc",
+    "Callable",
+    "EvictionPolicy",
+    "Fifo",
+    "Final",
+    "Lfu",
+    "Lru",
+    "Mru",
+    "make_policy",
+]
 
 _POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
     "LRU": lambda _: Lru(),

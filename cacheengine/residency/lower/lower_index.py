@@ -5,7 +5,7 @@ from collections.abc import Collection
 from enum import Enum, auto
 
 from cacheengine.tiers import GetOutcome
-from cacheengine.wire import TierName
+from warmroute_common.agent_protocol import TierName
 
 
 class Residence(Enum):

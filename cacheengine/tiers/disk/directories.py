@@ -21,14 +21,14 @@ FILE_MODE: Final = 0o600
 """Chunks are prompts: text can be computed from them, and others of the machine have no part."""
 
 
-class DirectoryInUse(OSError):  # noqa: N818  (reads as the condition it is)
+class DirectoryInUseError(OSError):
     """Another process has this directory; each replica needs one of its own."""
 
 
 def lock_directory(directory: Path, wait_s: float) -> int:
     """Return a descriptor that keeps the directory until it is closed.
 
-    Raises `DirectoryInUse` if another process keeps it for longer than ``wait_s``.
+    Raises `DirectoryInUseError` if another process keeps it for longer than ``wait_s``.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(directory / _LOCK_NAME, flags, FILE_MODE)
@@ -41,7 +41,7 @@ def lock_directory(directory: Path, wait_s: float) -> int:
                 time.sleep(0.05)
                 continue
             os.close(fd)
-            raise DirectoryInUse(
+            raise DirectoryInUseError(
                 errno.EBUSY,
                 "local_disk is in use by another replica; give each replica a directory of its own",
                 os.fspath(directory),

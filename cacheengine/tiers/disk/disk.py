@@ -34,7 +34,7 @@ class DiskTier(LocalTier):
 
     Takes an exclusive lock on those directories for its life: two owners would
     remove each other's half-written files and break the size limit. Raises
-    `directories.DirectoryInUse` when another process keeps one (for
+    `directories.DirectoryInUseError` when another process keeps one (for
     ``lock_wait_s``, so that a predecessor may finish dying), and OSError when
     one cannot be made or written.
 

@@ -143,7 +143,7 @@ class DiskPath:
     def _keep_directory(self) -> None:
         """Make and lock the directory anew if it was removed.
 
-        Raises `directories.DirectoryInUse` when another process was faster.
+        Raises `directories.DirectoryInUseError` when another process was faster.
         """
         with self._relocking:
             if self._lock_fd is not None:

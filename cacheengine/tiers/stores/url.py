@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Final, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from cacheengine.address import join_host_port
-from cacheengine.values import BadValue, suggestion
+from warmroute_common.addresses import join_host_port
+from warmroute_common.config_values import BadValueError, suggestion
 
 T = TypeVar("T")
 
@@ -70,35 +70,37 @@ class RemoteUrl:
         return f"{self.scheme}://{user}{join_host_port(self.host, self.port)}{path}"
 
     def option(self, name: str, parse: Callable[[object], T], default: T) -> T:
-        """Return an option that one of `values`' parsers reads; raise `BadValue` naming it."""
+        """Return an option that one of `values`' parsers reads; raise `BadValueError` naming it."""
         try:
             return parse(self.options[name]) if name in self.options else default
-        except BadValue as error:
-            raise BadValue(f"{name}: {error.problem}", error.fix) from None
+        except BadValueError as error:
+            raise BadValueError(f"{name}: {error.problem}", error.fix) from None
 
     def check_is_bare(self, fix: str) -> None:
-        """Raise `BadValue` for more than a host, a port and options."""
+        """Raise `BadValueError` for more than a host, a port and options."""
         if self.user or self.password or self.path:
-            raise BadValue(f"{self} has more than a host and a port", fix)
+            raise BadValueError(f"{self} has more than a host and a port", fix)
 
     def check_options(self, known: Sequence[str]) -> None:
-        """Raise `BadValue` for an option that the scheme does not have."""
+        """Raise `BadValueError` for an option that the scheme does not have."""
         for name in self.options:
             if name not in known:
-                raise BadValue(f"{self.scheme}:// has no option {name!r}", suggestion(name, known))
+                raise BadValueError(
+                    f"{self.scheme}:// has no option {name!r}", suggestion(name, known)
+                )
 
 
 def parse_remote_url(text: str) -> RemoteUrl:
     """Return the address that a URL names.
 
-    Raises `BadValue`, without any password in it, for a scheme that is not
+    Raises `BadValueError`, without any password in it, for a scheme that is not
     served and for what is no URL. What a scheme's own options mean is its
     adapter's to check.
     """
     scheme = _scheme(text)
     if "," in text.partition("://")[2].rpartition("@")[2].partition("/")[0]:
         fix = f"write {scheme}://host:port of one server"
-        raise BadValue(f"{redacted(text)} names several hosts", fix)
+        raise BadValueError(f"{redacted(text)} names several hosts", fix)
     try:
         parts = urlsplit(text.strip())
         host, port = parts.hostname or "", parts.port
@@ -111,7 +113,7 @@ def parse_remote_url(text: str) -> RemoteUrl:
     if scheme == "unix":
         return _unix(parts, user, password)
     if not host:
-        raise BadValue(f"{redacted(text)} names no host", f"write {scheme}://host:port")
+        raise BadValueError(f"{redacted(text)} names no host", f"write {scheme}://host:port")
     return RemoteUrl(
         scheme=scheme,
         host=host,
@@ -126,7 +128,7 @@ def parse_remote_url(text: str) -> RemoteUrl:
 def _unix(parts: SplitResult, user: str, password: str) -> RemoteUrl:
     path = unquote(parts.path)
     if parts.hostname or not path.startswith("/") or path == "/":
-        raise BadValue("unix:// names no socket", "write unix:///path/of/the/server.sock")
+        raise BadValueError("unix:// names no socket", "write unix:///path/of/the/server.sock")
     options = _options(parts)
     return RemoteUrl(scheme="unix", user=user, password=password, path=path, options=options)
 
@@ -135,10 +137,12 @@ def _options(parts: SplitResult) -> Mapping[str, str]:
     try:
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError:
-        raise BadValue("what follows the ? is not name=value", "write ?name=value&...") from None
+        raise BadValueError(
+            "what follows the ? is not name=value", "write ?name=value&..."
+        ) from None
     options = dict(pairs)
     if len(options) < len(pairs):
-        raise BadValue("an option behind the ? stands there twice", "write each once")
+        raise BadValueError("an option behind the ? stands there twice", "write each once")
     return MappingProxyType(options)
 
 
@@ -146,20 +150,20 @@ def _scheme(text: str) -> str:
     scheme, separator, _ = text.strip().partition("://")
     scheme = scheme.lower()
     if not separator:
-        raise BadValue(f"{redacted(text)} has no scheme", "write redis://host:port")
+        raise BadValueError(f"{redacted(text)} has no scheme", "write redis://host:port")
     for schemes, (problem, fix) in _REFUSALS.items():
         if scheme in schemes.split():
-            raise BadValue(f"{scheme}:// is not served: {problem}", fix)
+            raise BadValueError(f"{scheme}:// is not served: {problem}", fix)
     if scheme not in SCHEMES:
-        raise BadValue(
+        raise BadValueError(
             f"{scheme}:// is unknown",
             suggestion(f"{scheme}://", [f"{each}://" for each in SCHEMES]),
         )
     return scheme
 
 
-def _unreadable(text: str) -> BadValue:
-    return BadValue(
+def _unreadable(text: str) -> BadValueError:
+    return BadValueError(
         f"{redacted(text)} cannot be read as a URL",
         "write scheme://user:password@host:port, the port from 1 to 65535, and "
         "/, ?, #, @ and : of a password as %2F, %3F, %23, %40 and %3A",

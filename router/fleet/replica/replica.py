@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
 
-from cacheengine.keys import HashScheme
-from cacheengine.wire import MAX_PINNED_SHARE, InstanceInfo
 from router.config import DEFAULT, Judgment, RatesConfig, ReplicaConfig
 from router.failures import Breaker, Circuit
 from router.fleet.replica.state import TRANSITIONS, Signal, State
@@ -24,6 +22,8 @@ from router.residency import (
     explains,
     find_shape,
 )
+from warmroute_common.agent_protocol import MAX_PINNED_SHARE, InstanceInfo
+from warmroute_common.keys import HashScheme
 
 _RECENT: Final = 50
 """So many requests averages are of, about."""

@@ -12,13 +12,11 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from router.config import ApiError, NotFound
-from router.http import as_json, leaves_body
 from router.lmcache.coordinator.cache_api import CacheApi
 from router.lmcache.coordinator.calls import (
     BlendCall,
     LookupCall,
-    Malformed,
+    MalformedCallError,
     check_count,
     keys_of,
     page_of,
@@ -29,7 +27,9 @@ from router.lmcache.coordinator.records import Held, Place
 from router.lmcache.coordinator.state import Coordinator
 from router.lmcache.coordinator.usage import summary
 from router.lmcache.wire import EventsCall, ObjectKey, RegisterCall
-from router.tasks import in_slices
+from warmroute_common.api_errors import ApiError, NotFoundError
+from warmroute_common.http import as_json, leaves_body
+from warmroute_common.tasks import in_slices
 
 log = logging.getLogger("warmroute.lmcache")
 
@@ -106,7 +106,7 @@ class CoordinatorApi:
         found = self._coordinator.usage()["instances"]
         answer = next((each for each in found if each["instance_id"] == name), None)
         if answer is None:
-            raise NotFound(f"unknown instance {name!r}")
+            raise NotFoundError(f"unknown instance {name!r}")
         return as_json(answer)
 
     # --- events and keys
@@ -185,7 +185,7 @@ class CoordinatorApi:
             try:
                 return await route.handler(request)
             except ApiError as error:
-                if isinstance(error, Malformed):
+                if isinstance(error, MalformedCallError):
                     self._coordinator.counts["malformed"] += 1
                 response = as_json({"detail": error.message}, status=error.status)
                 response.headers.update(error.headers)

@@ -7,12 +7,10 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from router.config import BadRequest, NotFound, UpstreamFailed
-from router.http import as_json
 from router.lmcache.coordinator.calls import (
     GIB,
     DeleteCall,
-    Malformed,
+    MalformedCallError,
     PrefetchCall,
     QuotaCall,
     QuotaConfigCall,
@@ -28,6 +26,8 @@ from router.lmcache.coordinator.usage import bytes_by_salt
 from router.lmcache.server import LmcacheServer
 from router.lmcache.wire import DeletedTold, ObjectKey, PrefetchStatus, check_salt
 from router.staging import AgentError
+from warmroute_common.api_errors import BadRequestError, NotFoundError, UpstreamFailedError
+from warmroute_common.http import as_json
 
 
 class CacheApi:
@@ -66,7 +66,7 @@ class CacheApi:
         try:
             told = await server.ask("POST", "/cache/prefetches", PrefetchStatus, body)
         except AgentError as error:
-            raise UpstreamFailed(f"prefetch submit to {name!r} failed: {error}") from None
+            raise UpstreamFailedError(f"prefetch submit to {name!r} failed: {error}") from None
         return as_json(
             {
                 "instance_id": name,
@@ -83,7 +83,7 @@ class CacheApi:
         try:
             status, answer = await server.call("GET", path)
         except AgentError as error:
-            raise UpstreamFailed(f"prefetch status of {name!r} failed: {error}") from None
+            raise UpstreamFailedError(f"prefetch status of {name!r} failed: {error}") from None
         return web.Response(status=status, body=answer, content_type="application/json")
 
     async def delete(self, request: web.Request) -> web.Response:
@@ -98,7 +98,9 @@ class CacheApi:
             try:
                 told = await server.delete(wanted, tier=call.tier, force=call.force)
             except AgentError as error:
-                raise UpstreamFailed(f"delete at {call.instance_id!r} failed: {error}") from None
+                raise UpstreamFailedError(
+                    f"delete at {call.instance_id!r} failed: {error}"
+                ) from None
         if in_l2 and call.force:
             pins.drop(keys)
         return as_json(
@@ -176,7 +178,7 @@ class CacheApi:
     def _server(self, name: str) -> LmcacheServer:
         member = self._coordinator.members.get(name)
         if member is None:
-            raise NotFound(f"no MP server registered with instance_id={name!r}")
+            raise NotFoundError(f"no MP server registered with instance_id={name!r}")
         return LmcacheServer(self._session, member.url)
 
     async def _pin(
@@ -192,7 +194,7 @@ class CacheApi:
         tier = tier_of(request, "l2")
         if tier == "all":
             # A key in both tiers would count twice.
-            raise BadRequest("tier 'all' has no usage accounting; only 'l1', 'l2'")
+            raise BadRequestError("tier 'all' has no usage accounting; only 'l1', 'l2'")
         limits = dict(self._coordinator.quotas.all()) if tier == "l2" else {}
         return limits, bytes_by_salt(self._coordinator.directory.totals, tier)
 
@@ -208,14 +210,14 @@ def _account(salt: str, limits: dict[str, int], used: dict[str, int]) -> dict[st
 
 def _check_l2(tier: TierOrAll) -> None:
     if tier != "l2":
-        raise BadRequest(f"quotas apply to tier 'l2' only, not {tier!r}")
+        raise BadRequestError(f"quotas apply to tier 'l2' only, not {tier!r}")
 
 
 def _salt(request: web.Request) -> str:
-    """Return the salt of a path; ``_default`` stands for none. Raises `Malformed`."""
+    """Return the salt of a path; ``_default`` stands for none. Raises `MalformedCallError`."""
     salt = request.match_info["cache_salt"]
     try:
         check_salt(salt)
     except ValueError as error:
-        raise Malformed(str(error)) from None
+        raise MalformedCallError(str(error)) from None
     return "" if salt == "_default" else salt

@@ -1,7 +1,5 @@
 """What calls of LMCache's coordinator carry (lmcache 0.5.6, ``mp_coordinator/schemas.py``)."""
 
-# ruff: noqa: N818  (names as `router.config` has them)
-
 from base64 import b64decode
 from typing import Annotated, Final, Literal, TypeVar
 
@@ -9,9 +7,6 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from cacheengine.wire import UNREADABLE
-from router.config import ApiError, BadRequest
-from router.http import read_body
 from router.lmcache.wire import (
     EncodedKey,
     Name,
@@ -22,6 +17,9 @@ from router.lmcache.wire import (
     rank_of_world,
 )
 from router.residency import lmcache_chain
+from warmroute_common.agent_protocol import UNREADABLE
+from warmroute_common.api_errors import ApiError, BadRequestError
+from warmroute_common.http import read_body
 
 GIB: Final = 1 << 30
 _MAX_KEYS: Final = 100_000
@@ -33,7 +31,7 @@ _Gib = Annotated[float, Meta(ge=0, le=2**33)]
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-class Malformed(ApiError):
+class MalformedCallError(ApiError):
     """A body or query that is none of LMCache's (422)."""
 
     status = 422
@@ -114,16 +112,16 @@ class QuotaConfigCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_call(request: web.Request, kind: type[_T]) -> _T:
-    """Return a request's body; raise `Malformed` if it is no ``kind``."""
+    """Return a request's body; raise `MalformedCallError` if it is no ``kind``."""
     body = await read_body(request)
     try:
         return msgspec.json.decode(body, type=kind)
     except UNREADABLE as error:
-        raise Malformed(f"{request.path}: {error}") from None
+        raise MalformedCallError(f"{request.path}: {error}") from None
 
 
 def keys_of(call: LookupCall | TokensCall, chunk_tokens: int) -> tuple[int, list[ObjectKey]]:
-    """Return how many chunks a prompt has, and their keys; raise `BadRequest` if too many."""
+    """Return how many chunks a prompt has, and their keys; raise `BadRequestError` if too many."""
     world_size = call.world_size
     check_count(len(call.token_ids) // chunk_tokens * world_size)
     chain = lmcache_chain(call.token_ids, chunk_tokens)
@@ -133,17 +131,19 @@ def keys_of(call: LookupCall | TokensCall, chunk_tokens: int) -> tuple[int, list
 
 
 def check_count(keys: int) -> None:
-    """Raise `BadRequest` for more keys than one call may look at."""
+    """Raise `BadRequestError` for more keys than one call may look at."""
     if keys > _MAX_KEYS:
-        raise BadRequest(f"one call looks at {_MAX_KEYS} keys at most, these are {keys}")
+        raise BadRequestError(f"one call looks at {_MAX_KEYS} keys at most, these are {keys}")
 
 
 def number_of(request: web.Request, name: str, default: int, least: int, most: int | None) -> int:
-    """Return a number of the query; raise `Malformed` for what is none, or out of range."""
+    """Return a number of the query; raise `MalformedCallError` for what is none, or out of range."""
     text = request.query.get(name, str(default))
     number = int(text) if text.isdecimal() else -1
     if number < least or (most is not None and number > most):
-        raise Malformed(f"{name}={text}: it must be a number from {least} to {most or 'any'}")
+        raise MalformedCallError(
+            f"{name}={text}: it must be a number from {least} to {most or 'any'}"
+        )
     return number
 
 
@@ -154,9 +154,9 @@ def page_of(request: web.Request) -> slice:
 
 
 def tier_of(request: web.Request, default: TierOrAll) -> TierOrAll:
-    """Return the tier of the query; raise `Malformed` for an unknown one."""
+    """Return the tier of the query; raise `MalformedCallError` for an unknown one."""
     text = request.query.get("tier", default)
     for tier in _TIERS:
         if tier == text:
             return tier
-    raise Malformed(f"tier={text}: it must be one of {', '.join(_TIERS)}")
+    raise MalformedCallError(f"tier={text}: it must be one of {', '.join(_TIERS)}")

@@ -20,7 +20,7 @@ from router.lmcache.coordinator.usage import bytes_by_salt
 from router.lmcache.server import LmcacheServer
 from router.lmcache.wire import ObjectKey
 from router.staging import AgentError
-from router.tasks import end_all, in_slices
+from warmroute_common.tasks import end_all, in_slices
 
 log = logging.getLogger("warmroute.lmcache")
 

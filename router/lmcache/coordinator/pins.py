@@ -7,8 +7,8 @@ that are not forced. It stands for its chunk in every object group.
 from collections.abc import Iterable
 from typing import Any, Final
 
-from router.config import Overloaded
 from router.lmcache.wire import ObjectKey
+from warmroute_common.api_errors import OverloadedError
 
 MAX_PINS: Final = 100_000
 
@@ -20,11 +20,11 @@ class Pins:
         self._counts: dict[ObjectKey, int] = {}
 
     def pin(self, keys: Iterable[ObjectKey]) -> None:
-        """Pin each key once more; raise `Overloaded` when there is no room for all of them."""
+        """Pin each key once more; raise `OverloadedError` when there is no room for all of them."""
         keys = list(keys)
         new = sum(key not in self._counts for key in keys)
         if len(self._counts) + new > MAX_PINS:
-            raise Overloaded(f"{MAX_PINS} keys may be pinned at most; unpin some")
+            raise OverloadedError(f"{MAX_PINS} keys may be pinned at most; unpin some")
         for key in keys:
             self._counts[key] = self._counts.get(key, 0) + 1
 

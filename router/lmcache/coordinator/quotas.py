@@ -8,7 +8,7 @@ and has servers delete keys (`eviction`). Shares and defaults are those of lmcac
 from collections.abc import Mapping
 from typing import Final
 
-from router.config import Overloaded
+from warmroute_common.api_errors import OverloadedError
 
 MAX_QUOTAS: Final = 100_000
 _SHARE: Final = 0.2
@@ -24,9 +24,9 @@ class Quotas:
         self._limits: dict[str, int] = {}
 
     def set(self, salt: str, limit_bytes: int) -> None:
-        """Set a salt's quota; raise `Overloaded` when there is no room for one more."""
+        """Set a salt's quota; raise `OverloadedError` when there is no room for one more."""
         if salt not in self._limits and len(self._limits) >= MAX_QUOTAS:
-            raise Overloaded(f"{MAX_QUOTAS} quotas may be set at most; delete some")
+            raise OverloadedError(f"{MAX_QUOTAS} quotas may be set at most; delete some")
         self._limits[salt] = limit_bytes
 
     def remove(self, salt: str) -> bool:

@@ -11,10 +11,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from cacheengine.wire import UNREADABLE
-from router.config import UpstreamFailed, UpstreamTimeout, host_port
+from router.config import host_port
 from router.lmcache.workers import words
 from router.lmcache.workers.worker import Worker
+from warmroute_common.agent_protocol import UNREADABLE
+from warmroute_common.api_errors import UpstreamFailedError, UpstreamTimeoutError
 
 MAX_CALLS: Final = 64
 """At once; more wait for their turn."""
@@ -49,13 +50,13 @@ class WorkerCalls:
                 frame = await self._exchange(worker, msgspec.msgpack.encode(call))
             answer = _ANSWER.decode(frame)
         except TimeoutError:
-            raise UpstreamTimeout(f"{about} has not answered within {within_s:g} s") from None
+            raise UpstreamTimeoutError(f"{about} has not answered within {within_s:g} s") from None
         except (zmq.ZMQError, *UNREADABLE) as error:
-            raise UpstreamFailed(f"{about}: {error}") from None
+            raise UpstreamFailedError(f"{about}: {error}") from None
         if isinstance(answer, words.ErrorMsg):
-            raise UpstreamFailed(f"{about}: {answer.error}"[:_LONGEST_ERROR])
+            raise UpstreamFailedError(f"{about}: {answer.error}"[:_LONGEST_ERROR])
         if not isinstance(answer, kind):
-            raise UpstreamFailed(f"{about} has answered with a {type(answer).__name__}")
+            raise UpstreamFailedError(f"{about} has answered with a {type(answer).__name__}")
         return answer
 
     async def _exchange(self, worker: Worker, frame: bytes) -> bytes:

@@ -8,25 +8,25 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from router.config import ApiError, Conflict, NotFound
 from router.fleet import Fleet
 from router.lmcache.workers import words
 from router.lmcache.workers.calls import MOVE_S, WorkerCalls, event_id
 from router.lmcache.workers.holdings import LOCATIONS
 from router.lmcache.workers.registry import LEADER, Workers
 from router.lmcache.workers.worker import Worker
+from warmroute_common.api_errors import ApiError, ConflictError, NotFoundError
 
 _UNREACHABLE: Final = -1001
 """LMCache's error code of a worker that answers with an error, or not at all."""
 _NO_SALTS: Final = "keeps no cache_salt apart: ask without one"
 
 
-def _unsupported(what: str, param: str | None = None) -> Conflict:
-    return Conflict(f"LMCache 0.5 inside vLLM {what}", param=param, code="unsupported")
+def _unsupported(what: str, param: str | None = None) -> ConflictError:
+    return ConflictError(f"LMCache 0.5 inside vLLM {what}", param=param, code="unsupported")
 
 
 class WorkerControl:
-    """The instances whose workers have registered; calls of unknown ones raise `NotFound`."""
+    """The instances whose workers have registered; calls of unknown ones raise `NotFoundError`."""
 
     def __init__(self, fleet: Fleet, workers: Workers, calls: WorkerCalls) -> None:
         self._fleet = fleet
@@ -65,7 +65,7 @@ class WorkerControl:
         """Return what ``/query_worker_info`` says of some workers, or of all; times since 1970."""
         found = self._found(instance_id)
         if strange := [each for each in worker_ids if each not in found]:
-            raise NotFound(f"'{instance_id}' has no worker {strange[0]}", param="worker_ids")
+            raise NotFoundError(f"'{instance_id}' has no worker {strange[0]}", param="worker_ids")
         return [
             {
                 "instance_id": instance_id,
@@ -150,7 +150,7 @@ class WorkerControl:
         if target[1] != words.CPU:
             raise _unsupported(f"moves chunks to {words.CPU} alone", "new_position")
         if senders.keys() != takers.keys():
-            raise Conflict(f"'{source[0]}' and '{target[0]}' have different workers")
+            raise ConflictError(f"'{source[0]}' and '{target[0]}' have different workers")
         _peer_urls(source[0], senders)
         urls = _peer_urls(target[0], takers)
         calls = [
@@ -194,7 +194,7 @@ class WorkerControl:
         found = self._workers.of(instance_id)
         if not found:
             text = f"'{instance_id}' has no LMCache inside whose workers have registered"
-            raise NotFound(text, param=param, code="unknown_instance")
+            raise NotFoundError(text, param=param, code="unknown_instance")
         return found
 
     async def _least_tokens(
@@ -211,7 +211,7 @@ def _check_salt(cache_salt: str | None) -> None:
 
 
 def _peer_urls(instance_id: str, workers: Mapping[int, Worker]) -> dict[int, str]:
-    """Return where an instance's workers take chunks; raise `Conflict` where they take none."""
+    """Return where an instance's workers take chunks; raise `ConflictError` where they take none."""
     urls = {number: each.call.peer_init_url for number, each in workers.items()}
     known = {number: each for number, each in urls.items() if each is not None}
     if len(known) < len(urls):

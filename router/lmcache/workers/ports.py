@@ -15,8 +15,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from router.config import ConfigError, LmcacheWorkersConfig, describe, host_port
-from router.tasks import end_all
+from router.config import LmcacheWorkersConfig, host_port
+from warmroute_common.config_error import ConfigError, describe
+from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.lmcache")
 

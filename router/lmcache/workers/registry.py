@@ -8,13 +8,14 @@ import logging
 from collections import Counter
 from typing import Final
 
-from router.config import Conflict, LmcacheWorkersConfig, Overloaded
+from router.config import LmcacheWorkersConfig
 from router.fleet import Fleet
 from router.lmcache.workers import words
 from router.lmcache.workers.agreement import Agreement
 from router.lmcache.workers.binding import bound
 from router.lmcache.workers.worker import Worker
 from router.residency import LmcacheKeys, PromptKeyring
+from warmroute_common.api_errors import ConflictError, OverloadedError
 
 log = logging.getLogger("warmroute.lmcache")
 
@@ -63,7 +64,7 @@ class Workers:
     def register(self, call: words.RegisterMsg, now_s: float, wall_s: float) -> None:
         """Take in a worker that has started: what was known of it is gone.
 
-        Raises `Conflict` for the name of a replica that has no LMCache inside, `Overloaded`.
+        Raises `ConflictError` for the name of a replica that has no LMCache inside, `OverloadedError`.
         """
         self._add(call, now_s, wall_s, from_start=True)
 
@@ -128,7 +129,7 @@ class Workers:
         self._check_name(call.instance_id)
         known = self._workers.get(call.name)
         if known is None and len(self._workers) >= MAX_WORKERS:
-            raise Overloaded(f"{MAX_WORKERS} workers have registered, no more may")
+            raise OverloadedError(f"{MAX_WORKERS} workers have registered, no more may")
         log.info("LMCache worker %s:%d has registered from %s:%d", *call.name, call.ip, call.port)
         worker = self._workers[call.name] = Worker(
             call=call, registered_wall_s=wall_s, seen_s=now_s, from_start=from_start
@@ -158,7 +159,7 @@ class Workers:
         replica = self._fleet.replicas.get(instance_id)
         if replica is None or (replica.config.agent_url is None and replica.config.lmcache is None):
             return
-        raise Conflict(
+        raise ConflictError(
             f"'{instance_id}' is a replica with an agent_url or an LMCache server, and LMCache "
             "inside vLLM claims that name: give it another lmcache_instance_id",
             code="name_taken",

@@ -11,8 +11,7 @@ from typing import Any, Final
 import msgspec
 import zmq.asyncio
 
-from cacheengine.wire import UNREADABLE
-from router.config import ApiError, ConfigError, LmcacheWorkersConfig
+from router.config import LmcacheWorkersConfig
 from router.fleet import Fleet
 from router.lmcache.workers import words
 from router.lmcache.workers.calls import WorkerCalls, is_listening
@@ -20,7 +19,10 @@ from router.lmcache.workers.control import WorkerControl
 from router.lmcache.workers.holdings import Holdings
 from router.lmcache.workers.ports import Ports
 from router.lmcache.workers.registry import Workers
-from router.tasks import end_all
+from warmroute_common.agent_protocol import UNREADABLE
+from warmroute_common.api_errors import ApiError
+from warmroute_common.config_error import ConfigError
+from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.lmcache")
 

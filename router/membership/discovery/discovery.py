@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
-from cacheengine.wire import Registration
 from router.config import DiscoveryConfig
 from router.membership.discovery.dns import DnsWatch
 from router.membership.discovery.kubernetes import KubernetesWatch
 from router.membership.discovery.registration import RegistrationWatch
 from router.membership.members import Members
-from router.tasks import end_all
+from warmroute_common.agent_protocol import Registration
+from warmroute_common.tasks import end_all
 
 
 class Discovery:

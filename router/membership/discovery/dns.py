@@ -5,9 +5,10 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 
-from router.config import DiscoveredConfig, DnsConfig, describe, host_port
+from router.config import DiscoveredConfig, DnsConfig, host_port
 from router.membership.discovery.found import Name, found
 from router.membership.members import Source
+from warmroute_common.config_error import describe
 
 log = logging.getLogger("warmroute.membership")
 

@@ -10,10 +10,11 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from router.config import DiscoveredConfig, KubernetesConfig, describe, host_port
+from router.config import DiscoveredConfig, KubernetesConfig, host_port
 from router.membership.discovery.found import Name
 from router.membership.discovery.slices import SliceList, Slices, WatchEvent
 from router.membership.members import Source
+from warmroute_common.config_error import describe
 
 log = logging.getLogger("warmroute.membership")
 
@@ -33,7 +34,7 @@ _LIST: Final = msgspec.json.Decoder(SliceList)
 _EVENT: Final = msgspec.json.Decoder(WatchEvent)
 
 
-class _Gone(Exception):  # noqa: N818  (what happened, not an error of ours)
+class _GoneError(Exception):
     """What changed since is not known there any more: all is to be listed anew."""
 
 
@@ -65,7 +66,7 @@ class KubernetesWatch:
         while True:
             try:
                 await self._follow()
-            except _Gone:
+            except _GoneError:
                 log.info("what changed at Kubernetes is not known any more: listing anew")
                 self._failures += 1
             except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -79,7 +80,7 @@ class KubernetesWatch:
             await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
 
     async def _follow(self) -> None:
-        """List, then watch as long as that goes well; raise `_Gone`, or what went wrong."""
+        """List, then watch as long as that goes well; raise `_GoneError`, or what went wrong."""
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=await asyncio.to_thread(self._trusted)),
             read_bufsize=_LINE_BYTES,
@@ -130,7 +131,7 @@ class KubernetesWatch:
     async def _get(
         self, session: aiohttp.ClientSession, asked: dict[str, str], limits: aiohttp.ClientTimeout
     ) -> aiohttp.ClientResponse:
-        """Ask for the slices; raise `_Gone`, or ValueError for any other refusal."""
+        """Ask for the slices; raise `_GoneError`, or ValueError for any other refusal."""
         config = self._config
         selector = config.selector or f"kubernetes.io/service-name={config.service}"
         token, namespace = await asyncio.to_thread(self._credentials)
@@ -143,7 +144,7 @@ class KubernetesWatch:
         )
         if response.status == _GONE:
             response.close()
-            raise _Gone
+            raise _GoneError
         if response.status != 200:
             said = (await response.text())[:300]
             response.close()
@@ -180,5 +181,5 @@ def _api_url(config: KubernetesConfig) -> str:
 
 def _error(event: WatchEvent) -> Exception:
     if event.object.get("code") == _GONE:
-        return _Gone()
+        return _GoneError()
     return ValueError(f"the watch ended: {event.object.get('message', event.object)}")

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Final
 from urllib.parse import urlsplit
 
-from cacheengine.wire import Registration
 from router.config import DiscoveredConfig, ReplicaConfig
 from router.membership.discovery.found import Name, found
 from router.membership.members import Source
+from warmroute_common.agent_protocol import Registration
 
 log = logging.getLogger("warmroute.membership")
 

@@ -9,9 +9,9 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
-from router.config import ConfigError
 from router.prompt.tokenizer.split_points import CUT_CHARS, Cutter, Part, longest_first
 from router.prompt.tokenizer.token_cache import Memo, Piece
+from warmroute_common.config_error import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final, NamedTuple
 
-from cacheengine.keys import ExtraKeys, HashScheme
+from warmroute_common.keys import ExtraKeys, HashScheme
 
 # What a dictionary entry with its small objects takes beside its payload.
 _ENTRY_BYTES: Final = 400

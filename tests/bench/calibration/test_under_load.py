@@ -37,9 +37,9 @@ from bench.calibration.under_load.workload import TURNS, Offered, offered, token
 from bench.record import Record
 from bench.ttft import BenchError
 from bench.workloads.session import Span
-from cacheengine.simulator.model.machine import Machine
-from cacheengine.simulator.model.rates import Rates
 from router.launch.processes import ProcessGroup
+from simulator.model.machine import Machine
+from simulator.model.rates import Rates
 
 RATES = Rates(
     step_s=0.008,

@@ -11,9 +11,9 @@ from bench.discrete.replica import ModelReplica
 from bench.discrete.routers.sent import Sent
 from bench.record import Record
 from bench.workloads.session import Session, Span, Turn
-from cacheengine.simulator.model.machine import Machine
-from cacheengine.simulator.model.rates import Rates, Shape
 from router.residency.tiers import Tier
+from simulator.model.machine import Machine
+from simulator.model.rates import Rates, Shape
 
 BLOCK: Final = 10
 CHUNK: Final = 20

@@ -17,10 +17,10 @@ from bench.discrete.replica import ModelReplica
 from bench.discrete.routers.ours import OurRouter, Settings, with_sections
 from bench.record import Record
 from bench.workloads.session import Session, Span, Turn, prompt_tokens
-from cacheengine.simulator.model.machine import Machine
-from cacheengine.simulator.model.rates import Rates
 from router.config.settings import AdmissionConfig, SessionConfig
 from router.latency.work import Part
+from simulator.model.machine import Machine
+from simulator.model.rates import Rates
 from tests.bench.discrete.building import talk
 
 FLEET: Final = FleetOptions(replicas=8, machine=Machine(cpu_tokens=40_000), noise=0.0)

@@ -77,7 +77,7 @@ def test_who_waits_for_nothing_is_stuck_and_is_ended_all_the_same() -> None:
         finally:
             ended.append("main")
 
-    with pytest.raises(clock.Stuck, match="no timer"):
+    with pytest.raises(clock.StuckError, match="no timer"):
         clock.run(main())
     assert ended == ["main"]
 

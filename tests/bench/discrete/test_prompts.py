@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bench.discrete.prompts import Conversation
 from bench.workloads.session import Span
-from cacheengine.keys import HashScheme
+from warmroute_common.keys import HashScheme
 
 BLOCK = 4
 SPANS = st.lists(st.builds(Span, st.integers(0, 2), st.integers(0, 7)), max_size=6)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from bench.discrete.prompts import Conversation
-from bench.discrete.replica import AnswerCut, ModelReplica, ReplicaDown, numbers_of
+from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError, numbers_of
 from bench.workloads.session import Span
 from router.residency.tiers import Tier
 from tests.bench.discrete.building import (
@@ -127,9 +127,9 @@ async def test_who_dies_cuts_its_answers_and_takes_no_more() -> None:
     await asyncio.sleep(0.15)
     replica.die()
     for each in (running, waiting):
-        with pytest.raises(AnswerCut):
+        with pytest.raises(AnswerCutError):
             await each.done
-    with pytest.raises(ReplicaDown):
+    with pytest.raises(ReplicaDownError):
         replica.submit(prompt(10), 1, Heard())
     replica.model.check()
     replica.engine.check()
@@ -174,7 +174,7 @@ async def test_what_was_being_read_as_its_replica_died_is_computed_anew() -> Non
     serving = replica.submit(prompt(79, text=1), 1, Heard())
     await asyncio.sleep(0.01)
     replica.die()
-    with pytest.raises(AnswerCut):
+    with pytest.raises(AnswerCutError):
         await serving.done
     replica.come_back()
     assert await served(replica, prompt(79, text=1)) == pytest.approx(0.089)

@@ -7,10 +7,10 @@ import pytest
 
 from bench.discrete.replica import ModelReplica
 from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
-from cacheengine.wire import MoveRequest, MoveSource, MoveStatus
 from router.staging.agent_client import AgentError
 from tests.bench.discrete.building import CHUNK, in_model_time, machine, prompt, served
 from tests.cacheengine.building import keys
+from warmroute_common.agent_protocol import MoveRequest, MoveSource, MoveStatus
 
 CALL_S = 0.002
 READ_S = CHUNK / 500

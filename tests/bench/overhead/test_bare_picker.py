@@ -8,8 +8,8 @@ import pytest
 
 from bench.overhead.__main__ import main
 from bench.overhead.contenders import BARE_PICKER, BARE_PICKER_GRPC, PICKER_TEXT
-from cacheengine.simulator.api.vocabulary import make_tokenizer
 from router.envoy import program
+from simulator.api.vocabulary import make_tokenizer
 from tests.servers import missing
 
 

@@ -24,11 +24,11 @@ from bench.overhead.fake.telling import (
     write_prompts,
 )
 from bench.overhead.prompts import MODEL, PATH, body
-from cacheengine.keys import HashScheme
-from cacheengine.simulator.api.kv_stream import KvStream
-from cacheengine.simulator.api.vocabulary import WORDS, make_tokenizer
 from router.residency.kv_events import BlocksStored, FirstBlocks, KvEvent, KvEventReader, find_shape
+from simulator.api.kv_stream import KvStream
+from simulator.api.vocabulary import WORDS, make_tokenizer
 from tests.bench.overhead.listening import listening
+from warmroute_common.keys import HashScheme
 
 
 @asynccontextmanager

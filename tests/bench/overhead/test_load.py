@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from bench.overhead.load.connection import BadAnswer, Connections, Timing
+from bench.overhead.load.connection import BadAnswerError, Connections, Timing
 from bench.overhead.load.pace import Sent, flood, in_turns, paced
 from tests.bench.overhead.listening import listening
 
@@ -81,7 +81,7 @@ async def test_any_other_answer_is_an_error_that_says_what_came(
     script: list[bytes | None], why: str
 ) -> None:
     async with answering(script) as connections:
-        with pytest.raises(BadAnswer, match=why):
+        with pytest.raises(BadAnswerError, match=why):
             await connections.ask(b"{}")
 
 
@@ -168,7 +168,7 @@ async def test_all_paced_requests_are_under_way_when_the_last_one_has_been_sent(
 async def test_a_failed_request_is_counted_and_the_others_are_sent() -> None:
     async def ask(body: bytes) -> Timing:
         if body == b"b0":
-            raise BadAnswer("no good")
+            raise BadAnswerError("no good")
         return Timing(0.0, 0.0, 0.0)
 
     sent = Sent()

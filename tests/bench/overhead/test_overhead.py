@@ -24,9 +24,9 @@ from bench.overhead.contenders import (
     urls,
 )
 from bench.replay.contenders import peers
-from bench.replay.contenders.contender import CannotRun, Running
-from cacheengine.simulator.api.vocabulary import make_tokenizer
+from bench.replay.contenders.contender import CannotRunError, Running
 from router.config.loading import load_router_config
+from simulator.api.vocabulary import make_tokenizer
 
 REPLICAS = [{"url": "http://127.0.0.1:8001"}, {"url": "http://127.0.0.1:8002"}]
 
@@ -94,7 +94,7 @@ def test_a_router_that_knows_what_it_was_sent_by_its_tokens_is_let_in() -> None:
 
 @pytest.mark.parametrize("answer", [explained(True, [0, 16]), explained(False, [96, 0])])
 def test_a_router_that_measured_would_be_by_text_is_not(answer: dict[str, Any]) -> None:
-    with explaining(answer) as running, pytest.raises(CannotRun, match="of 100 tokens"):
+    with explaining(answer) as running, pytest.raises(CannotRunError, match="of 100 tokens"):
         check_knows_tokens(running, b"{}")
 
 

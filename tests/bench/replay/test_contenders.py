@@ -9,7 +9,7 @@ import pytest
 from bench.environments import mark
 from bench.replay.__main__ import _arguments, contenders
 from bench.replay.contenders import ours, peers
-from bench.replay.contenders.contender import CannotRun, Contender, Launch, start
+from bench.replay.contenders.contender import CannotRunError, Contender, Launch, start
 from bench.replay.fleet import Fleet, FleetOptions, FleetReplica, read_fleet
 from router.config.loading import router_config
 from router.launch.processes import ProcessGroup
@@ -164,7 +164,7 @@ def test_sessions_are_named_and_ended_as_each_peer_wants_it() -> None:
 def test_peers_that_cannot_be_installed_are_said(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(CannotRun, match="not installed"):
+    with pytest.raises(CannotRunError, match="not installed"):
         peers.PeersPython(None, file / "peers").path()
 
 
@@ -179,7 +179,10 @@ def test_a_contender_that_dies_is_said_with_its_last_words(tmp_path: Path) -> No
         name="broken",
         launch=lambda fleet, directory: Launch(command=dies, url="", is_ready=lambda: False),
     )
-    with ProcessGroup() as group, pytest.raises(CannotRun, match=r"exit code 2.*no such option"):
+    with (
+        ProcessGroup() as group,
+        pytest.raises(CannotRunError, match=r"exit code 2.*no such option"),
+    ):
         start(contender, group, fleet(tmp_path), tmp_path)
 
 

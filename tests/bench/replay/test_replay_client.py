@@ -20,7 +20,7 @@ from bench.replay.client import (
 )
 from bench.workloads.session import Session, Span, Turn
 from bench.workloads.texts import Texts
-from cacheengine.simulator.api.vocabulary import text_of, tokens_of
+from simulator.api.vocabulary import text_of, tokens_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SPEED = 20.0

@@ -12,7 +12,7 @@ from bench.replay.figures import Figures, figures
 from bench.replay.plots import waiting_tokens, write_plots
 from bench.replay.report import costliest, costliest_table, table
 from bench.workloads.session import Session, Span, Turn
-from cacheengine.simulator.model.rates import Rates, Shape
+from simulator.model.rates import Rates, Shape
 
 
 def record(number: int, *, ttft_s: float = 1.0, **more: Any) -> Record:

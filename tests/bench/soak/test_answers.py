@@ -4,9 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.soak.clients.answers import Answers, End, Expected, StreamCheck, WrongAnswer, check_whole
-from cacheengine.simulator.api.answers import DONE, Answer
-from cacheengine.simulator.api.vocabulary import NUM_WORDS, text_of
+from bench.soak.clients.answers import (
+    Answers,
+    End,
+    Expected,
+    StreamCheck,
+    WrongAnswerError,
+    check_whole,
+)
+from simulator.api.answers import DONE, Answer
+from simulator.api.vocabulary import NUM_WORDS, text_of
 
 TOLD = b'data: {"error":{"message":"the replica\'s answer broke off"}}\n\n'
 BODY = {"messages": [{"role": "user", "content": text_of(range(100))}], "max_tokens": 12}
@@ -83,7 +90,7 @@ def test_a_lost_doubled_or_foreign_event_is_wrong(at: st.DataObject) -> None:
         [*stream[:index], events(foreign)[index], *stream[index + 1 :]],
         [*stream, stream[index]],
     ):
-        with pytest.raises(WrongAnswer):
+        with pytest.raises(WrongAnswerError):
             end_of(wanted, b"".join(changed))
 
 
@@ -94,9 +101,9 @@ def test_a_changed_letter_is_wrong(at: st.DataObject) -> None:
     index = at.draw(st.integers(1, len(stream) - 3))
     word = wanted.text.split()[index - 1].encode()
     changed = stream[index].replace(word, b"x" + word[1:] if word[:1] != b"x" else b"b" + word[1:])
-    with pytest.raises(WrongAnswer):
+    with pytest.raises(WrongAnswerError):
         end_of(wanted, b"".join([*stream[:index], changed, *stream[index + 1 :]]))
-    with pytest.raises(WrongAnswer):
+    with pytest.raises(WrongAnswerError):
         check_whole(wanted, whole(wanted).replace(word, b"xxxx", 1))
 
 
@@ -113,14 +120,14 @@ def test_a_stream_that_breaks_off_is_told_or_short_and_never_whole(at: st.DataOb
 def test_nothing_may_follow_an_event_that_was_cut_in_half_but_an_error() -> None:
     wanted = expected()
     stream = events(wanted)
-    with pytest.raises(WrongAnswer, match="in half"):
+    with pytest.raises(WrongAnswerError, match="in half"):
         end_of(wanted, stream[0] + stream[1][:-20] + b"\n\n" + b"".join(stream[2:]))
 
 
 def test_an_answer_that_ends_before_its_text_does_is_wrong() -> None:
     wanted = expected()
     stream = events(wanted)
-    with pytest.raises(WrongAnswer, match=r"\[DONE\]"):
+    with pytest.raises(WrongAnswerError, match=r"\[DONE\]"):
         end_of(wanted, b"".join(stream[:5]) + DONE)
-    with pytest.raises(WrongAnswer, match="usage"):
+    with pytest.raises(WrongAnswerError, match="usage"):
         end_of(wanted, b"".join([*stream[:-2], DONE]))

@@ -17,8 +17,8 @@ from bench.replay.bound import no_queue
 from bench.ttft import BenchError
 from bench.workloads.offered import GENERATED, Offered, offered
 from bench.workloads.resources import DECODE_SLOTS, DISK, KV_MEMORY, PREFILL, REPLICA_TIME
-from cacheengine.simulator.model.machine import Machine
-from cacheengine.simulator.model.rates import Shape
+from simulator.model.machine import Machine
+from simulator.model.rates import Shape
 
 MACHINE = Machine(shape=Shape(gpu_tokens=600_000), cpu_tokens=100_000)
 REPLICAS = 4

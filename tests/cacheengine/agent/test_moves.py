@@ -12,10 +12,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from cacheengine import wire
 from cacheengine.agent import mover as moving
 from cacheengine.agent.peer import Caller
-from cacheengine.keys import HashScheme, chunk_keys
 from cacheengine.record import TransferMeter
 from cacheengine.residency import Presence
 from cacheengine.tiers.base import PutOutcome
@@ -27,6 +25,8 @@ from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier
 from tests.cacheengine.whole_replica import WholeReplica, identity
+from warmroute_common import agent_protocol as wire
+from warmroute_common.keys import HashScheme, chunk_keys
 
 TOKENS = list(range(256 * 20 + 100))
 PREFIX = chunk_keys(HashScheme("sha256", "seed").chain(TOKENS, 16), 16)

@@ -13,15 +13,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
-from cacheengine import wire
 from cacheengine.agent import Agent
 from cacheengine.agent.peer import Caller
 from cacheengine.agent.registration import Registrar
 from cacheengine.settings.settings import EngineConfig
-from cacheengine.trust import FleetSecret
 from tests.cacheengine.building import wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.whole_replica import identity
+from warmroute_common import agent_protocol as wire
+from warmroute_common.fleet_secret import FleetSecret
 
 SECRET = FleetSecret("known-to-the-fleet-alone")
 REGISTRATION = wire.Registration(

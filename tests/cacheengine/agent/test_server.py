@@ -11,15 +11,15 @@ import aiohttp
 import msgspec
 import pytest
 
-from cacheengine import wire
 from cacheengine.agent import Agent, answers
 from cacheengine.identity import KvVersions
-from cacheengine.keys import HashScheme, chunk_keys, key64, prompt_extra_keys
 from cacheengine.record import EngineStats, TierStats, TransferStats
 from cacheengine.settings.settings import EngineConfig
-from cacheengine.wire import ReplicaIdentity
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys, layout, wait_until
 from tests.cacheengine.conftest import MakeBench
+from warmroute_common import agent_protocol as wire
+from warmroute_common.agent_protocol import ReplicaIdentity
+from warmroute_common.keys import HashScheme, chunk_keys, key64, prompt_extra_keys
 
 IDENTITY = ReplicaIdentity(
     instance_id="replica-1",

@@ -13,20 +13,20 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from cacheengine import wire
 from cacheengine.agent import answers, handlers
 from cacheengine.agent import mover as moving
 from cacheengine.agent import peer as calling
 from cacheengine.agent.peer import Caller
-from cacheengine.keys import HashScheme, chunk_keys
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
-from cacheengine.trust import FleetSecret
 from tests.cacheengine.building import CHUNK_BYTES, Bench, layout
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.transfer.conftest import Play, play
 from tests.cacheengine.whole_replica import WholeReplica, identity
+from warmroute_common import agent_protocol as wire
+from warmroute_common.fleet_secret import FleetSecret
+from warmroute_common.keys import HashScheme, chunk_keys
 
 TOKENS = list(range(256 * 4))
 PREFIX = chunk_keys(HashScheme("sha256", "seed").chain(TOKENS, 16), 16)

@@ -1,11 +1,11 @@
 """What followers of the engine are told: replaying events gives the snapshot."""
 
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.keys import key64
-from cacheengine.wire import EventBatch, unpack_keys
 from tests.cacheengine.building import keys
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier
+from warmroute_common.agent_protocol import EventBatch, unpack_keys
+from warmroute_common.keys import key64
 
 
 def _replay(batch: EventBatch) -> dict[str, set[int]]:

@@ -7,10 +7,10 @@ import pytest
 from cacheengine.engine.io_threads import IoThreads
 from cacheengine.residency import Presence
 from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.wire import unpack_keys
 from tests.cacheengine.building import Bench, config, key, keys, payload, wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier
+from warmroute_common.agent_protocol import unpack_keys
 
 
 @pytest.fixture

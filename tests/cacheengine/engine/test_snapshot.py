@@ -3,12 +3,12 @@
 import contextlib
 from collections.abc import Iterator
 
-from cacheengine.keys import key64
 from cacheengine.residency import Decider
-from cacheengine.wire import unpack_keys
 from tests.cacheengine.building import keys
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier
+from warmroute_common.agent_protocol import unpack_keys
+from warmroute_common.keys import key64
 
 MANY = 3000
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cacheengine.address import join_host_port, split_host_port
 from cacheengine.launch.cli import replica
 from cacheengine.settings.loading import load_engine_config
 from cacheengine.settings.settings import ConfigError, EngineConfig
+from warmroute_common.addresses import join_host_port, split_host_port
 
 SECRET = "known-to-the-fleet-alone"
 

@@ -10,7 +10,7 @@ import pytest
 
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.disk.chunk_file import SEAL_BYTES, ChunkFile
-from cacheengine.tiers.disk.directories import DirectoryInUse
+from cacheengine.tiers.disk.directories import DirectoryInUseError
 from cacheengine.tiers.disk.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
 from tests.cacheengine.tiers.disk_chunks import FINGERPRINT, get, open_disk, put
@@ -261,7 +261,7 @@ def test_descriptors_do_not_leak(tier: DiskTier) -> None:
 
 
 def test_two_owners_are_refused_until_the_first_is_gone(tier: DiskTier, tmp_path: Path) -> None:
-    with pytest.raises(DirectoryInUse, match="a directory of its own"):
+    with pytest.raises(DirectoryInUseError, match="a directory of its own"):
         open_disk(tmp_path)
     tier.close()
     open_disk(tmp_path).close()

@@ -12,7 +12,7 @@ import pytest
 
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.disk import linux_io
-from cacheengine.tiers.disk.directories import DirectoryInUse
+from cacheengine.tiers.disk.directories import DirectoryInUseError
 from cacheengine.tiers.disk.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
 from tests.cacheengine.tiers.disk_chunks import FINGERPRINT, bytes_under, open_disk, put
@@ -117,7 +117,7 @@ def test_every_path_is_locked_and_freed_when_one_is_taken(
     tier: DiskTier, roots: list[Path]
 ) -> None:
     other = roots[0].parent / "c"
-    with pytest.raises(DirectoryInUse):
+    with pytest.raises(DirectoryInUseError):
         open_disk(other, roots[1])
     open_disk(other).close()
 
@@ -163,7 +163,7 @@ def test_a_path_that_is_removed_is_made_again_and_ours_again(
     assert _put_all(tier, MANY) == {PutOutcome.STORED}
     assert len(_files(roots[0])) == lost
     assert _get_all(tier, MANY) == [GetOutcome.OK] * len(MANY)
-    with pytest.raises(DirectoryInUse):
+    with pytest.raises(DirectoryInUseError):
         open_disk(roots[0])
 
 

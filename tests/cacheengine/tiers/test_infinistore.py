@@ -17,8 +17,8 @@ import pytest
 from cacheengine.launch.launch import free_ports
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
 from cacheengine.tiers.stores.infinistore.infinistore import InfiniStore
-from cacheengine.values import BadValue
 from tests.servers import missing
+from warmroute_common.config_values import BadValueError
 
 TESTS = Path(__file__).parents[2]
 STAND_INS = TESTS / "stand_ins"
@@ -114,14 +114,14 @@ def test_says_that_it_is_untested_on_hardware(
     ],
 )
 def test_settings_that_cannot_work_are_refused(url: str, problem: str) -> None:
-    with pytest.raises(BadValue) as caught:
+    with pytest.raises(BadValueError) as caught:
         InfiniStore.connect(url, {})
     assert problem in caught.value.problem
     assert caught.value.fix
 
 
 def test_a_key_of_extra_config_that_looks_like_its_own_is_refused() -> None:
-    with pytest.raises(BadValue, match="infinistore_device is no known key"):
+    with pytest.raises(BadValueError, match="infinistore_device is no known key"):
         InfiniStore.connect("infinistore://here:1/", {"infinistore_device": "a"})
 
 

@@ -12,7 +12,7 @@ from cacheengine.tiers.stores.mooncake.settings import (
     MooncakeSettings,
     mooncake_settings,
 )
-from cacheengine.values import BadValue
+from warmroute_common.config_values import BadValueError
 
 URL = "mooncakestore://localhost:50051/"
 
@@ -82,7 +82,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: str | None
     file = tmp_path / "mooncake.json"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(BadValue, match=r"mooncake\.json"):
+    with pytest.raises(BadValueError, match=r"mooncake\.json"):
         mooncake_settings(URL, {}, {CONFIG_FILE_VARIABLE: str(file)})
 
 
@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: str | None
 def test_what_cannot_work_says_what_to_write(
     key: str, value: object, problem: str, fix: str
 ) -> None:
-    with pytest.raises(BadValue) as caught:
+    with pytest.raises(BadValueError) as caught:
         settings({key: value})
     assert key in caught.value.problem
     assert problem in caught.value.problem
@@ -124,7 +124,7 @@ def test_what_cannot_work_says_what_to_write(
     ],
 )
 def test_urls_that_cannot_work_are_refused(url: str, problem: str) -> None:
-    with pytest.raises(BadValue, match=problem):
+    with pytest.raises(BadValueError, match=problem):
         settings({}, url)
 
 

@@ -10,7 +10,7 @@ from cacheengine.settings.loading import load_engine_config
 from cacheengine.settings.settings import ConfigError, EngineConfig
 from cacheengine.tiers.stores.redis.redis_server import RedisServer, TlsSettings
 from cacheengine.tiers.stores.url import parse_remote_url
-from cacheengine.values import BadValue
+from warmroute_common.config_values import BadValueError
 
 
 def _server(text: str) -> RedisServer:
@@ -178,5 +178,5 @@ def test_a_serde_without_a_server_warns(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_bad_value_is_raised_and_nothing_else() -> None:
-    with pytest.raises(BadValue):
+    with pytest.raises(BadValueError):
         parse_remote_url("")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cacheengine.record import TransferMeter
-from cacheengine.transfer.channel import Channel, PeerGone
+from cacheengine.transfer.channel import Channel, PeerGoneError
 from cacheengine.transfer.fetch import Fetch, Fetched
 from cacheengine.transfer.protocol import ProtocolError
 from cacheengine.transfer.server import TransferServer
@@ -92,7 +92,7 @@ def play() -> Iterator[Play]:
         channel = Channel(connected, TIMEOUT_S)
         try:
             # The other side may leave: its own outcome says whether rightly.
-            with contextlib.suppress(OSError, PeerGone, ProtocolError):
+            with contextlib.suppress(OSError, PeerGoneError, ProtocolError):
                 script(channel)
         finally:
             channel.close()

@@ -9,7 +9,6 @@ import pytest
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
 from cacheengine.transfer.proofs import PROOF_BYTES, Checksums, ChunkProofs, Handshake, KeyedDigests
-from cacheengine.trust import FleetSecret
 from tests.cacheengine.building import CHUNK_BYTES, Bench, payload, wait_until
 from tests.cacheengine.transfer.conftest import (
     LAYOUT,
@@ -20,6 +19,7 @@ from tests.cacheengine.transfer.conftest import (
     assert_idle,
     fetch,
 )
+from warmroute_common.fleet_secret import FleetSecret
 
 SECRET = FleetSecret("known to the fleet".replace(" ", "-"))
 OTHER = FleetSecret("of-another-fleet-altogether")

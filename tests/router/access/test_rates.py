@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 
 from router.access import Grant
-from router.config import KeyConfig, RateLimited
+from router.config import KeyConfig
+from warmroute_common.api_errors import RateLimitedError
 
 Refused = Counter[tuple[str, str]]
 
@@ -20,17 +21,17 @@ def test_a_minutes_requests_may_come_at_once_and_then_come_back_evenly() -> None
     team = grant(refused, requests_per_minute=3)
     for _ in range(3):
         team.take_request(1000.0)
-    with pytest.raises(RateLimited, match="requests per minute") as caught:
+    with pytest.raises(RateLimitedError, match="requests per minute") as caught:
         team.take_request(1000.0)
     assert (caught.value.retry_after_s, caught.value.cause) == (20, "key-requests")
-    with pytest.raises(RateLimited):
+    with pytest.raises(RateLimitedError):
         team.take_request(1019.0)
     team.take_request(1020.0)
-    with pytest.raises(RateLimited):
+    with pytest.raises(RateLimitedError):
         team.take_request(1020.0)
     for _ in range(3):
         team.take_request(9000.0)
-    with pytest.raises(RateLimited):
+    with pytest.raises(RateLimitedError):
         team.take_request(9000.0)
     assert refused == {("team", "requests"): 4}
 
@@ -40,7 +41,7 @@ def test_a_refused_request_uses_up_nothing() -> None:
     team.take_request(0.0)
     team.take_prompt(100, 0.0)
     for now_s in range(60):
-        with pytest.raises(RateLimited):
+        with pytest.raises(RateLimitedError):
             team.take_request(float(now_s))
     team.take_request(60.0)
 
@@ -50,7 +51,7 @@ def test_a_prompt_larger_than_a_minutes_tokens_goes_and_is_paid_off() -> None:
     team.take_request(0.0)
     team.take_prompt(100, 0.0)
     team.take_answer(19, 0, 10.0)
-    with pytest.raises(RateLimited, match="tokens per minute") as caught:
+    with pytest.raises(RateLimitedError, match="tokens per minute") as caught:
         team.take_request(10.0)
     assert caught.value.retry_after_s == 50
     team.take_request(60.0)
@@ -63,13 +64,13 @@ def test_requests_that_came_together_do_not_all_pass() -> None:
         team.take_request(0.0)
     team.take_prompt(99, 0.0)
     team.take_prompt(1000, 0.0)
-    with pytest.raises(RateLimited):
+    with pytest.raises(RateLimitedError):
         team.take_prompt(1, 0.0)
 
 
 def test_a_stream_that_tells_no_usage_is_counted_by_its_size() -> None:
     team = grant(tokens_per_minute=60)
     team.take_answer(None, 256 * 60, 0.0)
-    with pytest.raises(RateLimited):
+    with pytest.raises(RateLimitedError):
         team.take_request(0.0)
     team.take_request(1.0)

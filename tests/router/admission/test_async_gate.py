@@ -15,7 +15,6 @@ import pytest
 
 from router.admission.async_gate import Admission
 from router.admission.gate import Gate
-from router.config.errors import Overloaded
 from router.config.settings import AdmissionConfig, RatesConfig, ReplicaConfig, TimeoutsConfig
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet as FleetState
@@ -30,6 +29,7 @@ from tests.router.scripted import (
     cut_before_headers,
     stream,
 )
+from warmroute_common.api_errors import OverloadedError
 
 SLOW = RatesConfig(prefill_tokens_per_s=0.1)
 
@@ -370,7 +370,7 @@ async def test_released_after_the_router_was_told_to_stop() -> None:
     turns.admission._pump()
     assert turns.in_flight() == 0
     for task in (first, second):
-        with pytest.raises(Overloaded):
+        with pytest.raises(OverloadedError):
             await task
     assert len(turns.admission) == 0
     await turns.admit()

@@ -12,11 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheengine.keys import key64
-from cacheengine.wire import Snapshot, pack_keys
 from router.admission.gate import Admitted, Gate, Waiting
 from router.admission.queue import Entry
-from router.config.errors import NoReplica, RateLimited
 from router.config.settings import (
     AdmissionConfig,
     PolicyName,
@@ -30,6 +27,9 @@ from router.latency.reserved_work import Promised
 from router.latency.work import Part
 from tests.router.fleet.test_fleet import chunks, info
 from tests.router.prompt.prompts_given import GivenPrompt, text, tokens
+from warmroute_common.agent_protocol import Snapshot, pack_keys
+from warmroute_common.api_errors import NoReplicaError, RateLimitedError
+from warmroute_common.keys import key64
 
 
 def make_fleet(
@@ -271,7 +271,7 @@ def test_too_late() -> None:
     assert driver.gate.next_pump_s(0.9) == 1.0
     driver.pump(1.0)
     late = driver.refused["e"]
-    assert isinstance(late, RateLimited)
+    assert isinstance(late, RateLimitedError)
     assert late.message.startswith("no replica could take the request within 1 s")
     # Twice 10.5 left at the replicas, 3.1 for c and 5.4 for d, shared by two.
     assert (late.status, late.cause, late.retry_after_s) == (429, "deadline", 15)
@@ -284,7 +284,7 @@ def test_a_full_line() -> None:
     driver = Driver(make_fleet(max_waiting=1))
     driver.ask("a", 10.0)
     driver.ask("b", 1.0)
-    with pytest.raises(RateLimited, match="1 requests wait for a replica") as caught:
+    with pytest.raises(RateLimitedError, match="1 requests wait for a replica") as caught:
         driver.ask("c", 2.0)
     assert (caught.value.cause, caught.value.retry_after_s) == ("full", 13)
     assert len(driver.gate) == 1 and driver.in_flight() == 1
@@ -296,8 +296,8 @@ def test_when_no_replica_is_left_all_are_told() -> None:
         driver.ask(name, 2.0)
     driver.fleet.down("r0")
     driver.pump(0.1)
-    assert all(isinstance(driver.refused[name], NoReplica) for name in "bc")
-    with pytest.raises(NoReplica):
+    assert all(isinstance(driver.refused[name], NoReplicaError) for name in "bc")
+    with pytest.raises(NoReplicaError):
         driver.ask("d", 1.0)
 
 
@@ -332,7 +332,7 @@ def test_whoever_sends_a_request_again_is_told_of_those_who_are_before_it_then()
     driver.ask("short", 3.0, 9.0)
     driver.pump(10.0)
     late = driver.refused["long"]
-    assert isinstance(late, RateLimited)
+    assert isinstance(late, RateLimitedError)
     assert late.retry_after_s == 20, "16.1 are left of a, and 3.1 are those of short"
 
 

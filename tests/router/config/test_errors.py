@@ -2,11 +2,11 @@
 
 import pytest
 
-from router.config import NotFound
-from router.http import error_body
+from warmroute_common.api_errors import NotFoundError
+from warmroute_common.http import error_body
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_an_error_that_quotes_bytes_which_are_no_text_can_be_told(path: str) -> None:
     quoted = b"/a\xff".decode(errors="surrogateescape")
-    assert b"no endpoint /a?" in error_body(path, NotFound(f"no endpoint {quoted}"))
+    assert b"no endpoint /a?" in error_body(path, NotFoundError(f"no endpoint {quoted}"))

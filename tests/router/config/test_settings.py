@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from router.config.credentials import load_fleet_secret
-from router.config.errors import ConfigError
 from router.config.loading import load_router_config
 from router.config.settings import RouterConfig
+from warmroute_common.config_error import ConfigError
 
 ONE = "replicas: [{url: 'http://a:1'}]\n"
 

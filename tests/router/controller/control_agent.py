@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from cacheengine import wire
 from tests.router.staging.agent_server import AgentServer
+from warmroute_common import agent_protocol as wire
 
 CHUNK_TOKENS = 64
 TIERS: tuple[wire.TierName, ...] = ("cpu", "disk", "remote")

@@ -9,13 +9,13 @@ from typing import Any
 import aiohttp
 from blockbuster import blockbuster_ctx
 
-from cacheengine.trust import FleetSecret
 from router.access import Access
 from router.controller.controller import Controller
 from router.controller.registry import Configured
 from router.proxy.upstream import client_session
 from tests.router.controller.control_agent import CHUNK_TOKENS, ControlAgent
 from tests.router.staging.agent_server import serving
+from warmroute_common.fleet_secret import FleetSecret
 
 JSON = {"Content-Type": "application/json"}
 TOKENS = list(range(5 * CHUNK_TOKENS + 7))

@@ -7,12 +7,12 @@ from urllib.parse import urlsplit
 import pytest
 from aiohttp import encode_basic_auth
 
-from cacheengine import wire
 from router.access import Access, new_key, sha256_of
 from router.config import AccessConfig
 from tests.router.controller.control_agent import CHUNK_TOKENS, TIERS, ControlAgent
 from tests.router.controller.controlling import TOKENS, Controlled, controlled, move, with_agents
 from tests.router.staging.agent_server import serving
+from warmroute_common import agent_protocol as wire
 
 CPU, DISK, REMOTE = "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"
 

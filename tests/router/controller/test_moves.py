@@ -2,11 +2,11 @@
 
 import pytest
 
-from cacheengine import wire
 from router.controller.api import MAX_EVENTS
 from router.controller.registry import Configured
 from tests.router.controller.control_agent import CHUNK_TOKENS, ControlAgent
 from tests.router.controller.controlling import TOKENS, Controlled, move
+from warmroute_common import agent_protocol as wire
 
 CPU, DISK = "LocalCPUBackend", "LocalDiskBackend"
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from cacheengine.wire import Heartbeat, Registration
 from router.config.addresses import is_same_url
-from router.config.errors import Conflict, Overloaded
 from router.controller.registry import MISSED_HEARTBEATS, Configured, Registry
+from warmroute_common.agent_protocol import Heartbeat, Registration
+from warmroute_common.api_errors import ConflictError, OverloadedError
 
 
 def registration(
@@ -88,7 +88,9 @@ def test_the_latest_to_claim_a_name_has_it() -> None:
 
 def test_a_configured_name_is_no_other_agents() -> None:
     registry = Registry(lambda: [configured("a")])
-    with pytest.raises(Conflict, match=r"'a' is configured with the agent at http://10\.0\.0\.9"):
+    with pytest.raises(
+        ConflictError, match=r"'a' is configured with the agent at http://10\.0\.0\.9"
+    ):
         registry.register(registration("a", "http://10.0.0.1:8101"), 0.0)
     found = registry.find("a")
     assert found is not None and found.agent_url == "http://10.0.0.9:8101"
@@ -135,7 +137,7 @@ def test_registrations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry(list)
     registry.register(registration("a", heartbeat_s=1.0), 0.0)
     registry.register(registration("b", heartbeat_s=9.0), 0.0)
-    with pytest.raises(Overloaded, match="2 instances have registered"):
+    with pytest.raises(OverloadedError, match="2 instances have registered"):
         registry.register(registration("c"), 1.0)
     registry.register(registration("b", incarnation="two"), 1.0)
     registry.expire(5.0)

@@ -4,9 +4,9 @@ import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from cacheengine.trust import FleetSecret
 from tests.router.controller.control_agent import ControlAgent
 from tests.router.controller.controlling import JSON, TOKENS, Controlled, controlled, with_agents
+from warmroute_common.fleet_secret import FleetSecret
 
 SECRET = FleetSecret("known-to-the-fleet-alone")
 REGISTRATION = {

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from cacheengine.keys import HashScheme
 from router.doctor import event_checks
 from router.doctor.findings import Level
 from router.prompt.reader import PromptReader
@@ -20,6 +19,7 @@ from tests.router.prompt.chat_shapes import TEMPLATES
 from tests.router.prompt.prompts_given import tokens
 from tests.router.prompt.tokenizer_makers import llama3, write_model
 from tests.router.staging.agent_server import AgentServer, serving
+from warmroute_common.keys import HashScheme
 
 PROMPT = tokens(64)
 

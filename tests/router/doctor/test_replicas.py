@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from cacheengine.simulator.fleet import fleet as simulated
-from cacheengine.simulator.settings import Settings
-from cacheengine.trust import FleetSecret
 from router.doctor.findings import Level
 from router.prompt.reader import PromptReader
+from simulator.fleet import fleet as simulated
+from simulator.settings import Settings
 from tests.router.doctor.replicas import StandIn, examined, found
 from tests.router.prompt.chat_shapes import TEMPLATES
 from tests.router.prompt.tokenizer_makers import llama3, write_model
 from tests.router.staging.agent_server import AgentServer, serving
+from warmroute_common.fleet_secret import FleetSecret
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,6 @@ import pytest
 import zmq.asyncio
 from aiohttp import web
 
-from cacheengine.keys import HashScheme, chunk_keys, key64
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.feeds.agent_feed import poll_gap_s
 from router.feeds.replica_feed import Feeds
@@ -21,6 +20,7 @@ from router.residency.tiers import Tier
 from tests.router.feeds.kv_publisher import KvPublisher, publisher, removed, stored
 from tests.router.prompt.prompts_given import tokens
 from tests.router.staging.agent_server import AgentServer, serving, until
+from warmroute_common.keys import HashScheme, chunk_keys, key64
 
 PROMPT = tokens(256)
 CHAIN = PROMPT.chain(HashScheme(), 16)

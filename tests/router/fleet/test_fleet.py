@@ -4,9 +4,6 @@ from typing import Any
 
 import pytest
 
-from cacheengine.keys import DEFAULT_SEED, HashScheme, chunk_keys, key64
-from cacheengine.wire import EventBatch, InstanceInfo, KeyEvent, Snapshot, TierInfo, pack_keys
-from router.config.errors import NoReplica, UnknownModel
 from router.config.settings import (
     IndexConfig,
     PolicyName,
@@ -22,6 +19,16 @@ from router.residency.block_hashes import keys64
 from router.residency.kv_events import BlocksRemoved, BlocksStored, FirstBlocks, GpuCleared, KvBatch
 from router.residency.tiers import Tier
 from tests.router.prompt.prompts_given import GivenPrompt, text, tokens
+from warmroute_common.agent_protocol import (
+    EventBatch,
+    InstanceInfo,
+    KeyEvent,
+    Snapshot,
+    TierInfo,
+    pack_keys,
+)
+from warmroute_common.api_errors import NoReplicaError, UnknownModelError
+from warmroute_common.keys import DEFAULT_SEED, HashScheme, chunk_keys, key64
 
 SCHEME = HashScheme()
 BLOCK, CHUNK = 16, 64
@@ -379,7 +386,7 @@ def test_a_retry_leaves_out_what_was_tried() -> None:
     stored(fleet, "r0", Tier.GPU, blocks(prompt))
     decision = place(fleet, prompt, exclude=("r0",))
     assert (decision.replica_id, decision.reason) == ("r1", Reason.RETRY)
-    with pytest.raises(NoReplica, match=r"r0 was tried, r1 was tried"):
+    with pytest.raises(NoReplicaError, match=r"r0 was tried, r1 was tried"):
         place(fleet, prompt, exclude=("r0", "r1"))
 
 
@@ -388,7 +395,7 @@ def test_a_bound_request_goes_nowhere_else() -> None:
     decision = place(fleet, tokens(64), bound_to="r1")
     assert (decision.replica_id, decision.reason) == ("r1", Reason.BOUND)
     fleet.down("r1")
-    with pytest.raises(NoReplica, match="only 'r1' has what this request goes on from"):
+    with pytest.raises(NoReplicaError, match="only 'r1' has what this request goes on from"):
         place(fleet, tokens(64), bound_to="r1")
 
 
@@ -407,10 +414,10 @@ def test_models_decide_who_may_answer() -> None:
     fleet.set_models("r0", {"small": None})
     fleet.set_models("r1", {"large": None})
     assert place(fleet, tokens(64), model="large").replica_id == "r1"
-    with pytest.raises(UnknownModel, match="'huge'"):
+    with pytest.raises(UnknownModelError, match="'huge'"):
         place(fleet, tokens(64), model="huge")
     fleet.down("r1")
-    with pytest.raises(NoReplica, match="r1 down"):
+    with pytest.raises(NoReplicaError, match="r1 down"):
         place(fleet, tokens(64), model="large")
 
 
@@ -532,7 +539,7 @@ def test_a_replica_takes_its_agents_name_and_keeps_its_old_one() -> None:
     assert fleet.replicas["h:1"] is fleet.replicas["instance1"]
     fleet.up("h:1")
     assert place(fleet, tokens(64)).replica_id == "instance1"
-    with pytest.raises(NoReplica):
+    with pytest.raises(NoReplicaError):
         place(fleet, tokens(64), exclude=("h:1", "h:2"))
     with pytest.raises(KeyError):
         fleet.replicas["nobody"]

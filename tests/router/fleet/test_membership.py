@@ -8,9 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cacheengine.keys import HashScheme
-from cacheengine.wire import Snapshot, pack_keys
-from router.config.errors import NoReplica
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
@@ -21,6 +18,9 @@ from router.residency.kv_events import BlocksStored, KvBatch
 from router.residency.tiers import Tier
 from tests.router.fleet.test_fleet import BLOCK, blocks, info, make_fleet, place
 from tests.router.prompt.prompts_given import tokens
+from warmroute_common.agent_protocol import Snapshot, pack_keys
+from warmroute_common.api_errors import NoReplicaError
+from warmroute_common.keys import HashScheme
 
 LONG_S = 1000.0
 
@@ -58,7 +58,7 @@ def test_a_removed_replica_is_not_picked_and_its_requests_end_properly() -> None
 def test_a_fleet_without_replicas_has_none_to_offer() -> None:
     fleet = make_fleet(1)
     fleet.remove("r0")
-    with pytest.raises(NoReplica, match="knows no replica"):
+    with pytest.raises(NoReplicaError, match="knows no replica"):
         place(fleet, tokens(100))
     joined(fleet, 1)
     assert place(fleet, tokens(100)).replica_id == "new:1"
@@ -167,11 +167,11 @@ def test_names_from_agents_are_given_up_one_after_the_other() -> None:
 def test_a_request_bound_to_a_removed_replica_is_told_so() -> None:
     fleet = make_fleet(2)
     fleet.remove("r0")
-    with pytest.raises(NoReplica, match="r0"):
+    with pytest.raises(NoReplicaError, match="r0"):
         place(fleet, tokens(100), bound_to="r0")
     for now_s in (0.0, LONG_S):
         fleet.tick(now_s)
-    with pytest.raises(NoReplica, match="r0"):
+    with pytest.raises(NoReplicaError, match="r0"):
         place(fleet, tokens(100), bound_to="r0")
     assert place(fleet, tokens(100), exclude=("r0",)).replica_id == "r1"
 
@@ -255,7 +255,7 @@ class ComingAndGoing(RuleBasedStateMachine):
     def ask(self, start: int, session: str | None, exclude: set[int], streamed: bool) -> None:
         try:
             decision = self.place(start, session, exclude, streamed)
-        except NoReplica:
+        except NoReplicaError:
             return
         replica = decision.picked.replica
         assert replica in self.present.values()

@@ -5,8 +5,6 @@ A thousand tokens take a second here, and a little more: that is attention.
 
 import pytest
 
-from cacheengine.keys import key64
-from cacheengine.wire import Snapshot, pack_keys
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
@@ -15,6 +13,8 @@ from tests.router.admission.test_gate import Driver
 from tests.router.admission.test_gate import make_fleet as make_learned_fleet
 from tests.router.fleet.test_fleet import blocks, chunks, info, make_fleet, place, stored
 from tests.router.prompt.prompts_given import GivenPrompt, text, tokens
+from warmroute_common.agent_protocol import Snapshot, pack_keys
+from warmroute_common.keys import key64
 
 
 def start(fleet: Fleet, prompt: GivenPrompt, now_s: float = 0.0) -> tuple[Ticket, float]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from cacheengine.wire import InstanceInfo, TierInfo
 from router.config.judgment import DEFAULT, Judgment
 from router.config.settings import (
     PolicyName,
@@ -22,6 +21,7 @@ from router.latency.work import Part, Work
 from router.residency.tiers import Tier
 from tests.router.fleet.test_fleet import BLOCK, CHUNK, blocks, chunks, info, snapshot, stored
 from tests.router.prompt.prompts_given import GivenPrompt, tokens
+from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 
 
 def make_fleet(

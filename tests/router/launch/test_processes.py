@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from router.launch.processes import ChildDied, ChildFailed, NotReady, ProcessGroup, tail
+from router.launch.processes import (
+    ChildDiedError,
+    ChildFailedError,
+    ChildNotReadyError,
+    ProcessGroup,
+    tail,
+)
 
 SERVER = """
 import http.server, sys
@@ -70,7 +76,7 @@ def test_a_death_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
     with ProcessGroup() as group:
         other = group.start("other", python(SLEEPER), None, tmp_path / "other.log")
         group.start("engine", python(code), None, tmp_path / "deep" / "engine.log")
-        with pytest.raises(ChildDied) as caught:
+        with pytest.raises(ChildDiedError) as caught:
             group.wait_ready("other", "http://127.0.0.1:1/", timeout_s=60)
     assert (caught.value.name, caught.value.returncode) == ("engine", 3)
     assert "engine died (exit code 3); the end of" in str(caught.value)
@@ -82,7 +88,7 @@ def test_a_signal_is_named(tmp_path: Path) -> None:
     code = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     with ProcessGroup() as group:
         group.start("engine", python(code), None, tmp_path / "log")
-        with pytest.raises(ChildDied, match=r"died \(SIGSEGV\)"):
+        with pytest.raises(ChildDiedError, match=r"died \(SIGSEGV\)"):
             group.wait()
 
 
@@ -93,7 +99,9 @@ def test_not_ready_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         code = "print('loading weights', flush=True);" + SLEEPER
         group.start("slow", python(code), None, tmp_path / "log")
         wait_until(lambda: bool(tail(tmp_path / "log")), group)
-        with pytest.raises(NotReady, match=r"did not answer at http://127.0.0.1:1/ within 1 s"):
+        with pytest.raises(
+            ChildNotReadyError, match=r"did not answer at http://127.0.0.1:1/ within 1 s"
+        ):
             group.wait_ready("slow", "http://127.0.0.1:1/", 1.0, seen.append)
     assert {each.partition(" starting for ")[0] for each in seen} == {"slow:"}
     assert {each.partition(" s | ")[2] for each in seen} == {"loading weights"}
@@ -155,7 +163,7 @@ def test_one_child_can_be_killed_and_started_again(tmp_path: Path) -> None:
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     with (
         ProcessGroup() as group,
-        pytest.raises(ChildFailed, match=r"ghost cannot be started .*No such file"),
+        pytest.raises(ChildFailedError, match=r"ghost cannot be started .*No such file"),
     ):
         group.start("ghost", [str(tmp_path / "ghost")], None, tmp_path / "log")
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from router.config.errors import ConfigError
 from router.envoy import program
 from router.launch.fleet_file import load_fleet_file
 from router.launch.plan import FleetPlan, PlannedProcess
-from router.launch.processes import ChildDied
+from router.launch.processes import ChildDiedError
 from router.launch.up import commands_text, run
 from tests.servers import missing
+from warmroute_common.config_error import ConfigError
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_a_death_is_told_and_nothing_is_left(tmp_path: Path, unused_tcp_port: in
     said: list[str] = []
     settings = tmp_path / "router.yaml"
     settings.touch(mode=0o644)  # as an earlier fleet, or a person, may have left it
-    with pytest.raises(ChildDied, match=r"one died \(exit code 1\).*\n.*no GPU"):
+    with pytest.raises(ChildDiedError, match=r"one died \(exit code 1\).*\n.*no GPU"):
         run(fleet_of(tmp_path, dies, router), say=said.append)
     assert said[0].startswith("one: started, log in ")
     # It may carry a key.

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from cacheengine.keys import chunk_keys
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.lmcache.coordinator.state import Coordinator
@@ -23,6 +22,7 @@ from tests.router.lmcache.told import (
     transcript_tokens,
 )
 from tests.router.prompt.prompts_given import GivenPrompt, tokens
+from warmroute_common.keys import chunk_keys
 
 
 def matched(fleet: Fleet, prompt: GivenPrompt | None = None) -> dict[str, dict[str, int]]:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from router.config.errors import Overloaded
 from router.config.settings import ReplicaConfig
 from router.lmcache.members import MAX_MEMBERS, Member, Members, server_urls
 from router.lmcache.wire import RegisterCall
+from warmroute_common.api_errors import OverloadedError
 
 
 def member(name: str, ip: str, port: int = 8210) -> Member:
@@ -61,7 +61,7 @@ def test_there_is_room_for_so_many_servers() -> None:
     members, call = Members(), RegisterCall(ip="a", http_port=1)
     for number in range(MAX_MEMBERS):
         members.register(f"mp{number}", call, 0.0, 0.0)
-    with pytest.raises(Overloaded):
+    with pytest.raises(OverloadedError):
         members.register("one-more", call, 0.0, 0.0)
     assert members.register("mp0", call, 1.0, 0.0), "one that is here may register anew"
     assert "mp0" not in members.silent(31.0)

@@ -9,7 +9,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.config.errors import ConfigError
 from router.config.settings import ControllerConfig, LmcacheWorkersConfig, ReplicaConfig
 from router.lmcache.workers.room import LmcacheWorkers
 from router.membership import Source
@@ -19,6 +18,7 @@ from tests.router.conftest import Fleet, Running, Wait
 from tests.router.lmcache.told import make_fleet
 from tests.router.lmcache.worker_stand_in import CPU, DISK, WorkerStandIn, working
 from tests.router.staging.agent_server import serving
+from warmroute_common.config_error import ConfigError
 
 CHUNK = 16
 PROMPT = list(range(4 * CHUNK))

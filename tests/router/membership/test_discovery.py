@@ -13,9 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from cacheengine.agent.peer import Caller
 from cacheengine.agent.registration import Registrar
-from cacheengine.wire import Registration
 from router.config import (
-    ConfigError,
     DiscoveredConfig,
     DiscoveryConfig,
     DnsConfig,
@@ -29,6 +27,8 @@ from router.membership.discovery.dns import DnsWatch, addresses
 from router.membership.members import Source
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.membership.kubernetes_api import endpoint, kubernetes_api, slice_of
+from warmroute_common.agent_protocol import Registration
+from warmroute_common.config_error import ConfigError
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 

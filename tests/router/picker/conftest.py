@@ -15,12 +15,13 @@ import pytest
 from blockbuster import blockbuster_ctx
 
 from cacheengine.launch.launch import free_ports
-from router.config import PickerConfig, Place, ReplicaConfig, RouterConfig, TimeoutsConfig
+from router.config import PickerConfig, ReplicaConfig, RouterConfig, TimeoutsConfig
 from router.envoy import configuration, program
 from tests.processes import ServerProcess
 from tests.router.conftest import Running, run_router
 from tests.router.scripted import Scripted, scripted
 from tests.servers import missing
+from warmroute_common.config_error import Place
 
 Settings = dict[str, Any]
 Change = Callable[[Settings], Settings]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from cacheengine.keys import HashScheme, prompt_extra_keys
+from warmroute_common.keys import HashScheme, prompt_extra_keys
 
 
 @dataclass

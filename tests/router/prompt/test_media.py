@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from cacheengine.keys import HashScheme
 from router.prompt import media
 from router.prompt.prompt import Prompt
 from router.prompt.reader import PromptReader
 from tests.router.prompt.chat_shapes import TEMPLATES
 from tests.router.prompt.test_encoder import LONG
 from tests.router.prompt.tokenizer_makers import llama3, write_model
+from warmroute_common.keys import HashScheme
 
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"

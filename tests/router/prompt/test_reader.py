@@ -15,8 +15,6 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from cacheengine.keys import HashScheme, prompt_extra_keys
-from router.config.errors import BadRequest, ConfigError
 from router.prompt.messages import chat_tools
 from router.prompt.prompt import TEXT_PIECE_CHARS, Prompt
 from router.prompt.reader import PromptReader
@@ -26,6 +24,9 @@ from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import CALL, TEMPLATES, USER, WEATHER
 from tests.router.prompt.test_encoder import LONG
 from tests.router.prompt.tokenizer_makers import gpt2, llama3, write_model
+from warmroute_common.api_errors import BadRequestError
+from warmroute_common.config_error import ConfigError
+from warmroute_common.keys import HashScheme, prompt_extra_keys
 
 CHAT = "/v1/chat/completions"
 SCHEME = HashScheme("xxhash")
@@ -143,7 +144,7 @@ async def test_wrong_types_are_a_clear_error(
     reader: PromptReader, endpoint: str, body: dict[str, Any], param: str, with_tokenizer: bool
 ) -> None:
     used = reader if with_tokenizer else PromptReader(None)
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(BadRequestError) as caught:
         await used.read(endpoint, body)
     assert caught.value.param == param
     assert re.split(r"[\[.]", param)[0] in caught.value.message

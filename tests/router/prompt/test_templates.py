@@ -6,7 +6,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from router.prompt.templates import ChatTemplate, TemplateRefused
+from router.prompt.templates import ChatTemplate, TemplateRefusedError
 from tests.router.prompt.chat_shapes import TEMPLATES
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -62,21 +62,21 @@ def test_the_clock_is_the_one_given() -> None:
 
 
 def test_a_template_that_raises_refuses() -> None:
-    with pytest.raises(TemplateRefused, match="no such role"):
+    with pytest.raises(TemplateRefusedError, match="no such role"):
         render("{{ raise_exception('no such role') }}", USER)
-    with pytest.raises(TemplateRefused):
+    with pytest.raises(TemplateRefusedError):
         render("{{ messages[0].nothing.at_all }}", USER)
 
 
 def test_a_template_cannot_reach_out() -> None:
-    with pytest.raises(TemplateRefused):
+    with pytest.raises(TemplateRefusedError):
         render("{{ ''.__class__.__mro__[1].__subclasses__() }}", USER)
-    with pytest.raises(TemplateRefused):
+    with pytest.raises(TemplateRefusedError):
         render("{{ messages.append(1) }}", USER)
 
 
 def test_no_messages_are_refused() -> None:
-    with pytest.raises(TemplateRefused):
+    with pytest.raises(TemplateRefusedError):
         render("x")
 
 
@@ -98,9 +98,9 @@ def test_developers_become_one_system_message_where_they_are_not_known() -> None
 def test_the_last_message_is_left_open() -> None:
     source = "{% for m in messages %}<{{ m.content }}></end>{% endfor %}"
     assert render(source, USER, continue_final_message=True) == "<hi"
-    with pytest.raises(TemplateRefused):
+    with pytest.raises(TemplateRefusedError):
         render(source, USER, continue_final_message=True, add_generation_prompt=True)
-    with pytest.raises(TemplateRefused):
+    with pytest.raises(TemplateRefusedError):
         render("nothing of it content", USER, continue_final_message=True)
 
 

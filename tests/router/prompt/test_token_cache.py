@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheengine.keys import HashScheme, prompt_extra_keys
 from router.prompt.tokenizer.token_cache import Memo, Piece
+from warmroute_common.keys import HashScheme, prompt_extra_keys
 
 SCHEME = HashScheme("xxhash")
 

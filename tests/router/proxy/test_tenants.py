@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheengine.keys import DEFAULT_SEED, HashScheme, key64
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
@@ -18,6 +17,7 @@ from router.residency.tiers import KeyShape, Tier
 from tests.router.prompt.test_encoder import LONG
 from tests.router.prompt.test_media import VISION, image
 from tests.router.prompt.tokenizer_makers import llama3, write_model
+from warmroute_common.keys import DEFAULT_SEED, HashScheme, key64
 
 SCHEME = HashScheme("xxhash")
 ADAPTERS = {"adapter": "/adapters/a", "other": "/adapters/b", "image": "/adapters/i"}

@@ -12,7 +12,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from router.config.settings import TimeoutsConfig
 from router.proxy.headers import forwarded_headers, kept_headers
-from router.proxy.upstream import AnswerCut, TryFailed, Upstream, Wait, client_session
+from router.proxy.upstream import AnswerCutError, AttemptFailedError, Upstream, Wait, client_session
 from router.record.records import Cause
 from tests.router.scripted import (
     Scripted,
@@ -83,20 +83,20 @@ async def test_nobody_listens(session: aiohttp.ClientSession) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(TryFailed) as caught:
+        with pytest.raises(AttemptFailedError) as caught:
             await read_all(Upstream(session, TimeoutsConfig()), url)
     assert caught.value.cause is Cause.CONNECT
 
 
 async def test_no_such_host(session: aiohttp.ClientSession) -> None:
-    with pytest.raises(TryFailed) as caught:
+    with pytest.raises(AttemptFailedError) as caught:
         await read_all(Upstream(session, TimeoutsConfig()), "http://nowhere.invalid")
     assert caught.value.cause is Cause.CONNECT
 
 
 async def test_a_cut_before_the_headers(replica: Scripted, session: aiohttp.ClientSession) -> None:
     replica.will(cut_before_headers)
-    with pytest.raises(TryFailed) as caught:
+    with pytest.raises(AttemptFailedError) as caught:
         await read_all(Upstream(session, TimeoutsConfig()), replica.url)
     assert caught.value.cause is Cause.CUT
 
@@ -106,7 +106,7 @@ async def test_a_cut_between_the_headers_and_the_first_byte(
 ) -> None:
     """vLLM sends a stream's headers at once and may die during the prefill."""
     replica.will(stream(cut=True))
-    with pytest.raises(TryFailed) as caught:
+    with pytest.raises(AttemptFailedError) as caught:
         await read_all(Upstream(session, TimeoutsConfig()), replica.url)
     assert caught.value.cause is Cause.CUT
 
@@ -118,7 +118,7 @@ async def test_a_cut_after_the_first_byte(
     upstream = Upstream(session, TimeoutsConfig())
     got = b""
     answer = await upstream.send("POST", replica.url + "/x", headers={}, body=b"{}", wait=Wait())
-    with closing(answer), pytest.raises(AnswerCut):
+    with closing(answer), pytest.raises(AnswerCutError):
         async for chunk in answer.chunks():
             got += chunk
     assert got == b"one"
@@ -129,7 +129,7 @@ async def test_a_refusal_is_kept_with_its_body(
     replica: Scripted, session: aiohttp.ClientSession, status: int
 ) -> None:
     replica.will(json_answer({"why": "busy"}, status=status, **{"Retry-After": "7"}))
-    with pytest.raises(TryFailed) as caught:
+    with pytest.raises(AttemptFailedError) as caught:
         await read_all(Upstream(session, TimeoutsConfig()), replica.url)
     answer = caught.value.answer
     assert caught.value.cause is Cause.STATUS and answer is not None
@@ -155,7 +155,7 @@ async def test_a_redirect_is_not_followed(
 
 async def test_no_first_byte_in_time(replica: Scripted, session: aiohttp.ClientSession) -> None:
     replica.will(stream(b"late", gates=(asyncio.Event(),)))
-    with pytest.raises(TryFailed, match=r"no first byte within 0\.05 s") as caught:
+    with pytest.raises(AttemptFailedError, match=r"no first byte within 0\.05 s") as caught:
         await read_all(Upstream(session, TimeoutsConfig(first_byte_s=0.05)), replica.url)
     assert caught.value.cause is Cause.TIMEOUT
     await replica.aborted.wait()

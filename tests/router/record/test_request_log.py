@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.config import ConfigError, router_config
+from router.config import router_config
 from router.config.observability import RequestLogConfig
 from router.record.json_line import FIELDS, json_line
 from router.record.records import Cause, FailedTry, Outcome, RequestRecord
@@ -23,6 +23,7 @@ from router.staging.prefetch import PrefetchOutcome
 from router.staging.stager import Preparation
 from tests.router.conftest import Fleet
 from tests.router.scripted import CHAT_ANSWER, json_answer
+from warmroute_common.config_error import ConfigError
 
 SECRET = "the prompt's own words"
 

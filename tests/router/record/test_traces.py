@@ -14,7 +14,7 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from router.config import ConfigError, TracingConfig, router_config
+from router.config import TracingConfig, router_config
 from router.record.traceparent import TraceContext, trace_context
 from tests.router.conftest import Fleet, Running
 from tests.router.scripted import (
@@ -25,6 +25,7 @@ from tests.router.scripted import (
     stream,
 )
 from tests.router.staging.agent_server import serving
+from warmroute_common.config_error import ConfigError
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CLIENT = "b7ad6b7169203331"

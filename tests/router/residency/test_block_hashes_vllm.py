@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from cacheengine.keys import ALGORITHMS, HashScheme, key64, prompt_extra_keys
 from router.feeds.questions import served_models
 from router.prompt.reader import PromptReader
 from router.residency.kv_events import (
@@ -21,6 +20,7 @@ from router.residency.kv_events import (
     find_shape,
 )
 from tests.router.prompt.test_media import image
+from warmroute_common.keys import ALGORITHMS, HashScheme, key64, prompt_extra_keys
 
 pytestmark = [
     pytest.mark.vllm,

@@ -5,9 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cacheengine.keys import HashScheme, key64, prompt_extra_keys
 from router.residency.kv_events import (
-    BadEvents,
+    BadEventsError,
     BlocksRemoved,
     BlocksStored,
     FirstBlocks,
@@ -19,6 +18,7 @@ from router.residency.kv_events import (
 )
 from router.residency.tiers import Tier
 from tests.router.feeds.kv_publisher import payload, removed, stored
+from warmroute_common.keys import HashScheme, key64, prompt_extra_keys
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_events_of_unknown_types_are_left_out() -> None:
     ],
 )
 def test_what_is_not_vllms_format_is_refused(body: bytes) -> None:
-    with pytest.raises(BadEvents, match="message 3"):
+    with pytest.raises(BadEventsError, match="message 3"):
         KvEventReader().read(3, body)
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from cacheengine.keys import HashScheme
 from router.residency.block_hashes import PromptKeyring
 from router.residency.lmcache_keys import LmcacheKeys, lmcache_chain, lmcache_key64
 from router.residency.tiers import KeyShape
 from tests.router.lmcache.told import told_batches, transcript_tokens
 from tests.router.prompt.prompts_given import GivenPrompt
+from warmroute_common.keys import HashScheme
 
 
 def test_the_keys_are_those_of_a_real_server() -> None:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from cacheengine.keys import HashScheme, key64
 from router.residency.block_hashes import keys64
 from router.residency.matches import ChunkRun, Match
 from router.residency.prefix_index import PrefixIndex
 from router.residency.replica_sets import Depth, slots
 from router.residency.tiers import Tier
 from tests.router.residency.test_index_model import CHAIN, check_depths
+from warmroute_common.keys import HashScheme, key64
 
 
 def test_lower_tiers_go_on_from_the_chunk_that_holds_the_end_of_the_gpu_blocks() -> None:

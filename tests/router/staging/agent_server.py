@@ -9,8 +9,8 @@ import msgspec
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from cacheengine import wire
-from cacheengine.keys import DEFAULT_SEED
+from warmroute_common import agent_protocol as wire
+from warmroute_common.keys import DEFAULT_SEED
 
 
 class AgentServer:

@@ -4,10 +4,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from cacheengine.trust import FleetSecret
 from router.staging import agent_client
-from router.staging.agent_client import AgentClient, AgentError, HistoryGone
+from router.staging.agent_client import AgentClient, AgentError, HistoryGoneError
 from tests.router.staging.agent_server import AgentServer, serving
+from warmroute_common.fleet_secret import FleetSecret
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ async def test_chunks_that_are_not_whole_blocks_are_refused() -> None:
 async def test_events_of_another_incarnation_are_gone() -> None:
     agent = AgentServer()
     async with serving(agent.app()) as url, aiohttp.ClientSession() as session:
-        with pytest.raises(HistoryGone):
+        with pytest.raises(HistoryGoneError):
             await AgentClient(session, url).events(0, "earlier", 0.0)
 
 

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from cacheengine.wire import Lora, MoveReply, MoveRequest, MoveStatus, PrefetchReply
 from router.config.settings import PrefetchConfig, ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision, KvCopy
 from router.fleet.fleet import Fleet
-from router.staging.agent_client import AgentTimeout
+from router.staging.agent_client import AgentTimeoutError
 from router.staging.stager import Preparation, Preparer
 from tests.router.staging.test_prefetch import KEYS, decision
+from warmroute_common.agent_protocol import Lora, MoveReply, MoveRequest, MoveStatus, PrefetchReply
 
 
 class Agent:
@@ -46,7 +46,7 @@ class Agent:
         if self.hanging is not None:
             await self.hanging.wait()
         if self.fails:
-            raise AgentTimeout("no answer within 2 s")
+            raise AgentTimeoutError("no answer within 2 s")
 
 
 class Stage:

@@ -7,7 +7,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from cacheengine.wire import PrefetchReply
 from router.config.settings import PrefetchConfig, ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
@@ -17,6 +16,7 @@ from router.staging.stager import Preparer
 from tests.router.fleet.deciding import candidate
 from tests.router.fleet.deciding import decision as made_decision
 from tests.router.staging.agent_server import AgentServer, serving
+from warmroute_common.agent_protocol import PrefetchReply
 
 KEYS = (bytes(range(32)), bytes(range(1, 33)), bytes(range(2, 34)))
 

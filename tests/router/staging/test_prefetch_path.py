@@ -11,8 +11,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from cacheengine.keys import HashScheme, chunk_keys, key64, prompt_extra_keys
-from cacheengine.wire import (
+from router.config.settings import PrefetchConfig, ReplicaConfig
+from router.record.records import Outcome
+from tests.router.conftest import Fleet, Running
+from tests.router.scripted import json_answer
+from warmroute_common.agent_protocol import (
     EventBatch,
     InstanceInfo,
     PrefetchReply,
@@ -21,10 +24,7 @@ from cacheengine.wire import (
     TierInfo,
     pack_keys,
 )
-from router.config.settings import PrefetchConfig, ReplicaConfig
-from router.record.records import Outcome
-from tests.router.conftest import Fleet, Running
-from tests.router.scripted import json_answer
+from warmroute_common.keys import HashScheme, chunk_keys, key64, prompt_extra_keys
 
 BLOCK: Final = 16
 CHUNK: Final = 64

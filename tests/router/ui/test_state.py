@@ -5,7 +5,6 @@ from typing import Any
 import orjson
 import pytest
 
-from cacheengine.wire import TierInfo
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
@@ -17,6 +16,7 @@ from tests.router.fleet.test_fleet import blocks, chunks, info, make_fleet, plac
 from tests.router.fleet.test_phases import in_cpu_ram
 from tests.router.prompt.prompts_given import text, tokens
 from tests.router.ui.recording import ended, matched
+from warmroute_common.agent_protocol import TierInfo
 
 
 def shown(fleet: Fleet, recent: Recent | None = None, *, now_s: float = 0.0) -> dict[str, Any]:

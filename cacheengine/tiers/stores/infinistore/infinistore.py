@@ -8,7 +8,7 @@ from typing import Any, Final
 from cacheengine.tiers.stores.hosted.client_process import HostedLibrary
 from cacheengine.tiers.stores.hosted.hosted import HostedStore
 from cacheengine.tiers.stores.url import RemoteUrl, parse_remote_url
-from cacheengine.values import BadValue, parse_int
+from warmroute_common.config_values import BadValueError, parse_int
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -67,7 +67,7 @@ def _settings(address: RemoteUrl) -> dict[str, Any]:
     address.check_is_bare("write infinistore://host:port/?device=name")
     link_type = address.options.get("link_type", _LINK_TYPES[0])
     if link_type not in _LINK_TYPES:
-        raise BadValue(f"link_type={link_type} is unknown", "write link_type=Ethernet or IB")
+        raise BadValueError(f"link_type={link_type} is unknown", "write link_type=Ethernet or IB")
     return {
         "host_addr": address.host,
         "service_port": address.port,
@@ -81,4 +81,4 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
     for key in extra:
         if str(key).startswith("infinistore"):
             options = ", ".join(_OPTIONS)
-            raise BadValue(f"{key} is no known key", f"set it in remote_url: {options}")
+            raise BadValueError(f"{key} is no known key", f"set it in remote_url: {options}")

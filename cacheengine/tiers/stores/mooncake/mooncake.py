@@ -45,7 +45,7 @@ class MooncakeStore(HostedStore):
 
         Does not wait for the server. ``timeout_s`` is what a call may take,
         beside the time for its bytes, unless ``extra`` says so itself. Raises
-        `BadValue` for settings that cannot work.
+        `BadValueError` for settings that cannot work.
         """
         settings = mooncake_settings(url, extra, environment)
         timeout_s = settings.transfer_timeout or timeout_s

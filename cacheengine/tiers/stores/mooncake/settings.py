@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from cacheengine.address import join_host_port
 from cacheengine.tiers.stores.url import parse_remote_url
-from cacheengine.values import BadValue, parse_bool, parse_int, parse_seconds
+from warmroute_common.addresses import join_host_port
+from warmroute_common.config_values import BadValueError, parse_bool, parse_int, parse_seconds
 
 CONFIG_FILE_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
 """Names a JSON file with the same keys, which goes before ``extra_config``, as in LMCache."""
@@ -49,7 +49,7 @@ def mooncake_settings(
 ) -> MooncakeSettings:
     """Return the settings that a URL, the extra keys and the environment's file give.
 
-    The URL names the master, whatever the keys say. Raises `BadValue`.
+    The URL names the master, whatever the keys say. Raises `BadValueError`.
     """
     address = parse_remote_url(url)
     address.check_options(("device",))
@@ -71,26 +71,26 @@ def _from_file(environment: Mapping[str, str]) -> Mapping[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         problem = f"{CONFIG_FILE_VARIABLE}: {path} cannot be read as JSON ({error})"
-        raise BadValue(problem, "correct it, or unset the variable") from None
+        raise BadValueError(problem, "correct it, or unset the variable") from None
     if not isinstance(content, dict):
-        raise BadValue(f"{CONFIG_FILE_VARIABLE}: {path} has no keys", "write a JSON object")
+        raise BadValueError(f"{CONFIG_FILE_VARIABLE}: {path} has no keys", "write a JSON object")
     return content
 
 
 def _by_key(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Pick what concerns Mooncake; raise `BadValue` for what only looks as if it did."""
+    """Pick what concerns Mooncake; raise `BadValueError` for what only looks as if it did."""
     found: dict[str, Any] = {}
     for written, value in given.items():
         key = str(written).removeprefix(_PREFIX)
         if key in _PARSERS:
             if key in found and found[key] != value:
-                raise BadValue(f"{written} says again what {key} says", "remove one")
+                raise BadValueError(f"{written} says again what {key} says", "remove one")
             found[key] = value
         elif key in _LIBRARY_ONLY:
-            raise BadValue(f"{written} is not served", _LIBRARY_ONLY[key])
+            raise BadValueError(f"{written} is not served", _LIBRARY_ONLY[key])
         elif (near := _nearest(key)) or str(written).startswith(_PREFIX):
             fix = f"did you mean {near}?" if near else f"use one of {', '.join(_PARSERS)}"
-            raise BadValue(f"{written} is no known key", fix)
+            raise BadValueError(f"{written} is no known key", fix)
     return found
 
 
@@ -104,13 +104,13 @@ def _parse(key: str, value: object) -> object:
         return None
     try:
         return _PARSERS[key](value)
-    except BadValue as error:
-        raise BadValue(f"{key}: {error.problem}", error.fix) from None
+    except BadValueError as error:
+        raise BadValueError(f"{key}: {error.problem}", error.fix) from None
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or value != value.strip() or any(map(str.isspace, value)):
-        raise BadValue(f"{value!r} is no name", "write it as text without spaces")
+        raise BadValueError(f"{value!r} is no name", "write it as text without spaces")
     return value
 
 
@@ -118,7 +118,7 @@ def _metadata_server(value: object) -> str:
     text = _text(value)
     if text not in ("", "P2PHANDSHAKE") and not text.startswith(_METADATA_SCHEMES):
         allowed = ", ".join(f"{scheme}host:port" for scheme in _METADATA_SCHEMES)
-        raise BadValue(
+        raise BadValueError(
             f"{text!r} is no metadata server", f"write P2PHANDSHAKE, or one of {allowed}"
         )
     return text or "P2PHANDSHAKE"
@@ -130,7 +130,7 @@ _METADATA_SCHEMES: Final = ("http://", "https://", "etcd://", "redis://")
 def _protocol(value: object) -> str:
     text = _text(value).lower()
     if text not in ("tcp", "rdma"):
-        raise BadValue(f"{value!r} is not served", "write tcp or rdma")
+        raise BadValueError(f"{value!r} is not served", "write tcp or rdma")
     return text
 
 
@@ -138,7 +138,7 @@ def _bytes(least: int, at_zero: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
         number = parse_int(minimum=0)(value)
         if 0 < number < least:
-            raise BadValue(f"{number} bytes are too few", f"write 0, or {least} or more")
+            raise BadValueError(f"{number} bytes are too few", f"write 0, or {least} or more")
         return number or at_zero
 
     return parse
@@ -147,7 +147,7 @@ def _bytes(least: int, at_zero: int) -> Callable[[object], int]:
 def _no_directory(value: object) -> None:
     if value:
         fix = "remove it: SSD is set up where mooncake_client and mooncake_master are started"
-        raise BadValue(f"{value!r} is not served", fix)
+        raise BadValueError(f"{value!r} is not served", fix)
 
 
 _PARSERS: Final[Mapping[str, Callable[[object], object]]] = {

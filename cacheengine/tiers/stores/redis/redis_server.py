@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from cacheengine.tiers.stores.url import RemoteUrl
-from cacheengine.values import BadValue, parse_bool, parse_int, parse_seconds
+from warmroute_common.config_values import BadValueError, parse_bool, parse_int, parse_seconds
 
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
 _TLS_SCHEMES: Final = ("rediss", "valkeys")
@@ -52,13 +52,13 @@ class RedisServer:
         """Read a URL's path and options.
 
         The database is the path, or for a unix socket the option
-        ``database``. Raises `BadValue` for what cannot be meant.
+        ``database``. Raises `BadValueError` for what cannot be meant.
         """
         is_unix, is_tls = url.scheme == "unix", url.scheme in _TLS_SCHEMES
         extra = ("database",) if is_unix else _TLS_OPTIONS if is_tls else ()
         url.check_options((*_OPTIONS, *extra))
         if url.user and not url.password:
-            raise BadValue("names a user and no password", "write user:password@, or neither")
+            raise BadValueError("names a user and no password", "write user:password@, or neither")
         return cls(
             host=url.host,
             port=url.port,
@@ -74,7 +74,7 @@ class RedisServer:
         )
 
     def check_files(self) -> None:
-        """Raise `BadValue` for a file of certificates or keys that cannot be read."""
+        """Raise `BadValueError` for a file of certificates or keys that cannot be read."""
         for path in (self.tls.ca_file, self.tls.cert_file, self.tls.key_file) if self.tls else ():
             if path is None:
                 continue
@@ -82,19 +82,19 @@ class RedisServer:
                 path.open("rb").close()
             except OSError as error:
                 problem = f"{path} cannot be read ({error.strerror})"
-                raise BadValue(problem, "name a PEM file that this user may read") from None
+                raise BadValueError(problem, "name a PEM file that this user may read") from None
 
 
 def _database(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise BadValue(f"{text!r} is no database number", "write redis://host:port/0")
+        raise BadValueError(f"{text!r} is no database number", "write redis://host:port/0")
     return int(text)
 
 
 def _tls(url: RemoteUrl) -> TlsSettings:
     ca_file, cert_file, key_file = (_file(url.options.get(name)) for name in _TLS_OPTIONS[1:])
     if key_file and not cert_file:
-        raise BadValue("tls_key_file without tls_cert_file", "name both, or none")
+        raise BadValueError("tls_key_file without tls_cert_file", "name both, or none")
     return TlsSettings(
         verify=url.option("tls_verify", parse_bool, True),
         ca_file=ca_file,

@@ -1,0 +1,183 @@
+"""Prompts as the simulated replicas see them: tokens and their chain of block keys.
+
+Tokenizing and hashing 12,000 tokens takes 5 ms, and most of a prompt has been
+seen before, by this or another replica: one memo for all of them remembers
+pieces of prompts by what stood before them.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from simulator.api.vocabulary import NUM_WORDS, tokens_of, vocabulary_size
+from warmroute_common.keys import HashScheme, chunk_keys, prompt_extra_keys
+
+_PIECE_CHARS: Final = 2048
+_PIECE_IDS: Final = 512
+_MAX_PIECES: Final = 16_384
+"""About 80 MB; beyond that the piece that was left the longest ago is forgotten."""
+_STRIDE: Final = 7919
+"""Between the words of an answer; it has no factor with their number, so none comes twice soon."""
+
+
+class BadPromptError(ValueError):
+    """A prompt that the simulated model cannot take; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimPrompt:
+    """A prompt and the answer to it."""
+
+    token_ids: "array[int]"
+    """Of the prompt."""
+    output_ids: Sequence[int]
+    block_keys: Sequence[bytes]
+    """Of the full blocks of both together."""
+    chunk_keys: Sequence[bytes]
+    salt: str | None
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Return token ids of prompt and answer."""
+        size = len(self.token_ids)
+        ids = self.token_ids[start : min(end, size)].tolist()
+        if end > size:
+            ids += self.output_ids[max(0, start - size) : end - size]
+        return ids
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """A piece of prompts after certain other pieces; ``tail``: its tokens of no full block."""
+
+    serial: int
+    ids: "array[int]"
+    keys: tuple[bytes, ...]
+    tail: tuple[int, ...]
+
+
+class Prompts:
+    """Makes prompts of texts and token ids, remembering a bounded number of pieces."""
+
+    def __init__(
+        self, scheme: HashScheme, block_tokens: int, blocks_per_chunk: int, *, seed: int = 0
+    ) -> None:
+        self._scheme = scheme
+        self._block_tokens = block_tokens
+        self._blocks_per_chunk = blocks_per_chunk
+        self._seed = seed
+        self._pieces: OrderedDict[Hashable, _Piece] = OrderedDict()
+        self._last_serial = 0
+
+    def of_text(self, text: str, output_tokens: int, salt: str | None = None) -> SimPrompt:
+        """Return the prompt of a text."""
+        return self._prompt(_cut_text(text), output_tokens, salt)
+
+    def of_ids(self, ids: Sequence[int], output_tokens: int, salt: str | None = None) -> SimPrompt:
+        """Return the prompt of token ids; raise `BadPromptError` for one out of the vocabulary."""
+        try:
+            packed = array("H", ids).tobytes()
+        except (TypeError, OverflowError):
+            raise BadPromptError("a prompt of token ids must be a list of small integers") from None
+        if ids and max(ids) >= vocabulary_size():
+            raise BadPromptError(f"Token id {max(ids)} is out of vocabulary")
+        size = 2 * _PIECE_IDS
+        pieces = (packed[start : start + size] for start in range(0, len(packed), size))
+        return self._prompt(pieces, output_tokens, salt)
+
+    def _prompt(
+        self, pieces: Iterator[str | bytes], output_tokens: int, salt: str | None
+    ) -> SimPrompt:
+        ids = array("H")
+        keys: list[bytes] = []
+        piece = _Piece(0, ids, (), ())
+        for each in pieces:
+            piece = self._after(piece, each, keys, salt)
+            ids.extend(piece.ids)
+            keys += piece.keys
+        if not ids:
+            raise BadPromptError("the prompt has no tokens")
+        output = self._answer(keys, piece.tail, output_tokens)
+        # The last token that is given is never run, so it has no KV.
+        new = self._chain((*piece.tail, *output[:-1]), keys, salt)
+        keys += new
+        return SimPrompt(ids, output, keys, chunk_keys(keys, self._blocks_per_chunk), salt)
+
+    def _after(
+        self, before: _Piece, content: str | bytes, keys: Sequence[bytes], salt: str | None
+    ) -> _Piece:
+        name = (before.serial or salt, content)
+        known = self._pieces.get(name)
+        if known is not None:
+            self._pieces.move_to_end(name)
+            return known
+        ids = tokens_of(content) if isinstance(content, str) else array("H", content).tolist()
+        tokens = (*before.tail, *ids)
+        new = self._chain(tokens, keys, salt)
+        self._last_serial += 1
+        tail = tokens[len(new) * self._block_tokens :]
+        piece = _Piece(self._last_serial, array("H", ids), tuple(new), tail)
+        self._pieces[name] = piece
+        if len(self._pieces) > _MAX_PIECES:
+            self._pieces.popitem(last=False)
+        return piece
+
+    def _chain(self, tokens: Sequence[int], keys: Sequence[bytes], salt: str | None) -> list[bytes]:
+        every, first = prompt_extra_keys(cache_salt=salt)
+        return self._scheme.chain(
+            tokens,
+            self._block_tokens,
+            parent=keys[-1] if keys else None,
+            extra_keys=every,
+            first_extra_keys=first,
+        )
+
+    def _answer(self, keys: Sequence[bytes], tail: Sequence[int], tokens: int) -> list[int]:
+        """Return the answer: the same for the same prompt and seed, as at temperature 0."""
+        start = int.from_bytes(keys[-1][:4], "big") if keys else 0
+        start += sum(tail) + self._seed
+        return [(start + _STRIDE * index) % NUM_WORDS for index in range(tokens)]
+
+
+def _cut_text(text: str) -> Iterator[str]:
+    """Cut a text before spaces, always at the same places from its beginning on."""
+    start = 0
+    while len(text) - start > _PIECE_CHARS:
+        end = text.find(" ", start + _PIECE_CHARS)
+        if end < 0:
+            break
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def chat_text(messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    """Return the prompt of a conversation, as `vocabulary.CHAT_TEMPLATE` has it.
+
+    Raises `BadPromptError` for what is no text.
+    """
+    try:
+        turns = [f"<|{each['role']}|> {_content(each.get('content'))}\n" for each in messages]
+    except (KeyError, TypeError, AttributeError):
+        raise BadPromptError(
+            "'messages' must be a list of objects with 'role' and 'content'"
+        ) from None
+    if not turns:
+        raise BadPromptError("'messages' is empty")
+    if add_generation_prompt:
+        turns.append("<|assistant|>\n")
+    return "".join(turns)
+
+
+def _content(content: object) -> str:
+    if isinstance(content, list):
+        try:
+            return "\n".join([part if isinstance(part, str) else part["text"] for part in content])
+        except (KeyError, TypeError):
+            raise BadPromptError(
+                "only text parts are taken: the simulated model sees text"
+            ) from None
+    if content is not None and not isinstance(content, str):
+        raise BadPromptError("a message's content must be text")
+    return content or ""

@@ -1,0 +1,212 @@
+"""``warmroute simulate``: a fleet of simulated replicas on this machine."""
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import click
+import orjson
+import yaml
+
+from simulator.fleet import run
+from simulator.model.rates import Rates, Shape
+from simulator.settings import Settings
+from warmroute_common.fleet_secret import read_fleet_secret
+
+_F = TypeVar("_F", bound=Callable[..., Any] | click.Command)
+
+
+class _Option(Protocol):
+    def __call__(self, command: _F, /) -> _F: ...
+
+
+_RATES = Rates()
+_SHAPE = Shape()
+_FLEET = Settings(directory=Path())
+_EXIT_CANNOT = 2
+
+
+def _tokens(name: str, default: int, text: str, *, least: int = 1) -> _Option:
+    return click.option(
+        name, type=click.IntRange(least), default=default, metavar="N", show_default=True, help=text
+    )
+
+
+def _rate(name: str, default: float, text: str) -> _Option:
+    return click.option(
+        name,
+        type=click.FloatRange(0, min_open=True),
+        default=default,
+        metavar="X",
+        show_default=True,
+        help=text,
+    )
+
+
+def _number(name: str, default: float, text: str) -> _Option:
+    return click.option(
+        name, type=click.FloatRange(0), default=default, metavar="X", show_default=True, help=text
+    )
+
+
+@click.command(
+    epilog="Example: warmroute simulate --replicas 4 > router.yaml, and in another terminal "
+    "warmroute serve --config router.yaml."
+)
+@_tokens("--replicas", _FLEET.replicas, "How many replicas.")
+@_tokens(
+    "--gpu-tokens",
+    _SHAPE.gpu_tokens,
+    "Tokens that a GPU's KV cache holds, for what runs and as a prefix cache.",
+)
+@_tokens("--cpu-tokens", _FLEET.cpu_tokens, "Tokens in a replica's CPU tier.")
+@_tokens("--disk-tokens", _FLEET.disk_tokens, "Tokens in its disk tier; 0: no disk.", least=0)
+@_rate("--prefill-tokens-per-s", _RATES.prefill_tokens_per_s, "Speed of prefill.")
+@_rate("--load-tokens-per-s", _RATES.load_tokens_per_s, "Speed from CPU RAM to the GPU.")
+@_rate("--store-tokens-per-s", _RATES.store_tokens_per_s, "Speed from the GPU to CPU RAM.")
+@_number(
+    "--transfer-slowdown",
+    _RATES.transfer_slowdown,
+    "By how much a step takes longer while KV comes or goes that way; 0.1 is 10%.",
+)
+@_rate("--disk-tokens-per-s", _RATES.disk_tokens_per_s, "Speed from disk to CPU RAM.")
+@_rate("--peer-tokens-per-s", _RATES.peer_tokens_per_s, "Speed of copies out of a replica.")
+@_rate("--receive-tokens-per-s", _RATES.receive_tokens_per_s, "Speed of copies into a replica.")
+@_number("--step-s", _RATES.step_s, "What each step of a replica takes at least, in seconds.")
+@_number(
+    "--decode-s-per-sequence",
+    _RATES.decode_s_per_sequence,
+    "What each decoding sequence adds to a step, in seconds.",
+)
+@_number(
+    "--decode-s-per-context-token",
+    _RATES.decode_s_per_context_token,
+    "What each token adds whose KV a decoding sequence reads, in seconds.",
+)
+@_number(
+    "--attention-tokens",
+    _RATES.attention_tokens,
+    "Context at which a token's prefill takes twice as long; 0: it never does.",
+)
+@_number(
+    "--request-s",
+    _RATES.request_s,
+    "What each request takes before it is queued, in seconds.",
+)
+@_tokens(
+    "--max-batched-tokens",
+    _SHAPE.max_batched_tokens,
+    "Tokens in one step at most: one for each decoding sequence, the rest prefill.",
+)
+@_tokens("--max-sequences", _SHAPE.max_sequences, "Requests that run at a time at most.")
+@_tokens("--block-tokens", _SHAPE.block_tokens, "Tokens in a block of the GPU.")
+@_tokens("--chunk-tokens", _SHAPE.chunk_tokens, "Tokens in a chunk of the cache engine.")
+@_tokens("--chunk-bytes", _FLEET.chunk_bytes, "Real bytes that stand for a chunk's KV.")
+@_tokens(
+    "--output-tokens", _FLEET.output_tokens, "Length of an answer whose request does not say it."
+)
+@_tokens(
+    "--stream-interval-tokens",
+    _FLEET.stream_interval_tokens,
+    "Tokens in one event of a stream; the first token comes alone.",
+)
+@_rate("--speed", _FLEET.speed, "How many times faster than the clock everything goes.")
+@click.option(
+    "--seed", metavar="N", default=_FLEET.seed, show_default=True, help="Makes other answers."
+)
+@click.option("--model", default=_FLEET.model, show_default=True, help="Name of the model.")
+@click.option("--host", default=_FLEET.host, show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="N",
+    default=_FLEET.port,
+    show_default=True,
+    help="Port of the first replica, the others follow; 0: free ones.",
+)
+@click.option(
+    "--agent-port",
+    type=click.IntRange(0, 65535),
+    metavar="N",
+    default=_FLEET.agent_port,
+    show_default=True,
+    help="Port of the first replica's agent, the others follow; 0: free ones.",
+)
+@_tokens(
+    "--first", _FLEET.first, "Number of the first replica, in its name: for several such fleets."
+)
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the tokenizer lies, and stays; by default a temporary directory.",
+)
+@click.option(
+    "--disk-files",
+    is_flag=True,
+    help="Keep the disk tiers as files there, which takes more of this machine; else in memory.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print where all is as one line of JSON instead."
+)
+def simulate(directory: Path | None, as_json: bool, **given: Any) -> None:
+    """Run a fleet of simulated replicas, until it is interrupted.
+
+    Each behaves as a vLLM with the cache engine inside, and needs no GPU.
+    The OpenAI API, the KV events, the cache engine and its agent are real; the
+    model's words mean nothing, and the seconds that a GPU, a disk and a network
+    would take are waited for. Rates and sizes are those of one replica.
+
+    Prints the router's configuration for this fleet when all is ready.
+    """
+    try:
+        with contextlib.ExitStack() as undo:
+            where = directory
+            if where is None:
+                where = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="warmroute-")))
+            settings = _settings(where.resolve(), given)
+            _run(settings, as_json=as_json)
+    except (ValueError, OSError) as error:
+        click.echo(f"warmroute simulate: {error}", err=True)
+        sys.exit(_EXIT_CANNOT)
+
+
+def _settings(directory: Path, given: dict[str, Any]) -> Settings:
+    rates, shape = (
+        {each.name: given.pop(each.name) for each in dataclasses.fields(kind) if each.name in given}
+        for kind in (Rates, Shape)
+    )
+    given["fleet_secret"] = read_fleet_secret(None, os.environ)
+    return Settings(directory=directory, rates=Rates(**rates), shape=Shape(**shape), **given)
+
+
+def _run(settings: Settings, *, as_json: bool) -> None:
+    # Imported late: --help needs none of it.
+    import uvloop  # noqa: PLC0415
+
+    def ready(where: dict[str, Any]) -> None:
+        click.echo(orjson.dumps(where).decode() if as_json else _as_yaml(where))
+        sys.stdout.flush()
+
+    uvloop.run(run(settings, ready))
+
+
+def _as_yaml(where: dict[str, Any]) -> str:
+    """Return a configuration of the router, with the rest as comments."""
+    config = {
+        "replicas": [
+            {name: each[name] for name in ("url", "agent_url", "instance_id")}
+            for each in where["replicas"]
+        ],
+        "rates": where["router_rates"],
+    }
+    return (
+        "# warmroute serve --config with this; POST /v1/completions and /v1/chat/completions.\n"
+        f"# True state of the replicas: {where['control_url']}/truth, and /requests.\n"
+        f"# The model's tokenizer: {where['tokenizer']}\n"
+        f"{yaml.safe_dump(config, sort_keys=False)}"
+    )

@@ -1,0 +1,257 @@
+"""One simulated replica at work: the model run against the clock, over real storage."""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from simulator.api.kv_stream import KvStream, encode_events
+from simulator.api.prompts import SimPrompt
+from simulator.api.tier_events import TierEvents
+from simulator.model.lower_tiers import LowerTiers, NoLowerTiers
+from simulator.model.request import SimRequest
+from simulator.model.scheduler import ReplicaModel
+from simulator.settings import Settings
+from simulator.storage.engine_tiers import EngineTiers
+from simulator.storage.storage import Storage, open_storage
+from simulator.storage.told_tiers import ToldTiers
+
+_LOG: Final = 100_000
+"""Finished requests of one replica that are remembered; the oldest are forgotten first."""
+_KNOWN_CHUNKS: Final = 2
+"""Chunks whose blocks are remembered for each that the CPU RAM holds: others are on their way."""
+_ASK_AGAIN_S: Final = 0.01
+"""Seconds of the clock between looks at a request that waits for the lower tiers."""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request and what its caller has not heard yet."""
+
+    request: SimRequest
+    prompt: SimPrompt
+    news: "asyncio.Queue[int]" = field(default_factory=asyncio.Queue)
+    """How many tokens there are by now, each time that the caller wants to know."""
+
+
+class Replica:
+    """Serves `submit` between `start` and `stop`, on one event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        instance_id: str,
+        *,
+        agent_port: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.instance_id = instance_id
+        self._agent_port = agent_port
+        self.url = ""
+        self.stream = KvStream(settings.host)
+        self.log: deque[dict[str, Any]] = deque(maxlen=_LOG)
+        self.model = ReplicaModel(settings.shape, settings.rates, NoLowerTiers())
+        self._clock = clock
+        self._began_s = clock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
+        self.max_lag_s = 0.0
+        """How late, by the clock, the model was looked at when something was due."""
+        self._running: dict[str, Running] = {}
+        self._number = 0
+        self._tier_events = TierEvents(
+            block_tokens=settings.shape.block_tokens,
+            blocks_per_chunk=settings.shape.blocks_per_chunk,
+            most=_KNOWN_CHUNKS * settings.cpu_chunks,
+        )
+        self._storage: Storage | None = None
+        self._tiers: LowerTiers | None = None
+
+    @property
+    def storage(self) -> Storage:
+        """The engine and what surrounds it, once started."""
+        assert self._storage is not None
+        return self._storage
+
+    @property
+    def agent_url(self) -> str:
+        """Where the agent listens."""
+        assert self.storage.agent.address is not None
+        host, port = self.storage.agent.address
+        return f"http://{host}:{port}"
+
+    @property
+    def wrong_chunks(self) -> int:
+        """Chunks loaded that had other bytes than they should."""
+        return self._tiers.wrong_chunks if isinstance(self._tiers, EngineTiers) else 0
+
+    def now_s(self) -> float:
+        """Return the time of the model."""
+        return (self._clock() - self._began_s) * self.settings.speed
+
+    def start(self, began_s: float) -> None:
+        """Open the storage and the event stream; the model's time is 0 at ``began_s``."""
+        self._loop = asyncio.get_running_loop()
+        self._began_s = began_s
+        self.stream.start()
+        self._storage = open_storage(
+            self.settings,
+            self.instance_id,
+            agent_port=self._agent_port,
+            kv_events_port=_port(self.stream.endpoint),
+            kv_replay_port=_port(self.stream.replay_endpoint),
+        )
+        self._tiers = ToldTiers(
+            self._storage.engine,
+            noted=self._note_chunks,
+            chunk_tokens=self.settings.shape.chunk_tokens,
+            view=self._storage.engine.view,
+            clock=self.now_s,
+            prefill_tokens_per_s=self.settings.rates.prefill_tokens_per_s,
+            speed=self.settings.speed,
+            on_promoted=self._promoted,
+        )
+        self.model = ReplicaModel(self.settings.shape, self.settings.rates, self._tiers)
+
+    async def stop(self) -> None:
+        """End everything; requests still running hear nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._storage is not None:
+            await asyncio.to_thread(self._storage.close)
+        await self.stream.stop()
+
+    # --- requests
+
+    def submit(self, prompt: SimPrompt, *, name: str, emit_every: int) -> Running:
+        """Put a request into the queue. Raises ValueError for one that the GPU cannot hold.
+
+        ``name`` is what the caller knows it by, for the log.
+        """
+        self._number += 1
+        request = SimRequest(
+            id=f"{self._number}-{name}",
+            prompt_tokens=len(prompt.token_ids),
+            output_tokens=len(prompt.output_ids),
+            block_keys=prompt.block_keys,
+            chunk_keys=prompt.chunk_keys,
+            emit_every=emit_every,
+        )
+        running = Running(request, prompt)
+        self._running[request.id] = running
+        try:
+            self.model.arrive(request, self.now_s())
+        except ValueError:
+            del self._running[request.id]
+            raise
+        self._settle()
+        return running
+
+    def cancel(self, running: Running) -> None:
+        """Forget a request that nobody waits for; nothing happens to one that is over."""
+        if running.request.is_over:
+            return
+        self.model.cancel(running.request, self.now_s())
+        self._settle()
+        self._running.pop(running.request.id, None)
+
+    def clear_gpu(self) -> bool:
+        """Empty the GPU's prefix cache; False while requests use some of it."""
+        self.model.advance(self.now_s())
+        cleared = self.model.clear_gpu()
+        self._settle()
+        return cleared
+
+    # --- time
+
+    def bring_up_to_date(self) -> None:
+        """Let the model come to the present."""
+        self.model.advance(self.now_s())
+        self._settle()
+
+    def _promoted(self) -> None:
+        """Some promotion has ended, on an I/O thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._poke)
+
+    def _poke(self) -> None:
+        if self._storage is not None and self.model.is_blocked:
+            self.model.poke(self.now_s())
+            self._settle()
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.max_lag_s = max(self.max_lag_s, self._clock() - self._due_s)
+        if self.model.is_blocked:
+            self.model.poke(self.now_s())
+        else:
+            self.model.advance(self.now_s())
+        self._settle()
+
+    def _settle(self) -> None:
+        """Pass on what the model has told, and come back when it will tell more."""
+        self._publish()
+        for request, generated, _ in self.model.take_news():
+            running = self._running[request.id]
+            running.news.put_nowait(generated)
+            if generated == request.output_tokens:
+                del self._running[request.id]
+                self.log.append(self._finished(running))
+        self._set_timer()
+
+    def _publish(self) -> None:
+        events = self.model.take_events()
+        # vLLM asks its connector at the end of a step, and an idle scheduler makes none.
+        lower = self._tier_events.told(self.storage.engine.take_events()) if self._running else []
+        if events or lower:
+            block_tokens = self.settings.shape.block_tokens
+            self.stream.publish(
+                encode_events(events, self._prompt, block_tokens, time.time(), lower)
+            )
+
+    def _note_chunks(self, request: SimRequest, chunks: Iterable[int]) -> None:
+        self._tier_events.learn(self._prompt(request.id), chunks)
+
+    def _set_timer(self) -> None:
+        assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        next_s = self.model.next_s()
+        waits = [] if next_s is None else [(next_s - self.now_s()) / self.settings.speed]
+        if self.model.is_blocked:
+            waits.append(_ASK_AGAIN_S)
+        if waits:
+            # uvloop rounds to milliseconds: what came too early would be in vain.
+            wait_s = max(0.0, math.ceil(1000 * min(waits) + 0.5) / 1000)
+            self._due_s = self._clock() + wait_s
+            self._timer = self._loop.call_later(wait_s, self._tick)
+
+    def _prompt(self, request_id: str) -> SimPrompt:
+        return self._running[request_id].prompt
+
+    def _finished(self, running: Running) -> dict[str, Any]:
+        request = running.request
+        return {
+            "request_id": request.id.partition("-")[2],
+            "instance_id": self.instance_id,
+            "arrived_s": request.arrived_s,
+            "first_token_s": request.first_token_s,
+            "finished_s": request.finished_s,
+            "prompt_tokens": request.prompt_tokens,
+            "output_tokens": request.output_tokens,
+            "cached_tokens": {
+                "gpu": request.cached.gpu,
+                "cpu": request.cached.cpu,
+                "disk": request.cached.disk,
+            },
+        }
+
+
+def _port(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])

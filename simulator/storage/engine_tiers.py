@@ -1,0 +1,204 @@
+"""The tiers below a simulated GPU: a real cache engine, driven as vLLM drives it.
+
+The calls are those of `cacheengine.connector.manager`, in the order in which
+vLLM's offloading connector makes them in a scheduler's step. The bytes of a
+chunk are its key, again and again, so that whoever loads it can tell.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cacheengine.engine import Promotes, Waits
+from cacheengine.residency import Holder, Presence, StoreReservation
+from simulator.model.lower_tiers import Found
+from simulator.model.request import SimRequest
+
+
+class Engine(Promotes, Protocol):
+    """What of `cacheengine.engine.CacheEngine` a scheduler calls."""
+
+    def try_hold(self, key: bytes) -> int | None:
+        """Hold a chunk if it is ready."""
+
+    def hold(
+        self, keys: Sequence[bytes], *, held_before: bool = False, holder: Holder = None
+    ) -> list[int]:
+        """Keep chunks until `release`; return their slots; end the holder's pins."""
+
+    def release(self, keys: Collection[bytes]) -> None:
+        """End one hold of each chunk."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note a use of chunks."""
+
+    def prepare_store(self, keys: Sequence[bytes]) -> StoreReservation | None:
+        """Reserve slots for those of the chunks that are not there."""
+
+    def complete_store(self, keys: Collection[bytes]) -> None:
+        """Make reserved chunks visible."""
+
+    def match(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the tier of each chunk, up to the first that is nowhere."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What is remembered of a request from its first lookup to its end."""
+
+    loads: Sequence[bytes] = ()
+    used: set[bytes] = field(default_factory=set)
+
+
+class EngineTiers:
+    """`LowerTiers` over an engine. ``on_promoted`` is called, on any thread, when one ended.
+
+    ``view`` gives a slot's bytes, to be written and compared; None: there are none.
+    ``is_shared``: other threads change the engine, too, so that what a step has looked up
+    must be held until it is used. A prompt computes at ``prefill_tokens_per_s``, and ``clock``
+    tells the seconds of that; the engine's own run ``speed`` times slower.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        chunk_tokens: int,
+        view: Callable[[int], memoryview] | None = None,
+        is_shared: bool = True,
+        clock: Callable[[], float],
+        prefill_tokens_per_s: float,
+        speed: float = 1.0,
+        on_promoted: Callable[[], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._chunk_tokens = chunk_tokens
+        self._view = view
+        self._is_shared = is_shared
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._waits = Waits(engine, clock, speed=speed, on_promoted=on_promoted)
+        self._asked: dict[str, _Asked] = {}
+        self._step_holds: set[bytes] = set()
+        self._being_loaded: Counter[bytes] = Counter()
+        self.wrong_chunks = 0
+        """Chunks loaded whose bytes were another's; there must be none."""
+
+    def find(self, request: SimRequest, gpu_tokens: int) -> Found | None:
+        """Look up what follows the GPU's part; None while some of it is on its way up."""
+        asked = self._asked.setdefault(request.id, _Asked())
+        compute_s = (request.prefill_end - gpu_tokens) / self._prefill_tokens_per_s
+        if self._waits.must_wait(request.id, gpu_tokens, compute_s):
+            return None
+        first = gpu_tokens // self._chunk_tokens
+        keys = request.chunk_keys[first : request.prefill_end // self._chunk_tokens]
+        hits = self._look_up(request.id, keys)
+        if hits is None:
+            return None
+        asked.loads = keys[:hits]
+        tokens = (first + hits) * self._chunk_tokens - gpu_tokens
+        if tokens < self._chunk_tokens:
+            asked.loads = ()
+            return Found()
+        if any(map(self._being_loaded.__contains__, asked.loads)):
+            return None  # they will be on the GPU in a moment
+        from_below = sum(self._waits.tier_of(request.id, key) is not None for key in asked.loads)
+        from_disk = min(from_below * self._chunk_tokens, tokens)
+        return Found(cpu=tokens - from_disk, disk=from_disk)
+
+    def _look_up(self, request_id: str, keys: Sequence[bytes]) -> int | None:
+        """Return how many leading chunks can be loaded now, None if some must be waited for."""
+        hits, waits = 0, False
+        for position, key in enumerate(keys):
+            if key in self._step_holds or self._is_ready(key):
+                if self._is_shared:
+                    self._step_holds.add(key)
+                self._waits.found(request_id, key)
+                hits += 1
+            else:
+                match self._engine.lookup(key):
+                    case Presence.MISS:
+                        break
+                    case Presence.PENDING | Presence.CPU:
+                        if not self._waits.wait_for(request_id, key):
+                            break
+                    case Presence.DISK:
+                        if not self._waits.want(request_id, key, "disk", position):
+                            break
+                    case Presence.REMOTE | Presence.UNKNOWN:
+                        if not self._waits.want(request_id, key, "remote", position):
+                            break
+                waits = True
+        return None if waits else hits
+
+    def _is_ready(self, key: bytes) -> bool:
+        """Whether a chunk can be loaded; it is held if another thread could evict it."""
+        if self._is_shared:
+            return self._engine.try_hold(key) is not None
+        return self._engine.lookup(key) is Presence.CPU
+
+    def begin_load(self, request: SimRequest) -> None:
+        """Hold the chunks that were found, and see that they are the right ones."""
+        asked = self._asked[request.id]
+        slots = self._engine.hold(asked.loads, held_before=True, holder=request.id)
+        self._note_use(asked, asked.loads)
+        self._being_loaded.update(asked.loads)
+        if self._view is None:
+            return
+        for key, slot in zip(asked.loads, slots, strict=True):
+            view = self._view(slot)
+            self.wrong_chunks += bytes(view[: len(key)]) != key[: len(view)]
+
+    def end_load(self, request: SimRequest) -> None:
+        """Let the chunks go that were held for the load."""
+        asked = self._asked[request.id]
+        self._engine.release(asked.loads)
+        for key in asked.loads:
+            if self._being_loaded[key] == 1:
+                del self._being_loaded[key]
+            else:
+                self._being_loaded[key] -= 1
+        asked.loads = ()
+
+    def begin_store(self, request: SimRequest) -> Sequence[bytes]:
+        """Offer what has become full; those that are there already count as used."""
+        end = request.computed // self._chunk_tokens
+        keys = request.chunk_keys[request.stored_chunks : end]
+        if not keys:
+            return ()
+        self._note_use(self._asked[request.id], keys)
+        reservation = self._engine.prepare_store(keys)
+        if reservation is None:
+            return ()  # no room for any: they are offered again at the next step
+        request.stored_chunks = end
+        if self._view is None:
+            return reservation.keys
+        for key, slot in zip(reservation.keys, reservation.slots, strict=True):
+            view = self._view(slot)
+            view[:] = (key * (len(view) // len(key) + 1))[: len(view)]
+        return reservation.keys
+
+    def end_store(self, chunks: Sequence[bytes]) -> None:
+        """Make chunks visible that were offered before."""
+        self._engine.complete_store(chunks)
+
+    def _note_use(self, asked: _Asked, keys: Sequence[bytes]) -> None:
+        """Tell the eviction of a use, once for each request and chunk."""
+        self._engine.touch([key for key in keys if key not in asked.used])
+        asked.used.update(keys)
+
+    def end_schedule(self) -> None:
+        """Have what this step's lookups found below the pool promoted; let go of its holds."""
+        self._waits.end_step()
+        if self._step_holds:
+            self._engine.release(self._step_holds)
+            self._step_holds.clear()
+
+    def forget(self, request: SimRequest) -> None:
+        """Drop what is remembered of a request."""
+        self._asked.pop(request.id, None)
+        self._waits.end(request.id)
+
+    def tiers_of(self, chunk_keys: Sequence[bytes]) -> Sequence[str]:
+        """Return the tier of each leading chunk, without a trace in the engine's counts."""
+        return self._engine.match(chunk_keys)

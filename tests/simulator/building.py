@@ -1,0 +1,81 @@
+"""Requests and models with round numbers."""
+
+import hashlib
+from collections.abc import Sequence
+
+from simulator.model.lower_tiers import LowerTiers, NoLowerTiers
+from simulator.model.news import News
+from simulator.model.rates import Rates, Shape
+from simulator.model.request import SimRequest
+from simulator.model.scheduler import ReplicaModel
+
+BLOCK = 10
+CHUNK = 20
+
+
+def shape(**changes: int) -> Shape:
+    sizes = {
+        "gpu_tokens": 1000,
+        "block_tokens": BLOCK,
+        "chunk_tokens": CHUNK,
+        "max_batched_tokens": 100,
+        "max_sequences": 8,
+    }
+    return Shape(**(sizes | changes))
+
+
+def rates(**changes: float) -> Rates:
+    """A step takes 1 s, a prefilled token 0.1 s, a decoding sequence 0.5 s, a load 0.01 s."""
+    speeds = {
+        "prefill_tokens_per_s": 10.0,
+        "step_s": 1.0,
+        "decode_s_per_sequence": 0.5,
+        "load_tokens_per_s": 100.0,
+    }
+    return Rates(**(speeds | changes))
+
+
+def model(
+    tiers: LowerTiers | None = None, *, speeds: Rates | None = None, **sizes: int
+) -> ReplicaModel:
+    return ReplicaModel(shape(**sizes), speeds or rates(), tiers or NoLowerTiers())
+
+
+def keys(name: str, count: int) -> list[bytes]:
+    """``count`` keys of the prompt called ``name``; as in a chain, all depend on the name."""
+    return [hashlib.sha256(f"{name}/{index}".encode()).digest() for index in range(count)]
+
+
+def request(
+    request_id: str,
+    prompt_tokens: int,
+    output_tokens: int = 1,
+    *,
+    text: str | None = None,
+    emit_every: int = 0,
+    shared: Sequence[bytes] = (),
+) -> SimRequest:
+    """A request of its own text, or of a named one; ``shared`` blocks stand before it."""
+    own = keys(text or request_id, 100)[len(shared) :]
+    total = (prompt_tokens + output_tokens - 1) // BLOCK
+    blocks = [*shared, *own][:total]
+    per_chunk = CHUNK // BLOCK
+    return SimRequest(
+        id=request_id,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        block_keys=blocks,
+        chunk_keys=blocks[per_chunk - 1 :: per_chunk],
+        emit_every=emit_every,
+    )
+
+
+def run(sim: ReplicaModel, until_s: float = 1e9) -> list[tuple[str, int, float]]:
+    """Advance, check, and return the news as (id, tokens, time)."""
+    sim.advance(until_s)
+    sim.check()
+    return [told(each) for each in sim.take_news()]
+
+
+def told(news: News) -> tuple[str, int, float]:
+    return (news.request.id, news.generated, round(news.at_s, 6))

@@ -1,0 +1,1 @@
+"""What the router and the engine share. Imports nothing else of this project."""
