@@ -6,9 +6,9 @@ from typing import Any, Final
 
 from router.config import Judgment, PolicyName
 from router.fleet import Candidate, Decision, Fleet, Reason, State
+from router.index import Tier
 from router.latency import Part, Rates
 from router.prompt import Prompt
-from router.residency import Tier
 
 SHOWN: Final = 16
 """Candidates that are shown, the soonest; beside the pick and the session's home."""

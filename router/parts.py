@@ -14,6 +14,7 @@ import aiohttp
 
 from router.access import Access
 from router.admission import Admission, Gate
+from router.agent_client import AgentClient
 from router.config import (
     ReplicaTlsConfig,
     RouterConfig,
@@ -34,7 +35,7 @@ from router.prompt import PromptSource
 from router.proxy import Judge, Proxy, Retries, Waits
 from router.record import Metrics, Outlets, RequestRecord
 from router.replica_endpoints import ReplicaEndpoints
-from router.staging import AgentClient, Preparer
+from router.staging import Stager
 from router.ui import Page, Recent
 from warmroute_common.fleet_secret import FleetSecret
 
@@ -48,7 +49,7 @@ class Parts:
     feeds: Feeds
     health: HealthMonitor
     prompts: PromptSource
-    preparer: Preparer
+    preparer: Stager
     judge: Judge
     waits: Waits
     retries: Retries
@@ -86,7 +87,7 @@ def make_parts(
     lmcache = Lmcache(fleet, session, stock_url=config.lmcache_coordinator)
     secret = load_fleet_secret(config)
     agents = partial(AgentClient, session, secret=secret)
-    preparer = Preparer(config, fleet, agents, lmcache=lmcache.prefetch)
+    preparer = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
     sizes = partial(_sizes, fleet, admission, lmcache)
     waits, retries = Waits(fleet, lmcache.hung), Retries()
     health = HealthMonitor(config, fleet, prompts, session, changed=waits.look)

@@ -22,7 +22,7 @@ _ONE_PROCESS = (
     "tests/router/feeds/test_kv_subscriber.py",
     "tests/router/prompt/test_media_vllm.py",
     "tests/router/prompt/test_reader_vllm.py",
-    "tests/router/residency/test_block_hashes_vllm.py",
+    "tests/router/index/test_block_hashes_vllm.py",
 )
 """Files whose tests one process runs: two fleets at once would wait for each other's cores, vLLM
 takes long to import, and huge pages and shared memory are counted, which are the machine's."""

@@ -21,31 +21,30 @@ TOP_LEVEL: dict[str, set[str]] = {
 
 ROUTER: dict[str, set[str]] = {
     "config": set(),
-    "residency": set(),
-    "failures": {"config"},
+    "index": set(),
     "terminal": set(),
     "access": {"config"},
     "prompt": {"config"},
     "latency": {"config"},
     "envoy": {"config"},
     "launch": {"config", "envoy"},
-    "fleet": {"config", "failures", "residency", "latency"},
+    "fleet": {"config", "index", "latency"},
     "admission": {"config", "latency", "fleet"},
     "staging": {"config", "fleet"},
-    "record": {"config", "failures", "residency", "fleet", "staging"},
-    "ui": {"residency", "fleet", "record"},
+    "record": {"config", "index", "fleet", "staging"},
+    "ui": {"index", "fleet", "record"},
     "controller": {"config", "access", "staging"},
-    "lmcache": {"config", "residency", "fleet", "staging"},
+    "lmcache": {"config", "index", "fleet", "staging"},
     "membership": {"config", "fleet"},
-    "feeds": {"config", "prompt", "residency", "fleet", "staging", "record"},
+    "feeds": {"config", "prompt", "index", "fleet", "staging", "record"},
     "doctor": {
-        *("config", "prompt", "residency", "fleet", "staging", "lmcache", "feeds", "launch"),
+        *("config", "prompt", "index", "fleet", "staging", "lmcache", "feeds", "launch"),
     },
     "proxy": {
-        *("config", "access", "prompt", "residency", "latency", "failures"),
+        *("config", "access", "prompt", "index", "latency"),
         *("fleet", "admission", "staging", "record"),
     },
-    "picker": {"config", "envoy", "residency", "fleet", "record", "proxy"},
+    "picker": {"config", "envoy", "index", "fleet", "record", "proxy"},
 }
 """Which packages of the router a package of the router may import. Modules beside them, any."""
 
@@ -66,7 +65,7 @@ ENGINE: dict[str, set[str]] = {
 
 INSIDE = {"router": ROUTER, "cacheengine": ENGINE}
 
-PURE = ("router.latency", "router.residency", "cacheengine.residency", "simulator.model")
+PURE = ("router.latency", "router.index", "cacheengine.residency", "simulator.model")
 """Packages that do no I/O and read no clock: time is an argument."""
 IMPURE_IMPORTS = {
     "aiohttp",

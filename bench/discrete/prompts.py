@@ -12,7 +12,7 @@ from warmroute_common.keys import HashScheme
 
 @dataclass(eq=False, slots=True)
 class ModelPrompt:
-    """A prompt by the keys of its blocks (`router.residency.PromptView`).
+    """A prompt by the keys of its blocks (`router.index.PromptView`).
 
     Those of the answer that is to come follow: a replica stores them as it computes them.
     """

@@ -11,8 +11,8 @@ from typing import Final, Protocol
 from bench.discrete.engine import ModelEngine
 from bench.discrete.prompts import ModelPrompt
 from cacheengine.record import KeyEventRecord
-from router.residency.block_hashes import keys64
-from router.residency.tiers import Tier
+from router.index.prompt_keys import keys64
+from router.index.prompt_keys import Tier
 from simulator.model.lower_tiers import LowerTiers
 from simulator.model.machine import Machine
 from simulator.model.news import Cleared, Removed, Stored

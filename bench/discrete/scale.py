@@ -24,8 +24,8 @@ from bench.ttft import machine, percentile
 from router.config.settings import IndexConfig, ReplicaConfig, RouterConfig, SessionConfig
 from router.fleet.fleet import Fleet
 from router.fleet.shortlist import MAX_WEIGHED
-from router.residency.block_hashes import PromptKeyring
-from router.residency.tiers import KeyShape, Tier
+from router.index.prompt_keys import PromptKeyCache
+from router.index.prompt_keys import KeyShape, Tier
 from warmroute_common.keys import HashScheme
 
 _BLOCK_TOKENS = 16
@@ -115,7 +115,7 @@ def measure(replicas: int, sessions: int, index_keys: int, decisions: int) -> Ro
         is_known = number % 4 != 0
         prompt = _prompt(chooser.choice(documents) if is_known else 10**9 + number)
         began = time.perf_counter()
-        keyring = PromptKeyring(prompt)
+        keyring = PromptKeyCache(prompt)
         keyring.of(next(iter(fleet.replicas.values())).shape, {})
         made = time.perf_counter()
         session = f"session-{chooser.randrange(sessions):024d}"

@@ -8,7 +8,7 @@ from typing import Final
 
 from bench.discrete.replica import ModelReplica
 from cacheengine.residency.decisions import Promotion
-from router.staging.agent_client import AgentError
+from router.agent_client import AgentError
 from warmroute_common.agent_protocol import Lora, MoveReply, MoveRequest, MoveStatus, PrefetchReply
 
 _CALL_S: Final = 0.002
@@ -43,7 +43,7 @@ class Network:
 
 
 class ModelAgent:
-    """What a router asks of one replica's agent (`router.staging.agent_client.StagingAgent`)."""
+    """What a router asks of one replica's agent (`router.agent_client.StagingAgent`)."""
 
     def __init__(
         self, replica: ModelReplica, others: Mapping[str, ModelReplica], network: Network

@@ -21,7 +21,7 @@ from bench.replica.local import (
 from bench.replica.tiers import Vllm, call, forget_pages, wait_until
 from cacheengine.launch.launch import free_ports
 from router.launch.processes import ProcessGroup
-from router.residency import lmcache_chain
+from router.index import lmcache_chain
 
 CHUNK_TOKENS: Final = 256
 _SHARED_MEMORY: Final = Path("/dev/shm")

@@ -11,16 +11,11 @@ from typing import Any, Final, TypeVar
 
 import aiohttp
 
+from router.agent_client import AgentClient, AgentError, AgentRefusedError, AgentTimeoutError
 from router.config import is_loopback
 from router.controller.calls import TIER_OF, Location, LookupCall
 from router.controller.registry import Instance
-from router.staging import (
-    AgentClient,
-    AgentError,
-    AgentRefusedError,
-    AgentTimeoutError,
-    transfer_address,
-)
+from router.staging import transfer_address
 from warmroute_common.agent_protocol import InstanceInfo, LookupRequest, MoveStatus, TierName
 from warmroute_common.api_errors import (
     ApiError,

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 from aiohttp import web
 
+from router.agent_client import AgentClient
 from router.controller import calls
 from router.controller.agents import (
     AcceptedMove,
@@ -19,7 +20,6 @@ from router.controller.agents import (
 from router.controller.calls import answering
 from router.controller.others import OtherInstances
 from router.controller.registry import Instance, Registry
-from router.staging import AgentClient
 from warmroute_common.agent_protocol import ClearRequest, MoveRequest, MoveSource, PinRequest
 from warmroute_common.api_errors import ApiError, NotFoundError, UpstreamFailedError
 from warmroute_common.http import as_json

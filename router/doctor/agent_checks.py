@@ -8,11 +8,11 @@ from typing import Final
 
 import aiohttp
 
+from router.agent_client import AgentClient, AgentError, AgentRefusedError
 from router.doctor.findings import Section
 from router.doctor.replica_checks import Examined, Parts
 from router.feeds import KvFeed
 from router.lmcache import LmcacheServer
-from router.staging import AgentClient, AgentError, AgentRefusedError
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
 

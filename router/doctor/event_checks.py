@@ -18,15 +18,15 @@ from router.doctor.findings import Section
 from router.doctor.replica_checks import Examined, Parts, hash_in_words
 from router.feeds import KvEndpoints, KvFeed, KvSubscriber, authorization
 from router.fleet import Fleet, Replica
-from router.prompt import PromptSource
-from router.residency import (
-    BadEventsError,
+from router.index import (
     BlocksStored,
     KvBatch,
+    KvEventFormatError,
     KvEventReader,
-    PromptKeyring,
+    PromptKeyCache,
     Tier,
 )
+from router.prompt import PromptSource
 from warmroute_common.tasks import end_all
 
 _CONNECT_S: Final = 2.0
@@ -157,7 +157,7 @@ async def _first_of(following: asyncio.Task[None], followed: asyncio.Event) -> N
 
 def _why_not(following: asyncio.Task[None], endpoints: KvEndpoints) -> str:
     error = following.exception() if following.done() else None
-    if isinstance(error, BadEventsError):
+    if isinstance(error, KvEventFormatError):
         return f"what comes from {endpoints.events} is not vLLM's KV events ({error})"
     if error is not None:
         return f"its KV events cannot be followed at {endpoints.events} ({error})"
@@ -210,7 +210,7 @@ async def _probe(
     # The first blocks show how a stock vLLM makes its keys: until then none can be computed.
     await watched.until(lambda: bool(watched.stored) and replica.shape_checked, _PROBE_EVENTS_S)
     prompt = await prompts.reader_for(seen.models[0]).read("/v1/completions", body)
-    keys = PromptKeyring(prompt).of(replica.key_shape, replica.adapters)
+    keys = PromptKeyCache(prompt).of(replica.key_shape, replica.adapters)
     wanted = set(keys.keys) if keys.chain else set()
     await watched.until(lambda: wanted <= watched.stored, _PROBE_EVENTS_S)
     came = len(watched.stored)

@@ -6,6 +6,7 @@ from typing import Any, Final
 import aiohttp
 import zmq.asyncio
 
+from router.agent_client import AgentError
 from router.config import RouterConfig, client_context, load_fleet_secret
 from router.doctor.agent_checks import check_agent
 from router.doctor.event_checks import check_events
@@ -23,7 +24,6 @@ from router.feeds import KvFeed
 from router.fleet import Fleet
 from router.lmcache import LmcacheServer
 from router.prompt import PromptSource
-from router.staging import AgentError
 from warmroute_common.config_error import ConfigError
 
 _AT_ONCE: Final = 16

@@ -7,11 +7,15 @@ Started by the application; the doctor follows events itself. Imports config, pr
 residency, fleet, staging, record and tasks.
 """
 
-from router.feeds.health import HealthMonitor
-from router.feeds.kv_feed import KvFeed
+from router.feeds.feeds import Feeds, KvFeed
+from router.feeds.health_monitor import (
+    HealthMonitor,
+    authorization,
+    fetch_models,
+    model_entries,
+    served_models,
+)
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
-from router.feeds.questions import authorization, fetch_models, model_entries, served_models
-from router.feeds.replica_feed import Feeds
 
 __all__ = [
     "Feeds",

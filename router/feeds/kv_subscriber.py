@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from router.residency import BadEventsError, KvBatch, KvEventReader
+from router.index import KvBatch, KvEventFormatError, KvEventReader
 from warmroute_common.tasks import end_all
 
 _REPLAY_TIMEOUT_S: Final = 5.0
@@ -89,7 +89,7 @@ class KvSubscriber:
     async def run(self) -> None:
         """Connect, however long that takes, and follow until the connection is lost.
 
-        Raises `BadEventsError` for messages that are not vLLM's. On every way out
+        Raises `KvEventFormatError` for messages that are not vLLM's. On every way out
         nothing is known any more.
         """
         with contextlib.closing(self._context.socket(zmq.SUB)) as socket:
@@ -188,7 +188,7 @@ class KvSubscriber:
                 # [b"", topic, seq, payload]; before vLLM 0.32 without the topic.
                 *frames, payload = await socket.recv_multipart()
                 if not frames:
-                    raise BadEventsError("a replayed message has no number")
+                    raise KvEventFormatError("a replayed message has no number")
                 if frames[-1] == _END_OF_REPLAY:
                     return
                 yield self._reader.read(_number(frames[-1]), payload)
@@ -225,10 +225,10 @@ def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
 
 
 def _number(frame: bytes) -> int:
-    """Return a message's number; raise `BadEventsError` for what cannot be counted on from."""
+    """Return a message's number; raise `KvEventFormatError` for what cannot be counted on from."""
     number = int.from_bytes(frame, "big")
     if len(frame) != _NUMBER_BYTES or number > _MOST:
-        raise BadEventsError(f"0x{frame.hex()[:40]} is no message's number")
+        raise KvEventFormatError(f"0x{frame.hex()[:40]} is no message's number")
     return number
 
 

@@ -7,8 +7,8 @@ from typing import Final
 from router.config import Judgment
 from router.fleet.candidate import Candidate, PeerSource
 from router.fleet.replica import SLOW_TIERS, Replica
+from router.index import ChunkRun, Match, PrefixIndex, PromptKeys, Tier
 from router.latency import KvNeed, Part, Promised, Work
-from router.residency import ChunkRun, Match, PrefixIndex, PromptKeys, Tier
 
 _RATE_OF: Final = {Tier.DISK: Part.DISK, Tier.REMOTE: Part.REMOTE}
 

@@ -6,8 +6,8 @@ from math import inf
 
 from router.config import Judgment
 from router.fleet.replica import SLOW_TIERS, Replica
+from router.index import ChunkRun, PromptKeys, Tier
 from router.latency import NO_KV, Cost, KvNeed, Work
-from router.residency import ChunkRun, PromptKeys, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

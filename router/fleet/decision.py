@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from router.fleet.candidate import Candidate
-from router.residency import Tier
+from router.index import Tier
 
 
 class Reason(StrEnum):

@@ -8,8 +8,8 @@ from typing import Final
 from router.config import BreakerConfig
 from router.fleet.policy import salt_of
 from router.fleet.replica import Replica, Replicas, State
+from router.index import KeyShape, slots
 from router.latency import ReplicaQueue
-from router.residency import KeyShape, slots
 from warmroute_common.api_errors import NoReplicaError, UnknownModelError
 
 _MAX_VIEWS: Final = 64

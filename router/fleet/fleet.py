@@ -17,12 +17,12 @@ from router.fleet.in_flight import Ticket
 from router.fleet.placement import Ask, decide
 from router.fleet.replica import Replica, Replicas, Signal, State
 from router.fleet.sessions import Sessions
-from router.latency import Promised, RecentWork
-from router.residency import (
+from router.index import (
     PrefixIndex,
-    PromptKeyring,
+    PromptKeyCache,
     PromptView,
 )
+from router.latency import Promised, RecentWork
 
 _EXPIRED_KEYS_PER_PLACE: Final = 20
 """Keys whose claims are ended by the way, the last claim whole: never fewer claims than the
@@ -79,7 +79,7 @@ class Fleet(Holdings):
 
     def place(
         self,
-        prompt: PromptView | PromptKeyring | None,
+        prompt: PromptView | PromptKeyCache | None,
         *,
         model: str | None,
         session: str | None,
@@ -102,7 +102,7 @@ class Fleet(Holdings):
         self.index.expire(now_s, _EXPIRED_KEYS_PER_PLACE)
         self._roster.pass_time(now_s)
         ask = Ask(
-            keyring=prompt if isinstance(prompt, PromptKeyring) else PromptKeyring(prompt),
+            keyring=prompt if isinstance(prompt, PromptKeyCache) else PromptKeyCache(prompt),
             session=session,
             home=self._home(session, now_s),
             turn=self._turn,

@@ -6,8 +6,7 @@ from typing import Final
 from router.fleet.eligibility import Roster
 from router.fleet.phases import Unseen
 from router.fleet.replica import Replica, Replicas
-from router.latency import Part
-from router.residency import (
+from router.index import (
     LOWER_TIERS,
     BlocksRemoved,
     BlocksStored,
@@ -19,6 +18,7 @@ from router.residency import (
     PrefixIndex,
     Tier,
 )
+from router.latency import Part
 from warmroute_common.agent_protocol import EventBatch, InstanceInfo, Snapshot, unpack_keys
 
 _TELLING_COPY_TOKENS: Final = 1024

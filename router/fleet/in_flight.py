@@ -8,7 +8,7 @@ from router.config import Judgment
 from router.fleet.decision import Decision
 from router.fleet.phases import NEXT, WAITING, Event, Phase, Prefill, Unseen
 from router.fleet.replica import Replica
-from router.residency import Claim, PrefixIndex
+from router.index import PrefixIndex, SpeculativeEntry
 
 
 class Ticket:
@@ -21,7 +21,7 @@ class Ticket:
         self,
         decision: Decision,
         index: PrefixIndex,
-        claim: Claim | None,
+        claim: SpeculativeEntry | None,
         now_s: float,
         *,
         learned: Callable[[Replica], None],

@@ -15,15 +15,15 @@ from router.fleet.eligibility import Eligible
 from router.fleet.policy import Question, pick, rendezvous_score, salt_of
 from router.fleet.replica import Replica
 from router.fleet.shortlist import MAX_WEIGHED, Field, shortlist
+from router.index import PrefixIndex, PromptKeyCache, Tier
 from router.latency import Promised, Work
-from router.residency import PrefixIndex, PromptKeyring, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """A request to be placed."""
 
-    keyring: PromptKeyring
+    keyring: PromptKeyCache
     session: str | None
     home: int | None
     """Slot of the session's home."""

@@ -11,8 +11,8 @@ from typing import Final
 
 from router.fleet.eligibility import Eligible
 from router.fleet.replica import Replica
+from router.index import Depth, PrefixIndex, PromptKeyCache, PromptKeys, slots
 from router.latency import Part
-from router.residency import Depth, PrefixIndex, PromptKeyring, PromptKeys, slots
 
 MAX_WEIGHED: Final = 16
 """Replicas whose cost is worked out in full, beside the session's home or the pick of a policy
@@ -30,7 +30,7 @@ _NO_MATCH: Final = Depth(0, 0, 0)
 class Field:
     """The eligible replicas and peer sources, with how deep each of them matches the prompt."""
 
-    def __init__(self, eligible: Eligible, keyring: PromptKeyring, index: PrefixIndex) -> None:
+    def __init__(self, eligible: Eligible, keyring: PromptKeyCache, index: PrefixIndex) -> None:
         self.eligible = eligible
         self._prompt_tokens = keyring.prompt_tokens
         self._index = index

@@ -16,13 +16,13 @@ from typing import Final
 
 import aiohttp
 
+from router.agent_client import AgentError
 from router.fleet import Fleet, Replica
+from router.index import PromptKeyCache, PromptKeys
 from router.lmcache.coordinator import Coordinator
 from router.lmcache.server import LmcacheServer
 from router.lmcache.ties import Server
 from router.lmcache.wire import leading_keys
-from router.residency import PromptKeyring, PromptKeys
-from router.staging import AgentError
 from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.lmcache")
@@ -54,7 +54,7 @@ class Asker:
         self._asked: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._under_way: set[asyncio.Task[None]] = set()
 
-    async def ask(self, keyring: PromptKeyring) -> None:
+    async def ask(self, keyring: PromptKeyCache) -> None:
         """Learn which servers hold a prompt, where that is not known; raises nothing."""
         since_s = self._clock() - ASK_FOR_S
         # Nearly always so; the rest looks at every replica.
@@ -84,7 +84,7 @@ class Asker:
                 found.setdefault(server.instance_id, (replica, server))
         return list(found.values())[:_MAX_SERVERS]
 
-    def _best(self, keyring: PromptKeyring) -> int:
+    def _best(self, keyring: PromptKeyCache) -> int:
         """Return how many tokens of a prompt some replica is known to hold."""
         best = 0
         for replica in self._fleet.replicas.values():
@@ -95,11 +95,11 @@ class Asker:
         return best
 
     @staticmethod
-    def _keys(replica: Replica, keyring: PromptKeyring) -> PromptKeys:
+    def _keys(replica: Replica, keyring: PromptKeyCache) -> PromptKeys:
         return keyring.of(replica.key_shape, replica.adapters)
 
     def _begin(
-        self, replica: Replica, server: Server, keyring: PromptKeyring
+        self, replica: Replica, server: Server, keyring: PromptKeyCache
     ) -> asyncio.Task[None] | None:
         """Begin to ask a server; None where it was asked before, or cannot be."""
         keys, found = self._keys(replica, keyring), self._coordinator.ties.model_of(replica.id)

@@ -8,13 +8,13 @@ import aiohttp
 from aiohttp import web
 
 from router.fleet import Decision, Fleet, Replica
+from router.index import PromptKeyCache
 from router.lmcache.ask import Asker
 from router.lmcache.coordinator import Coordinator, CoordinatorApi, L2Eviction
 from router.lmcache.prefetch import LmcachePrefetch
 from router.lmcache.stock import StockCoordinator
 from router.lmcache.watch import ServerWatch
 from router.lmcache.workers import LmcacheWorkers
-from router.residency import PromptKeyring
 from warmroute_common.agent_protocol import PrefetchReply
 
 
@@ -103,7 +103,7 @@ class Lmcache:
         """Return the servers and the workers' instances that have registered."""
         return self._api.listing() + ([] if self.workers is None else self.workers.listing())
 
-    async def ask(self, keyring: PromptKeyring) -> None:
+    async def ask(self, keyring: PromptKeyCache) -> None:
         """Learn what servers hold of a prompt whose events were not all seen."""
         if self.workers is not None:
             self.workers.registry.asked(keyring)

@@ -4,11 +4,11 @@ from typing import Final
 
 import aiohttp
 
+from router.agent_client import AgentError, AgentRefusedError
 from router.fleet import Decision, Fleet
 from router.lmcache.coordinator import Coordinator
 from router.lmcache.server import LmcacheServer
 from router.lmcache.wire import leading_keys
-from router.staging import AgentError, AgentRefusedError
 from warmroute_common.agent_protocol import PrefetchReply
 
 _NOT_READY: Final = 503

@@ -11,6 +11,8 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from router.agent_client import AgentError, AgentRefusedError, AgentTimeoutError
+from router.index import PromptKeys
 from router.lmcache.wire import (
     DeletedTold,
     ObjectKey,
@@ -18,8 +20,6 @@ from router.lmcache.wire import (
     ServerConfig,
     ServerStatus,
 )
-from router.residency import PromptKeys
-from router.staging import AgentError, AgentRefusedError, AgentTimeoutError
 from warmroute_common.agent_protocol import UNREADABLE
 
 _CONNECT_S: Final = 2.0

@@ -12,13 +12,13 @@ from typing import Final
 
 import aiohttp
 
+from router.agent_client import AgentError
 from router.fleet import Fleet
+from router.index import PromptKeyCache, PromptKeys
 from router.lmcache.coordinator import Coordinator
 from router.lmcache.coordinator.records import Held, Place, shared_owner
 from router.lmcache.server import LmcacheServer, prompt_fields
 from router.lmcache.wire import LookedUp, MemberList
-from router.residency import PromptKeyring, PromptKeys
-from router.staging import AgentError
 from warmroute_common.api_errors import OverloadedError
 from warmroute_common.tasks import end_all
 
@@ -64,7 +64,7 @@ class StockCoordinator:
             await end_all([self._task])
             self._task = None
 
-    async def ask(self, keyring: PromptKeyring) -> None:
+    async def ask(self, keyring: PromptKeyCache) -> None:
         """Learn where a prompt's chunks are; raises nothing."""
         if self._clock() < self._rests_until_s:
             return

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from router.fleet import Fleet
+from router.index import LmcacheKeys, Tier, lmcache_key64
 from router.lmcache.coordinator.directory import Directory
 from router.lmcache.coordinator.records import Change
 from router.lmcache.wire import Batch, ObjectKey
-from router.residency import LmcacheKeys, Tier, lmcache_key64
 
 log = logging.getLogger("warmroute.lmcache")
 

@@ -19,13 +19,13 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from router.agent_client import AgentError, AgentTimeoutError
 from router.fleet import Fleet, State
+from router.index import LMCACHE_HASH
 from router.lmcache.coordinator import Coordinator
 from router.lmcache.members import server_urls
 from router.lmcache.server import LmcacheServer
 from router.lmcache.ties import Server
-from router.residency import LMCACHE_HASH
-from router.staging import AgentError, AgentTimeoutError
 from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.lmcache")

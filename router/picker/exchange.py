@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from router.config import PROMPTED
 from router.fleet import Decision, Reason, Replica, Ticket
+from router.index import PromptKeyCache
 from router.picker.answers import Told
 from router.picker.endpoints import Endpoints
 from router.proxy import (
@@ -25,7 +26,6 @@ from router.proxy import (
     passed,
 )
 from router.record import Cause, Outcome, RequestRecord, answer_headers, trace_context
-from router.residency import PromptKeyring
 from warmroute_common.api_errors import ApiError, NoReplicaError
 
 _HEALTH: Final = "/health"
@@ -80,7 +80,7 @@ class Exchange:
         self._headers = headers
         self._named = named
         self._sees_tokens = sees_tokens
-        self._asked: tuple[Asked, PromptKeyring] | None = None
+        self._asked: tuple[Asked, PromptKeyCache] | None = None
         """Until the answer begins: another replica than the picked one may give it."""
         self._ticket: Ticket | None = None
         self._replica: Replica | None = None

@@ -16,14 +16,14 @@ from typing import Final
 from router.admission import Admission, Admitted
 from router.config import RouterConfig
 from router.fleet import Decision, Fleet, Ticket
+from router.index import PromptKeyCache
 from router.latency import Promised
 from router.prompt import Prompt, PromptSource
 from router.proxy.request import Asked, Turnstile
 from router.proxy.response_owners import Bindings
 from router.proxy.usage import NO_USAGE, Usage
 from router.record import Cause, FailedTry, Outcome, RequestRecord
-from router.residency import PromptKeyring
-from router.staging import Preparation, Preparer
+from router.staging import Stager, StagingResult
 from warmroute_common.api_errors import ApiError, BadRequestError, RateLimitedError
 
 log = logging.getLogger("warmroute.replicas")
@@ -45,10 +45,10 @@ class Judge:
         fleet: Fleet,
         admission: Admission,
         prompts: PromptSource,
-        preparer: Preparer,
+        preparer: Stager,
         observe: Callable[[RequestRecord], None],
         suspect: Callable[[str, Cause], None],
-        locate: Callable[[PromptKeyring], Awaitable[None]],
+        locate: Callable[[PromptKeyCache], Awaitable[None]],
     ) -> None:
         """``observe`` is called once for each request, at its end; ``suspect`` when a try at a
         replica (its id) has failed. ``locate`` finds out where a prompt's KV is, where that is not
@@ -99,11 +99,11 @@ class Judge:
         """Tell of a request that has ended; once for each."""
         self._observe(record)
 
-    async def read(self, asked: Asked, record: RequestRecord) -> PromptKeyring:
+    async def read(self, asked: Asked, record: RequestRecord) -> PromptKeyCache:
         """Return the prompt of a request, as its keys are made of it."""
         record.model = asked.model
         began_s = time.monotonic()
-        keyring = PromptKeyring(await self._prompt(asked))
+        keyring = PromptKeyCache(await self._prompt(asked))
         record.read_s = time.monotonic() - began_s
         record.step("read", began_s)
         await self._locate(keyring)
@@ -112,7 +112,7 @@ class Judge:
     async def decide(self, asked: Asked) -> tuple[Prompt | None, Decision]:
         """Return where a request would go, without sending it."""
         prompt = await self._prompt(asked)
-        keyring = PromptKeyring(prompt)
+        keyring = PromptKeyCache(prompt)
         await self._locate(keyring)
         place = self._placing(asked, keyring)
         return prompt, place(now_s=time.monotonic(), streamed=asked.streamed)
@@ -120,7 +120,7 @@ class Judge:
     async def admit(
         self,
         asked: Asked,
-        keyring: PromptKeyring,
+        keyring: PromptKeyCache,
         record: RequestRecord,
         *,
         among: Collection[str] | None = None,
@@ -224,7 +224,7 @@ class Judge:
                 retry_after_s=retry_after_s,
             )
         )
-        record.prepared = Preparation()  # what was prepared was for that replica
+        record.prepared = StagingResult()  # what was prepared was for that replica
         if cause is not Cause.ABSENT:
             self._suspect(record.replica_id, cause)
 
@@ -278,7 +278,7 @@ class Judge:
         except RecursionError:  # orjson reads values that are nested deeper than templates may walk
             raise BadRequestError("the body's values are nested too deeply") from None
 
-    def _placing(self, asked: Asked, keyring: PromptKeyring) -> Callable[..., Decision]:
+    def _placing(self, asked: Asked, keyring: PromptKeyCache) -> Callable[..., Decision]:
         return partial(
             self.fleet.place,
             keyring,

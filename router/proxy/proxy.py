@@ -14,6 +14,7 @@ from aiohttp import web
 from router.access import GRANT
 from router.config import PROMPTED
 from router.fleet import Replica, Ticket
+from router.index import PromptKeyCache
 from router.proxy.hanging import Waits
 from router.proxy.headers import forwarded_headers
 from router.proxy.judge import Judge
@@ -24,7 +25,6 @@ from router.proxy.retries import Retries
 from router.proxy.upstream import Answer, AttemptFailedError, Upstream, Wait
 from router.proxy.usage import UsageReader
 from router.record import Cause, FailedTry, Outcome, RequestRecord, trace_context
-from router.residency import PromptKeyring
 from warmroute_common.api_errors import NoReplicaError, UpstreamFailedError, UpstreamTimeoutError
 from warmroute_common.http import read_body, release_body
 
@@ -120,7 +120,7 @@ class Proxy:
             return await self._send(request, asked, keyring, record)
 
     async def _send(
-        self, request: web.Request, asked: Asked, keyring: PromptKeyring, record: RequestRecord
+        self, request: web.Request, asked: Asked, keyring: PromptKeyCache, record: RequestRecord
     ) -> _Begun | web.Response:
         """Try the best replica, then the next best, and one that asked for patience once more."""
         refusal: web.Response | None = None
@@ -202,7 +202,7 @@ class Proxy:
         self,
         request: web.Request,
         asked: Asked,
-        keyring: PromptKeyring,
+        keyring: PromptKeyCache,
         record: RequestRecord,
         *,
         forgiven: int = 0,

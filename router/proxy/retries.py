@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from router.failures import RetryBudget, pause_s
+from router.proxy.retry_budget import RetryBudget, pause_s
 
 
 class Retries:

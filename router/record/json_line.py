@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import orjson
 
+from router.index import Tier
 from router.record.records import RequestRecord
-from router.residency import Tier
-from router.staging import Preparation
+from router.staging import StagingResult
 
 _LONGEST: Final = 1000
 """Characters of what clients and replicas wrote."""
@@ -98,7 +98,7 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
 
-def _prefetch(prepared: Preparation) -> dict[str, object] | None:
+def _prefetch(prepared: StagingResult) -> dict[str, object] | None:
     found = prepared.prefetch
     if found is None:
         return None
@@ -113,7 +113,7 @@ def _prefetch(prepared: Preparation) -> dict[str, object] | None:
     }
 
 
-def _copy(prepared: Preparation) -> dict[str, object] | None:
+def _copy(prepared: StagingResult) -> dict[str, object] | None:
     found = prepared.copy
     if found is None:
         return None

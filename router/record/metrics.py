@@ -9,10 +9,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.failures import Circuit
 from router.fleet import Fleet, State
+from router.fleet.breaker import Circuit
 from router.record.records import RequestRecord
-from router.staging import Preparation
+from router.staging import StagingResult
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -42,7 +42,7 @@ _COUNTERS: Final = {
         ["replica", "result"],
     ),
     "prefetch_bytes": ("Bytes promoted before forwarding", ["replica"]),
-    # Results are those of `router.staging.errand.Timing`: in-time, late, failed.
+    # Results are those of `router.staging.stager.StagingTiming`: in-time, late, failed.
     "prefetches": (
         "Prefetches that requests waited for, by how they ended (in-time, late, failed); "
         "impossible: the replica takes none, and reads its slow tiers when it gets to the request",
@@ -268,7 +268,7 @@ class Metrics(Collector):
                 for replica in replicas:
                     series.remove_by_labels({"replica": replica})
 
-    def _observe_preparation(self, prepared: Preparation, replica: str) -> None:
+    def _observe_preparation(self, prepared: StagingResult, replica: str) -> None:
         prefetch, copy = prepared.prefetch, prepared.copy
         if prefetch is not None or copy is not None:
             self._time("prefetch_wait_seconds", prepared.waited_s, replica)

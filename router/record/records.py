@@ -12,9 +12,9 @@ from math import nan
 from typing import NamedTuple
 
 from router.fleet import Decision
+from router.index import Tier
 from router.record.traceparent import TraceContext, new_span_id
-from router.residency import Tier
-from router.staging import Preparation
+from router.staging import StagingResult
 
 
 class Outcome(StrEnum):
@@ -127,7 +127,7 @@ class RequestRecord:
     matched_tokens: Mapping[Tier, int] = field(default_factory=dict)
     """By tier, as the router believed when it decided."""
     predicted_ttft_s: float | None = None
-    prepared: Preparation = field(default_factory=Preparation)
+    prepared: StagingResult = field(default_factory=StagingResult)
     """At that replica."""
     failed_tries: list[FailedTry] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)

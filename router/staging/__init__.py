@@ -1,21 +1,20 @@
 """KV to where it will be needed, before a request is forwarded.
 
-`Preparer` has the chunks on disk or remote promoted by the replica's agent or its LMCache
+`Stager` has the chunks on disk or remote promoted by the replica's agent or its LMCache
 (`prefetch`), and those of other replicas copied (`peer_copy`); a request is held back at most
 as long as that gains. `AgentClient` speaks to the agents.
 
 Called by proxy, feeds, controller and lmcache. Imports config, fleet and tasks.
 """
 
-from router.staging.agent_client import (
+from router.agent_client import (
     AgentClient,
     AgentError,
     AgentRefusedError,
     AgentTimeoutError,
     HistoryGoneError,
 )
-from router.staging.peer_copy import transfer_address
-from router.staging.stager import Preparation, Preparer
+from router.staging.stager import Stager, StagingResult, transfer_address
 
 __all__ = [
     "AgentClient",
@@ -23,7 +22,7 @@ __all__ = [
     "AgentRefusedError",
     "AgentTimeoutError",
     "HistoryGoneError",
-    "Preparation",
-    "Preparer",
+    "Stager",
+    "StagingResult",
     "transfer_address",
 ]

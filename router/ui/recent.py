@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from router.fleet import Reason
+from router.index import Tier
 from router.record import RequestRecord
-from router.residency import Tier
 from router.ui.ttfts import Ttfts
 
 KEPT: Final = 50

@@ -6,8 +6,8 @@ from math import isfinite
 from typing import Any, Final
 
 from router.fleet import Fleet, Replica
+from router.index import Tier
 from router.record import RequestRecord
-from router.residency import Tier
 from router.ui.recent import KEPT_SPILLS, SLICE_S, SLICES, Recent, Sums, Tokens
 from router.ui.ttfts import Ttfts
 

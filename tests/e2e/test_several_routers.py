@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from router.config import ReplicaConfig
+from router.index import Tier
 from router.proxy import parse
-from router.residency import Tier
 from simulator.api.vocabulary import text_of
 from tests.router.conftest import Running, client, run_router
 from tests.router.picker.conftest import Gateway, gateway

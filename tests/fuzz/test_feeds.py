@@ -12,10 +12,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from router.agent_client import AgentClient, AgentError
 from router.config import ReplicaConfig, RouterConfig
 from router.fleet import Fleet
-from router.residency import BadEventsError, KvEventReader
-from router.staging import AgentClient, AgentError
+from router.index import KvEventFormatError, KvEventReader
 from tests.fuzz.json_text import ODD, TEXT, Pairs, nearly
 from tests.fuzz.test_replicas import ANSWERS, WELL, Odd, answer
 from warmroute_common.agent_protocol import EventBatch, KeyEvent, Snapshot
@@ -202,7 +202,7 @@ def test_kv_events(messages: list[bytes]) -> None:
     for number, payload in enumerate(messages):
         try:
             batch = reader.read(number, payload)
-        except BadEventsError:
+        except KvEventFormatError:
             continue
         found.apply_kv(name, batch, 1.0)
     found.index.check()

@@ -12,13 +12,13 @@ from router.controller.controller import Controller
 from router.launch.processes import ProcessGroup
 from router.lmcache.lmcache import Lmcache
 from router.lmcache.wire import ObjectKey
+from tests.router.agent_server import serving
 from tests.router.conftest import (
     Wait,
     client,  # noqa: F401  (a fixture)
     eventually,  # noqa: F401  (a fixture)
 )
 from tests.router.lmcache.told import batch, key, make_fleet
-from tests.router.staging.agent_server import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.lmcache, pytest.mark.timeout(300)]
 

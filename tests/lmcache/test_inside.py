@@ -26,8 +26,8 @@ from router.config.settings import (
     LmcacheWorkersConfig,
     ReplicaConfig,
 )
+from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running, client, eventually, fleet  # noqa: F401
-from tests.router.staging.agent_server import serving
 
 pytestmark = [pytest.mark.lmcache, pytest.mark.timeout(300)]
 

@@ -13,6 +13,7 @@ from router.config.settings import ControllerConfig, ReplicaConfig
 from router.controller.controller import Controller
 from router.launch.processes import ProcessGroup
 from router.lmcache.lmcache import Lmcache
+from tests.router.agent_server import serving
 from tests.router.conftest import (
     Fleet,
     Wait,
@@ -30,7 +31,6 @@ from tests.router.lmcache.told import (
     transcript,
     transcript_tokens,
 )
-from tests.router.staging.agent_server import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.lmcache, pytest.mark.timeout(300)]
 

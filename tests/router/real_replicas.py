@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from router.agent_client import AgentClient
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
-from router.staging.agent_client import AgentClient
 from tests.cacheengine.building import Bench
 from tests.cacheengine.whole_replica import WholeReplica
 from warmroute_common.keys import HashScheme, chunk_keys

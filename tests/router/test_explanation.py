@@ -15,8 +15,8 @@ from router.explain import table
 from router.explanation import SHOWN, explanation, why
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
+from router.index.prompt_keys import Tier
 from router.latency.work import Part, Work
-from router.residency.tiers import Tier
 from tests.router.conftest import Fleet as Running
 from tests.router.fleet.test_fleet import blocks, chunks, make_fleet, place, snapshot, stored
 from tests.router.prompt.prompts_given import GivenPrompt, tokens

@@ -11,7 +11,7 @@ from router.app import PARTS, create_app
 from router.config import router_config
 from simulator.fleet import fleet as simulated
 from simulator.settings import Settings
-from tests.router.staging.agent_server import until
+from tests.router.agent_server import until
 from warmroute_common.fleet_secret import VARIABLE, FleetSecret
 
 SECRET = "known-to-the-fleet-alone"

@@ -58,7 +58,7 @@ async def test_the_port_is_open_while_a_replica_is_asked_for_the_first_time(
     fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one replica is up and serves; the other has not answered its first probe yet."""
-    monkeypatch.setattr("router.feeds.health._FIRST_PROBES_S", 0.1)
+    monkeypatch.setattr("router.feeds.health_monitor._FIRST_PROBES_S", 0.1)
     gate = asyncio.Event()
 
     async def slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

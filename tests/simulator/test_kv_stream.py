@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import zmq.asyncio
 
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
-from router.residency.kv_events import (
+from router.index.kv_events import (
     BlocksRemoved,
     BlocksStored,
     FirstBlocks,
@@ -16,7 +16,7 @@ from router.residency.kv_events import (
     KvEventReader,
     find_shape,
 )
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 from simulator.api.kv_stream import KvStream, encode_events
 from simulator.api.prompts import Prompts, SimPrompt
 from simulator.model.news import BlockEvent, Cleared, Removed, Stored

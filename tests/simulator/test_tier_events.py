@@ -10,8 +10,8 @@ import pytest
 from cacheengine.record import KeyEventRecord
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
-from router.residency.kv_events import BlocksRemoved, BlocksStored, KvEventReader
-from router.residency.tiers import Tier
+from router.index.kv_events import BlocksRemoved, BlocksStored, KvEventReader
+from router.index.prompt_keys import Tier
 from simulator.api.kv_stream import encode_events
 from simulator.api.prompts import Prompts
 from simulator.api.tier_events import TierEvents

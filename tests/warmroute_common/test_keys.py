@@ -1,6 +1,6 @@
 """Chains of keys, and those of chunks.
 
-That they are vLLM's is shown in `tests/router/residency/test_block_hashes_vllm.py`.
+That they are vLLM's is shown in `tests/router/index/test_block_hashes_vllm.py`.
 """
 
 import pytest

@@ -21,10 +21,10 @@ from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.latency.reserved_work import Promised
-from router.residency.block_hashes import PromptKeyring
-from router.residency.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
-from router.residency.tiers import Tier
-from router.staging.stager import Preparer
+from router.index.prompt_keys import PromptKeyCache
+from router.index.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
+from router.index.prompt_keys import Tier
+from router.staging.stager import Stager
 from simulator.model.machine import Machine
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.api_errors import NoReplicaError, RateLimitedError
@@ -83,7 +83,7 @@ class OurRouter:
             url: ModelAgent(each, by_agent, self.network) for url, each in by_agent.items()
         }
         self._admission = Admission(Gate(self.fleet), self._loop.time)
-        self._preparer = Preparer(
+        self._preparer = Stager(
             self._config, self.fleet, self._agents.__getitem__, self._loop.time
         )
         self._copies = settings.copies
@@ -102,7 +102,7 @@ class OurRouter:
 
     async def answer(self, sent: Sent) -> None:
         """Answer as `router.proxy.Proxy` does: admit, stage, forward, learn."""
-        keyring = PromptKeyring(sent.prompt)
+        keyring = PromptKeyCache(sent.prompt)
         failed: list[str] = []
         try:
             for _ in range(self._config.retries + 1):
@@ -117,7 +117,7 @@ class OurRouter:
             return
         sent.failed(503, "no replica could be reached", self._loop.time())
 
-    async def _try(self, sent: Sent, keyring: PromptKeyring, failed: list[str]) -> bool:
+    async def _try(self, sent: Sent, keyring: PromptKeyCache, failed: list[str]) -> bool:
         """Send a request to one replica; False while another may still be tried."""
 
         def place(now_s: float, promised: Promised) -> Decision:

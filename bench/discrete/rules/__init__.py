@@ -1,5 +1,5 @@
 """Other routers' published rules, as pure decisions: baselines for a fleet in discrete events.
 
-`bench.discrete` calls them; they import nothing but each other, `router.residency.Tier`
+`bench.discrete` calls them; they import nothing but each other, `router.index.Tier`
 and the standard library.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bench.discrete.rules.kv_index import KvInformedRule, Runs, reach
 from bench.discrete.rules.prompts import ActivePrompts, Expectations
 from bench.discrete.rules.rule import Asked
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from bench.discrete.rules.rule import ReplicaMetrics
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 
 
 class InFlight:

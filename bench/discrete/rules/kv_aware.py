@@ -8,7 +8,7 @@ from typing import Final
 
 from bench.discrete.rules.kv_index import KvInformedRule, Runs, reach
 from bench.discrete.rules.rule import Asked
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 
 LOWER_TIER_CREDITS: Final[Mapping[Tier, float]] = MappingProxyType(
     {Tier.CPU: 0.8, Tier.REMOTE: 0.6, Tier.DISK: 0.3}

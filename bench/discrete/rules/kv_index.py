@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from bench.discrete.rules.in_flight import CountingRule
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 
 Runs = Sequence[tuple[int, int]]
 """A prompt's blocks by holders: (tiers of replicas as bits, end of the run in blocks)."""

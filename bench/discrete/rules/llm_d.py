@@ -8,7 +8,7 @@ from typing import Final
 from bench.discrete.rules.kv_index import KvInformedRule, Runs
 from bench.discrete.rules.prompts import Expectations
 from bench.discrete.rules.rule import Asked, ReplicaMetrics
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 
 CPU_CREDIT: Final = 0.8
 """What a block in CPU memory counts for; any other counts for 1 (`pkg/kvcache/backend.go`)."""

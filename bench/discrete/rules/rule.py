@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

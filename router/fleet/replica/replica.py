@@ -10,10 +10,9 @@ from math import inf
 from typing import Final
 
 from router.config import DEFAULT, Judgment, RatesConfig, ReplicaConfig
-from router.failures import Breaker, Circuit
+from router.fleet.breaker import Breaker, Circuit
 from router.fleet.replica.state import TRANSITIONS, Signal, State
-from router.latency import Part, PredictionErrors, Rates, RecentWork, ReplicaQueue
-from router.residency import (
+from router.index import (
     LOWER_TIERS,
     FirstBlocks,
     KeyShape,
@@ -22,6 +21,7 @@ from router.residency import (
     explains,
     find_shape,
 )
+from router.latency import Part, PredictionErrors, Rates, RecentWork, ReplicaQueue
 from warmroute_common.agent_protocol import MAX_PINNED_SHARE, InstanceInfo
 from warmroute_common.keys import HashScheme
 

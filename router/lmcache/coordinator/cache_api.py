@@ -7,6 +7,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from router.agent_client import AgentError
 from router.lmcache.coordinator.calls import (
     GIB,
     DeleteCall,
@@ -25,7 +26,6 @@ from router.lmcache.coordinator.state import Coordinator
 from router.lmcache.coordinator.usage import bytes_by_salt
 from router.lmcache.server import LmcacheServer
 from router.lmcache.wire import DeletedTold, ObjectKey, PrefetchStatus, check_salt
-from router.staging import AgentError
 from warmroute_common.api_errors import BadRequestError, NotFoundError, UpstreamFailedError
 from warmroute_common.http import as_json
 

@@ -7,6 +7,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from router.index import lmcache_chain
 from router.lmcache.wire import (
     EncodedKey,
     Name,
@@ -16,7 +17,6 @@ from router.lmcache.wire import (
     check_salt,
     rank_of_world,
 )
-from router.residency import lmcache_chain
 from warmroute_common.agent_protocol import UNREADABLE
 from warmroute_common.api_errors import ApiError, BadRequestError
 from warmroute_common.http import read_body

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
+from router.index import Tier
 from router.lmcache.coordinator.records import (
     Change,
     Chunk,
@@ -21,7 +22,6 @@ from router.lmcache.coordinator.records import (
     owner_of,
 )
 from router.lmcache.wire import Batch, Entry, ObjectKey
-from router.residency import Tier
 
 _MAX_TOKEN_BYTES: Final = 256 << 20
 _TOKEN_BYTES: Final = 4

@@ -14,12 +14,12 @@ from typing import Final
 
 import aiohttp
 
+from router.agent_client import AgentError
 from router.lmcache.coordinator.records import Held, Place
 from router.lmcache.coordinator.state import Coordinator
 from router.lmcache.coordinator.usage import bytes_by_salt
 from router.lmcache.server import LmcacheServer
 from router.lmcache.wire import ObjectKey
-from router.staging import AgentError
 from warmroute_common.tasks import end_all, in_slices
 
 log = logging.getLogger("warmroute.lmcache")

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from router.index import Tier
 from router.lmcache.wire import Batch, LmcacheTier, ObjectKey
-from router.residency import Tier
 
 _SHARED: Final = "\0"
 """Begins the owner of a backend that several servers reach; no server's id has it."""

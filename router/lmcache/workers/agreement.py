@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from router.fleet import Replica
-from router.residency import PromptKeyring
+from router.index import PromptKeyCache
 
 log = logging.getLogger("warmroute.lmcache")
 
@@ -27,7 +27,7 @@ class Agreement:
         self._strange: dict[str, int] = {}
         """By replica how many chunks were told of; -1 once one of them was a prompt's."""
 
-    def asked(self, replicas: Iterable[Replica], keyring: PromptKeyring) -> None:
+    def asked(self, replicas: Iterable[Replica], keyring: PromptKeyCache) -> None:
         """Note a prompt that will be sent to some replica."""
         for each in replicas:
             chunks = keyring.of(each.key_shape, each.adapters).chunk_keys

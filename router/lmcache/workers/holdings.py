@@ -11,10 +11,10 @@ from itertools import groupby
 from typing import Final
 
 from router.fleet import Fleet
+from router.index import Tier
 from router.lmcache.workers import words
 from router.lmcache.workers.registry import Workers
 from router.lmcache.workers.worker import Sync, Worker
-from router.residency import Tier
 from warmroute_common.keys import KEY64_MASK
 
 _TIERS: Final[Mapping[str, Tier]] = {words.CPU: Tier.CPU, words.DISK: Tier.DISK}

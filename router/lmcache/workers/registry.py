@@ -10,11 +10,11 @@ from typing import Final
 
 from router.config import LmcacheWorkersConfig
 from router.fleet import Fleet
+from router.index import LmcacheKeys, PromptKeyCache
 from router.lmcache.workers import words
 from router.lmcache.workers.agreement import Agreement
 from router.lmcache.workers.binding import bound
 from router.lmcache.workers.worker import Worker
-from router.residency import LmcacheKeys, PromptKeyring
 from warmroute_common.api_errors import ConflictError, OverloadedError
 
 log = logging.getLogger("warmroute.lmcache")
@@ -56,7 +56,7 @@ class Workers:
         """Return the replica that an instance is inside of, if that is known."""
         return self._replica_of.get(instance_id)
 
-    def asked(self, keyring: PromptKeyring) -> None:
+    def asked(self, keyring: PromptKeyCache) -> None:
         """Note a prompt that will be sent to some replica."""
         followed = (self._fleet.replicas[each] for each in self._replica_of.values())
         self.agreement.asked(followed, keyring)

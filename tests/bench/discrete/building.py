@@ -11,7 +11,7 @@ from bench.discrete.replica import ModelReplica
 from bench.discrete.routers.sent import Sent
 from bench.record import Record
 from bench.workloads.session import Session, Span, Turn
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 from simulator.model.machine import Machine
 from simulator.model.rates import Rates, Shape
 

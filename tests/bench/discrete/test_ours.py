@@ -13,8 +13,8 @@ from bench.discrete.staging import KV_BYTES_PER_TOKEN
 from bench.workloads.session import Span
 from router.config.settings import RatesConfig
 from router.fleet.decision import Reason
+from router.index.prompt_keys import Tier
 from router.latency.work import Part
-from router.residency.tiers import Tier
 from tests.bench.discrete.before_ours import Bench
 from tests.bench.discrete.building import (
     in_model_time,

@@ -13,7 +13,7 @@ from bench.discrete.routers.sent import Sent
 from bench.discrete.rules.catalogue import rules
 from bench.discrete.rules.in_flight import CountingRule
 from bench.discrete.rules.rule import Asked, ReplicaMetrics
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 from tests.bench.discrete.building import BLOCK, Told, in_model_time, machine, prompt, sent
 
 

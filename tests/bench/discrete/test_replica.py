@@ -7,7 +7,7 @@ import pytest
 from bench.discrete.prompts import Conversation
 from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError, numbers_of
 from bench.workloads.session import Span
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 from tests.bench.discrete.building import (
     BLOCK,
     Heard,

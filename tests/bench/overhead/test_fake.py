@@ -24,7 +24,7 @@ from bench.overhead.fake.telling import (
     write_prompts,
 )
 from bench.overhead.prompts import MODEL, PATH, body
-from router.residency.kv_events import BlocksStored, FirstBlocks, KvEvent, KvEventReader, find_shape
+from router.index.kv_events import BlocksStored, FirstBlocks, KvEvent, KvEventReader, find_shape
 from simulator.api.kv_stream import KvStream
 from simulator.api.vocabulary import WORDS, make_tokenizer
 from tests.bench.overhead.listening import listening

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from tests.router.staging.agent_server import AgentServer
+from tests.router.agent_server import AgentServer
 from warmroute_common import agent_protocol as wire
 
 CHUNK_TOKENS = 64

@@ -13,8 +13,8 @@ from router.access import Access
 from router.controller.controller import Controller
 from router.controller.registry import Configured
 from router.proxy.upstream import client_session
+from tests.router.agent_server import serving
 from tests.router.controller.control_agent import CHUNK_TOKENS, ControlAgent
-from tests.router.staging.agent_server import serving
 from warmroute_common.fleet_secret import FleetSecret
 
 JSON = {"Content-Type": "application/json"}

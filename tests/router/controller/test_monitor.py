@@ -7,9 +7,9 @@ import pytest
 
 from router.controller.controller import MAX_REQUESTS
 from router.controller.registry import Configured
+from tests.router.agent_server import until
 from tests.router.controller.control_agent import ControlAgent
 from tests.router.controller.controlling import TOKENS, Controlled, with_agents
-from tests.router.staging.agent_server import until
 
 AGENT = {
     "instance_id": "a",

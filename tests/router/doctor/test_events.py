@@ -11,14 +11,14 @@ import zmq.asyncio
 
 from router.doctor import event_checks
 from router.doctor.findings import Level
+from router.index.prompt_keys import keys64
 from router.prompt.reader import PromptReader
-from router.residency.block_hashes import keys64
+from tests.router.agent_server import AgentServer, serving
 from tests.router.doctor.replicas import StandIn, examined, found
 from tests.router.feeds.kv_publisher import KvPublisher, publisher, stored
 from tests.router.prompt.chat_shapes import TEMPLATES
 from tests.router.prompt.prompts_given import tokens
 from tests.router.prompt.tokenizer_makers import llama3, write_model
-from tests.router.staging.agent_server import AgentServer, serving
 from warmroute_common.keys import HashScheme
 
 PROMPT = tokens(64)

@@ -12,10 +12,10 @@ from router.doctor.findings import Level
 from router.prompt.reader import PromptReader
 from simulator.fleet import fleet as simulated
 from simulator.settings import Settings
+from tests.router.agent_server import AgentServer, serving
 from tests.router.doctor.replicas import StandIn, examined, found
 from tests.router.prompt.chat_shapes import TEMPLATES
 from tests.router.prompt.tokenizer_makers import llama3, write_model
-from tests.router.staging.agent_server import AgentServer, serving
 from warmroute_common.fleet_secret import FleetSecret
 
 

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from router.config.settings import ReplicaConfig, RouterConfig, TimeoutsConfig, TokenizerConfig
-from router.feeds.health import HealthMonitor
+from router.feeds.health_monitor import HealthMonitor
 from router.fleet.fleet import Fleet
 from router.prompt.readers import PromptSource, ServedModel
 from router.proxy.upstream import client_session
@@ -106,7 +106,7 @@ async def test_a_replica_whose_first_probe_takes_long_holds_up_nobody(
     session: aiohttp.ClientSession, eventually: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has answered that it is well, and takes its time to tell what it serves."""
-    monkeypatch.setattr("router.feeds.health._FIRST_PROBES_S", 0.01)
+    monkeypatch.setattr("router.feeds.health_monitor._FIRST_PROBES_S", 0.01)
     heard = Heard()
     heard.may_learn.clear()
     async with scripted() as replica, monitoring(session, replica.url, heard):

@@ -9,7 +9,7 @@ import pytest
 import zmq.asyncio
 
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
-from router.residency.kv_events import BadEventsError, BlocksStored, KvBatch, KvEventReader
+from router.index.kv_events import BlocksStored, KvBatch, KvEventFormatError, KvEventReader
 from tests.router.feeds.kv_publisher import KvPublisher, payload, publisher, stored
 
 
@@ -245,7 +245,7 @@ async def test_what_is_not_vllms_ends_it_with_the_reason(context: zmq.asyncio.Co
         await source.subscribed()
         await sink.until(lambda heard: "following" in heard)
         await source.send_raw(0, b"\xc1")
-        with pytest.raises(BadEventsError):
+        with pytest.raises(KvEventFormatError):
             async with asyncio.timeout(20):
                 await task
         assert sink.heard[-1] == "forget"
@@ -258,7 +258,7 @@ async def test_a_number_that_is_none_ends_it(context: zmq.asyncio.Context, numbe
         await sink.until(lambda heard: "following" in heard)
         await source.send_frames(b"", number, payload(1.0, stored([1])))
         await source.send_raw(5, payload(2.0, stored([2])))
-        with pytest.raises(BadEventsError, match="number"):
+        with pytest.raises(KvEventFormatError, match="number"):
             async with asyncio.timeout(20):
                 await task
 
@@ -270,7 +270,7 @@ async def test_a_replay_that_is_none_ends_it(
     async with publisher(context) as source:
         source.replays_raw = frames
         async with following(context, source) as (_, task):
-            with pytest.raises(BadEventsError):
+            with pytest.raises(KvEventFormatError):
                 async with asyncio.timeout(20):
                     await task
 

@@ -11,12 +11,12 @@ import zmq.asyncio
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
 from router.fleet.fleet import Fleet
-from router.residency.kv_events import KvBatch, KvEventReader
-from router.residency.prefix_index import PrefixIndex
-from router.residency.tiers import Tier
+from router.index.kv_events import KvBatch, KvEventReader
+from router.index.prefix_index import PrefixIndex
+from router.index.prompt_keys import Tier
+from tests.router.agent_server import AgentServer, serving, until
 from tests.router.feeds.kv_publisher import publisher, stored
 from tests.router.feeds.test_replica_feed import feeding
-from tests.router.staging.agent_server import AgentServer, serving, until
 
 LARGEST_PIECE_KEYS = 5_000
 KEYS = list(range(23_000))

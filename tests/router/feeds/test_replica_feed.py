@@ -12,14 +12,12 @@ import zmq.asyncio
 from aiohttp import web
 
 from router.config.settings import ReplicaConfig, RouterConfig
-from router.feeds.agent_feed import poll_gap_s
-from router.feeds.replica_feed import Feeds
+from router.feeds.feeds import Feeds, poll_gap_s
 from router.fleet.fleet import Fleet
-from router.residency.block_hashes import keys64
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier, keys64
+from tests.router.agent_server import AgentServer, serving, until
 from tests.router.feeds.kv_publisher import KvPublisher, publisher, removed, stored
 from tests.router.prompt.prompts_given import tokens
-from tests.router.staging.agent_server import AgentServer, serving, until
 from warmroute_common.keys import HashScheme, chunk_keys, key64
 
 PROMPT = tokens(256)
@@ -79,7 +77,7 @@ async def test_changes_follow_the_snapshot() -> None:
 async def test_changes_soon_after_others_are_asked_for_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.feeds.agent_feed._POLL_GAP_S", 0.5)
+    monkeypatch.setattr("router.feeds.feeds._POLL_GAP_S", 0.5)
     agent = AgentServer()
     async with serving(agent.app()) as url, feeding(agent_url=url) as fleet:
         await agent.change("cpu", True, CHUNKS[:1])
@@ -94,7 +92,7 @@ async def test_changes_soon_after_others_are_asked_for_at_once(
 async def test_an_agent_that_answers_empty_at_once_is_not_asked_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.feeds.agent_feed._POLL_GAP_S", 0.5)
+    monkeypatch.setattr("router.feeds.feeds._POLL_GAP_S", 0.5)
     agent = AgentServer()
     agent.waits = False
     async with serving(agent.app()) as url, feeding(agent_url=url):
@@ -106,7 +104,7 @@ async def test_many_agents_are_not_asked_more_often_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert [poll_gap_s(agents) for agents in (1, 25, 1000)] == [0.05, 0.05, 2.0]
-    monkeypatch.setattr("router.feeds.agent_feed._POLLS_PER_S", 0.5)
+    monkeypatch.setattr("router.feeds.feeds._POLLS_PER_S", 0.5)
     agent = AgentServer()
     agent.waits = False
     async with serving(agent.app()) as url, feeding(agent_url=url):

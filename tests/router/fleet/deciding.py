@@ -6,9 +6,8 @@ from router.config.settings import RatesConfig, ReplicaConfig
 from router.fleet.candidate import Candidate
 from router.fleet.decision import Decision, Reason
 from router.fleet.replica import Replica
+from router.index.prompt_keys import PromptKeys, Tier
 from router.latency.work import Cost, Work
-from router.residency.block_hashes import PromptKeys
-from router.residency.tiers import Tier
 
 
 def candidate(

@@ -1,9 +1,9 @@
 """Replicas whose breaker is open: what they get while others answer, and when none does."""
 
-from router.failures import Circuit
+from router.fleet.breaker import Circuit
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 from tests.router.fleet.test_fleet import blocks, chunks, make_fleet, place, snapshot, stored
 from tests.router.fleet.test_placement import make_fleet as make_copying_fleet
 from tests.router.prompt.prompts_given import tokens

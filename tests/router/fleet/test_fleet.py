@@ -14,10 +14,9 @@ from router.config.settings import (
 from router.fleet.decision import Decision, Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import State
+from router.index.kv_events import BlocksRemoved, BlocksStored, FirstBlocks, GpuCleared, KvBatch
+from router.index.prompt_keys import Tier, keys64
 from router.latency.work import Part
-from router.residency.block_hashes import keys64
-from router.residency.kv_events import BlocksRemoved, BlocksStored, FirstBlocks, GpuCleared, KvBatch
-from router.residency.tiers import Tier
 from tests.router.prompt.prompts_given import GivenPrompt, text, tokens
 from warmroute_common.agent_protocol import (
     EventBatch,

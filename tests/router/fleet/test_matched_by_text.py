@@ -3,7 +3,7 @@
 import pytest
 
 from router.fleet.fleet import Fleet
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 from tests.router.fleet.test_fleet import blocks, make_fleet, place, stored
 from tests.router.prompt.prompts_given import GivenPrompt
 

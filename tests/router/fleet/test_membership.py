@@ -13,9 +13,8 @@ from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica, State
-from router.residency.block_hashes import keys64
-from router.residency.kv_events import BlocksStored, KvBatch
-from router.residency.tiers import Tier
+from router.index.kv_events import BlocksStored, KvBatch
+from router.index.prompt_keys import Tier, keys64
 from tests.router.fleet.test_fleet import BLOCK, blocks, info, make_fleet, place
 from tests.router.prompt.prompts_given import tokens
 from warmroute_common.agent_protocol import Snapshot, pack_keys

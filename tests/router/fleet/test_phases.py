@@ -8,7 +8,7 @@ import pytest
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 from tests.router.admission.test_gate import Driver
 from tests.router.admission.test_gate import make_fleet as make_learned_fleet
 from tests.router.fleet.test_fleet import blocks, chunks, info, make_fleet, place, stored

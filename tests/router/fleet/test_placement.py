@@ -17,8 +17,8 @@ from router.fleet import placement, shortlist
 from router.fleet.candidate import Candidate
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
+from router.index.prompt_keys import Tier
 from router.latency.work import Part, Work
-from router.residency.tiers import Tier
 from tests.router.fleet.test_fleet import BLOCK, CHUNK, blocks, chunks, info, snapshot, stored
 from tests.router.prompt.prompts_given import GivenPrompt, tokens
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo

@@ -8,8 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.router.agent_server import serving
 from tests.router.lmcache.told import CHUNK, MODEL
-from tests.router.staging.agent_server import serving
 
 
 @dataclass

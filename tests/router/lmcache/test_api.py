@@ -13,6 +13,7 @@ import pytest
 
 from router.controller.controller import Controller
 from router.lmcache.lmcache import Lmcache
+from tests.router.agent_server import serving
 from tests.router.lmcache.stand_in import StandIn, standing_in
 from tests.router.lmcache.told import (
     CHUNK,
@@ -22,7 +23,6 @@ from tests.router.lmcache.told import (
     transcript,
     transcript_tokens,
 )
-from tests.router.staging.agent_server import serving
 
 PROMPT = list(range(2 * CHUNK + 5))
 ASKED = {"model_name": MODEL, "world_size": 1, "token_ids": PROMPT, "cache_salt": ""}

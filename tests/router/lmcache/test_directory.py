@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from router.index.prompt_keys import Tier
 from router.lmcache.coordinator.directory import Directory
 from router.lmcache.coordinator.records import owner_of
 from router.lmcache.wire import ObjectKey
-from router.residency.tiers import Tier
 from tests.router.lmcache.told import batch, key, told_batches, transcript_tokens
 
 

@@ -13,13 +13,13 @@ import pytest
 from router.config.settings import ControllerConfig, PrefetchConfig, RatesConfig, ReplicaConfig
 from router.controller.controller import Controller
 from router.fleet import State
+from router.index.prompt_keys import Tier
 from router.lmcache.lmcache import Lmcache
-from router.residency.tiers import Tier
+from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.lmcache.stand_in import StandIn, standing_in
 from tests.router.lmcache.told import CHUNK, MODEL, batch, key, make_fleet, register
 from tests.router.scripted import stream
-from tests.router.staging.agent_server import serving
 
 Patch = pytest.MonkeyPatch
 PROMPT = list(range(4 * CHUNK))

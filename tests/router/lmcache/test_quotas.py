@@ -12,10 +12,10 @@ import pytest
 from router.controller.controller import Controller
 from router.lmcache.lmcache import Lmcache
 from router.lmcache.wire import EncodedKey, ObjectKey
+from tests.router.agent_server import serving
 from tests.router.lmcache.stand_in import StandIn, standing_in
 from tests.router.lmcache.test_api import ASKED, Caller
 from tests.router.lmcache.told import CHUNK, batch, key, make_fleet, register
-from tests.router.staging.agent_server import serving
 
 KEYS = [key(number) for number in range(10)]
 SALTED = [key(number, salt="tenant") for number in range(10)]

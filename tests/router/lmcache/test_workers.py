@@ -10,14 +10,14 @@ import aiohttp
 import pytest
 
 from router.config.settings import ControllerConfig, LmcacheWorkersConfig, ReplicaConfig
+from router.index.lmcache_keys import LmcacheKeys
+from router.index.prompt_keys import Tier
 from router.lmcache.workers.room import LmcacheWorkers
 from router.membership import Source
-from router.residency.lmcache_keys import LmcacheKeys
-from router.residency.tiers import Tier
+from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.lmcache.told import make_fleet
 from tests.router.lmcache.worker_stand_in import CPU, DISK, WorkerStandIn, working
-from tests.router.staging.agent_server import serving
 from warmroute_common.config_error import ConfigError
 
 CHUNK = 16

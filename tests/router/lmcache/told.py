@@ -10,10 +10,10 @@ import msgspec
 
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
+from router.index.lmcache_keys import lmcache_chain
 from router.lmcache.coordinator.state import Coordinator
 from router.lmcache.ties import Server
 from router.lmcache.wire import Batch, ObjectKey, RegisterCall, rank_of_world
-from router.residency.lmcache_keys import lmcache_chain
 
 TRANSCRIPT = Path(__file__).with_name("transcript.jsonl")
 """lmcache 0.5.6 with L1 and a disk: a prompt stored and used, L1 cleared, then prefetched.

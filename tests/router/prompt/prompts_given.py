@@ -10,7 +10,7 @@ from warmroute_common.keys import HashScheme, prompt_extra_keys
 
 @dataclass
 class GivenPrompt:
-    """What `router.residency.PromptView` asks for, without a tokenizer."""
+    """What `router.index.PromptView` asks for, without a tokenizer."""
 
     token_ids: Sequence[int] | None
     text: str = ""

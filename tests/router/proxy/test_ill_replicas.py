@@ -10,7 +10,7 @@ from aiohttp import web
 
 from router.config.breaker import BreakerConfig
 from router.config.settings import ReplicaConfig, TimeoutsConfig
-from router.failures import Circuit
+from router.fleet.breaker import Circuit
 from router.record.records import Cause, Outcome
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.scripted import (

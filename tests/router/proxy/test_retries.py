@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from router.config.settings import ReplicaConfig
-from router.failures import RetryBudget, pause_s
 from router.proxy.retries import Retries
+from router.proxy.retry_budget import RetryBudget, pause_s
 from tests.router.conftest import Fleet, Wait
 from tests.router.scripted import CHAT_ANSWER, cut_before_headers, json_answer, scripted
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
+from router.index.kv_events import BlocksStored, FirstBlocks, KvBatch
+from router.index.prompt_keys import KeyShape, Tier
 from router.prompt.prompt import Prompt
 from router.prompt.reader import PromptReader
-from router.residency.kv_events import BlocksStored, FirstBlocks, KvBatch
-from router.residency.tiers import KeyShape, Tier
 from tests.router.prompt.test_encoder import LONG
 from tests.router.prompt.test_media import VISION, image
 from tests.router.prompt.tokenizer_makers import llama3, write_model

@@ -11,11 +11,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.index.prompt_keys import Tier
 from router.record.records import Cause, FailedTry, Outcome, RequestRecord
-from router.residency.tiers import Tier
-from router.staging.peer_copy import CopyOutcome
-from router.staging.prefetch import PrefetchOutcome
-from router.staging.stager import Preparation
+from router.staging.stager import CopyOutcome, PrefetchOutcome, StagingResult
 from tests.router.conftest import Fleet
 from tests.router.scripted import chat_events, stream
 
@@ -76,7 +74,7 @@ def everything() -> RequestRecord:
         prompt_tokens=10,
         cached_tokens=8,
         matched_tokens={Tier.GPU: 8},
-        prepared=Preparation(
+        prepared=StagingResult(
             prefetch=PrefetchOutcome(asked=5, promoted=4, pending=1, promoted_bytes=4096),
             copy=CopyOutcome(asked=2, source_id="two", arrived=2, moved_bytes=9),
             waited_s=0.2,

@@ -9,6 +9,7 @@ from router.config.observability import RequestLogConfig
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
+from router.index.prompt_keys import Tier
 from router.latency.work import Part
 from router.record.metrics import Metrics
 from router.record.records import (
@@ -20,9 +21,7 @@ from router.record.records import (
 )
 from router.record.request_log import RequestLog
 from router.record.text_line import text_line
-from router.residency.tiers import Tier
-from router.staging.prefetch import PrefetchOutcome
-from router.staging.stager import Preparation
+from router.staging.stager import PrefetchOutcome, StagingResult
 from tests.router.fleet.deciding import candidate, decision
 
 TWO = RouterConfig(
@@ -122,7 +121,7 @@ def test_every_end_is_counted() -> None:
             reason="retry",
             prompt_tokens=10,
             matched_tokens={Tier.GPU: 8},
-            prepared=Preparation(
+            prepared=StagingResult(
                 prefetch=PrefetchOutcome(asked=5, promoted=4, pending=1, promoted_bytes=4096),
                 waited_s=0.2,
             ),

@@ -14,13 +14,11 @@ import pytest
 
 from router.config import router_config
 from router.config.observability import RequestLogConfig
+from router.index.prompt_keys import Tier
 from router.record.json_line import FIELDS, json_line
 from router.record.records import Cause, FailedTry, Outcome, RequestRecord
 from router.record.request_log import RequestLog
-from router.residency.tiers import Tier
-from router.staging.peer_copy import CopyOutcome
-from router.staging.prefetch import PrefetchOutcome
-from router.staging.stager import Preparation
+from router.staging.stager import CopyOutcome, PrefetchOutcome, StagingResult
 from tests.router.conftest import Fleet
 from tests.router.scripted import CHAT_ANSWER, json_answer
 from warmroute_common.config_error import ConfigError
@@ -81,7 +79,7 @@ def test_every_field_of_a_record_that_went_through_all() -> None:
         outcome=Outcome.CUT,
         error="broke\noff",
         matched_tokens={Tier.DISK: 64},
-        prepared=Preparation(
+        prepared=StagingResult(
             prefetch=PrefetchOutcome(asked=5, promoted=4, pending=1, promoted_bytes=4096),
             copy=CopyOutcome(asked=2, source_id="two", arrived=2, moved_bytes=9),
             waited_s=0.2,

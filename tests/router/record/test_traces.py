@@ -16,6 +16,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from router.config import TracingConfig, router_config
 from router.record.traceparent import TraceContext, trace_context
+from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running
 from tests.router.scripted import (
     CHAT_ANSWER,
@@ -24,7 +25,6 @@ from tests.router.scripted import (
     json_answer,
     stream,
 )
-from tests.router.staging.agent_server import serving
 from warmroute_common.config_error import ConfigError
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import pytest
 
+from router.agent_client import AgentTimeoutError
 from router.config.settings import PrefetchConfig, ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision, KvCopy
 from router.fleet.fleet import Fleet
-from router.staging.agent_client import AgentTimeoutError
-from router.staging.stager import Preparation, Preparer
+from router.staging.stager import Stager, StagingResult
 from tests.router.staging.test_prefetch import KEYS, decision
 from warmroute_common.agent_protocol import Lora, MoveReply, MoveRequest, MoveStatus, PrefetchReply
 
@@ -64,17 +64,17 @@ class Stage:
         )
         fleet = Fleet(config)
         fleet.replicas["source"].transfer_port = 1
-        self.preparer = Preparer(config, fleet, lambda url: self.agent, lambda: self.now_s)
+        self.preparer = Stager(config, fleet, lambda url: self.agent, lambda: self.now_s)
 
-    async def prefetch(self, *, gain_s: float = 20.0) -> Preparation:
+    async def prefetch(self, *, gain_s: float = 20.0) -> StagingResult:
         """Prepare; fail if that takes longer than any gain."""
         return await self._prepare(decision(gain_s))
 
-    async def copy(self) -> Preparation:
+    async def copy(self) -> StagingResult:
         copy = KvCopy(source_id="source", keys=KEYS, nbytes=1, expected_gain_s=20.0)
         return await self._prepare(replace(decision(keys=()), copy=copy))
 
-    async def _prepare(self, asked: Decision) -> Preparation:
+    async def _prepare(self, asked: Decision) -> StagingResult:
         async with asyncio.timeout(40):
             return await self.preparer.prepare(asked)
 

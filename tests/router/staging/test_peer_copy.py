@@ -14,21 +14,25 @@ from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.channel import Channel
 from cacheengine.transfer.proofs import ChunkProofs
+from router.agent_client import AgentClient
 from router.config.settings import PrefetchConfig
 from router.fleet.decision import Decision, KvCopy, Reason
 from router.latency.work import Part
-from router.staging import peer_copy
-from router.staging.agent_client import AgentClient
-from router.staging.backoff import Backoff
-from router.staging.errand import Timing
-from router.staging.peer_copy import Copier, CopyOutcome
-from router.staging.stager import Preparation, Preparer
+from router.staging import stager as peer_copy
+from router.staging.stager import (
+    AgentBackoff,
+    CopyOutcome,
+    PeerCopier,
+    Stager,
+    StagingResult,
+    StagingTiming,
+)
 from tests.cacheengine.building import CHUNK_BYTES, config
 from tests.cacheengine.conftest import MakeBench
+from tests.router.agent_server import until
 from tests.router.fleet.deciding import candidate
 from tests.router.fleet.deciding import decision as made_decision
 from tests.router.real_replicas import CHUNKS, RealFleet, real_fleet
-from tests.router.staging.agent_server import until
 
 
 @dataclass
@@ -58,9 +62,9 @@ async def real(make_bench: MakeBench, tmp_path: Path) -> AsyncIterator[RealFleet
 
 
 @pytest.fixture
-async def copier(real: RealFleet) -> AsyncIterator[Copier]:
-    agents, backoff = partial(AgentClient, real.session), Backoff(time.monotonic)
-    made = Copier(PrefetchConfig(wait_cap_s=20.0), real.fleet, agents, backoff)
+async def copier(real: RealFleet) -> AsyncIterator[PeerCopier]:
+    agents, backoff = partial(AgentClient, real.session), AgentBackoff(time.monotonic)
+    made = PeerCopier(PrefetchConfig(wait_cap_s=20.0), real.fleet, agents, backoff)
     yield made
     await made.stop()
 
@@ -83,7 +87,7 @@ def without_copy(chain: Sequence[bytes], replica_id: str = "two") -> Decision:
     return made_decision(candidate(replica_id, chain=tuple(chain)))
 
 
-async def run(copier: Copier, wanted: Decision) -> CopyOutcome:
+async def run(copier: PeerCopier, wanted: Decision) -> CopyOutcome:
     outcome = await copier.run(wanted)
     assert outcome is not None
     return outcome
@@ -94,10 +98,10 @@ def ready(real: RealFleet, replica: int) -> int:
 
 
 async def test_the_chunks_are_there_when_the_wait_ends(
-    real: RealFleet, copier: Copier, told: Told
+    real: RealFleet, copier: PeerCopier, told: Told
 ) -> None:
     outcome = await run(copier, decision())
-    assert (outcome.asked, outcome.arrived, outcome.timing) == (20, 20, Timing.IN_TIME)
+    assert (outcome.asked, outcome.arrived, outcome.timing) == (20, 20, StagingTiming.IN_TIME)
     assert outcome.moved_bytes == 20 * CHUNK_BYTES
     assert str(outcome) == "from=one;asked=20;arrived=20;in-time"
     assert real.replicas[1].bench.has_right_bytes(CHUNKS)
@@ -106,14 +110,14 @@ async def test_the_chunks_are_there_when_the_wait_ends(
     assert seconds > 0
 
 
-async def test_the_source_may_hold_them_in_any_tier(real: RealFleet, copier: Copier) -> None:
+async def test_the_source_may_hold_them_in_any_tier(real: RealFleet, copier: PeerCopier) -> None:
     real.replicas[0].bench.engine.clear(["cpu"], CHUNKS[5:15])
-    assert (await run(copier, decision())).timing is Timing.IN_TIME
+    assert (await run(copier, decision())).timing is StagingTiming.IN_TIME
     assert real.replicas[1].bench.has_right_bytes(CHUNKS)
 
 
 async def test_who_follows_with_the_same_beginning_waits_for_it_too(
-    real: RealFleet, copier: Copier
+    real: RealFleet, copier: PeerCopier
 ) -> None:
     leader = asyncio.create_task(run(copier, decision()))
     await asyncio.sleep(0)
@@ -121,11 +125,11 @@ async def test_who_follows_with_the_same_beginning_waits_for_it_too(
     assert copier.coming(follower)
     assert await copier.run(follower) is None
     assert ready(real, 1) == len(CHUNKS)
-    assert (await leader).timing is Timing.IN_TIME
+    assert (await leader).timing is StagingTiming.IN_TIME
     assert not copier.coming(follower)
 
 
-async def test_others_do_not_wait_for_it(copier: Copier) -> None:
+async def test_others_do_not_wait_for_it(copier: PeerCopier) -> None:
     leader = asyncio.create_task(run(copier, decision()))
     await asyncio.sleep(0)
     other_prompt = without_copy([b"another"])
@@ -137,14 +141,14 @@ async def test_others_do_not_wait_for_it(copier: Copier) -> None:
     await leader
 
 
-async def test_who_follows_waits_no_longer_than_it_gains(copier: Copier) -> None:
+async def test_who_follows_waits_no_longer_than_it_gains(copier: PeerCopier) -> None:
     leader = asyncio.create_task(run(copier, decision(gain_s=0.0)))
     await asyncio.sleep(0)
     assert await copier.run(without_copy(CHUNKS)) is None
-    assert (await leader).timing is Timing.LATE
+    assert (await leader).timing is StagingTiming.LATE
 
 
-async def test_what_the_destination_holds_is_not_sent(real: RealFleet, copier: Copier) -> None:
+async def test_what_the_destination_holds_is_not_sent(real: RealFleet, copier: PeerCopier) -> None:
     """Be it on its disk: a prefetch brings that up at the same time."""
     two = real.replicas[1].bench
     two.store(CHUNKS[:15])
@@ -155,7 +159,7 @@ async def test_what_the_destination_holds_is_not_sent(real: RealFleet, copier: C
     assert ready(real, 1) == 20
 
 
-async def test_copies_are_pinned_for_a_while(real: RealFleet, copier: Copier) -> None:
+async def test_copies_are_pinned_for_a_while(real: RealFleet, copier: PeerCopier) -> None:
     await run(copier, decision(CHUNKS[:5]))
     bench = real.replicas[1].bench
     assert bench.engine.stats().cpu_held_bytes == 5 * CHUNK_BYTES
@@ -164,33 +168,35 @@ async def test_copies_are_pinned_for_a_while(real: RealFleet, copier: Copier) ->
 
 
 async def test_a_late_copy_goes_on_and_is_learned_from(
-    real: RealFleet, copier: Copier, told: Told
+    real: RealFleet, copier: PeerCopier, told: Told
 ) -> None:
     outcome = await run(copier, decision(gain_s=0.0))
-    assert (outcome.arrived, outcome.pending, outcome.timing) == (0, True, Timing.LATE)
+    assert (outcome.arrived, outcome.pending, outcome.timing) == (0, True, StagingTiming.LATE)
     await until(lambda: bool(told.observed))
     assert ready(real, 1) == 20
 
 
 async def test_chunks_that_the_source_has_not_are_a_miss(
-    real: RealFleet, copier: Copier, told: Told
+    real: RealFleet, copier: PeerCopier, told: Told
 ) -> None:
     real.replicas[0].bench.engine.clear()
     outcome = await run(copier, decision())
-    assert (outcome.arrived, outcome.timing, outcome.error) == (0, Timing.FAILED, None)
+    assert (outcome.arrived, outcome.timing, outcome.error) == (0, StagingTiming.FAILED, None)
     assert not told.observed and not told.failed
 
 
-async def test_a_source_that_is_gone_is_a_miss(real: RealFleet, copier: Copier, told: Told) -> None:
+async def test_a_source_that_is_gone_is_a_miss(
+    real: RealFleet, copier: PeerCopier, told: Told
+) -> None:
     await asyncio.to_thread(real.replicas[0].stop)
     outcome = await run(copier, decision())
-    assert outcome.timing is Timing.FAILED
+    assert outcome.timing is StagingTiming.FAILED
     assert real.replicas[0].url in (outcome.error or "")
     assert told.failed == ["one"]
 
 
 async def test_a_source_that_dies_in_the_middle(
-    real: RealFleet, copier: Copier, told: Told, monkeypatch: pytest.MonkeyPatch
+    real: RealFleet, copier: PeerCopier, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has arrived is usable, and its time teaches nothing."""
     monkeypatch.setattr(fetching, "_WINDOW_BYTES", 4 * CHUNK_BYTES)
@@ -208,46 +214,46 @@ async def test_a_source_that_dies_in_the_middle(
 
     monkeypatch.setattr(protocol, "send_chunk", dies)
     outcome = await run(copier, decision())
-    assert outcome.timing is Timing.FAILED
+    assert outcome.timing is StagingTiming.FAILED
     assert 0 < outcome.arrived < 20
     assert real.replicas[1].bench.has_right_bytes(CHUNKS[: outcome.arrived])
     assert not told.observed and not told.failed
 
 
 async def test_a_source_that_hangs_is_left_alone(
-    real: RealFleet, copier: Copier, told: Told, monkeypatch: pytest.MonkeyPatch
+    real: RealFleet, copier: PeerCopier, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
     monkeypatch.setattr(protocol, "send_chunk", lambda *args: gate.wait())
     monkeypatch.setattr(peer_copy, "_STALL_S", 0.2)
-    assert (await run(copier, decision(gain_s=0.0))).timing is Timing.LATE
+    assert (await run(copier, decision(gain_s=0.0))).timing is StagingTiming.LATE
     await until(lambda: told.failed == ["one"])
     gate.set()
 
 
-async def test_a_destination_that_is_gone(real: RealFleet, copier: Copier, told: Told) -> None:
+async def test_a_destination_that_is_gone(real: RealFleet, copier: PeerCopier, told: Told) -> None:
     await asyncio.to_thread(real.replicas[1].stop)
     outcome = await run(copier, decision())
-    assert outcome.timing is Timing.FAILED and outcome.error
+    assert outcome.timing is StagingTiming.FAILED and outcome.error
     assert told.failed == ["two"], "its source may give to others"
 
 
-async def test_replicas_that_exchange_nothing(real: RealFleet, copier: Copier) -> None:
+async def test_replicas_that_exchange_nothing(real: RealFleet, copier: PeerCopier) -> None:
     real.fleet.replicas["one"].transfer_port = None
     outcome = await run(copier, decision())
-    assert (outcome.timing, outcome.arrived) == (Timing.FAILED, 0)
+    assert (outcome.timing, outcome.arrived) == (StagingTiming.FAILED, 0)
 
 
-async def test_nothing_is_copied_without_need(real: RealFleet, copier: Copier) -> None:
+async def test_nothing_is_copied_without_need(real: RealFleet, copier: PeerCopier) -> None:
     off = replace(real.fleet.config, prefetch=PrefetchConfig(enabled=False))
-    preparer = Preparer(off, real.fleet, partial(AgentClient, real.session))
-    assert await preparer.prepare(decision()) == Preparation()
+    preparer = Stager(off, real.fleet, partial(AgentClient, real.session))
+    assert await preparer.prepare(decision()) == StagingResult()
     assert await copier.run(replace(decision(), copy=None)) is None
     assert ready(real, 1) == 0
 
 
 async def test_so_many_at_once_and_no_more(
-    real: RealFleet, copier: Copier, monkeypatch: pytest.MonkeyPatch
+    real: RealFleet, copier: PeerCopier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = asyncio.Event()
 
@@ -256,12 +262,12 @@ async def test_so_many_at_once_and_no_more(
         return CopyOutcome(source_id="one", asked=20, arrived=20)
 
     monkeypatch.setattr(copier, "_follow", waits)
-    late = [await run(copier, decision(gain_s=0.0)) for _ in range(Copier.most)]
-    assert {each.timing for each in late} == {Timing.LATE}
+    late = [await run(copier, decision(gain_s=0.0)) for _ in range(PeerCopier.most)]
+    assert {each.timing for each in late} == {StagingTiming.LATE}
     assert "under way already" in ((await run(copier, decision())).error or "")
     gate.set()
     await until(lambda: not copier._under_way)
-    assert (await run(copier, decision())).timing is Timing.IN_TIME
+    assert (await run(copier, decision())).timing is StagingTiming.IN_TIME
 
 
 async def test_the_fleet_learns_the_rate_and_rests_from_a_source(real: RealFleet) -> None:

@@ -7,15 +7,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from router.agent_client import AgentClient
 from router.config.settings import PrefetchConfig, ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
-from router.staging.agent_client import AgentClient
-from router.staging.prefetch import PrefetchOutcome
-from router.staging.stager import Preparer
+from router.staging.stager import PrefetchOutcome, Stager
+from tests.router.agent_server import AgentServer, serving
 from tests.router.fleet.deciding import candidate
 from tests.router.fleet.deciding import decision as made_decision
-from tests.router.staging.agent_server import AgentServer, serving
 from warmroute_common.agent_protocol import PrefetchReply
 
 KEYS = (bytes(range(32)), bytes(range(1, 33)), bytes(range(2, 34)))
@@ -35,7 +34,7 @@ async def run(
     replica = ReplicaConfig(url="http://r", instance_id="r", agent_url=agent_url)
     config = RouterConfig(replicas=(replica,), prefetch=prefetch or PrefetchConfig())
     async with aiohttp.ClientSession() as session:
-        preparer = Preparer(config, Fleet(config), partial(AgentClient, session))
+        preparer = Stager(config, Fleet(config), partial(AgentClient, session))
         return (await preparer.prepare(asked)).prefetch
 
 

@@ -38,7 +38,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture
 def shown() -> dict[str, Any]:
     """The state of a fleet of two, one of them down, after two requests."""
-    from router.residency.tiers import Tier
+    from router.index.prompt_keys import Tier
 
     fleet, recent = make_fleet(2), Recent(0.0)
     fleet.down("r1")

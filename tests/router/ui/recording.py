@@ -3,8 +3,8 @@
 from typing import Any
 
 from router.fleet.decision import Reason
+from router.index.prompt_keys import Tier
 from router.record.records import Outcome, RequestRecord
-from router.residency.tiers import Tier
 
 
 def ended(at_s: float, **known: Any) -> RequestRecord:

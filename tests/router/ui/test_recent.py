@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.decision import Reason
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 from router.ui.recent import KEPT, KEPT_SPILLS, SLICE_S, SLICES, Recent, Sums
 from router.ui.ttfts import Ttfts
 from tests.router.ui.recording import ended, matched

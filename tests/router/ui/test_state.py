@@ -8,7 +8,7 @@ import pytest
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 from router.ui.recent import SLICE_S, Recent
 from router.ui.state import state
 from tests.router.fleet.test_breakers import fail_at

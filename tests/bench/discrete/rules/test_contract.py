@@ -11,7 +11,7 @@ from bench.discrete.rules.catalogue import rules
 from bench.discrete.rules.dynamo import Dynamo
 from bench.discrete.rules.in_flight import CountingRule
 from bench.discrete.rules.rule import Asked, ReplicaMetrics, Rule
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 
 REPLICAS = 4
 # So large that the bounds of trees and tables, which are in tokens, are some 60 blocks.

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.discrete.rules.dynamo import Dynamo, DynamoWeights
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 from tests.bench.discrete.rules.asking import Asking
 
 

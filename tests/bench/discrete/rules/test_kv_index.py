@@ -1,7 +1,7 @@
 """Which blocks of a prompt a replica has, by its events."""
 
 from bench.discrete.rules.kv_index import KvIndex, reach
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 
 
 def test_a_run_ends_at_the_first_block_that_a_tier_does_not_have() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from bench.discrete.rules.llm_d import LlmD, LlmDAffinity, LlmDWeights
 from bench.discrete.rules.rule import ReplicaMetrics
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 from tests.bench.discrete.rules.asking import Asking
 
 ONLY_PREFIX = LlmDWeights(queue=0.0, kv_utilization=0.0, no_hit_lru=0.0)

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from router.feeds.questions import served_models
-from router.prompt.reader import PromptReader
-from router.residency.kv_events import (
+from router.feeds.health_monitor import served_models
+from router.index.kv_events import (
     BlocksStored,
     FirstBlocks,
     KvEventReader,
     explains,
     find_shape,
 )
+from router.prompt.reader import PromptReader
 from tests.router.prompt.test_media import image
 from warmroute_common.keys import ALGORITHMS, HashScheme, key64, prompt_extra_keys
 

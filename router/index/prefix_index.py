@@ -1,29 +1,110 @@
-"""What each replica holds, by key, and how much of a prompt that is.
+"""The prefix index: which replica holds which keys in which tier, and how much of a prompt that is.
 
-Keys are 64-bit (`warmroute_common.keys.key64`): a collision can only cost a wrong guess. Block keys and
-chunk keys live in one space, since a chunk has the key of its last block; schemes that differ give
-different keys.
+Keys are 64-bit (`warmroute_common.keys.key64`): a collision can only cost a wrong guess. Block keys
+and chunk keys share one space, because a chunk has the key of its last block. Different schemes
+give different keys.
 
-It is kept twice. Every replica has a dictionary per tier, in the order in which keys came: for one
-replica's match in detail, for eviction, and to forget it without a walk over all keys. And every
-key has the bits of its holders (`router.residency.replica_sets`), so that one walk tells how deep
-all replicas match.
+The index keeps every key twice. Each replica has a dictionary per tier, in the order in which keys
+came: for the detailed match of one replica, for eviction, and to forget the replica without a walk
+over all keys. Each key has the bits of its holders (`router.index.holders`), so that one walk over
+a prompt gives the depth of all replicas.
 
 Pure state: no clock, no I/O. Replicas are small integers (`Replica.slot`).
 """
 
+import heapq
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
-from itertools import filterfalse, islice
+from itertools import filterfalse, islice, takewhile, zip_longest
 from math import inf
 from operator import itemgetter, or_
 from typing import Final
 
-from router.residency.claims import Claim, Claims
-from router.residency.matches import LOWER_TIERS, ChunkRun, Match, chunk_runs, joint_run
-from router.residency.replica_sets import Depth, Holders, Stale, find_depths, set_bits, slots
-from router.residency.tiers import Tier
+from router.index.holders import Depth, Holders, Stale, find_depths, set_bits, slots
+from router.index.prompt_keys import LOWER_TIERS, ChunkRun, Match, Tier, chunk_runs, joint_run
+
+
+@dataclass(eq=False, slots=True)
+class SpeculativeEntry:
+    """Keys that a replica is believed to hold on its GPU; none once it has ended."""
+
+    replica: int
+    keys: Sequence[int] = field(repr=False)
+    former: "Sequence[SpeculativeEntry | None]" = field(default=(), repr=False)
+    """Of its first keys the claims whose place it took: most of them share a beginning."""
+
+
+class SpeculativeEntries:
+    """The claims on all replicas. Of several on one key the latest counts until it ends."""
+
+    def __init__(self) -> None:
+        self._by_replica: dict[int, dict[int, SpeculativeEntry]] = {}
+        self._by_end: list[tuple[float, int, SpeculativeEntry]] = []
+        self._made = 0
+        self._keys = 0
+
+    def __len__(self) -> int:
+        """Return how many keys the claims have together."""
+        return self._keys
+
+    def of(self, replica: int) -> dict[int, SpeculativeEntry]:
+        """Return the keys that a replica is believed to hold, each with the claim that counts.
+
+        What is known of a key ends its belief: it is then taken out here.
+        """
+        return self._by_replica.setdefault(replica, {})
+
+    def add(self, replica: int, keys: Sequence[int], until_s: float) -> SpeculativeEntry:
+        """Claim keys until a time."""
+        believed = self.of(replica)
+        claim = SpeculativeEntry(replica, keys, tuple(takewhile(bool, map(believed.get, keys))))
+        if keys:
+            believed.update(dict.fromkeys(keys, claim))
+            self._made += 1
+            heapq.heappush(self._by_end, (until_s, self._made, claim))
+            self._keys += len(keys)
+        return claim
+
+    def pop(self, now_s: float = inf) -> SpeculativeEntry | None:
+        """Take out the claim whose time is over first, if it is over by now; `end` it then."""
+        if self._by_end and self._by_end[0][0] <= now_s:
+            return heapq.heappop(self._by_end)[2]
+        return None
+
+    def end(self, claim: SpeculativeEntry) -> list[int]:
+        """End a claim; return the keys that no other one is left on."""
+        believed = self.of(claim.replica)
+        ended: list[int] = []
+        for key, former in zip_longest(claim.keys, claim.former):
+            if believed.get(key) is not claim:
+                continue
+            if former is not None and former.keys:  # it has not ended
+                believed[key] = former
+            else:
+                del believed[key]
+                ended.append(key)
+        self._keys -= len(claim.keys)
+        claim.keys = claim.former = ()
+        return ended
+
+    def forget(self, replica: int) -> dict[int, SpeculativeEntry]:
+        """Believe nothing of a replica any more; return what was believed."""
+        return self._by_replica.pop(replica, {})
+
+    def items(self) -> Iterable[tuple[int, dict[int, SpeculativeEntry]]]:
+        """Return what is believed of each replica."""
+        return self._by_replica.items()
+
+    def check(self) -> None:
+        """Raise AssertionError if the claims contradict each other."""
+        claims = {id(claim): claim for _, _, claim in self._by_end}
+        assert self._keys == sum(len(claim.keys) for claim in claims.values())
+        for replica, believed in self.items():
+            for key, claim in believed.items():
+                assert id(claim) in claims and claim.replica == replica and key in claim.keys
+
 
 _EVICTION_SLACK: Final = 256
 """When full, this fraction of the limit is evicted at once: an eviction that
@@ -49,7 +130,7 @@ class PrefixIndex:
         self.max_keys = max_keys
         self.evicted = 0
         self._held: dict[int, dict[Tier, dict[int, int]]] = {}
-        self._claims = Claims()
+        self._claims = SpeculativeEntries()
         # On the GPU: known or believed. Lower: in any of the other tiers.
         self._on_gpu = Holders()
         self._lower = Holders()
@@ -125,7 +206,7 @@ class PrefixIndex:
         # Keys that were believed count twice now: in their claims, and as to be swept.
         self._make_room()
 
-    def believe(self, replica: int, keys: Sequence[int], until_s: float) -> Claim:
+    def believe(self, replica: int, keys: Sequence[int], until_s: float) -> SpeculativeEntry:
         """Count keys as held on the GPU until a time: they are being computed there.
 
         A later claim on the same key takes its place until it ends; those known
@@ -138,7 +219,7 @@ class PrefixIndex:
         self._make_room()
         return claim
 
-    def withdraw(self, claim: Claim) -> None:
+    def withdraw(self, claim: SpeculativeEntry) -> None:
         """End a claim before its time; what another one claims too stays believed."""
         # What is known is not believed as well: these keys are neither now.
         self._on_gpu.discard(claim.replica, self._claims.end(claim))

@@ -5,18 +5,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.residency.kv_events import (
-    BadEventsError,
+from router.index.kv_events import (
     BlocksRemoved,
     BlocksStored,
     FirstBlocks,
     GpuCleared,
+    KvEventFormatError,
     KvEventReader,
     explains,
     find_shape,
     tier_of,
 )
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 from tests.router.feeds.kv_publisher import payload, removed, stored
 from warmroute_common.keys import HashScheme, key64, prompt_extra_keys
 
@@ -99,7 +99,7 @@ def test_events_of_unknown_types_are_left_out() -> None:
     ],
 )
 def test_what_is_not_vllms_format_is_refused(body: bytes) -> None:
-    with pytest.raises(BadEventsError, match="message 3"):
+    with pytest.raises(KvEventFormatError, match="message 3"):
         KvEventReader().read(3, body)
 
 

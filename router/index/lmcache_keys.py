@@ -1,14 +1,17 @@
-"""The keys of LMCache's chunks: chains of hashes of its own, apart from vLLM's. Pure.
+"""The keys of LMCache's chunks: hash chains of its own, different from vLLM's. Pure.
 
-Of a server (``lmcache server``): ``h = blake3(h + uint32be(tokens))`` for each full chunk, from
-``blake3(int64be(0) + uint32be(0))``. Source: ``TokenHasher`` of lmcache 0.5.6
+An LMCache server (``lmcache server``) computes ``h = blake3(h + uint32be(tokens))`` for each full
+chunk, starting from ``blake3(int64be(0) + uint32be(0))``. Source: ``TokenHasher`` of lmcache 0.5.6
 (``v1/multiprocess/token_hasher.py``) with its default ``--hash-algorithm``.
 
-Of LMCache inside vLLM: ``h = H((h, tuple(tokens), ()))``, from ``H(seed)``, an integer each: the
-first 8 bytes of a digest, or what Python's ``hash`` gives. Source: ``ChunkedTokenDatabase`` of
-lmcache 0.5.6 (``v1/token_database.py``); ``H`` and the seed are vLLM's (`HashScheme`).
+LMCache inside vLLM computes ``h = H((h, tuple(tokens), ()))``, starting from ``H(seed)``. Each ``h``
+is an integer: the first 8 bytes of a digest, or the result of Python's ``hash``. Source:
+``ChunkedTokenDatabase`` of lmcache 0.5.6 (``v1/token_database.py``). ``H`` and the seed are vLLM's
+(`HashScheme`). For Python's ``hash`` of a text in a process with a known PYTHONHASHSEED, see
+``Python/pyhash.c`` (SipHash-1-3, the default since CPython 3.11) and ``Python/bootstrap_hash.c``
+(how the key is made from the seed). Hashes of integers and tuples do not depend on the seed.
 
-Neither the model nor the cache salt is in these hashes.
+These hashes cover neither the model nor the cache salt.
 """
 
 import sys
@@ -20,8 +23,51 @@ from typing import Final
 import xxhash
 from blake3 import blake3
 
-from router.residency.python_hash import hash_of_text
 from warmroute_common.keys import DEFAULT_SEED, KEY64_MASK, HashScheme
+
+_MASK: Final = (1 << 64) - 1
+_START: Final = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)
+
+
+def hash_of_text(text: str, hash_seed: int) -> int:
+    """Return ``hash(text)`` where ``PYTHONHASHSEED=hash_seed``; ``text`` is ASCII, not empty."""
+    data, key = text.encode("ascii"), _key(hash_seed)
+    v0, v1, v2, v3 = (start ^ key[number % 2] for number, start in enumerate(_START))
+    whole = len(data) // 8 * 8
+    words = [data[at : at + 8] for at in range(0, whole, 8)]
+    last = int.from_bytes(data[whole:], "little") | (len(data) & 0xFF) << 56
+    for word in [*(int.from_bytes(each, "little") for each in words), last]:
+        v0, v1, v2, v3 = _round(v0, v1, v2, v3 ^ word)
+        v0 ^= word
+    v2 ^= 0xFF
+    for _ in range(3):
+        v0, v1, v2, v3 = _round(v0, v1, v2, v3)
+    found = v0 ^ v1 ^ v2 ^ v3
+    signed = found - (1 << 64) if found >> 63 else found
+    return -2 if signed == -1 else signed
+
+
+def _key(hash_seed: int) -> tuple[int, int]:
+    """Return SipHash's key: zero for the seed 0, else from a linear congruential generator."""
+    secret, state = bytearray(), hash_seed
+    for _ in range(16):
+        state = (state * 214013 + 2531011) & 0xFFFFFFFF
+        secret.append(state >> 16 & 0xFF if hash_seed else 0)
+    return int.from_bytes(secret[:8], "little"), int.from_bytes(secret[8:], "little")
+
+
+def _rotated(value: int, bits: int) -> int:
+    return (value << bits | value >> 64 - bits) & _MASK
+
+
+def _round(v0: int, v1: int, v2: int, v3: int) -> tuple[int, int, int, int]:
+    v0, v2 = (v0 + v1) & _MASK, (v2 + v3) & _MASK
+    v1, v3 = _rotated(v1, 13) ^ v0, _rotated(v3, 16) ^ v2
+    v0 = _rotated(v0, 32)
+    v2, v0 = (v2 + v1) & _MASK, (v0 + v3) & _MASK
+    v1, v3 = _rotated(v1, 17) ^ v2, _rotated(v3, 21) ^ v0
+    return v0, v1, _rotated(v2, 32), v3
+
 
 LMCACHE_HASH: Final = "blake3"
 """The only ``--hash-algorithm`` of its servers' that is known here."""

@@ -2,12 +2,10 @@
 
 import pytest
 
-from router.residency.block_hashes import keys64
-from router.residency.matches import ChunkRun, Match
-from router.residency.prefix_index import PrefixIndex
-from router.residency.replica_sets import Depth, slots
-from router.residency.tiers import Tier
-from tests.router.residency.test_index_model import CHAIN, check_depths
+from router.index.holders import Depth, slots
+from router.index.prefix_index import PrefixIndex
+from router.index.prompt_keys import ChunkRun, Match, Tier, keys64
+from tests.router.index.test_index_model import CHAIN, check_depths
 from warmroute_common.keys import HashScheme, key64
 
 

@@ -4,9 +4,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from router.staging import agent_client
-from router.staging.agent_client import AgentClient, AgentError, HistoryGoneError
-from tests.router.staging.agent_server import AgentServer, serving
+from router import agent_client
+from router.agent_client import AgentClient, AgentError, HistoryGoneError
+from tests.router.agent_server import AgentServer, serving
 from warmroute_common.fleet_secret import FleetSecret
 
 

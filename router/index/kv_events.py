@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from router.residency.tiers import KeyShape, Tier
+from router.index.prompt_keys import KeyShape, Tier
 from warmroute_common.agent_protocol import UNREADABLE
 from warmroute_common.keys import (
     ALGORITHMS,
@@ -33,7 +33,7 @@ _TIERS: Final = {"GPU": Tier.GPU, "CPU": Tier.CPU, "DISK": Tier.DISK}
 """By the medium of vLLM's events."""
 
 
-class BadEventsError(Exception):
+class KvEventFormatError(Exception):
     """A message that is not in vLLM's format."""
 
 
@@ -154,7 +154,7 @@ class KvEventReader:
         self._group_is_full = False
 
     def read(self, seq: int, payload: bytes) -> KvBatch:
-        """Return a message's events; raise `BadEventsError` if it is not in vLLM's format.
+        """Return a message's events; raise `KvEventFormatError` if it is not in vLLM's format.
 
         Events of a type that is not known are left out.
         """
@@ -162,7 +162,7 @@ class KvEventReader:
             batch = self._batches.decode(payload)
             events = [event for raw in batch.events for event in self._event(raw)]
         except UNREADABLE as error:
-            raise BadEventsError(f"message {seq}: {error}") from None
+            raise KvEventFormatError(f"message {seq}: {error}") from None
         return KvBatch(seq, batch.ts, events)
 
     def _event(self, raw: msgspec.Raw) -> Iterable[KvEvent]:

@@ -7,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.residency.claims import Claim
-from router.residency.matches import LOWER_TIERS, Match
-from router.residency.prefix_index import PrefixIndex
-from router.residency.replica_sets import slots
-from router.residency.tiers import Tier
+from router.index.holders import slots
+from router.index.prefix_index import PrefixIndex, SpeculativeEntry
+from router.index.prompt_keys import LOWER_TIERS, Match, Tier
 
 CHAIN = list(range(100, 124))
 KEYS = st.lists(st.sampled_from(CHAIN), max_size=8)
@@ -62,8 +60,8 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex(max_keys=10_000)
         self.held: dict[tuple[int, Tier], Counter[int]] = {}
-        self.claims: list[tuple[Claim, int, set[int], float]] = []
-        self.former: dict[Claim, dict[int, set[int]]] = {}
+        self.claims: list[tuple[SpeculativeEntry, int, set[int], float]] = []
+        self.former: dict[SpeculativeEntry, dict[int, set[int]]] = {}
         self.now_s = 0.0
 
     def counter(self, replica: int, tier: Tier) -> Counter[int]:
@@ -144,7 +142,7 @@ class IndexMachine(RuleBasedStateMachine):
                 self.claims.remove(ended)
                 self.give_back(ended)
 
-    def give_back(self, ended: tuple[Claim, int, set[int], float]) -> None:
+    def give_back(self, ended: tuple[SpeculativeEntry, int, set[int], float]) -> None:
         """Let the claims whose place one took believe again, if they have not ended."""
         claim, _, keys, _ = ended
         for key in keys:

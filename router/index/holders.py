@@ -17,7 +17,7 @@ from itertools import compress, count, repeat
 from operator import itemgetter, or_
 from typing import Final, NamedTuple, TypeAlias
 
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
 
 _DIGIT_VALUES: Final = bytes.maketrans(b"01", b"\0\1")
 _BITS_PER_SLOT: Final = 16
