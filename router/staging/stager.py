@@ -266,7 +266,7 @@ class Prefetcher(AgentJobs[PrefetchOutcome]):
         )
 
 
-copy_log = logging.getLogger("warmroute.copying")
+log = logging.getLogger("warmroute.copying")
 
 _STALL_S: Final = 5.0
 """A source that hangs is given up after so long: the request may wait for what is on the way."""
@@ -358,14 +358,14 @@ class PeerCopier(AgentJobs[CopyOutcome]):
             self._backoff.failed(destination_id, began_s, error)
             failed_id = destination_id
             outcome = replace(not_yet, error=str(error))
-        except Exception as error:  # the request must be forwarded whatever happened here
-            copy_log.exception("a copy of KV to %s failed", destination_id)
+        except Exception as error:  # noqa: BLE001  (the request is forwarded whatever happens here)
+            log.exception("a copy of KV to %s failed", destination_id)
             outcome = replace(not_yet, error=f"{type(error).__name__}: {error}")
         now_s = self._clock()
         if outcome.moved_bytes and outcome.error is None:
             self._fleet.observed_copy(destination_id, outcome.moved_bytes, now_s - began_s)
         elif outcome.error is not None and not outcome.moved_bytes:
-            copy_log.info("copying KV from %s failed: %s", wanted.source_id, outcome.error)
+            log.info("copying KV from %s failed: %s", wanted.source_id, outcome.error)
             self._fleet.copy_failed(failed_id, now_s)
         return outcome
 
