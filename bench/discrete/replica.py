@@ -11,8 +11,7 @@ from typing import Final, Protocol
 from bench.discrete.engine import ModelEngine
 from bench.discrete.prompts import ModelPrompt
 from cacheengine.record import KeyEventRecord
-from router.index.prompt_keys import keys64
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import Tier, keys64
 from simulator.model.lower_tiers import LowerTiers
 from simulator.model.machine import Machine
 from simulator.model.news import Cleared, Removed, Stored

@@ -24,8 +24,7 @@ from bench.ttft import machine, percentile
 from router.config.settings import IndexConfig, ReplicaConfig, RouterConfig, SessionConfig
 from router.fleet.fleet import Fleet
 from router.fleet.shortlist import MAX_WEIGHED
-from router.index.prompt_keys import PromptKeyCache
-from router.index.prompt_keys import KeyShape, Tier
+from router.index.prompt_keys import KeyShape, PromptKeyCache, Tier
 from warmroute_common.keys import HashScheme
 
 _BLOCK_TOKENS = 16

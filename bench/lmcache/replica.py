@@ -20,8 +20,8 @@ from bench.replica.local import (
 )
 from bench.replica.tiers import Vllm, call, forget_pages, wait_until
 from cacheengine.launch.launch import free_ports
-from router.launch.processes import ProcessGroup
 from router.index import lmcache_chain
+from router.launch.processes import ProcessGroup
 
 CHUNK_TOKENS: Final = 256
 _SHARED_MEMORY: Final = Path("/dev/shm")

@@ -358,7 +358,7 @@ class PeerCopier(AgentJobs[CopyOutcome]):
             self._backoff.failed(destination_id, began_s, error)
             failed_id = destination_id
             outcome = replace(not_yet, error=str(error))
-        except Exception as error:  # noqa: BLE001  (the request is forwarded whatever happens here)
+        except Exception as error:
             log.exception("a copy of KV to %s failed", destination_id)
             outcome = replace(not_yet, error=f"{type(error).__name__}: {error}")
         now_s = self._clock()

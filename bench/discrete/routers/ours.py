@@ -20,10 +20,9 @@ from router.config.judgment import DEFAULT, Judgment
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
-from router.latency.reserved_work import Promised
-from router.index.prompt_keys import PromptKeyCache
 from router.index.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
-from router.index.prompt_keys import Tier
+from router.index.prompt_keys import PromptKeyCache, Tier
+from router.latency.reserved_work import Promised
 from router.staging.stager import Stager
 from simulator.model.machine import Machine
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
@@ -83,9 +82,7 @@ class OurRouter:
             url: ModelAgent(each, by_agent, self.network) for url, each in by_agent.items()
         }
         self._admission = Admission(Gate(self.fleet), self._loop.time)
-        self._preparer = Stager(
-            self._config, self.fleet, self._agents.__getitem__, self._loop.time
-        )
+        self._preparer = Stager(self._config, self.fleet, self._agents.__getitem__, self._loop.time)
         self._copies = settings.copies
         self._health = Health(replicas, self._health_changed)
         self._refused = 0
