@@ -23,7 +23,7 @@ from router.prompt import PromptSource
 from router.proxy import METHODS, check_passes, client_session
 from router.record import Outlets, RequestRecord
 from router.ui import FILES
-from warmroute_common.http import BODIES, Bodies, announce_leaving, errors_answered
+from warmroute_common.http_server import BODIES, Bodies, announce_leaving, errors_answered
 
 log = logging.getLogger("warmroute")
 

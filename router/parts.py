@@ -15,6 +15,8 @@ import aiohttp
 from router.access import Access
 from router.admission import Admission, Gate
 from router.agent_client import AgentClient
+from router.api.own_endpoints import OwnEndpoints
+from router.api.replica_endpoints import ReplicaEndpoints
 from router.config import (
     ReplicaTlsConfig,
     RouterConfig,
@@ -30,11 +32,9 @@ from router.feeds import Feeds, HealthMonitor
 from router.fleet import Fleet, Replica
 from router.lmcache import Lmcache
 from router.membership import ConfigFile, Discovery, Members, Reload, Source
-from router.own_endpoints import Api
 from router.prompt import PromptSource
-from router.proxy import Judge, Proxy, Retries, Waits
+from router.proxy import FirstByteWaits, Proxy, RequestLifecycle, Retries
 from router.record import Metrics, Outlets, RequestRecord
-from router.replica_endpoints import ReplicaEndpoints
 from router.staging import Stager
 from router.ui import Page, Recent
 from warmroute_common.fleet_secret import FleetSecret
@@ -50,11 +50,11 @@ class Parts:
     health: HealthMonitor
     prompts: PromptSource
     preparer: Stager
-    judge: Judge
-    waits: Waits
+    judge: RequestLifecycle
+    waits: FirstByteWaits
     retries: Retries
     proxy: Proxy
-    api: Api
+    api: OwnEndpoints
     replica_endpoints: ReplicaEndpoints
     page: Page
     controller: Controller | None
@@ -89,7 +89,7 @@ def make_parts(
     agents = partial(AgentClient, session, secret=secret)
     preparer = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
     sizes = partial(_sizes, fleet, admission, lmcache)
-    waits, retries = Waits(fleet, lmcache.hung), Retries()
+    waits, retries = FirstByteWaits(fleet, lmcache.hung), Retries()
     health = HealthMonitor(config, fleet, prompts, session, changed=waits.look)
     feeds = Feeds(fleet, session, secret)
 
@@ -122,7 +122,7 @@ def make_parts(
         for read in readers:
             read(done)
 
-    judge = Judge(
+    judge = RequestLifecycle(
         config,
         fleet=fleet,
         admission=admission,
@@ -145,7 +145,7 @@ def make_parts(
         waits=waits,
         retries=retries,
         proxy=Proxy(judge, session, waits, retries),
-        api=Api(
+        api=OwnEndpoints(
             config=config,
             fleet=fleet,
             judge=judge,

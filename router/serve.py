@@ -21,7 +21,7 @@ from router.controller import Controller
 from router.membership import ConfigFile, Reload
 from router.parts import Parts
 from warmroute_common.config_error import describe
-from warmroute_common.http import LEAVING, Site
+from warmroute_common.http_server import LEAVING, Site
 
 log = logging.getLogger("warmroute")
 

@@ -44,6 +44,10 @@ ROUTER: dict[str, set[str]] = {
         *("config", "access", "prompt", "index", "latency"),
         *("fleet", "admission", "staging", "record"),
     },
+    "api": {
+        *("config", "access", "prompt", "index", "latency", "fleet", "membership", "feeds"),
+        *("record", "proxy"),
+    },
     "picker": {"config", "envoy", "index", "fleet", "record", "proxy"},
 }
 """Which packages of the router a package of the router may import. Modules beside them, any."""

@@ -11,8 +11,6 @@ import msgspec
 from aiohttp import web
 
 from cacheengine.agent.answers import (
-    BadCallError,
-    NotKnownError,
     as_json,
     as_msgpack,
     decode,
@@ -29,6 +27,7 @@ from cacheengine.engine import CacheEngine, render_metrics
 from cacheengine.identity import KvVersions
 from cacheengine.record import TransferMeter
 from warmroute_common import agent_protocol as wire
+from warmroute_common.api_errors import BadRequestError, NotFoundError
 from warmroute_common.keys import HashScheme, chunk_keys, prompt_extra_keys
 
 _LEAST_STALL_S: Final = 0.1
@@ -169,7 +168,7 @@ class Handlers:
         call = await decode(request, wire.ClearRequest)
         names_none = call.tokens is None and call.keys is None
         if names_none and call.cache_salt is not None:
-            raise BadCallError("'cache_salt' is a prompt's: give its 'tokens' too")
+            raise BadRequestError("'cache_salt' is a prompt's: give its 'tokens' too")
         keys = None if names_none else await self._some_keys_of(call)
         dropped = await asyncio.to_thread(self.engine.clear, call.tiers, keys)
         return as_json(wire.ClearReply(dropped=dropped))
@@ -188,7 +187,7 @@ class Handlers:
         wait_s = seconds("wait_s", number(request, "wait_s", float))
         status = await self.mover.status(request.match_info["event_id"], min(wait_s, MAX_WAIT_S))
         if status is None:
-            raise NotKnownError("no such move, or it is long over")
+            raise NotFoundError("no such move, or it is long over")
         return as_json(status)
 
     # --- the chunks that a call names ---
@@ -196,10 +195,10 @@ class Handlers:
     async def _keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
         """Return the keys in the tiers of the chunks that a call names.
 
-        Raises `BadCallError` unless it names them in exactly one way, and not too many.
+        Raises `BadRequestError` unless it names them in exactly one way, and not too many.
         """
         if (call.tokens is None) == (call.keys is None):
-            raise BadCallError("give either 'tokens' or 'keys', one of them")
+            raise BadRequestError("give either 'tokens' or 'keys', one of them")
         if call.keys is not None:
             given = _digests(call.keys)
             return given if call.keys_are_stored else await self._stored(given, call.lora)
@@ -220,23 +219,23 @@ class Handlers:
         return [version.stored_key(key) for key in keys]
 
     async def _some_keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
-        """Return `_keys_of`, each key once; raise `BadCallError` too for none of ours."""
+        """Return `_keys_of`, each key once; raise `BadRequestError` too for none of ours."""
         keys = list(dict.fromkeys(await self._keys_of(call)))
         size = len(self._scheme.root)
         if any(len(key) != size for key in keys):
-            raise BadCallError(f"'keys' of this replica are digests of {size} bytes")
+            raise BadRequestError(f"'keys' of this replica are digests of {size} bytes")
         return keys
 
 
 def _digests(keys: list[str]) -> list[bytes]:
-    """Return keys given in hex; raise `BadCallError` for anything else, or too many."""
+    """Return keys given in hex; raise `BadRequestError` for anything else, or too many."""
     _check_count(len(keys))
     try:
         return [bytes.fromhex(key) for key in keys]
     except ValueError:
-        raise BadCallError("'keys' are whole digests in hex, two digits a byte") from None
+        raise BadRequestError("'keys' are whole digests in hex, two digits a byte") from None
 
 
 def _check_count(chunks: int) -> None:
     if chunks > MAX_CHUNKS:
-        raise BadCallError(f"{chunks} chunks; one call may name {MAX_CHUNKS}")
+        raise BadRequestError(f"{chunks} chunks; one call may name {MAX_CHUNKS}")

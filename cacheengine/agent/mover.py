@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from cacheengine.agent.answers import BadCallError, PeerError, TooMuchError
+from cacheengine.agent.answers import PeerError
 from cacheengine.agent.async_waits import wait_for_event, wait_for_promotion
 from cacheengine.agent.peer import Caller, PeerAgent
 from cacheengine.engine import CacheEngine
@@ -18,6 +18,7 @@ from cacheengine.record import TransferMeter
 from cacheengine.transfer import Fetch
 from warmroute_common import agent_protocol as wire
 from warmroute_common.addresses import split_host_port
+from warmroute_common.api_errors import BadRequestError, OverloadedError
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -106,12 +107,14 @@ class Mover:
     async def begin(self, request: wire.MoveRequest, keys: list[bytes]) -> Move:
         """Ask the source what it has of ``keys``, and start to bring it here.
 
-        Raises `BadCallError` when that cannot work, `PeerError` when the source
-        cannot be asked, `TooMuchError` when too many moves are running.
+        Raises `BadRequestError` when that cannot work, `PeerError` when the source
+        cannot be asked, `OverloadedError` when too many moves are running.
         """
         self._check_tier(request.tier, "this replica", self._engine.tier_info())
         if request.source.tier is None and not request.copy:
-            raise BadCallError("name the 'tier' of the source that is to lose the chunks, or copy")
+            raise BadRequestError(
+                "name the 'tier' that the source must remove the chunks from, or copy"
+            )
         self._check_room(0)
         source = PeerAgent(self._caller, request.source.agent_url)
         info = await source.info()
@@ -161,14 +164,14 @@ class Mover:
 
     def _check_room(self, chunks: int) -> None:
         if len(self._running) >= MAX_RUNNING:
-            raise TooMuchError(f"{len(self._running)} moves are running; try again later")
+            raise OverloadedError(f"{len(self._running)} moves are running; try again later")
         running = sum(len(move.keys) for move in self._running.values())
         if running and running + chunks > MAX_CHUNKS:
-            raise TooMuchError(f"{running} chunks are being moved; try again later")
+            raise OverloadedError(f"{running} chunks are being moved; try again later")
 
     def _check_tier(self, tier: str, replica: str, tiers: dict[str, wire.TierInfo]) -> None:
         if tier not in tiers:
-            raise BadCallError(f"{replica} has no {tier} tier, only {', '.join(tiers)}")
+            raise BadRequestError(f"{replica} has no {tier} tier, only {', '.join(tiers)}")
 
     def _check_source(
         self, request: wire.MoveRequest, info: wire.InstanceInfo
@@ -178,23 +181,23 @@ class Mover:
             self._check_tier(request.source.tier, f"the source, {info.instance_id},", info.tiers)
         if info.incarnation == self._engine.incarnation:
             if request.source.tier == request.tier:
-                raise BadCallError(f"from and to the {request.tier} tier of the same replica")
+                raise BadRequestError(f"from and to the {request.tier} tier of the same replica")
             return None
         layout = self._engine.layout.fingerprint()
         if info.layout != layout:
-            raise BadCallError(
+            raise BadRequestError(
                 f"the chunks of {info.instance_id} have layout {info.layout or 'unknown'}, those "
                 f"here {layout}: model, weights, dtype, chunk_size, parallel sizes and hash seed "
                 "must be equal"
             )
         if info.transfer_port is None:
-            raise BadCallError(
+            raise BadRequestError(
                 f"{info.instance_id} gives no chunks away: set distributed_url in its configuration"
             )
         try:
             return split_host_port(request.source.transfer_address)
         except ValueError as error:
-            raise BadCallError(f"'transfer_address': {error}") from None
+            raise BadRequestError(f"'transfer_address': {error}") from None
 
     def _remember(self, status: wire.MoveStatus) -> None:
         self._ended[status.event_id] = status

@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import web
 
-from cacheengine.agent.answers import BODIES, MAX_BODY_BYTES, Bodies, errors_as_json
+from cacheengine.agent.answers import MAX_BODY_BYTES, AgentErrors, agent_bodies
 from cacheengine.agent.async_waits import wake
-from cacheengine.agent.connections import Site
 from cacheengine.agent.guard import Guard
 from cacheengine.agent.handlers import Handlers
 from cacheengine.agent.mover import Mover
@@ -29,12 +28,15 @@ from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig
 from warmroute_common import agent_protocol as wire
 from warmroute_common.addresses import join_host_port, without_password
+from warmroute_common.http_server import BODIES, Site
 
 logger = logging.getLogger("vllm.warmroute")
 
 _START_TIMEOUT_S: Final = 10.0
 _STOP_TIMEOUT_S: Final = 15.0
 _EXPIRY_INTERVAL_S: Final = 1.0
+_IDLE_S: Final = 75.0
+"""Between requests, or within a request's headers."""
 _WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -105,10 +107,12 @@ class Agent:
             session = await undo.enter_async_context(aiohttp.ClientSession())
             caller, secret = Caller(session, self._config.fleet_secret), self._config.fleet_secret
             mover = Mover(self._engine, self._identity, caller, self._meter)
+            errors = AgentErrors()
             app = web.Application(
-                client_max_size=MAX_BODY_BYTES, middlewares=[errors_as_json, Guard(secret).guard]
+                client_max_size=MAX_BODY_BYTES,
+                middlewares=[errors.middleware, Guard(secret).guard],
             )
-            app[BODIES] = Bodies()
+            app[BODIES] = agent_bodies()
             handlers = Handlers(self._engine, self._identity, mover, self._meter, self._versions)
             app.add_routes(handlers.routes())
             runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
@@ -116,7 +120,9 @@ class Agent:
             undo.push_async_callback(runner.cleanup)
             undo.push_async_callback(mover.stop)
             config = self._config
-            await Site(runner, config.agent_host, config.lmcache_worker_port).start()
+            await Site(
+                runner, config.agent_host, config.lmcache_worker_port, idle_s=_IDLE_S, errors=errors
+            ).start()
             self.address = runner.addresses[0][:2]
             logger.info("Warmroute agent of %s on %s", self._identity.instance_id, self.address)
             _run_within(undo, self._expire_pins())

@@ -11,7 +11,7 @@ from typing import Final
 
 from aiohttp import web
 
-from warmroute_common.http import is_anthropic
+from warmroute_common.http_server import is_anthropic
 
 _PREFIX: Final = "wr-"
 """By which scanners find a key that was committed somewhere."""

@@ -22,7 +22,7 @@ from router.controller.others import OtherInstances
 from router.controller.registry import Instance, Registry
 from warmroute_common.agent_protocol import ClearRequest, MoveRequest, MoveSource, PinRequest
 from warmroute_common.api_errors import ApiError, NotFoundError, UpstreamFailedError
-from warmroute_common.http import as_json
+from warmroute_common.http_server import as_json
 
 MAX_EVENTS: Final = 1000
 """So many of the latest events are remembered."""

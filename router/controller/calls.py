@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from warmroute_common.agent_protocol import UNREADABLE, Registration, TierName
 from warmroute_common.api_errors import BadRequestError
-from warmroute_common.http import as_json, read_body
+from warmroute_common.http_server import as_json, read_body
 
 Location = Literal["LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"]
 """LMCache's names of the tiers, fastest first."""

@@ -26,7 +26,7 @@ from router.controller.secret import Guard
 from warmroute_common.agent_protocol import Registration
 from warmroute_common.api_errors import OverloadedError
 from warmroute_common.fleet_secret import FleetSecret
-from warmroute_common.http import BODIES, Bodies, errors_answered
+from warmroute_common.http_server import BODIES, Bodies, errors_answered
 
 log = logging.getLogger("warmroute.controller")
 

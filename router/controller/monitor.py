@@ -13,7 +13,7 @@ from router.controller.calls import RegisterCall, answering, read_call
 from router.controller.registry import Registered, Registry
 from warmroute_common.agent_protocol import Heartbeat, Registration
 from warmroute_common.api_errors import ApiError, BadRequestError, NotFoundError
-from warmroute_common.http import as_json
+from warmroute_common.http_server import as_json
 
 log = logging.getLogger("warmroute.controller")
 

@@ -17,8 +17,8 @@ from router.picker.answers import Told
 from router.picker.endpoints import Endpoints
 from router.picker.exchange import Exchange, Picked
 from router.picker.words import listed
-from router.proxy import Judge
-from warmroute_common.http import BODIES, Bodies, errors_answered, read_body
+from router.proxy import RequestLifecycle
+from warmroute_common.http_server import BODIES, Bodies, errors_answered, read_body
 
 _SILENT_S: Final = 5.0
 """Envoy's log tells of each request every second. One of which it tells nothing for so long is
@@ -32,7 +32,7 @@ _REFUSED: Final = 403
 class Asks:
     """Says where requests go, and keeps them until the log has told their end."""
 
-    def __init__(self, judge: Judge, endpoints: Endpoints) -> None:
+    def __init__(self, judge: RequestLifecycle, endpoints: Endpoints) -> None:
         self._judge = judge
         self._endpoints = endpoints
         # Of this run: Envoy may tell of requests that a picker before this one placed.

@@ -16,8 +16,8 @@ from router.picker.answers import Told
 from router.picker.endpoints import Endpoints
 from router.proxy import (
     RETRYABLE,
-    Asked,
-    Judge,
+    ParsedRequest,
+    RequestLifecycle,
     UsageReader,
     check_passes,
     keeps,
@@ -49,7 +49,7 @@ class Exchange:
 
     def __init__(
         self,
-        judge: Judge,
+        judge: RequestLifecycle,
         endpoints: Endpoints,
         method: str,
         path: str,
@@ -80,7 +80,7 @@ class Exchange:
         self._headers = headers
         self._named = named
         self._sees_tokens = sees_tokens
-        self._asked: tuple[Asked, PromptKeyCache] | None = None
+        self._asked: tuple[ParsedRequest, PromptKeyCache] | None = None
         """Until the answer begins: another replica than the picked one may give it."""
         self._ticket: Ticket | None = None
         self._replica: Replica | None = None
@@ -114,7 +114,7 @@ class Exchange:
         self._picked_s = self.told_s = time.monotonic()
         return self._picked(admitted.decision)
 
-    def _parse(self, body: bytes) -> Asked:
+    def _parse(self, body: bytes) -> ParsedRequest:
         """Return what routing needs of the request. No alias is replaced: the gateway has the body.
 
         Raises `ApiError` for what no replica is to be asked.
@@ -279,6 +279,6 @@ class Exchange:
         self._picked_s = admitted.ticket.started_s
 
 
-def _sample_ratio(judge: Judge) -> float | None:
+def _sample_ratio(judge: RequestLifecycle) -> float | None:
     tracing = judge.config.tracing
     return None if tracing is None else tracing.sample_ratio

@@ -20,9 +20,9 @@ from router.picker.answers import AnswersLog
 from router.picker.asks import Asks
 from router.picker.endpoints import Endpoints
 from router.picker.service import Processor
-from router.proxy import Judge
+from router.proxy import RequestLifecycle
 from warmroute_common.config_error import describe
-from warmroute_common.http import Site
+from warmroute_common.http_server import Site
 from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.picker")
@@ -45,7 +45,7 @@ class CannotListenError(OSError):
 class Picker:
     """Serves gateways between `start` and `stop`."""
 
-    def __init__(self, judge: Judge, settings: PickerConfig) -> None:
+    def __init__(self, judge: RequestLifecycle, settings: PickerConfig) -> None:
         self._judge = judge
         self._settings = settings
         self._endpoints = Endpoints(judge.fleet)

@@ -10,15 +10,15 @@ from router.picker.endpoints import Endpoints
 from router.picker.exchange import Exchange
 from router.picker.stream import Stream
 from router.picker.words import Message
-from router.proxy import Judge
+from router.proxy import RequestLifecycle
 from warmroute_common.api_errors import ApiError, TooLargeError
-from warmroute_common.http import defect
+from warmroute_common.http_server import defect
 
 
 class Processor:
     """Serves ``envoy.service.ext_proc.v3.ExternalProcessor``: one call for each request."""
 
-    def __init__(self, judge: Judge, endpoints: Endpoints) -> None:
+    def __init__(self, judge: RequestLifecycle, endpoints: Endpoints) -> None:
         self._judge = judge
         self._endpoints = endpoints
 
@@ -56,7 +56,9 @@ class Processor:
 class _Conversation:
     """One call for a whole request."""
 
-    def __init__(self, judge: Judge, exchange: Exchange, first: Message, stream: Stream) -> None:
+    def __init__(
+        self, judge: RequestLifecycle, exchange: Exchange, first: Message, stream: Stream
+    ) -> None:
         self._judge = judge
         self._exchange = exchange
         self._first = first

@@ -13,7 +13,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 
 from router.envoy import DESTINATION, LB_METADATA, SERVED, SUBSET, SUBSET_METADATA
 from warmroute_common.api_errors import ApiError
-from warmroute_common.http import error_body
+from warmroute_common.http_server import error_body
 
 Message = Any
 """The generated classes have no types."""

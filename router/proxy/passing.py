@@ -10,7 +10,7 @@ from typing import Any, Final
 import orjson
 
 from router.config import PROMPTED
-from router.proxy.request import Asked, named_session, renamed
+from router.proxy.parsed_request import ParsedRequest, named_session, renamed
 from warmroute_common.api_errors import NotFoundError, NotSupportedError
 
 METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -74,7 +74,7 @@ def passed(
     *,
     session_header: str,
     aliases: Mapping[str, str],
-) -> Asked:
+) -> ParsedRequest:
     """Return what routing needs of such a request; a body that cannot be read is the replica's.
 
     ``path`` is decoded; ``headers`` find theirs by names in lower case.
@@ -89,7 +89,7 @@ def passed(
         model = named if isinstance(named, str) else None
         if model is not None and model in aliases:
             body = renamed(fields, model := aliases[model])
-    return Asked(
+    return ParsedRequest(
         endpoint=path,
         body=body,
         fields=fields,

@@ -15,20 +15,24 @@ from router.access import GRANT
 from router.config import PROMPTED
 from router.fleet import Replica, Ticket
 from router.index import PromptKeyCache
-from router.proxy.hanging import Waits
-from router.proxy.headers import forwarded_headers
-from router.proxy.judge import Judge
+from router.proxy.first_byte_waits import FirstByteWaits
+from router.proxy.lifecycle import RequestLifecycle
+from router.proxy.parsed_request import ParsedRequest, parse
 from router.proxy.passing import keeps, label, passed
-from router.proxy.relay import relay
-from router.proxy.request import Asked, parse
+from router.proxy.relay import UsageReader, relay
 from router.proxy.retries import Retries
-from router.proxy.upstream import Answer, AttemptFailedError, Upstream, Wait
-from router.proxy.usage import UsageReader
+from router.proxy.upstream import (
+    AttemptFailedError,
+    ReplicaAnswer,
+    Upstream,
+    Wait,
+    forwarded_headers,
+)
 from router.record import Cause, FailedTry, Outcome, RequestRecord, trace_context
 from warmroute_common.api_errors import NoReplicaError, UpstreamFailedError, UpstreamTimeoutError
-from warmroute_common.http import read_body, release_body
+from warmroute_common.http_server import read_body, release_body
 
-_Begun = tuple[Answer, Ticket]
+_Begun = tuple[ReplicaAnswer, Ticket]
 """A replica's answer that has begun, and what is to be given back at its end."""
 _NOT_BEGUN: Final = (Cause.CONNECT, Cause.ABSENT)
 _MOST_PATIENCE_S: Final = 5.0
@@ -43,9 +47,9 @@ class Proxy:
 
     def __init__(
         self,
-        judge: Judge,
+        judge: RequestLifecycle,
         session: aiohttp.ClientSession,
-        waits: Waits,
+        waits: FirstByteWaits,
         retries: Retries,
     ) -> None:
         """``waits`` are given up where they are in vain; ``retries`` wait for their turn."""
@@ -120,7 +124,11 @@ class Proxy:
             return await self._send(request, asked, keyring, record)
 
     async def _send(
-        self, request: web.Request, asked: Asked, keyring: PromptKeyCache, record: RequestRecord
+        self,
+        request: web.Request,
+        asked: ParsedRequest,
+        keyring: PromptKeyCache,
+        record: RequestRecord,
     ) -> _Begun | web.Response:
         """Try the best replica, then the next best, and one that asked for patience once more."""
         refusal: web.Response | None = None
@@ -144,7 +152,7 @@ class Proxy:
         return self._give_up(record) if refusal is None else refusal
 
     @asynccontextmanager
-    async def _retrying(self, asked: Asked, record: RequestRecord) -> AsyncIterator[None]:
+    async def _retrying(self, asked: ParsedRequest, record: RequestRecord) -> AsyncIterator[None]:
         """Wait for the turn of a retry; raise `NoReplicaError` if it does not come in time."""
         began_s = time.monotonic()
         longest_s = min(asked.max_wait_s, self._config.admission.max_wait_s)
@@ -157,7 +165,7 @@ class Proxy:
         finally:
             self._retries.leave()
 
-    async def _is_patient(self, asked: Asked, record: RequestRecord, forgiven: int) -> bool:
+    async def _is_patient(self, asked: ParsedRequest, record: RequestRecord, forgiven: int) -> bool:
         """Wait for a replica that said when it would take the request, if that is soon.
 
         Returns False if none did. No other replica is left to take it.
@@ -171,7 +179,7 @@ class Proxy:
         record.waited_to_retry(began_s)
         return True
 
-    def _asked(self, request: web.Request, body: bytes) -> Asked:
+    def _asked(self, request: web.Request, body: bytes) -> ParsedRequest:
         header, aliases = self._config.sessions.header, self._judge.fleet.aliases
         if request.path in PROMPTED and request.method == "POST":
             return parse(request.path, body, request.headers, header, aliases)
@@ -184,7 +192,7 @@ class Proxy:
             aliases=aliases,
         )
 
-    def _goes_on(self, asked: Asked, record: RequestRecord) -> bool:
+    def _goes_on(self, asked: ParsedRequest, record: RequestRecord) -> bool:
         """Whether a request whose last try has failed is sent to another replica."""
         counted = self._counted(record)
         return (
@@ -201,7 +209,7 @@ class Proxy:
     async def _try(
         self,
         request: web.Request,
-        asked: Asked,
+        asked: ParsedRequest,
         keyring: PromptKeyCache,
         record: RequestRecord,
         *,
@@ -209,7 +217,7 @@ class Proxy:
     ) -> _Begun:
         """Send the request to one replica; return its answer once it has begun.
 
-        Raises `AttemptFailedError` where another replica may be asked. ``forgiven``: see `Judge.admit`.
+        Raises `AttemptFailedError` where another replica may be asked. ``forgiven``: see `RequestLifecycle.admit`.
         """
         admitted = await self._judge.admit(asked, keyring, record, forgiven=forgiven)
         # In flight from here on, not from after the prefetch: a burst of the same prompt that
@@ -253,7 +261,7 @@ class Proxy:
         return answer, ticket
 
     def _wait(
-        self, asked: Asked, replica: Replica, record: RequestRecord
+        self, asked: ParsedRequest, replica: Replica, record: RequestRecord
     ) -> AbstractContextManager[Wait]:
         """Make the wait for a first byte; it may be given up if another replica may be asked."""
         tried = [each.replica_id for each in record.failed_tries]

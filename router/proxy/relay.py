@@ -1,28 +1,162 @@
-"""Passing a replica's answer on to the client, and ending it honestly.
+"""Reading what an answer says of itself, from the bytes that pass by.
 
-A stream that the replica breaks off is not dressed up as a complete one: SSE
-clients get an error event, others see their connection close short of the
-announced end.
+Only the answer's first and last few KB are kept and looked at once, at the end:
+an id stands first in it and ``usage`` last, in every API that is proxied.
 """
 
+import asyncio
+import json
+import re
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Final, Self
 
 from aiohttp import web
 
 from router.fleet import Replica
-from router.proxy.idle import IdleTimer
-from router.proxy.upstream import Answer, AnswerCutError
-from router.proxy.usage import UsageReader
+from router.proxy.upstream import AnswerCutError, ReplicaAnswer
 from router.record import Outcome, RequestRecord, answer_headers
 from warmroute_common.api_errors import UpstreamFailedError
-from warmroute_common.http import error_body, is_anthropic
+from warmroute_common.http_server import error_body, is_anthropic
+
+_HEAD_BYTES: Final = 4 << 10
+_TAIL_BYTES: Final = 16 << 10
+# In a JSON string the quotes would be escaped, so text that a model has
+# written about "usage" does not match.
+_USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
+_RESPONSE_ID: Final = re.compile(rb'"id"\s*:\s*"(resp_[^"\\\x80-\xff]+)"')
+_ANY_ID: Final = re.compile(rb'"id"\s*:\s*"([^"\\\x80-\xff]{1,256})"')
+_CACHED: Final = (
+    ("prompt_tokens_details", "cached_tokens"),
+    ("input_tokens_details", "cached_tokens"),
+    ("cache_read_input_tokens",),
+)
+_DECODER: Final = json.JSONDecoder()
+_OUTPUT: Final = (("completion_tokens",), ("output_tokens",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What an answer told; None where it told nothing."""
+
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    kept_id: str | None = None
+    """Of what the replica keeps: a response, for a later ``previous_response_id``, or a file."""
+
+
+NO_USAGE: Final = Usage()
+
+
+class UsageReader:
+    """Keeps an answer's beginning and end while it is passed on."""
+
+    __slots__ = ("_head", "_ids", "_tail", "_tail_bytes")
+
+    def __init__(self, *, any_id: bool = False) -> None:
+        """``any_id``: whether more than responses is kept."""
+        self._ids = _ANY_ID if any_id else _RESPONSE_ID
+        self._head = bytearray()
+        self._tail: deque[bytes] = deque()
+        self._tail_bytes = 0
+
+    def feed(self, chunk: bytes) -> None:
+        """Take note of the next bytes of the body."""
+        if len(self._head) < _HEAD_BYTES:
+            self._head += chunk[: _HEAD_BYTES - len(self._head)]
+        self._tail.append(chunk)
+        self._tail_bytes += len(chunk)
+        while self._tail_bytes - len(self._tail[0]) >= _TAIL_BYTES:
+            self._tail_bytes -= len(self._tail.popleft())
+
+    def read(self) -> Usage:
+        """Return what the bytes fed so far tell."""
+        usage = _last_usage(b"".join(self._tail)[-_TAIL_BYTES:])
+        found = self._ids.search(self._head)
+        return Usage(
+            cached_tokens=_first_count(usage, _CACHED),
+            output_tokens=_first_count(usage, _OUTPUT),
+            kept_id=found[1].decode() if found else None,
+        )
+
+
+def _last_usage(tail: bytes) -> dict[str, Any]:
+    matches = list(_USAGE.finditer(tail))
+    if not matches:
+        return {}
+    text = tail[matches[-1].end() :].decode(errors="replace")
+    try:
+        value, _ = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _first_count(usage: dict[str, Any], paths: tuple[tuple[str, ...], ...]) -> int | None:
+    for path in paths:
+        value: Any = usage
+        for name in path:
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+    return None
+
+
+# TODO of router.proxy.relay: Ending a stream on which nothing moves any more.
+
+
+class IdleTimer:
+    """Calls a function once nothing has moved for so long, while the ``with`` block runs.
+
+    One timer for a stream, that looks anew when it is due: a timer for each piece would cost more
+    than to pass the piece on.
+    """
+
+    def __init__(self, idle_s: float | None, on_idle: Callable[[bool], None]) -> None:
+        """``idle_s`` is None for no limit; ``on_idle`` gets `is_writing`."""
+        self._idle_s = idle_s
+        self._on_idle = on_idle
+        self._timer: asyncio.TimerHandle | None = None
+        self.moved_s = time.monotonic()
+        """When something has moved last; this and the next are to be kept up to date."""
+        self.is_writing = False
+        """Whether it is the client's turn, which may take its time to read."""
+
+    def __enter__(self) -> Self:
+        if self._idle_s is not None:
+            self._sleep(self._idle_s)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _sleep(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        assert self._idle_s is not None
+        left_s = self.moved_s + self._idle_s - time.monotonic()
+        if left_s > 0:
+            self._sleep(left_s)
+        else:
+            self._on_idle(self.is_writing)
+
+
+# TODO of router.proxy.relay: Passing a replica's answer on to the client, and ending it honestly.
+#
+# A stream that the replica breaks off is not dressed up as a complete one: SSE
+# clients get an error event, others see their connection close short of the
+# announced end.
 
 
 async def relay(
     request: web.Request,
-    answer: Answer,
+    answer: ReplicaAnswer,
     *,
     reader: UsageReader,
     record: RequestRecord,
@@ -62,7 +196,7 @@ async def relay(
     return response
 
 
-def _end_idle(request: web.Request, answer: Answer, is_writing: bool) -> None:
+def _end_idle(request: web.Request, answer: ReplicaAnswer, is_writing: bool) -> None:
     if not is_writing:
         answer.cut("nothing came for too long (timeouts.stream_idle_s)")
     elif request.transport is not None:
@@ -70,7 +204,7 @@ def _end_idle(request: web.Request, answer: Answer, is_writing: bool) -> None:
 
 
 async def _end_cut(
-    request: web.Request, response: web.StreamResponse, answer: Answer, last: bytes
+    request: web.Request, response: web.StreamResponse, answer: ReplicaAnswer, last: bytes
 ) -> None:
     if not answer.streamed or "Content-Encoding" in answer.headers:
         response.force_close()

@@ -1,13 +1,8 @@
-"""Sending a request to one replica: connection, headers, first byte, the rest.
-
-aiohttp's exceptions are mapped here, once, to `AttemptFailedError` (nothing of the
-answer has been seen: another replica may be asked) and `AnswerCutError` (the answer
-had begun). A call that is cancelled closes its connection to the replica, which
-is how the replica learns that its answer is not wanted any more.
-"""
+"""Which headers are passed on, from a client to a replica and back."""
 
 import asyncio
 import io
+import re
 import ssl
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -16,12 +11,93 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
+from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from router.config import TimeoutsConfig
-from router.proxy.headers import kept_headers
 from router.record import Cause
 from warmroute_common.config_error import describe
+
+_OWN_HEADERS: Final = ("x-warmroute-", "access-control-")
+"""How the headers begin in which the router alone speaks: of a request, and of other origins."""
+
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_HOP_BY_HOP: Final = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+# Of the client's: its Host names the router, and its body arrives here decoded
+# (aiohttp undoes Content-Encoding), with a length of its own.
+_NOT_FORWARDED: Final = _HOP_BY_HOP | {"host", "content-length", "content-encoding", "expect"}
+
+
+def forwarded_headers(
+    headers: CIMultiDictProxy[str],
+    *,
+    request_id: str,
+    api_key: str | None,
+    is_keyed: bool,
+    traceparent: str | None = None,
+) -> CIMultiDict[str]:
+    """Return the client's headers as the replica gets them.
+
+    ``traceparent`` is the router's own, instead of the client's; None where it has none.
+
+    Its key only where it is the replica's to check: where neither the router does (``is_keyed``)
+    nor the replica has one of its own.
+    """
+    kept = _without(headers, _NOT_FORWARDED)
+    kept["X-Request-Id"] = request_id
+    if traceparent is not None:
+        kept["Traceparent"] = traceparent
+    if is_keyed or api_key is not None:
+        for name in ("Authorization", "X-Api-Key"):
+            kept.popall(name, None)
+    if api_key is not None:
+        kept["Authorization"] = f"Bearer {api_key}"
+    return kept
+
+
+def kept_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """Return an answer's headers without connection headers and the router's own.
+
+    And without those that no server may send, which a client of HTTP takes and ours refuses.
+    """
+    return CIMultiDict(
+        (name, value)
+        for name, value in _without(headers, _HOP_BY_HOP).items()
+        if not name.lower().startswith(_OWN_HEADERS) and not _CONTROLS.search(value)
+    )
+
+
+def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    named = {
+        name.strip().lower()
+        for value in headers.getall("Connection", ())
+        for name in value.split(",")
+    }
+    return CIMultiDict(
+        (name, value)
+        for name, value in headers.items()
+        if name.lower() not in dropped and name.lower() not in named
+    )
+
+
+# TODO of router.proxy.upstream: Sending a request to one replica: connection, headers, first byte, the rest.
+#
+# aiohttp's exceptions are mapped here, once, to `AttemptFailedError` (nothing of the
+# answer has been seen: another replica may be asked) and `AnswerCutError` (the answer
+# had begun). A call that is cancelled closes its connection to the replica, which
+# is how the replica learns that its answer is not wanted any more.
 
 _SWITCHING_PROTOCOLS: Final = 101
 RETRYABLE: Final = frozenset({502, 503, 504})
@@ -82,7 +158,7 @@ class Wait:
         self._bound = None
 
 
-class Answer:
+class ReplicaAnswer:
     """A replica's answer that has begun: status, headers and first bytes are here."""
 
     def __init__(
@@ -162,7 +238,7 @@ class Upstream:
         body: bytes,
         wait: Wait,
         seeks: bool = False,
-    ) -> Answer:
+    ) -> ReplicaAnswer:
         """Send a request; return its answer, to be closed, once its first byte is here.
 
         ``url`` is sent as it is encoded. Raises `AttemptFailedError` where no answer came, one that is
@@ -206,7 +282,7 @@ class Upstream:
         if data is not None and data.sent_s is not None:
             # In a burst a request is written up to 0.3 s after the router began to send it.
             sent_s = data.sent_s
-        return Answer(response, first, sent_s=sent_s, headers_s=headers_s)
+        return ReplicaAnswer(response, first, sent_s=sent_s, headers_s=headers_s)
 
     def _failure(self, error: BaseException, wait: Wait) -> AttemptFailedError | None:
         """Return what aiohttp's exceptions mean; None for what is no failure of a replica."""

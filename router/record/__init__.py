@@ -16,8 +16,8 @@ from router.record.records import (
     Outcome,
     RequestRecord,
     answer_headers,
+    trace_context,
 )
-from router.record.traceparent import trace_context
 
 __all__ = [
     "CONTENT_TYPE",

@@ -9,7 +9,7 @@ from router.record.request_log import RequestLog
 from warmroute_common.config_error import ConfigError
 
 if TYPE_CHECKING:
-    from router.record.traces import Traces
+    from router.record.tracing import Traces
 
 
 class Outlets:
@@ -54,7 +54,7 @@ class Outlets:
 def _traces(config: TracingConfig) -> "Traces":
     # An extra of its own, which only traces need.
     try:
-        from router.record.traces import Traces  # noqa: PLC0415
+        from router.record.tracing import Traces  # noqa: PLC0415
     except ModuleNotFoundError as error:
         found = f"OpenTelemetry is not installed ({error.name} is missing)"
         fix = "install the extra: pip install 'warmroute[otel]'"

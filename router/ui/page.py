@@ -1,18 +1,203 @@
-"""Answering for the page: its files, and the state that it shows."""
+"""The state that the page shows, as JSON values. Pure: reads the fleet and what lately was."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
-from router.fleet import Fleet
-from router.ui.recent import Recent
-from router.ui.state import state
-from warmroute_common.http import as_json
+from router.fleet import Fleet, Replica
+from router.index import Tier
+from router.record import RequestRecord
+from router.ui.recent import KEPT_SPILLS, SLICE_S, SLICES, Recent, Sums, Tokens, Ttfts
+from warmroute_common.http_server import as_json
+
+_MODELS: Final = 100
+"""So many names of models are told at most: a replica may have thousands of adapters."""
+
+
+def state(
+    fleet: Fleet, recent: Recent, *, waiting: int, now_s: float, wall_s: float
+) -> dict[str, Any]:
+    """Return all that the page shows; ``waiting`` requests are held back in the router.
+
+    Times of the day are seconds since 1970: ``wall_s`` is what ``now_s`` of the router's clock is.
+    """
+    recent.pass_time(now_s)
+    models = sorted({name for each in fleet.replicas.values() for name in each.models or ()})
+    ago_s = wall_s - now_s
+    return {
+        "now": wall_s,
+        "started": recent.began_s + ago_s,
+        "window_s": SLICES * SLICE_S,
+        "policy": fleet.config.policy,
+        "models": models[:_MODELS],
+        "totals": _totals(fleet, recent, waiting, now_s),
+        "replicas": [
+            _replica(each, fleet, recent.window, now_s) for each in fleet.replicas.values()
+        ],
+        "requests": [_request(n, each, ago_s) for n, each in reversed(recent.requests)],
+        "ttft": {"slice_s": SLICE_S, "slices": [*_slices(recent, ago_s)]},
+        "sessions": _sessions(fleet, recent, ago_s),
+    }
+
+
+def _totals(fleet: Fleet, recent: Recent, waiting: int, now_s: float) -> dict[str, Any]:
+    window, tokens = recent.window, recent.window.all_tokens
+    return {
+        "requests": recent.count,
+        "requests_per_s": recent.requests_per_s(now_s),
+        "waiting": waiting,
+        "in_flight": sum(each.in_flight for each in fleet.replicas.values()),
+        "prompt_tokens": tokens.prompt,
+        "matched_tokens": _by_tier(tokens.matched),
+        "warmth": tokens.warmth,
+        "cold": _quantiles(window.cold),
+        "warm": _quantiles(window.warm),
+        "index_keys": len(fleet.index),
+        "index_max_keys": fleet.index.max_keys,
+    }
+
+
+def _replica(replica: Replica, fleet: Fleet, window: Sums, now_s: float) -> dict[str, Any]:
+    tokens = window.tokens.get(replica.id, Tokens())
+    sent = replica.waiting - replica.fetching
+    # One prefill runs after another, as its queue is modelled; what others have sent is told apart.
+    prefilling = min(sent, 1)
+    return {
+        "id": replica.id,
+        "url": replica.config.url,
+        "state": str(replica.state),
+        "note": _note(replica, now_s),
+        "told_by": [*_told_by(replica)],
+        "models": len(replica.models) if replica.models is not None else None,
+        "queued": sent - prefilling,
+        "fetching": replica.fetching,
+        "prefilling": prefilling,
+        "decoding": replica.decoding,
+        "others": replica.others_waiting + replica.others_running,
+        "tiers": _tiers(replica, fleet.index.held(replica.slot)),
+        "believed_keys": fleet.index.believed(replica.slot),
+        "prompt_tokens": tokens.prompt,
+        "matched_tokens": _by_tier(tokens.matched),
+        "warmth": tokens.warmth,
+        "homes": fleet.sessions.at_home().get(replica.serial, 0),
+    }
+
+
+def _note(replica: Replica, now_s: float) -> str | None:
+    """Return what a person should know of a replica beside its figures."""
+    if (why := replica.why_idle(now_s)) is not None:
+        return why
+    if replica.shape_problem is not None:
+        return replica.shape_problem
+    if replica.tokens_differ:
+        return "it makes other tokens of prompts than the router: matched by text"
+    return None
+
+
+def _told_by(replica: Replica) -> Iterable[str]:
+    if replica.has_events:
+        yield "KV events"
+    if replica.has_agent:
+        yield "agent"
+    if replica.lmcache_keys is not None:
+        yield "LMCache"
+
+
+def _tiers(replica: Replica, held: Mapping[Tier, int]) -> dict[str, dict[str, Any]]:
+    """Return for each tier how many keys are known to be there, how many tokens, how full it is."""
+    shape = replica.key_shape
+    found = {}
+    for tier in Tier:
+        keys = held.get(tier, 0)
+        per_key = 0 if shape is None else shape.block_tokens
+        if shape is not None and tier is not Tier.GPU:
+            per_key = shape.chunk_tokens
+        capacity = _capacity_tokens(replica, tier)
+        found[str(tier)] = {
+            "keys": keys,
+            "tokens": keys * per_key if per_key else None,
+            "capacity_tokens": capacity,
+            "full": min(1.0, keys * per_key / capacity) if capacity and per_key else None,
+        }
+    return found
+
+
+def _capacity_tokens(replica: Replica, tier: Tier) -> int | None:
+    if tier is Tier.GPU:
+        capacity = replica.queue.capacity_tokens
+    else:
+        capacity = replica.capacity_bytes.get(tier, 0) / replica.kv_bytes_per_token
+    return int(capacity) if capacity >= 1 and isfinite(capacity) else None
+
+
+def _request(number: int, record: RequestRecord, ago_s: float) -> dict[str, Any]:
+    predicted_s = record.predicted_ttft_s
+    return {
+        "number": number,
+        "id": record.request_id,
+        "ended": record.ended_s + ago_s,
+        "endpoint": record.endpoint,
+        "replica": record.replica_id,
+        "reason": record.reason,
+        "home": record.home,
+        "prompt_tokens": record.prompt_tokens,
+        "matched_tokens": _by_tier(record.matched_tokens),
+        "predicted_s": None if predicted_s is None else predicted_s + (record.held_s or 0.0),
+        "ttft_s": record.ttft_s,
+        "total_s": record.total_s,
+        "streamed": record.streamed,
+        "tries": 1 + len(record.failed_tries),
+        "outcome": str(record.outcome),
+        "status": record.status,
+    }
+
+
+def _slices(recent: Recent, ago_s: float) -> Iterable[dict[str, Any]]:
+    for each in recent.slices:
+        if each.sums.cold.count or each.sums.warm.count:
+            yield {
+                "began": each.began_s + ago_s,
+                "cold": _quantiles(each.sums.cold),
+                "warm": _quantiles(each.sums.warm),
+            }
+
+
+def _sessions(fleet: Fleet, recent: Recent, ago_s: float) -> dict[str, Any]:
+    spills = islice(reversed(recent.spills), KEPT_SPILLS)
+    return {
+        "count": len(fleet.sessions),
+        "max": fleet.sessions.max_sessions,
+        "turns": recent.window.turns,
+        "spills": recent.window.spills,
+        "last_spills": [
+            {"ended": each.ended_s + ago_s, "home": each.home, "replica": each.replica_id}
+            for each in spills
+        ],
+    }
+
+
+def _quantiles(ttfts: Ttfts) -> dict[str, Any] | None:
+    if not ttfts.count:
+        return None
+    return {
+        "count": ttfts.count,
+        "p50_s": ttfts.quantile_s(0.5),
+        "p90_s": ttfts.quantile_s(0.9),
+    }
+
+
+def _by_tier(tokens: Mapping[Tier, int]) -> dict[str, int]:
+    return {str(tier): tokens.get(tier, 0) for tier in Tier}
+
+
+# TODO of router.ui.page: Answering for the page: its files, and the state that it shows.
 
 _DIRECTORY: Final = Path(__file__).parent / "static"
 

@@ -1,18 +1,75 @@
-"""What lately was, of the requests that have ended. Pure: times come with the records.
-
-Bounded however many requests there are: the last `KEPT` of them, and `SLICES` slices of time, each
-with its sums. What is asked for over the whole window is summed up as requests end, so that to
-show it costs the same at any load.
-"""
+"""Times to first token, counted in steps of 5%: small, summable, and good for quantiles."""
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import exp, log
 from typing import Final
 
 from router.fleet import Reason
 from router.index import Tier
 from router.record import RequestRecord
-from router.ui.ttfts import Ttfts
+
+_STEP: Final = 0.05
+_LEAST_S: Final = 1e-4
+
+
+class Ttfts:
+    """How many times fell into each step."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._quantiles: dict[float, float] = {}
+        """Those that were asked for, until the counts change: most slices never do again."""
+        self.count = 0
+
+    def note(self, ttft_s: float) -> None:
+        """Count a time."""
+        self._add(round(log(max(ttft_s, _LEAST_S)) / _STEP), 1)
+
+    def add(self, other: "Ttfts", sign: int = 1) -> None:
+        """Add others, or take them away again."""
+        for step, count in other._counts.items():
+            self._add(step, sign * count)
+
+    def quantile_s(self, share: float) -> float | None:
+        """Return the time that this share of them was no longer than; None of no times."""
+        if not self.count:
+            return None
+        if share not in self._quantiles:
+            self._quantiles[share] = exp(self._step_at(share * self.count) * _STEP)
+        return self._quantiles[share]
+
+    def _step_at(self, rank: float) -> int:
+        step = 0
+        for step in sorted(self._counts):
+            rank -= self._counts[step]
+            if rank <= 0:
+                break
+        return step
+
+    def _add(self, step: int, count: int) -> None:
+        self._quantiles.clear()
+        self.count += count
+        left = self._counts.get(step, 0) + count
+        if left:
+            self._counts[step] = left
+        else:
+            del self._counts[step]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ttfts) and self._counts == other._counts
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __repr__(self) -> str:
+        return f"<Ttfts {self.count} p50={self.quantile_s(0.5)}>"
+
+
+# TODO of router.ui.recent: What lately was, of the requests that have ended. Pure: times come with the records.
+#
+# Bounded however many requests there are: the last `KEPT` of them, and `SLICES` slices of time, each
+# with its sums. What is asked for over the whole window is summed up as requests end, so that to
+# show it costs the same at any load.
 
 KEPT: Final = 50
 KEPT_SPILLS: Final = 10
@@ -102,7 +159,7 @@ class Sums:
 
 
 @dataclass(slots=True)
-class Slice:
+class TimeSlice:
     """The sums of `SLICE_S` seconds."""
 
     began_s: float
@@ -115,7 +172,7 @@ class Recent:
     def __init__(self, now_s: float) -> None:
         self.began_s = now_s
         self.window = Sums()
-        self.slices: deque[Slice] = deque([Slice(_beginning(now_s))])
+        self.slices: deque[TimeSlice] = deque([TimeSlice(_beginning(now_s))])
         self.requests: deque[tuple[int, RequestRecord]] = deque(maxlen=KEPT)
         """With their numbers, the last one last."""
         self.spills: deque[RequestRecord] = deque(maxlen=KEPT_SPILLS)
@@ -136,7 +193,7 @@ class Recent:
         began_s = _beginning(now_s)
         if began_s <= self.slices[-1].began_s:
             return
-        self.slices.append(Slice(began_s))
+        self.slices.append(TimeSlice(began_s))
         while self.slices[0].began_s <= began_s - SLICES * SLICE_S:
             self.window.add(self.slices.popleft().sums, -1)
 

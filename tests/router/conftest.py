@@ -18,7 +18,7 @@ from router.parts import Parts
 from router.record.records import RequestRecord
 from tests.cacheengine.conftest import make_bench  # noqa: F401  (a fixture)
 from tests.router.scripted import Scripted, scripted
-from warmroute_common.http import Site
+from warmroute_common.http_server import Site
 
 
 @dataclass(kw_only=True)

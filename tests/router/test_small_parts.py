@@ -10,12 +10,12 @@ import pytest
 from router.app import ticking
 from router.fleet import Fleet
 from router.prompt.readers import local_model
-from router.proxy.request import parse
-from router.proxy.response_owners import Bindings
+from router.proxy.lifecycle import ResponseOwners
+from router.proxy.parsed_request import parse
 
 
 def test_a_binding_is_found_until_others_crowd_it_out() -> None:
-    bindings = Bindings(max_entries=2)
+    bindings = ResponseOwners(max_entries=2)
     bindings.bind("a", "one")
     bindings.bind("b", "two")
     assert bindings.replica_of(["x", "a"]) == "one"

@@ -28,7 +28,7 @@ from router.lmcache.coordinator.state import Coordinator
 from router.lmcache.coordinator.usage import summary
 from router.lmcache.wire import EventsCall, ObjectKey, RegisterCall
 from warmroute_common.api_errors import ApiError, NotFoundError
-from warmroute_common.http import as_json, leaves_body
+from warmroute_common.http_server import as_json, leaves_body
 from warmroute_common.tasks import in_slices
 
 log = logging.getLogger("warmroute.lmcache")

@@ -27,7 +27,7 @@ from router.lmcache.coordinator.usage import bytes_by_salt
 from router.lmcache.server import LmcacheServer
 from router.lmcache.wire import DeletedTold, ObjectKey, PrefetchStatus, check_salt
 from warmroute_common.api_errors import BadRequestError, NotFoundError, UpstreamFailedError
-from warmroute_common.http import as_json
+from warmroute_common.http_server import as_json
 
 
 class CacheApi:

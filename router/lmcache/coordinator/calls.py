@@ -19,7 +19,7 @@ from router.lmcache.wire import (
 )
 from warmroute_common.agent_protocol import UNREADABLE
 from warmroute_common.api_errors import ApiError, BadRequestError
-from warmroute_common.http import read_body
+from warmroute_common.http_server import read_body
 
 GIB: Final = 1 << 30
 _MAX_KEYS: Final = 100_000

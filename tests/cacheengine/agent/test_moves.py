@@ -160,7 +160,7 @@ async def test_a_copy_takes_what_the_sources_tiers_hold_together(fleet: Fleet) -
     assert (ended["state"], ended["asked_chunks"], ended["arrived_chunks"]) == ("done", 20, 20)
     assert fleet.second.bench.has_right_bytes(PREFIX)
     refused = await fleet.begin(400, old=None)
-    assert "name the 'tier' of the source that is to lose the chunks" in refused["error"]
+    assert "name the 'tier' that the source must remove the chunks from" in refused["error"]
 
 
 async def test_a_part_of_a_prefix_is_copied_behind_what_the_destination_holds(

@@ -338,10 +338,13 @@ async def test_what_is_no_http_is_refused_in_one_line_of_the_log(
     await rig.get("/health")
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "BODY_S", 0.05)
+
+
+@pytest.mark.usefixtures("short_wait")
+async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(rig: Rig) -> None:
     answer = await exchange(rig, HEAD + b"Content-Length: 9\r\n\r\n{")
     assert b" 408 " in answer.splitlines()[0], answer
 

@@ -5,7 +5,8 @@ import gc
 import io
 import json
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -25,6 +26,7 @@ from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.transfer.conftest import Play, play
 from tests.cacheengine.whole_replica import WholeReplica, identity
 from warmroute_common import agent_protocol as wire
+from warmroute_common.api_errors import OverloadedError
 from warmroute_common.fleet_secret import FleetSecret
 from warmroute_common.keys import HashScheme, chunk_keys
 
@@ -86,7 +88,7 @@ async def test_without_the_secret_nothing_is_told_or_done(rig: Rig, shown: dict[
     for method, path in calls:
         status, told = await rig.status(rig.guarded.url + path, JSON | shown, method)
         assert status == 401, path
-        assert "the fleet secret is asked for" in told
+        assert "this agent requires the fleet secret" in told
         assert "WARMROUTE_FLEET_SECRET" in told
     assert rig.guarded.bench.engine.match(PREFIX) == ["cpu"] * 4
 
@@ -263,18 +265,34 @@ async def test_a_body_beyond_the_bound_is_refused(rig: Rig) -> None:
     assert (await rig.status(rig.loose.url + "/lookup", JSON, body=body))[0] == 413
 
 
-async def test_bodies_together_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_together_are_bounded(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(answers, "MAX_BODIES_BYTES", 100)
-    bodies = answers.Bodies()
-
-    class Asked:
-        content_length = 60
-
-    asked = cast("web.Request", Asked())
-    with bodies.room_for(asked), pytest.raises(answers.TooMuchError):
-        bodies.room_for(asked).__enter__()
-    with bodies.room_for(asked):
-        pass
+    replica = await asyncio.to_thread(WholeReplica, "small", make_bench(2), None)
+    url = urlsplit(replica.url)
+    head = f"POST /lookup HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
+    held = head.encode() + b"Content-Length: 70\r\n\r\n" + b" " * 60
+    try:
+        async with aiohttp.ClientSession() as session:
+            _, writer = await asyncio.open_connection(url.hostname, url.port)
+            writer.write(held)
+            while True:  # until the agent has read the first 60 bytes
+                async with session.post(
+                    replica.url + "/lookup", data=b" " * 60, headers=JSON
+                ) as answer:
+                    if answer.status == 503:
+                        assert "the memory for request bodies is full" in await answer.text()
+                        break
+            writer.write(b" " * 10)
+            writer.close()
+            body = b'{"keys": ["' + PREFIX[0].hex().encode() + b'"]}'
+            while True:  # until the agent has released them
+                async with session.post(replica.url + "/lookup", data=body, headers=JSON) as answer:
+                    if answer.status == 200:
+                        break
+    finally:
+        await asyncio.to_thread(replica.stop)
 
 
 async def test_a_peer_s_answer_is_read_up_to_a_bound(rig: Rig) -> None:
@@ -341,7 +359,7 @@ async def test_chunks_of_all_moves_together_are_bounded(
     source = wire.MoveSource(agent_url=other.url, transfer_address=other.address)
     wanted = wire.MoveRequest(source=source, tokens=[], copy=True)
     begun = await mover.begin(wanted, PREFIX)
-    with pytest.raises(answers.TooMuchError, match="4 chunks are being moved; try again later"):
+    with pytest.raises(OverloadedError, match="4 chunks are being moved; try again later"):
         await mover.begin(wanted, PREFIX)
     gate.set()
     await begun.over.wait()

@@ -3,7 +3,7 @@
 import pytest
 
 from warmroute_common.api_errors import NotFoundError
-from warmroute_common.http import error_body
+from warmroute_common.http_server import error_body
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])

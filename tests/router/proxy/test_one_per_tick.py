@@ -2,11 +2,11 @@
 
 import asyncio
 
-from router.proxy.request import Turnstile
+from router.proxy.parsed_request import OnePerTick
 
 
 async def test_one_is_let_through_in_each_turn_of_the_loop() -> None:
-    turnstile, happened = Turnstile(), []
+    turnstile, happened = OnePerTick(), []
 
     async def request(number: int) -> None:
         await turnstile.enter()
@@ -22,7 +22,7 @@ async def test_one_is_let_through_in_each_turn_of_the_loop() -> None:
 
 
 async def test_who_comes_alone_does_not_wait() -> None:
-    turnstile = Turnstile()
+    turnstile = OnePerTick()
     entering = turnstile.enter()
     try:
         entering.send(None)
@@ -33,7 +33,7 @@ async def test_who_comes_alone_does_not_wait() -> None:
 
 
 async def test_one_that_gives_up_holds_nobody_up() -> None:
-    turnstile = Turnstile()
+    turnstile = OnePerTick()
     await turnstile.enter()
     first, second, third = (asyncio.create_task(turnstile.enter()) for _ in range(3))
     await asyncio.sleep(0)

@@ -15,7 +15,7 @@ import pytest
 from router.config.settings import ReplicaConfig
 from router.prompt.prompt import Prompt
 from router.prompt.reader import PromptReader
-from router.proxy.request import Asked, parse
+from router.proxy.parsed_request import ParsedRequest, parse
 from tests.router.conftest import Fleet
 from tests.router.scripted import chat_events, cut_before_headers, stream
 
@@ -28,7 +28,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
     seen: list[weakref.ref[object]] = []
     read = PromptReader.read
 
-    def parsed(*given: Any) -> Asked:
+    def parsed(*given: Any) -> ParsedRequest:
         asked = parse(*given)
         seen.append(weakref.ref(asked))
         return asked

@@ -11,8 +11,15 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from router.config.settings import TimeoutsConfig
-from router.proxy.headers import forwarded_headers, kept_headers
-from router.proxy.upstream import AnswerCutError, AttemptFailedError, Upstream, Wait, client_session
+from router.proxy.upstream import (
+    AnswerCutError,
+    AttemptFailedError,
+    Upstream,
+    Wait,
+    client_session,
+    forwarded_headers,
+    kept_headers,
+)
 from router.record.records import Cause
 from tests.router.scripted import (
     Scripted,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from router.proxy.usage import Usage, UsageReader
+from router.proxy.relay import Usage, UsageReader
 
 
 def read(body: bytes, *, step: int) -> Usage:

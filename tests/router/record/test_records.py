@@ -19,8 +19,7 @@ from router.record.records import (
     RequestRecord,
     answer_headers,
 )
-from router.record.request_log import RequestLog
-from router.record.text_line import text_line
+from router.record.request_log import RequestLog, text_line
 from router.staging.stager import PrefetchOutcome, StagingResult
 from tests.router.fleet.deciding import candidate, decision
 

@@ -15,9 +15,8 @@ import pytest
 from router.config import router_config
 from router.config.observability import RequestLogConfig
 from router.index.prompt_keys import Tier
-from router.record.json_line import FIELDS, json_line
 from router.record.records import Cause, FailedTry, Outcome, RequestRecord
-from router.record.request_log import RequestLog
+from router.record.request_log import FIELDS, RequestLog, json_line
 from router.staging.stager import CopyOutcome, PrefetchOutcome, StagingResult
 from tests.router.conftest import Fleet
 from tests.router.scripted import CHAT_ANSWER, json_answer

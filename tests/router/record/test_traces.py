@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from router.config import TracingConfig, router_config
-from router.record.traceparent import TraceContext, trace_context
+from router.record.records import TraceContext, trace_context
 from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running
 from tests.router.scripted import (
@@ -195,7 +195,7 @@ async def test_without_tracing_the_replica_gets_the_clients(
 async def test_a_collector_that_is_gone_costs_requests_nothing(
     fleet: Fleet, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.record.traces._LAST_SPANS_S", 0.2)
+    monkeypatch.setattr("router.record.tracing._LAST_SPANS_S", 0.2)
     router = await fleet.router(tracing=TracingConfig(endpoint="http://127.0.0.1:1/v1/traces"))
     for _ in range(3):
         await ask(client, router)
@@ -207,7 +207,7 @@ async def test_a_collector_that_is_gone_costs_requests_nothing(
 
 async def test_a_missing_extra_is_named(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
-    monkeypatch.delitem(sys.modules, "router.record.traces", raising=False)
+    monkeypatch.delitem(sys.modules, "router.record.tracing", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'warmroute\[otel\]'"):
         await fleet.router(tracing=TracingConfig())
 
@@ -260,7 +260,7 @@ async def test_what_was_opened_is_closed_where_the_rest_cannot_be(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
-    monkeypatch.delitem(sys.modules, "router.record.traces", raising=False)
+    monkeypatch.delitem(sys.modules, "router.record.tracing", raising=False)
     with pytest.raises(ConfigError):
         await fleet.router(tracing=TracingConfig())
     assert "request log" not in {each.name for each in threading.enumerate()}

@@ -23,8 +23,8 @@ from router.cli import main
 from router.config.clients import AccessConfig
 from router.fleet.decision import Reason
 from router.terminal.frame import frame
+from router.ui.page import state
 from router.ui.recent import Recent
-from router.ui.state import state
 from tests.router.conftest import Fleet
 from tests.router.fleet.test_fleet import blocks, make_fleet, place, stored
 from tests.router.prompt.prompts_given import tokens

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from router.fleet.decision import Reason
 from router.index.prompt_keys import Tier
-from router.ui.recent import KEPT, KEPT_SPILLS, SLICE_S, SLICES, Recent, Sums
-from router.ui.ttfts import Ttfts
+from router.ui.recent import KEPT, KEPT_SPILLS, SLICE_S, SLICES, Recent, Sums, Ttfts
 from tests.router.ui.recording import ended, matched
 
 

@@ -9,8 +9,8 @@ from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
 from router.index.prompt_keys import Tier
+from router.ui.page import state
 from router.ui.recent import SLICE_S, Recent
-from router.ui.state import state
 from tests.router.fleet.test_breakers import fail_at
 from tests.router.fleet.test_fleet import blocks, chunks, info, make_fleet, place, snapshot, stored
 from tests.router.fleet.test_phases import in_cpu_ram

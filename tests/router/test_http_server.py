@@ -15,7 +15,7 @@ from aiohttp.web_protocol import RequestHandler
 from router.config.settings import TimeoutsConfig
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.scripted import chat_events, stream
-from warmroute_common.http import BODIES, Site
+from warmroute_common.http_server import BODIES, Site
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

@@ -18,7 +18,7 @@ _LONGEST_SESSION: Final = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ParsedRequest:
     """What a client asks, as far as routing needs to know."""
 
     endpoint: str
@@ -50,14 +50,14 @@ def parse(
     headers: Mapping[str, str],
     session_header: str,
     aliases: Mapping[str, str],
-) -> Asked:
+) -> ParsedRequest:
     """Check a JSON body and the headers for what routing needs; raise `BadRequestError`."""
     fields = json_object(body)
     model = _text(fields, "model")
     if model is not None and model in aliases:
         body = renamed(fields, model := aliases[model])
     before = _text(fields, "previous_response_id") if endpoint == "/v1/responses" else None
-    return Asked(
+    return ParsedRequest(
         endpoint=endpoint,
         body=body,
         fields=fields,
@@ -140,7 +140,7 @@ def _json_type(value: object) -> str:
     return "null" if value is None else names.get(type(value), "a number")
 
 
-class Turnstile:
+class OnePerTick:
     """Lets one request through in each turn of the event loop, in the order of their arrival.
 
     To read and place a prompt takes a millisecond or two, to send it some turns of the loop.

@@ -9,10 +9,10 @@ import orjson
 import pytest
 from click.testing import CliRunner
 
+from router.api.explanation import SHOWN, explanation, why
 from router.cli import main
 from router.config.settings import PolicyName
 from router.explain import table
-from router.explanation import SHOWN, explanation, why
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
 from router.index.prompt_keys import Tier

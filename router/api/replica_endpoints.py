@@ -13,7 +13,7 @@ from aiohttp import web
 
 from router.fleet import Fleet, Replica, State
 from warmroute_common.api_errors import BadRequestError, ForbiddenError, NotFoundError
-from warmroute_common.http import as_json
+from warmroute_common.http_server import as_json
 
 log = logging.getLogger("warmroute.replicas")
 

@@ -10,24 +10,24 @@ import aiohttp
 from aiohttp import web
 
 from router.access import GRANT, Access
+from router.api.explanation import explanation
 from router.config import PROMPTED, RouterConfig
-from router.explanation import explanation
 from router.feeds import authorization, fetch_models
 from router.fleet import Fleet, State
 from router.membership import Reload
-from router.proxy import Judge, json_object, parse
+from router.proxy import RequestLifecycle, json_object, parse
 from router.record import CONTENT_TYPE, Metrics
 from warmroute_common.api_errors import BadRequestError, NoReplicaError, UnknownModelError
-from warmroute_common.http import LEAVING, as_json, read_body
+from warmroute_common.http_server import LEAVING, as_json, read_body
 
 
 @dataclass(frozen=True, kw_only=True)
-class Api:
+class OwnEndpoints:
     """Handlers that need no replica's answer to a prompt."""
 
     config: RouterConfig
     fleet: Fleet
-    judge: Judge
+    judge: RequestLifecycle
     counted: Metrics
     session: aiohttp.ClientSession
     access: Access

@@ -1,14 +1,13 @@
-"""What becomes of any request, whether the proxy or a gateway carries its bytes.
+"""Which replica keeps what: a response, a file, a batch.
 
-`Judge` reads its prompt, places it when it may go, has its KV staged, and learns from its answer.
-A request counts as in flight from `Judge.admit` on. Its `Ticket` is given back by
-`Judge.release`, whether the answer was passed on, cut, refused or not waited for.
+It lives with the replica that made it, so what names its id can be answered nowhere else.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
@@ -19,12 +18,44 @@ from router.fleet import Decision, Fleet, Ticket
 from router.index import PromptKeyCache
 from router.latency import Promised
 from router.prompt import Prompt, PromptSource
-from router.proxy.request import Asked, Turnstile
-from router.proxy.response_owners import Bindings
-from router.proxy.usage import NO_USAGE, Usage
+from router.proxy.parsed_request import OnePerTick, ParsedRequest
+from router.proxy.relay import NO_USAGE, Usage
 from router.record import Cause, FailedTry, Outcome, RequestRecord
 from router.staging import Stager, StagingResult
 from warmroute_common.api_errors import ApiError, BadRequestError, RateLimitedError
+
+
+class ResponseOwners:
+    """A bounded table from such an id to its replica's; the least recently used goes first."""
+
+    def __init__(self, max_entries: int = 100_000) -> None:
+        self._max_entries = max_entries
+        self._replicas: OrderedDict[str, str] = OrderedDict()
+
+    def bind(self, kept_id: str, replica_id: str) -> None:
+        """Remember which replica keeps a thing; forget the oldest beyond the limit."""
+        self._replicas[kept_id] = replica_id
+        self._replicas.move_to_end(kept_id)
+        if len(self._replicas) > self._max_entries:
+            self._replicas.popitem(last=False)
+
+    def replica_of(self, ids: Iterable[str]) -> str | None:
+        """Return the replica that keeps the first that is known, None where none is (any more)."""
+        for each in ids:
+            if (replica_id := self._replicas.get(each)) is not None:
+                self._replicas.move_to_end(each)
+                return replica_id
+        return None
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+
+# TODO of router.proxy.lifecycle: What becomes of any request, whether the proxy or a gateway carries its bytes.
+#
+# `RequestLifecycle` reads its prompt, places it when it may go, has its KV staged, and learns from its answer.
+# A request counts as in flight from `RequestLifecycle.admit` on. Its `Ticket` is given back by
+# `RequestLifecycle.release`, whether the answer was passed on, cut, refused or not waited for.
 
 log = logging.getLogger("warmroute.replicas")
 
@@ -35,7 +66,7 @@ _SERVER_ERROR: Final = 500
 """502, 503 and 504 are retried: they have failed already."""
 
 
-class Judge:
+class RequestLifecycle:
     """The judgment of one router, as the proxy and the picker ask it."""
 
     def __init__(
@@ -58,11 +89,11 @@ class Judge:
         self.fleet = fleet
         self.passthrough = config.passthrough
         """As it is now; the configuration may be read anew."""
-        self.turnstile = Turnstile()
+        self.turnstile = OnePerTick()
         self._admission = admission
         self._prompts = prompts
         self._preparer = preparer
-        self._bindings = Bindings()
+        self._bindings = ResponseOwners()
         self._observe = observe
         self._suspect = suspect
         self._locate = locate
@@ -99,7 +130,7 @@ class Judge:
         """Tell of a request that has ended; once for each."""
         self._observe(record)
 
-    async def read(self, asked: Asked, record: RequestRecord) -> PromptKeyCache:
+    async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:
         """Return the prompt of a request, as its keys are made of it."""
         record.model = asked.model
         began_s = time.monotonic()
@@ -109,7 +140,7 @@ class Judge:
         await self._locate(keyring)
         return keyring
 
-    async def decide(self, asked: Asked) -> tuple[Prompt | None, Decision]:
+    async def decide(self, asked: ParsedRequest) -> tuple[Prompt | None, Decision]:
         """Return where a request would go, without sending it."""
         prompt = await self._prompt(asked)
         keyring = PromptKeyCache(prompt)
@@ -119,7 +150,7 @@ class Judge:
 
     async def admit(
         self,
-        asked: Asked,
+        asked: ParsedRequest,
         keyring: PromptKeyCache,
         record: RequestRecord,
         *,
@@ -161,7 +192,7 @@ class Judge:
         record.step("wait", asked_s)
         return admitted
 
-    def bound_to(self, asked: Asked) -> str | None:
+    def bound_to(self, asked: ParsedRequest) -> str | None:
         """Return the replica that keeps what a request names, if one of the fleet is known to."""
         replica_id = self._bindings.replica_of(asked.ids)
         replica = None if replica_id is None else self.fleet.replicas.find(replica_id)
@@ -269,7 +300,7 @@ class Judge:
                 replica.breaker.why,
             )
 
-    async def _prompt(self, asked: Asked) -> Prompt | None:
+    async def _prompt(self, asked: ParsedRequest) -> Prompt | None:
         if not asked.has_prompt:
             return None
         reader = self._prompts.reader_for(asked.model)
@@ -278,7 +309,7 @@ class Judge:
         except RecursionError:  # orjson reads values that are nested deeper than templates may walk
             raise BadRequestError("the body's values are nested too deeply") from None
 
-    def _placing(self, asked: Asked, keyring: PromptKeyCache) -> Callable[..., Decision]:
+    def _placing(self, asked: ParsedRequest, keyring: PromptKeyCache) -> Callable[..., Decision]:
         return partial(
             self.fleet.place,
             keyring,

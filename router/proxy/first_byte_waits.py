@@ -25,7 +25,7 @@ class _Movable:
     tried: Collection[str] = field(repr=False)
 
 
-class Waits:
+class FirstByteWaits:
     """The requests that wait for their first byte, and could be sent elsewhere."""
 
     def __init__(

@@ -1,0 +1,1 @@
+"""The endpoints that the router answers itself: models, health, metrics, explain, replicas."""
