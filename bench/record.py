@@ -1,8 +1,6 @@
-"""What is known of one request of a replay: its client's view, then the fleet's."""
+"""The record of one request: what its client saw, then what the fleet knows."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 TIERS = ("gpu", "cpu", "disk")
 
@@ -22,7 +20,7 @@ class Record:
     ttft_s: float | None = None
     """From sending it to the first bytes of the answer's stream; None: there were none.
 
-    Of an answer that is not streamed: to its first token, as the fleet tells (`add_truth`).
+    For an answer that is not streamed: to its first token.
     """
     total_s: float | None = None
     streamed: bool = True
@@ -68,26 +66,3 @@ class Record:
         if self.arrived_s is None or self.first_token_s is None:
             return None
         return self.first_token_s - self.arrived_s
-
-
-def add_truth(records: Iterable[Record], told: Iterable[Mapping[str, Any]]) -> None:
-    """Add what the fleet's log of finished requests says, matched by the answers' ids."""
-    by_id = {_bare(str(each["request_id"])): each for each in told}
-    for record in records:
-        each = by_id.get(_bare(record.answer_id or ""))
-        if each is None:
-            continue
-        record.instance_id = each["instance_id"]
-        record.cached_tokens = {tier: int(each["cached_tokens"].get(tier, 0)) for tier in TIERS}
-        record.prompt_tokens = int(each["prompt_tokens"])
-        record.arrived_s = each["arrived_s"]
-        record.first_token_s = each["first_token_s"]
-        record.finished_s = each["finished_s"]
-        if not record.streamed and record.ok and record.total_s is not None:
-            # The client saw all of it at once: what came after the first token was decoding.
-            record.ttft_s = max(0.0, record.total_s - (each["finished_s"] - each["first_token_s"]))
-
-
-def _bare(request_id: str) -> str:
-    """Return an id without what vLLM puts before it."""
-    return request_id.removeprefix("cmpl-")

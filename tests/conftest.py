@@ -14,7 +14,6 @@ hypothesis.settings.load_profile("no-deadline")
 
 _ONE_PROCESS = (
     "tests/e2e/",
-    "tests/bench/compare/",
     "tests/bench/engine/",
     "tests/simulator/test_tier_events.py",
     "tests/cacheengine/connector/",

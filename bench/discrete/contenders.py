@@ -12,7 +12,7 @@ from bench.discrete.routers.bounds import Oracle
 from bench.discrete.routers.ours import OurRouter, Settings
 from bench.discrete.routers.peers import RuleRouter
 from bench.discrete.rules.catalogue import rules
-from bench.replay.bound import REPLICA, no_queue
+from bench.workloads.ideal import NO_QUEUE, no_queue
 from bench.workloads.session import Session
 from router.config.judgment import DEFAULT
 from router.config.settings import AdmissionConfig, PrefetchConfig
@@ -20,7 +20,6 @@ from router.config.settings import AdmissionConfig, PrefetchConfig
 OURS: Final = "ours"
 SHARED_CACHE: Final = "shared-infinite-cache"
 ORACLE: Final = "oracle"
-NO_QUEUE: Final = REPLICA
 
 
 def _ours(settings: Settings) -> Contender:

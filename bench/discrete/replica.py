@@ -106,7 +106,7 @@ class ModelReplica:
     def submit(
         self, prompt: ModelPrompt, output_tokens: int, on_first_token: Callable[[float], None]
     ) -> Serving:
-        """Put a request into the queue. Raises `ReplicaDownError`, and ValueError if it never fits."""
+        """Queue a request. Raises `ReplicaDownError`, and ValueError if it can never fit."""
         if not self.is_alive:
             raise ReplicaDownError
         step = self.machine.shape.blocks_per_chunk

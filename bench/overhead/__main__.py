@@ -35,7 +35,6 @@ from bench.overhead.case import DEFAULT, Case, cases
 from bench.overhead.measure import prepare
 from bench.overhead.report import as_json, case_figures, table
 from bench.overhead.rounds import Results, run_round
-from bench.replay.contenders import peers
 from bench.replica.model import make_model
 from bench.ttft import BenchError, machine
 
@@ -86,16 +85,23 @@ def _load_average() -> float:
 
 def measured(arguments: argparse.Namespace, wanted: Sequence[Case]) -> Results:
     """Make the prompts and run all rounds; raise `BenchError`."""
-    known = contenders.entries(peers.PeersPython(arguments.peers_python))
-    entries = {name: known[name] for name in arguments.contender}
-    telling = any(each.needs_telling for each in entries.values())
+    known = contenders.contenders(contenders.PeersPython(arguments.peers_python))
+    wanted_contenders = {name: known[name] for name in arguments.contender}
+    telling = any(each.needs_events for each in wanted_contenders.values())
     tokenizer = arguments.tokenizer or make_model(_MODEL)
     results = Results()
     with tempfile.TemporaryDirectory() as made:
         print("making the prompts", file=sys.stderr)
         prepared = prepare(Path(made), wanted, tokenizer, telling=telling, seed=arguments.seed)
         for number in range(1 if arguments.quick else arguments.rounds):
-            run_round(number, entries, wanted, prepared, results, connections=arguments.connections)
+            run_round(
+                number,
+                wanted_contenders,
+                wanted,
+                prepared,
+                results,
+                connections=arguments.connections,
+            )
     return results
 
 
@@ -106,7 +112,7 @@ def report(
     return {
         "what": "what a router itself costs before replicas that answer at once",
         "machine": machine(),
-        "peers": list(peers.PACKAGES),
+        "peers": list(contenders.PACKAGES),
         "connections": arguments.connections,
         "tokenizer": "of bench.replica.model" if arguments.tokenizer is None else "given",
         "left_out": results.why_not,
@@ -116,7 +122,7 @@ def report(
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [each.name for each in cases(1, 1)]
-    known = list(contenders.entries(peers.PeersPython(None)))
+    known = list(contenders.contenders(contenders.PeersPython(None)))
     parser = argparse.ArgumentParser(
         prog="bench.overhead", description="Measure what a router itself costs."
     )

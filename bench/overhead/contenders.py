@@ -1,22 +1,27 @@
-"""The contenders, and how each is started: ours and the peers as their users start them."""
+"""The contenders: what each is, and how a user starts it."""
 
 import json
+import os
+import re
 import shlex
 import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from bench.environments import NotInstalledError, installed
 from bench.overhead.prompts import MODEL
-from bench.replay.contenders import peers
-from bench.replay.contenders.contender import CannotRunError, Contender, Launch, Running, fetch
-from bench.replay.fleet import Fleet, FleetOptions, FleetReplica
 from bench.replica.local import router_command
+from bench.ttft import BenchError
 from cacheengine.launch.launch import free_ports
 from router.config import PickerConfig, ReplicaConfig, RouterConfig, load_router_config
 from router.envoy import configuration, program
+from router.launch.processes import ChildFailedError, ProcessGroup, tail
 from warmroute_common.config_error import Place
 
 DIRECT: Final = "direct"
@@ -28,102 +33,241 @@ PICKER_TEXT: Final = "picker-text"
 BARE_PICKER: Final = "bare-picker"
 BARE_PICKER_GRPC: Final = "bare-picker-grpc"
 ENVOY: Final = "envoy"
-PEERS: Final = ("sglang-cache-aware", "vllm-round-robin")
-"""The policy that its users have by default, and the one that looks at no prompt."""
-_HERE: Final = Place("bench.overhead")
+SGLANG: Final = "sglang-cache-aware"
+"""sglang-router with its default policy."""
+VLLM: Final = "vllm-round-robin"
+"""vllm-router with the policy that does not look at the prompt."""
+PEERS: Final = (SGLANG, VLLM)
 DEFAULT: Final = (DIRECT, BARE_PROXY, *PEERS, OURS_TEXT, OURS_TOKENS)
+
+PACKAGES: Final = ("sglang-router==0.3.2", "vllm-router==0.1.17")
+_NEEDS: Final = ("setproctitle", "fastapi", "uvicorn", "requests", "aiohttp", "orjson")
+_PEERS_DIRECTORY: Final = Path.home() / ".cache" / "warmroute-peers"
+_READY_S: Final = 60.0
+_POLL_S: Final = 0.1
+_HERE: Final = Place("bench.overhead")
+
+
+class CannotRunError(Exception):
+    """Why a contender is not in the comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A contender, and the kind of replica it gets."""
+class Launch:
+    """How a contender's process is started, and when it knows all replicas."""
 
-    contender: Contender
-    needs_telling: bool = False
-    """Whether its replicas tell their tokenizer, and what they hold by KV events."""
+    command: list[str]
+    url: str
+    is_ready: Callable[[], bool]
+    """Polled until it returns True; may raise what `fetch` raises."""
+    environment: dict[str, str] | None = None
 
 
-def entries(python: peers.PeersPython) -> dict[str, Entry]:
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A router, and the kind of replicas it gets."""
+
+    name: str
+    launch: Callable[[Sequence[str], Path], Launch] | None
+    """Given the replicas' URLs and a directory; None: clients use the replicas directly.
+
+    Raises `CannotRunError`.
+    """
+    needs_events: bool = False
+    """Whether its replicas serve their tokenizer and publish KV events."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A contender that is ready."""
+
+    urls: tuple[str, ...]
+    """Where its clients send their requests."""
+    pid: int | None
+
+
+class PeersPython:
+    """The interpreter that has both Rust routers; installs them at the first call of `path`."""
+
+    def __init__(self, python: Path | None, directory: Path = _PEERS_DIRECTORY) -> None:
+        self._python = python
+        self._directory = directory
+
+    def path(self) -> Path:
+        """Return it; raises `CannotRunError` when the packages cannot be installed."""
+        if self._python is None:
+            try:
+                steps = (("--no-deps", *PACKAGES), _NEEDS)
+                self._python = installed(self._directory, PACKAGES, *steps)
+            except NotInstalledError as error:
+                raise CannotRunError(str(error)) from None
+        return self._python
+
+
+def contenders(python: PeersPython) -> dict[str, Contender]:
     """Return all contenders, by name."""
-    text = Contender(name=OURS_TEXT, launch=_ours(OURS_TEXT, knows_tokens=False))
-    tokens = Contender(name=OURS_TOKENS, launch=_ours(OURS_TOKENS, knows_tokens=True))
     made = [
-        Entry(contender=Contender(name=DIRECT, launch=None)),
-        Entry(contender=Contender(name=BARE_PROXY, launch=_bare_proxy)),
-        *(Entry(contender=each) for each in peers.contenders(python)),
-        Entry(contender=text),
-        Entry(contender=tokens, needs_telling=True),
-        Entry(contender=Contender(name=PICKER, launch=_picker), needs_telling=True),
-        Entry(contender=Contender(name=PICKER_TEXT, launch=partial(_picker, knows_tokens=False))),
-        Entry(contender=Contender(name=BARE_PICKER, launch=_bare_picker)),
-        Entry(
-            contender=Contender(name=BARE_PICKER_GRPC, launch=partial(_bare_picker, by_grpc=True))
+        Contender(name=DIRECT, launch=None),
+        Contender(name=BARE_PROXY, launch=_bare_proxy),
+        Contender(name=SGLANG, launch=partial(_sglang, python)),
+        Contender(name=VLLM, launch=partial(_vllm, python)),
+        Contender(name=OURS_TEXT, launch=partial(_ours, OURS_TEXT, knows_tokens=False)),
+        Contender(
+            name=OURS_TOKENS,
+            launch=partial(_ours, OURS_TOKENS, knows_tokens=True),
+            needs_events=True,
         ),
-        Entry(contender=Contender(name=ENVOY, launch=_envoy)),
+        Contender(name=PICKER, launch=partial(_picker, knows_tokens=True), needs_events=True),
+        Contender(name=PICKER_TEXT, launch=partial(_picker, knows_tokens=False)),
+        Contender(name=BARE_PICKER, launch=partial(_bare_picker, by_grpc=False)),
+        Contender(name=BARE_PICKER_GRPC, launch=partial(_bare_picker, by_grpc=True)),
+        Contender(name=ENVOY, launch=_envoy),
     ]
-    return {each.contender.name: each for each in made}
+    return {each.name: each for each in made}
 
 
-def fleet(replicas: Sequence[Mapping[str, str]], tokenizer: Path) -> Fleet:
-    """Return fake replicas in the form in which contenders are told of theirs."""
-    return Fleet(
-        options=FleetOptions(replicas=len(replicas), speed=1.0),
-        replicas=tuple(
-            FleetReplica(
-                instance_id=f"fake{number}",
-                url=each["url"],
-                agent_url="",
-                kv_events=each.get("kv_events", ""),
-                kv_replay=each.get("kv_replay", ""),
-            )
-            for number, each in enumerate(replicas)
-        ),
-        control_url="",
-        tokenizer=tokenizer,
-        model=MODEL,
-    )
+def start(
+    contender: Contender, group: ProcessGroup, replicas: Sequence[str], directory: Path
+) -> Running:
+    """Start a contender; return when it knows every replica. Raises `CannotRunError`."""
+    if contender.launch is None:
+        return Running(urls=tuple(replicas), pid=None)
+    launch = contender.launch(replicas, directory)
+    log = directory / f"{contender.name}.log"
+    try:
+        pid = group.start(contender.name, launch.command, launch.environment, log)
+        deadline_s = time.monotonic() + _READY_S
+        while not _is_ready(launch):
+            group.check()
+            if time.monotonic() > deadline_s:
+                raise CannotRunError(f"not ready within {_READY_S:.0f} s: {tail(log, lines=3)}")
+            time.sleep(_POLL_S)
+    except ChildFailedError as error:
+        if error.name != contender.name:
+            raise BenchError(str(error)) from None
+        raise CannotRunError(f"{error.what}: {tail(log, lines=3)}") from None
+    return Running(urls=(launch.url,), pid=pid)
 
 
-def urls(running: Running, to: Fleet) -> tuple[str, ...]:
-    """Return where a contender's clients send their requests."""
-    return (running.url,) if running.url else tuple(each.url for each in to.replicas)
+def _is_ready(launch: Launch) -> bool:
+    try:
+        return launch.is_ready()
+    except (OSError, urllib.error.URLError, ValueError, KeyError):
+        return False
+
+
+def fetch(url: str, body: object | None = None) -> Any:
+    """Return a URL's JSON (None where it has none); raises OSError, also for an error status."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    # Never through a proxy from the environment: these are our own children.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=5.0) as answer:
+        content = answer.read()
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
 
 
 def check_knows_tokens(running: Running, body: bytes) -> None:
     """Raise `CannotRunError` unless the router finds a prompt that it was sent by its tokens.
 
-    Without this a router that did not learn how its replicas make their keys
-    would be measured by text, under a wrong name.
+    Without this check, a router that did not learn how its replicas make their keys
+    would be measured by text under the wrong name.
     """
-    told: dict[str, Any] = fetch(f"{running.url}/explain", json.loads(body))
-    matched = max(each["matched_tokens"].get("gpu", 0) for each in told["candidates"])
-    if not told["exact_tokens"] or matched < 0.9 * told["prompt_tokens"]:
+    explained: dict[str, Any] = fetch(f"{running.urls[0]}/explain", json.loads(body))
+    matched = max(each["matched_tokens"].get("gpu", 0) for each in explained["candidates"])
+    if not explained["exact_tokens"] or matched < 0.9 * explained["prompt_tokens"]:
         raise CannotRunError(
-            f"of {told['prompt_tokens']} tokens it was sent it knows {matched} "
-            f"(exact: {told['exact_tokens']})"
+            f"of {explained['prompt_tokens']} tokens it was sent it knows {matched} "
+            f"(exact: {explained['exact_tokens']})"
         )
 
 
-def _bare_proxy(to: Fleet, directory: Path) -> Launch:
+def _lists_models(url: str) -> bool:
+    return bool(fetch(f"{url}/v1/models")["data"])
+
+
+def _knows_fleet(url: str, replicas: Sequence[str], *, knows_tokens: bool) -> bool:
+    """Whether every replica is a candidate, and prompts are matched by tokens (or text)."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Who is there?"}]}
+    explained = fetch(f"{url}/explain", body)
+    knows_all = len(explained["candidates"]) == len(replicas)
+    return knows_all and explained["exact_tokens"] is knows_tokens
+
+
+def _ours(name: str, replicas: Sequence[str], directory: Path, *, knows_tokens: bool) -> Launch:
     (port,) = free_ports(1)
-    replicas = [each.url for each in to.replicas]
+    path = directory / f"{name}.yaml"
+    # Everything else keeps its default: the router finds out what its replicas offer.
+    config = {
+        "port": port,
+        "log_level": "warning",
+        "replicas": [{"url": each} for each in replicas],
+    }
+    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    url = f"http://127.0.0.1:{port}"
+    return Launch(
+        command=router_command(path),
+        url=url,
+        is_ready=partial(_knows_fleet, url, replicas, knows_tokens=knows_tokens),
+    )
+
+
+def _bare_proxy(replicas: Sequence[str], directory: Path) -> Launch:
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "bench.overhead.bare_proxy", "--port", str(port), *replicas]
     url = f"http://127.0.0.1:{port}"
+    return Launch(command=command, url=url, is_ready=partial(_lists_models, url))
+
+
+def _sglang(python: PeersPython, replicas: Sequence[str], directory: Path) -> Launch:
+    options = ("--log-level", "warn", "--policy", "cache_aware")
+    return _rust_router([str(python.path()), "-m", "sglang_router", "launch", *options], replicas)
+
+
+def _vllm(python: PeersPython, replicas: Sequence[str], directory: Path) -> Launch:
+    options = ("--log-level", "warning", "--policy", "round_robin")
+    return _rust_router([str(python.path()), "-m", "vllm_router.launch_router", *options], replicas)
+
+
+def _rust_router(command: Sequence[str], replicas: Sequence[str]) -> Launch:
+    """Add the options that both Rust routers call by the same names."""
+    port, metrics_port = free_ports(2)
+    url = f"http://127.0.0.1:{port}"
+    options = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port))
 
     def is_ready() -> bool:
-        return bool(fetch(f"{url}/v1/models")["data"])
+        fetch(f"{url}/health")
+        workers = fetch(f"{url}/workers")["workers"]
+        return sum(bool(each["is_healthy"]) for each in workers) == len(replicas)
 
-    return Launch(command=command, url=url, is_ready=is_ready)
+    # Both would ask a proxy from the environment for the replicas.
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not re.fullmatch(r"(all|https?)_proxy", name, re.IGNORECASE)
+    }
+    return Launch(
+        command=[
+            *(*command, *options, "--worker-urls", *replicas),
+            *("--worker-startup-check-interval", "1"),
+        ],
+        url=url,
+        is_ready=is_ready,
+        environment=environment,
+    )
 
 
-def _picker(to: Fleet, directory: Path, *, knows_tokens: bool = True) -> Launch:
+def _picker(replicas: Sequence[str], directory: Path, *, knows_tokens: bool) -> Launch:
     """Start Envoy and the picker that it asks, as `warmroute up --gateway envoy` does."""
     port, picker_port, http_port, envoy_port = free_ports(4)
     path = directory / "picker.json"
     config = {
         "port": port,
         "log_level": "warning",
-        "replicas": [{"url": each.url} for each in to.replicas],
+        "replicas": [{"url": each} for each in replicas],
         "picker": {"port": picker_port, "http_port": http_port, "envoy_port": envoy_port},
     }
     path.write_text(json.dumps(config), encoding="utf-8")
@@ -148,25 +292,23 @@ def _picker(to: Fleet, directory: Path, *, knows_tokens: bool = True) -> Launch:
     )
     envoy = _write_envoy(directory / "envoy.json", settings)
     picker = [sys.executable, "-m", "router", "picker", "--config", str(path)]
-    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Who is there?"}]}
+    url = f"http://127.0.0.1:{port}"
+    picker_url = f"http://127.0.0.1:{http_port}"
 
     def is_ready() -> bool:
-        told = fetch(f"http://127.0.0.1:{http_port}/explain", asked)
-        knows_all = len(told["candidates"]) == len(to.replicas)
-        if not knows_all or told["exact_tokens"] is not knows_tokens:
-            return False
-        return bool(fetch(f"http://127.0.0.1:{port}/v1/models")["data"])
+        knows_fleet = _knows_fleet(picker_url, replicas, knows_tokens=knows_tokens)
+        return knows_fleet and _lists_models(url)
 
-    return Launch(command=_both(envoy, picker), url=f"http://127.0.0.1:{port}", is_ready=is_ready)
+    return Launch(command=_both(envoy, picker), url=url, is_ready=is_ready)
 
 
-def _bare_picker(to: Fleet, directory: Path, *, by_grpc: bool = False) -> Launch:
+def _bare_picker(replicas: Sequence[str], directory: Path, *, by_grpc: bool) -> Launch:
     """Start Envoy and a picker that gives every request the same answer."""
     port, picker_port, envoy_port = free_ports(3)
     settings = configuration(
         RouterConfig(
             port=port,
-            replicas=tuple(ReplicaConfig(url=each.url) for each in to.replicas),
+            replicas=tuple(ReplicaConfig(url=each) for each in replicas),
             picker=PickerConfig(port=picker_port, envoy_port=envoy_port),
         ),
         _HERE,
@@ -175,15 +317,11 @@ def _bare_picker(to: Fleet, directory: Path, *, by_grpc: bool = False) -> Launch
     if by_grpc:
         http["http_filters"] = [_BY_GRPC, http["http_filters"][-1]]
     ports = ["--port", str(picker_port), "--envoy-port", str(envoy_port)]
-    endpoint = to.replicas[0].url.removeprefix("http://")
+    endpoint = replicas[0].removeprefix("http://")
     picker = [sys.executable, "-m", "bench.overhead.bare_picker", *ports, endpoint]
     envoy = _write_envoy(directory / f"envoy-bare-{by_grpc}.json", settings)
     url = f"http://127.0.0.1:{port}"
-
-    def is_ready() -> bool:
-        return bool(fetch(f"{url}/v1/models")["data"])
-
-    return Launch(command=_both(envoy, picker), url=url, is_ready=is_ready)
+    return Launch(command=_both(envoy, picker), url=url, is_ready=partial(_lists_models, url))
 
 
 # As gateways ask, with the fewest messages: a whole body in, the answer out, the call's end.
@@ -213,22 +351,18 @@ def _both(envoy: Sequence[str], picker: Sequence[str]) -> list[str]:
     return ["sh", "-c", f"{shlex.join(envoy)} & exec {shlex.join(picker)}"]
 
 
-def _envoy(to: Fleet, directory: Path) -> Launch:
+def _envoy(replicas: Sequence[str], directory: Path) -> Launch:
     """Start Envoy alone, whose replicas take turns: what its bytes cost."""
     (port,) = free_ports(1)
-    replicas = tuple(ReplicaConfig(url=each.url) for each in to.replicas)
-    settings = configuration(RouterConfig(port=port, replicas=replicas), _HERE)
+    config = RouterConfig(port=port, replicas=tuple(ReplicaConfig(url=each) for each in replicas))
+    settings = configuration(config, _HERE)
     http = _http(settings)
     http["http_filters"] = http["http_filters"][-1:]
     [host] = http["route_config"]["virtual_hosts"]
     host["routes"] = [{"match": {"prefix": "/"}, "route": {"cluster": "replicas"}}]
     url = f"http://127.0.0.1:{port}"
-
-    def is_ready() -> bool:
-        return bool(fetch(f"{url}/v1/models")["data"])
-
     command = _write_envoy(directory / "envoy-alone.json", settings)
-    return Launch(command=command, url=url, is_ready=is_ready)
+    return Launch(command=command, url=url, is_ready=partial(_lists_models, url))
 
 
 def _http(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,24 +379,3 @@ def _write_envoy(path: Path, settings: Mapping[str, Any]) -> list[str]:
     path.write_text(json.dumps(settings), encoding="utf-8")
     options = ["--concurrency", "1", "--log-level", "error", "--disable-hot-restart"]
     return [found, "--config-path", str(path), *options]
-
-
-def _ours(name: str, *, knows_tokens: bool) -> Callable[[Fleet, Path], Launch]:
-    def launch(to: Fleet, directory: Path) -> Launch:
-        (port,) = free_ports(1)
-        path = directory / f"{name}.yaml"
-        # All else is left as it is by default: it finds out what its replicas tell.
-        replicas = [{"url": each.url} for each in to.replicas]
-        config = {"port": port, "log_level": "warning", "replicas": replicas}
-        path.write_text(json.dumps(config, indent=2), encoding="utf-8")
-        url = f"http://127.0.0.1:{port}"
-        asked = {"model": MODEL, "messages": [{"role": "user", "content": "Who is there?"}]}
-
-        def is_ready() -> bool:
-            told = fetch(f"{url}/explain", asked)
-            knows_all = len(told["candidates"]) == len(to.replicas)
-            return knows_all and told["exact_tokens"] is knows_tokens
-
-        return Launch(command=router_command(path), url=url, is_ready=is_ready)
-
-    return launch

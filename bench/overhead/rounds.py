@@ -11,11 +11,9 @@ from typing import Any, Final
 
 from bench.overhead import prompts
 from bench.overhead.case import WARM_UP, Case
-from bench.overhead.contenders import Entry, check_knows_tokens, fleet, urls
+from bench.overhead.contenders import CannotRunError, Contender, check_knows_tokens, start
 from bench.overhead.figures import Sample
 from bench.overhead.measure import Prepared, Watched, measure
-from bench.replay.contenders.contender import CannotRunError, start
-from bench.replay.fleet import Fleet
 from bench.ttft import BenchError
 from router.launch.processes import ChildFailedError, ProcessGroup, tail
 
@@ -33,8 +31,10 @@ class Ground:
     directory: Path
     """For logs and configurations."""
     replicas_pid: int
-    silent: Fleet
-    telling: Fleet | None
+    silent: tuple[str, ...]
+    """URLs of replicas that publish nothing."""
+    telling: tuple[str, ...]
+    """URLs of replicas that publish KV events; empty where no contender needs them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Results:
 
 def run_round(
     number: int,
-    entries: Mapping[str, Entry],
+    contenders: Mapping[str, Contender],
     cases: Sequence[Case],
     prepared: Prepared,
     results: Results,
@@ -76,10 +76,10 @@ def run_round(
     with tempfile.TemporaryDirectory() as made, ProcessGroup(grace_s=_GRACE_S) as group:
         ground = _ground(group, Path(made), prepared)
         lanes: dict[str, Lane] = {}
-        for name, entry in entries.items():
+        for name, contender in contenders.items():
             if name not in results.why_not:
                 try:
-                    lanes[name] = _start(entry, ground, prepared)
+                    lanes[name] = _start(contender, ground, prepared)
                 except CannotRunError as error:
                     results.why_not[name] = str(error)
         for index, case in enumerate(cases):
@@ -102,20 +102,19 @@ def rotated(names: Sequence[str], by: int) -> list[str]:
     return [*names[at:], *names[:at]]
 
 
-def _start(entry: Entry, ground: Ground, prepared: Prepared) -> Lane:
+def _start(contender: Contender, ground: Ground, prepared: Prepared) -> Lane:
     """Start a contender and warm it up; raises `CannotRunError`."""
-    to = ground.telling if entry.needs_telling else ground.silent
-    assert to is not None
-    running = start(entry.contender, ground.group, to, ground.directory)
+    replicas = ground.telling if contender.needs_events else ground.silent
+    running = start(contender, ground.group, replicas, ground.directory)
     lane = Lane(
-        urls=urls(running, to), watched=Watched(pid=running.pid, replicas_pid=ground.replicas_pid)
+        urls=running.urls, watched=Watched(pid=running.pid, replicas_pid=ground.replicas_pid)
     )
     warm = measure(
         WARM_UP, prepared.warm_up, lane.urls, lane.watched, connections=_WARM_UP_AT_ONCE, number=-1
     )
     if warm.first_error is not None:
         raise CannotRunError(f"{warm.errors} of {WARM_UP.requests} failed: {warm.first_error}")
-    if entry.needs_telling:
+    if contender.needs_events:
         check_knows_tokens(running, prompts.read(prepared.warm_up)[-1][-1])
     return lane
 
@@ -135,8 +134,8 @@ def _ground(group: ProcessGroup, directory: Path, prepared: Prepared) -> Ground:
         group=group,
         directory=directory,
         replicas_pid=pid,
-        silent=fleet(told["silent"], prepared.tokenizer),
-        telling=fleet(told["telling"], prepared.tokenizer) if told["telling"] else None,
+        silent=tuple(each["url"] for each in told["silent"]),
+        telling=tuple(each["url"] for each in told["telling"] or ()),
     )
 
 

@@ -73,7 +73,7 @@ def total(metrics: str, name: str, **labels: str) -> float:
 
 
 def wait_until(what: str, check: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
-    """Return when ``check`` says so; raise `NotThereError`, naming ``what``, after ``timeout_s``."""
+    """Wait until ``check`` is true; after ``timeout_s`` raise `NotThereError`, naming ``what``."""
     deadline_s = time.monotonic() + timeout_s
     while not check():
         if time.monotonic() > deadline_s:

@@ -1,13 +1,15 @@
-"""Every request answered at once: no queue, and one cache for all that forgets nothing. Pure.
+"""The ideal run: no queue, and one infinite cache for all requests. Pure.
 
-The ideal run tells what a workload offers: when each request is due where
-answers come as soon as they can, and what an infinite cache leaves to compute.
+It gives the load that a workload offers (when each request is due, and how many
+tokens an infinite cache leaves to compute), and the bound that no fleet can pass.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
+from bench.record import Record
 from bench.workloads.session import Session, Span
 from simulator.model.rates import Rates, Shape
 
@@ -105,3 +107,48 @@ class IdealRun:
     def _ttft_s(self, computed: int, matched: int) -> float:
         steps = math.ceil(computed / self._shape.max_batched_tokens)
         return steps * self._rates.step_s + self._rates.prefill_s(computed, matched)
+
+
+NO_QUEUE: Final = "no-queue"
+"""The bound's name: each request is alone on a replica that holds every prefix sent before."""
+
+
+def no_queue(sessions: Sequence[Session], rates: Rates, shape: Shape) -> list[Record]:
+    """Return the record of each request, as a replica without a queue would answer it."""
+    first_numbers = _first_numbers(sessions)
+    run = IdealRun(rates, shape)
+    records = []
+    for index in sorted(range(len(sessions)), key=lambda one: sessions[one].start_s):
+        for turn_index, turn in enumerate(run.answer(sessions[index])):
+            number = first_numbers[index] + turn_index
+            records.append(_record(number, sessions[index], turn_index, turn))
+    return sorted(records, key=lambda each: each.number)
+
+
+def _record(number: int, session: Session, turn_index: int, turn: IdealTurn) -> Record:
+    due_s = session.start_s + turn.offset_s
+    return Record(
+        number=number,
+        session=session.name,
+        turn=turn_index,
+        prompt_tokens=turn.prompt_tokens,
+        output_tokens=turn.output_tokens,
+        streamed=session.turns[turn_index].streamed,
+        due_s=due_s,
+        sent_s=due_s,
+        ttft_s=turn.ttft_s,
+        total_s=turn.total_s,
+        instance_id=NO_QUEUE,
+        cached_tokens={"gpu": turn.matched_tokens, "cpu": 0, "disk": 0},
+        arrived_s=due_s,
+        first_token_s=due_s + turn.ttft_s,
+        finished_s=due_s + turn.total_s,
+    )
+
+
+def _first_numbers(sessions: Sequence[Session]) -> list[int]:
+    numbers, number = [], 0
+    for session in sessions:
+        numbers.append(number)
+        number += len(session.turns)
+    return numbers

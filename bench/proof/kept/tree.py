@@ -11,16 +11,11 @@ from bench.ttft import BenchError
 
 RESULTS: Final = "bench/results"
 """What may differ from the commit: results are written while others are made."""
-SOURCES: Final = ("router", "cacheengine", "bench")
+SOURCES: Final = ("warmroute_common", "router", "cacheengine", "simulator", "bench")
 UNUSED: Final = (
     RESULTS,
-    "bench/aiperf",
-    "bench/calibration",
-    "bench/compare",
     "bench/engine",
     "bench/overhead",
-    "bench/crowds",
-    "bench/decode_cost",
     "bench/soak",
     "bench/stress",
     "bench/replica",

@@ -173,7 +173,7 @@ async def test_a_failed_request_is_counted_and_the_others_are_sent() -> None:
 
     sent = Sent()
     await flood(ask, SEQUENCES, 2, sent)
-    assert (len(sent.timings), sent.errors, sent.first_error) == (6, 1, "BadAnswer: no good")
+    assert (len(sent.timings), sent.errors, sent.first_error) == (6, 1, "BadAnswerError: no good")
 
 
 def test_sequences_take_turns() -> None:

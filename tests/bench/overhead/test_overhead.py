@@ -1,6 +1,7 @@
 """The whole of it: contenders as they are started, and one small run."""
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,50 +11,94 @@ from typing import Any
 
 import pytest
 
+from bench.environments import mark
 from bench.overhead.__main__ import main
 from bench.overhead.case import DEFAULT as CASES
 from bench.overhead.contenders import (
     BARE_PROXY,
-    DEFAULT,
     DIRECT,
     OURS_TEXT,
     OURS_TOKENS,
+    PACKAGES,
+    PEERS,
+    CannotRunError,
+    Contender,
+    Launch,
+    PeersPython,
+    Running,
     check_knows_tokens,
-    entries,
-    fleet,
-    urls,
+    contenders,
+    start,
 )
-from bench.replay.contenders import peers
-from bench.replay.contenders.contender import CannotRunError, Running
 from router.config.loading import load_router_config
+from router.launch.processes import ProcessGroup
 from simulator.api.vocabulary import make_tokenizer
 
-REPLICAS = [{"url": "http://127.0.0.1:8001"}, {"url": "http://127.0.0.1:8002"}]
+REPLICAS = ("http://127.0.0.1:8001", "http://127.0.0.1:8002")
+KNOWN = contenders(PeersPython(Path("python")))
 
 
-def test_ours_is_told_of_nothing_but_its_replicas(tmp_path: Path) -> None:
-    """Its defaults are what is measured."""
-    launch = entries(peers.PeersPython(None))[OURS_TEXT].contender.launch
+def command(name: str, directory: Path) -> list[str]:
+    launch = KNOWN[name].launch
     assert launch is not None
-    command = launch(fleet(REPLICAS, tmp_path), tmp_path).command
-    config = load_router_config(command[-1])
-    assert [each.url for each in config.replicas] == [each["url"] for each in REPLICAS]
+    return launch(REPLICAS, directory).command
+
+
+def test_ours_is_configured_with_its_replicas_alone(tmp_path: Path) -> None:
+    """Its defaults are what is measured."""
+    config = load_router_config(command(OURS_TEXT, tmp_path)[-1])
+    assert [each.url for each in config.replicas] == list(REPLICAS)
     assert config.tokenizer.path is None
     assert (config.policy, config.admission.enabled) == ("ttft", True)
 
 
-@pytest.mark.parametrize("name", [BARE_PROXY, *DEFAULT[2:4]])
-def test_others_are_told_of_every_replica(name: str, tmp_path: Path) -> None:
-    launch = entries(peers.PeersPython(Path("python")))[name].contender.launch
+@pytest.mark.parametrize("name", [BARE_PROXY, *PEERS])
+def test_others_get_every_replica(name: str, tmp_path: Path) -> None:
+    assert set(REPLICAS) <= set(command(name, tmp_path))
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_asks_no_proxy_for_its_replicas(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("HTTP_PROXY", "https_proxy", "MY_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    launch = KNOWN[name].launch
     assert launch is not None
-    command = launch(fleet(REPLICAS, tmp_path), tmp_path).command
-    assert {each["url"] for each in REPLICAS} <= set(command)
+    environment = launch(REPLICAS, tmp_path).environment
+    assert environment is not None
+    assert {"HTTP_PROXY", "https_proxy"}.isdisjoint(environment)
+    assert {"MY_PROXY", "PATH"} <= environment.keys()
 
 
-def test_clients_of_nobody_go_to_the_replicas_themselves(tmp_path: Path) -> None:
-    to = fleet(REPLICAS, tmp_path)
-    assert urls(Running(url=None, pid=None), to) == tuple(each["url"] for each in REPLICAS)
-    assert urls(Running(url="http://h:1", pid=1), to) == ("http://h:1",)
+def test_peers_that_cannot_be_installed_are_left_out_with_the_reason(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(CannotRunError, match="not installed"):
+        PeersPython(None, file / "peers").path()
+
+
+def test_an_environment_that_exists_is_not_made_again(tmp_path: Path) -> None:
+    (tmp_path / mark(PACKAGES)).touch()
+    assert PeersPython(None, tmp_path).path() == tmp_path / "bin" / "python"
+
+
+def test_a_contender_that_dies_is_left_out_with_its_last_lines(tmp_path: Path) -> None:
+    dies = [sys.executable, "-c", "print('no such option'); raise SystemExit(2)"]
+    contender = Contender(
+        name="broken",
+        launch=lambda _replicas, _: Launch(command=dies, url="", is_ready=lambda: False),
+    )
+    with (
+        ProcessGroup() as group,
+        pytest.raises(CannotRunError, match=r"exit code 2.*no such option"),
+    ):
+        start(contender, group, REPLICAS, tmp_path)
+
+
+def test_clients_of_direct_use_the_replicas(tmp_path: Path) -> None:
+    with ProcessGroup() as group:
+        assert start(KNOWN[DIRECT], group, REPLICAS, tmp_path).urls == REPLICAS
 
 
 @contextmanager
@@ -76,7 +121,7 @@ def explaining(answer: dict[str, Any]) -> Iterator[Running]:
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield Running(url=f"http://127.0.0.1:{server.server_port}", pid=None)
+            yield Running(urls=(f"http://127.0.0.1:{server.server_port}",), pid=None)
         finally:
             server.shutdown()
             thread.join()

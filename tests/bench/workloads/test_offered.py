@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from bench.record import Record
-from bench.replay.bound import no_queue
 from bench.ttft import BenchError
+from bench.workloads.ideal import no_queue
 from bench.workloads.offered import GENERATED, Offered, offered
 from bench.workloads.resources import DECODE_SLOTS, DISK, KV_MEMORY, PREFILL, REPLICA_TIME
 from simulator.model.machine import Machine

@@ -1,1 +1,0 @@
-"""Cache engines side by side: ours, vLLM's own tiering, LMCache."""

@@ -1,1 +1,0 @@
-"""Routers compared on the clock, before one simulated fleet."""
