@@ -11,8 +11,8 @@ import yaml
 
 from router.config import PickerConfig, RouterConfig, load_router_config, router_config
 from router.doctor import doctor
-from router.envoy import configuration
 from router.explain import explain
+from router.gateway.envoy_config import envoy_configuration
 from router.launch import ChildFailedError, commands_text, load_any, load_fleet_file, run_fleet
 from router.plugins import LazyGroup
 from router.terminal import drain, resume, top
@@ -122,7 +122,7 @@ def picker(
         return replace(config, picker=settings)
 
     if print_envoy:
-        made = configuration(read(), Place(str(config_path or "--replica"), "replicas"))
+        made = envoy_configuration(read(), Place(str(config_path or "--replica"), "replicas"))
         click.echo(yaml.safe_dump(made, sort_keys=False), nl=False)
         return
     _run(read, config_path, picks=True)

@@ -124,13 +124,13 @@ async def _serve_picker(
 ) -> Callable[[], Awaitable[None]]:
     """Listen; return what calls the picker not ready."""
     # An extra of its own, which only gateways need.
-    from router.picker import CannotListenError, Picker  # noqa: PLC0415
+    from router.gateway.picker_server import CannotListenError, PickerServer  # noqa: PLC0415
 
     config = parts.judge.config
     settings = config.picker or PickerConfig()
     # Clients' TLS ends at the gateway.
     url = await _listen(runner, config, settings.host, settings.http_port, "picker.http_port")
-    picker = Picker(parts.judge, settings)
+    picker = PickerServer(parts.judge, settings)
     parts.members.listeners.append(picker.fleet_changed)
     try:
         port = await picker.start()

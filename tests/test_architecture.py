@@ -26,8 +26,7 @@ ROUTER: dict[str, set[str]] = {
     "access": {"config"},
     "prompt": {"config"},
     "latency": {"config"},
-    "envoy": {"config"},
-    "launch": {"config", "envoy"},
+    "launch": {"config", "gateway"},
     "fleet": {"config", "index", "latency"},
     "admission": {"config", "latency", "fleet"},
     "staging": {"config", "fleet"},
@@ -48,7 +47,7 @@ ROUTER: dict[str, set[str]] = {
         *("config", "access", "prompt", "index", "latency", "fleet", "membership", "feeds"),
         *("record", "proxy"),
     },
-    "picker": {"config", "envoy", "index", "fleet", "record", "proxy"},
+    "gateway": {"config", "index", "fleet", "record", "proxy"},
 }
 """Which packages of the router a package of the router may import. Modules beside them, any."""
 

@@ -15,8 +15,7 @@ gains by choosing a replica well shows here at all.
 tokens and keys it knows, which publish what they store: with prompts never seen
 its memo misses, in conversations it hits. `picker` and `picker-text` are Envoy and
 our picker together, `envoy` is Envoy alone. `bare-picker` is Envoy with a picker
-that gives one answer to all, `bare-picker-grpc` the same by gRPC as gateways ask:
-what asking costs.
+that gives one answer to all: what asking costs.
 """
 
 import argparse

@@ -1,39 +1,24 @@
-"""The least that a picker in Python does: one answer for all, by gRPC and by HTTP.
+"""The least that a picker in Python does: it reads each question and gives one answer to all.
 
-What asks it and what it says are as with ours, and it hears the same log; it reads nothing and
-judges nothing. What ours costs above it is the judgment, and how it is asked.
+What ours costs above it is reading, placing and accounting for the request.
 """
 
 import argparse
 import gc
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import grpc
 import uvloop
-from aiohttp import web
 from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
-from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsResponse
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
-from router.envoy import DESTINATION, EXCHANGE, LB_METADATA, MAX_RETRIES, REPLICAS
+from router.gateway.envoy_config import DESTINATION, LB_METADATA
 
 _HOST: Final = "127.0.0.1"
-_TOLD: Final = {
-    "x-request-id": "0" * 32,
-    **{f"x-warmroute-{name}": "0" for name in ("replica", "reason", "prompt-tokens", "retries")},
-    **{f"x-warmroute-{name}-ms": "0.0" for name in ("predicted-ttft", "held")},
-    **{f"x-warmroute-matched-{name}": "0" for name in ("gpu", "cpu", "disk", "remote")},
-}
 
 
-def by_http(endpoint: str) -> dict[str, str]:
-    """Return the headers of an answer to our Envoy."""
-    words = {DESTINATION: endpoint, MAX_RETRIES: "0", EXCHANGE: "0-0", REPLICAS: "one"}
-    return words | _TOLD
-
-
-def by_grpc(endpoint: str) -> bytes:
+def answer_to_body(endpoint: str) -> bytes:
     """Return the message that answers a gateway which has sent a body."""
     answer = ProcessingResponse()
     common = answer.request_body.response
@@ -48,40 +33,23 @@ def by_grpc(endpoint: str) -> bytes:
     return bytes(answer.SerializeToString())
 
 
-async def serve(port: int, envoy_port: int, endpoint: str) -> None:
+async def serve(port: int, endpoint: str) -> None:
     """Answer until this is cancelled."""
-    message, headers = by_grpc(endpoint), by_http(endpoint)
+    message = answer_to_body(endpoint)
 
     async def process(_: object, context: Any) -> None:
         await context.read()
         await context.write(message)
         await context.read()  # None at the end of the request
 
-    async def hear(messages: AsyncIterator[bytes], _: object) -> bytes:
-        async for _ in messages:
-            pass
-        return bytes(StreamAccessLogsResponse().SerializeToString())
-
-    async def answer(request: web.BaseRequest) -> web.Response:
-        await request.content.read()
-        return web.Response(headers=headers)
-
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    add(server, "ext_proc.v3.ExternalProcessor", {"Process": both_ways(process)})
-    log = grpc.stream_unary_rpc_method_handler(hear)
-    add(server, "accesslog.v3.AccessLogService", {"StreamAccessLogs": log})
+    # Bytes in and out: no message objects are made.
+    handler = grpc.stream_stream_rpc_method_handler(process)
+    add(server, "ext_proc.v3.ExternalProcessor", {"Process": handler})
     server.add_insecure_port(f"{_HOST}:{port}")
     await server.start()
-    runner = web.ServerRunner(web.Server(answer))
-    await runner.setup()
-    await web.TCPSite(runner, _HOST, envoy_port).start()
     gc.freeze()
     await server.wait_for_termination()
-
-
-def both_ways(process: Any) -> Any:
-    """Return a handler of bytes, in and out: no message is made of them."""
-    return grpc.stream_stream_rpc_method_handler(process)
 
 
 def add(server: Any, service: str, methods: Mapping[str, Any]) -> None:
@@ -94,10 +62,9 @@ def main() -> None:
     """Read the command line and serve."""
     parser = argparse.ArgumentParser(prog="bench.overhead.bare_picker")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--envoy-port", type=int, required=True)
     parser.add_argument("endpoint")
     arguments = parser.parse_args()
-    uvloop.run(serve(arguments.port, arguments.envoy_port, arguments.endpoint))
+    uvloop.run(serve(arguments.port, arguments.endpoint))
 
 
 if __name__ == "__main__":

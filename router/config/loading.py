@@ -78,7 +78,6 @@ def _ports(config: RouterConfig) -> Iterator[tuple[str, int]]:
     if config.picker is not None:
         yield "picker.port", config.picker.port
         yield "picker.http_port", config.picker.http_port
-        yield "picker.envoy_port", config.picker.envoy_port
     if config.controller is not None:
         yield "controller.port", config.controller.port
         yield "controller.monitor_port", config.controller.monitor_port

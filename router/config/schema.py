@@ -80,6 +80,8 @@ def build(cls: type[T], value: object, at: Place) -> T:
         fix = f"write 'key: value' lines under it; known keys are {', '.join(known)}"
         raise at.error(f"expected settings, got {_describe(value)}", fix)
     for name in value:
+        if name in (removed := getattr(cls, "REMOVED", {})):
+            raise at.at(name).error("this setting was removed", removed[name])
         if name not in known:
             raise at.at(name).error("unknown key", _nearest(str(name), known))
     hints = typing.get_type_hints(cls)

@@ -5,8 +5,9 @@ bytes and times in seconds, as the names say; only the engine's own file, which
 keeps LMCache's keys, has sizes in GB.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
 from router.config.breaker import BreakerConfig
@@ -222,14 +223,17 @@ class LmcacheWorkersConfig:
 class PickerConfig:
     """The endpoint picker that a gateway asks (``warmroute picker``)."""
 
+    REMOVED: ClassVar[Mapping[str, str]] = {
+        "envoy_port": "delete it: Envoy asks at picker.port; generate its configuration again "
+        "(warmroute picker --print-envoy)",
+    }
+
     host: str = "127.0.0.1"
-    """Where all its ports listen. The gRPC port and ``envoy_port`` ask nobody for a key."""
+    """Where both ports listen. The gRPC port does not authenticate its callers."""
     port: int = setting(9002, at_least=0, at_most=65535)
     """Where the gateway calls it by gRPC; 0 picks a free port (it is printed)."""
     http_port: int = setting(9003, at_least=0, at_most=65535)
     """Of its own ``/health``, ``/metrics`` and ``/explain``."""
-    envoy_port: int = setting(9004, at_least=0, at_most=65535)
-    """Where an Envoy with the generated configuration asks, by HTTP; 0: none does."""
     certificate: str | None = None
     """A PEM file with its certificate, for gateways that call it by TLS; ``key`` beside it."""
     key: str | None = None

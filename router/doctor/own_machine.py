@@ -67,8 +67,6 @@ def _ports(config: RouterConfig) -> Iterator[tuple[str, str, int]]:
     else:
         yield "picker.port", config.picker.host, config.picker.port
         yield "picker.http_port", config.picker.host, config.picker.http_port
-        if config.picker.envoy_port:
-            yield "picker.envoy_port", config.picker.host, config.picker.envoy_port
     if (controller := config.controller) is not None:
         yield "controller.port", controller.host, controller.port
         yield "controller.monitor_port", controller.host, controller.monitor_port

@@ -224,7 +224,6 @@ def _claims(
     if router.picker is not None:
         yield router.picker.port, "router.picker.port"
         yield router.picker.http_port, "router.picker.http_port"
-        yield router.picker.envoy_port, "router.picker.envoy_port"
         yield "envoy", "the gateway"
     for index, (replica, each) in enumerate(zip(file.replicas, planned, strict=True)):
         key = f"replicas[{index}]"

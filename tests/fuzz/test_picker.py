@@ -11,14 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fuzz.bodies import BY_PATH
-from tests.fuzz.exchange import request
 from tests.fuzz.json_text import nearly
 from tests.fuzz.servers import Fleet, fleet
 from tests.fuzz.test_router import HEADER_NAMES, HEADER_VALUES, STREAMS
 from tests.servers import missing
 
 METHOD: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
-LOG_METHOD: Final = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
 CALL_S: Final = 20.0
 ODD_BYTES: Final = st.one_of(st.binary(max_size=40), st.sampled_from([b"", b"\xff", b"0", b"-5"]))
 
@@ -204,76 +202,9 @@ def test_bytes_that_are_no_message(router: Fleet, channel: Any, sent: list[bytes
         assert error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-@st.composite
-def _log_entries(draw: st.DrawFn) -> Any:
-    """Return a message of Envoy's log, most of it odd."""
-    from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
-
-    message = StreamAccessLogsMessage()
-    for _ in range(draw(st.integers(0, 3))):
-        entry = message.http_logs.log_entry.add()
-        common = entry.common_properties
-        names = st.sampled_from(["", "0", "a", "9" * 5000, "\u0663", "-1", "1.5", "x" * 100])
-        told = common.metadata.filter_metadata
-        asked = "envoy.filters.http.ext_authz"
-        for space, key in ((asked, "x-picker-exchange"), ("warmroute", "envelope")):
-            if draw(st.booleans()):
-                told[space].update({key: draw(names)})
-        common.custom_tags["first_byte_us"] = draw(names)
-        kinds = st.sampled_from(["", "text/event-stream", "application/json"])
-        entry.response.response_headers["content-type"] = draw(kinds)
-        entry.response.response_code.value = draw(st.sampled_from([0, 200, 503, 2**32 - 1]))
-        entry.response.response_body_bytes = draw(st.sampled_from([0, 5, 2**64 - 1]))
-        seconds = st.sampled_from([0, -1, 10**9, 2**62, -(2**62)])
-        common.time_to_last_rx_byte.seconds = draw(seconds)
-        common.time_to_last_downstream_tx_byte.seconds = draw(seconds)
-        common.access_log_type = draw(st.sampled_from([0, 4, 99]))
-        common.upstream_remote_address.socket_address.address = draw(names)[:20]
-        common.response_flags.downstream_connection_termination = draw(st.booleans())
-    return message
-
-
-@given(messages=st.lists(_log_entries(), max_size=3), odd=st.binary(max_size=5))
-def test_logs_that_are_odd(router: Fleet, channel: Any, messages: list[Any], odd: bytes) -> None:
-    import grpc
-
-    sent = [*(each.SerializeToString() for each in messages), *([odd] if odd else [])]
-    try:
-        channel.stream_unary(LOG_METHOD)(iter(sent), timeout=CALL_S)
-    except grpc.RpcError as error:
-        code = error.code()
-        assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL), error
-
-
 @given(pieces=STREAMS)
 def test_what_is_no_grpc(router: Fleet, pieces: list[bytes]) -> None:
     router.ports["picker"].all_answers(b"".join(pieces))
-
-
-HINTS: Final = st.sampled_from([b"", b"-", b"[]", b'["x"]', b"[1, null]", b"{}", b"a,b", b"\xff"])
-
-
-@given(
-    data=st.data(),
-    path=st.sampled_from([*BY_PATH, "/v1/models", "/none"]),
-    method=st.sampled_from(["POST", "GET"]),
-    headers=ODD_HEADERS,
-)
-def test_what_envoy_asks(
-    router: Fleet, data: st.DataObject, path: str, method: str, headers: Headers
-) -> None:
-    body = data.draw(nearly(BY_PATH.get(path, BY_PATH["/v1/chat/completions"])))
-    sent = [(name, value) for name, value in headers if name and not name.startswith(b":")]
-    if data.draw(st.booleans()):
-        sent.append((b"X-Picker-Subset-Hint", data.draw(HINTS)))
-    got = router.ports["envoy"].send(request(path, body, method=method, headers=sent), closes=True)
-    assert got.status is None or got.status < 500, got
-
-
-@given(pieces=STREAMS)
-def test_what_envoy_never_asks(router: Fleet, pieces: list[bytes]) -> None:
-    answered = router.ports["envoy"].all_answers(b"".join(pieces))
-    assert b" 500 " not in answered, answered[-2000:]
 
 
 def test_the_picker_still_picks(router: Fleet, channel: Any) -> None:

@@ -172,9 +172,9 @@ def test_a_key_is_for_a_client_or_for_administration(args: list[str]) -> None:
 def test_a_configuration_of_envoy_is_printed(router_yaml: Path) -> None:
     made = yaml.safe_load(invoke("picker", "-c", str(router_yaml), "--print-envoy")[1])
     clusters = {each["name"]: each for each in made["static_resources"]["clusters"]}
-    assert set(clusters) == {"replicas", "picker", "asked"}
+    assert set(clusters) == {"replicas", "picker"}
     code, output = invoke("picker", "-r", "https://host/base", "--print-envoy")
     assert code == 2 and "replicas[0].url: 'https://host/base' is more than a host" in output
-    router_yaml.write_text(router_yaml.read_text() + "picker: {envoy_port: 0}\n")
+    router_yaml.write_text(router_yaml.read_text() + "picker: {port: 0}\n")
     code, output = invoke("picker", "-c", str(router_yaml), "--print-envoy")
-    assert code == 2 and "picker.envoy_port: 0 is no port to ask at; name one" in output
+    assert code == 2 and "picker.port: 0 means any free port; set a fixed port" in output

@@ -23,7 +23,7 @@ async def test_a_port_in_use() -> None:
         assert f"port: 127.0.0.1:{port} is in use by another program" in _port(report)
         report = await examined(NOWHERE, controller={"port": port, "monitor_port": 0})
         assert f"controller.port: 127.0.0.1:{port} is in use" in _port(report)
-        picker = {"port": port, "http_port": 0, "envoy_port": 0}
+        picker = {"port": port, "http_port": 0}
         assert f"picker.port: 127.0.0.1:{port} is in use" in _port(
             await examined(NOWHERE, picker=picker)
         )

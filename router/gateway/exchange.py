@@ -1,10 +1,10 @@
-"""One request that a gateway carries: asked, picked, answered, ended."""
+"""One request that a gateway carries, from its headers to the end of its answer."""
 
 import asyncio
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
@@ -12,8 +12,7 @@ from urllib.parse import unquote
 from router.config import PROMPTED
 from router.fleet import Decision, Reason, Replica, Ticket
 from router.index import PromptKeyCache
-from router.picker.answers import Told
-from router.picker.endpoints import Endpoints
+from router.gateway.endpoints import Endpoints
 from router.proxy import (
     RETRYABLE,
     ParsedRequest,
@@ -29,19 +28,21 @@ from router.record import Cause, Outcome, RequestRecord, answer_headers, trace_c
 from warmroute_common.api_errors import ApiError, NoReplicaError
 
 _HEALTH: Final = "/health"
-"""Asked of a gateway, it tells whether a request gets through to a replica."""
+"""Clients of a gateway may ask it, to see whether a request gets through to a replica."""
+_COPIED_BYTES: Final = 64 << 10
+"""A whole answer is copied to the picker up to this size."""
+_COPY_WAIT_S: Final = 0.5
+"""How long an answer's copy may arrive after its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picked:
+class Destinations:
     """Where a request goes."""
 
     endpoints: tuple[str, ...]
-    """The replica's, then those of the next best, which are tried if it cannot be reached."""
+    """The picked replica's, then those of the next best, which are tried if it fails."""
     api_key: str | None
     """Sent to all of them instead of the client's own."""
-    replicas: tuple[str, ...]
-    """Their ids."""
 
 
 class Exchange:
@@ -55,14 +56,15 @@ class Exchange:
         path: str,
         headers: Mapping[str, str],
         *,
-        named: Iterable[str] | None,
+        subset: Iterable[str] | None,
         sees_tokens: bool,
+        gets_copies: bool,
     ) -> None:
-        """``headers`` finds theirs by names in lower case; ``path`` is as it came, with a query.
+        """``headers`` is looked up by names in lower case; ``path`` is raw, with its query.
 
-        ``named`` are the endpoints to choose from, None for all.
-
-        ``sees_tokens``: whether the gateway will tell when a streamed answer's first bytes come.
+        ``subset`` are the endpoints to choose from, None for all. ``sees_tokens``: whether the
+        first bytes of a streamed answer will be seen. ``gets_copies``: whether they come by
+        `copied`, that is in a call of their own.
         """
         self.method = method
         raw_path = path.partition("?")[0]
@@ -78,46 +80,44 @@ class Exchange:
         self._judge = judge
         self._endpoints = endpoints
         self._headers = headers
-        self._named = named
+        self._subset = subset
         self._sees_tokens = sees_tokens
+        self._gets_copies = gets_copies
         self._asked: tuple[ParsedRequest, PromptKeyCache] | None = None
         """Until the answer begins: another replica than the picked one may give it."""
         self._ticket: Ticket | None = None
         self._replica: Replica | None = None
-        self._asked_s = self._picked_s = 0.0
+        self._picked_s = 0.0
         self._streamed = False
         self._was_moved = False
         """Whether another replica than the picked one answers."""
-        self.is_told = False
-        """Whether all of the answer has been told by Envoy's log."""
-        self.told_s = 0.0
-        """When that told of it last, or the request was picked for."""
+        self._has_headers = asyncio.Event()
+        self._is_copied = asyncio.Event()
         self._reader = UsageReader(any_id=keeps(self.method, self.path))
 
     # --- the request
 
-    async def pick(self, body: bytes) -> Picked:
-        """Return where the request goes, once it may; raise `ApiError`."""
-        self._asked_s = time.monotonic()
+    async def pick(self, body: bytes) -> Destinations:
+        """Return where the request goes, once it may go; raise `ApiError`."""
         await self._judge.turnstile.enter()
         asked = self._parse(body)
         keyring = await self._judge.read(asked, self.record)
-        among = self._endpoints.eligible(self._named)
+        among = self._endpoints.eligible(self._subset)
         if among is not None and not among:
-            raise NoReplicaError("none of the endpoints that the gateway names is a replica's")
+            raise NoReplicaError("none of the endpoints in the gateway's subset is a replica")
         admitted = await self._judge.admit(
             asked, keyring, self.record, among=among, sees_tokens=self._sees_tokens
         )
         self._ticket, self._asked = admitted.ticket, (asked, keyring)
         self._replica = admitted.decision.picked.replica
         await self._judge.prepare(admitted, self.record)
-        self._picked_s = self.told_s = time.monotonic()
-        return self._picked(admitted.decision)
+        self._picked_s = time.monotonic()
+        return self._destinations(admitted.decision)
 
     def _parse(self, body: bytes) -> ParsedRequest:
         """Return what routing needs of the request. No alias is replaced: the gateway has the body.
 
-        Raises `ApiError` for what no replica is to be asked.
+        Raises `ApiError` for what is not forwarded to replicas.
         """
         config, headers = self._judge.config, self._headers
         check_passes(self.method, self.path, headers, (_HEALTH, *self._judge.passthrough))
@@ -126,7 +126,7 @@ class Exchange:
             return parse(self.path, body, headers, header, {})
         return passed(self.method, self.path, headers, body, session_header=header, aliases={})
 
-    def _picked(self, decision: Decision) -> Picked:
+    def _destinations(self, decision: Decision) -> Destinations:
         """Return the decision's replica and the next best, by their scores."""
         picked, judgment = decision.picked, self._judge.fleet.judgment
         api_key = picked.replica.config.api_key
@@ -139,30 +139,29 @@ class Exchange:
         others.sort(key=lambda each: each.score_s(judgment))
         found = [self._endpoints.known(each.replica) for each in (picked, *others)]
         known = [each for each in found if each is not None][: self._judge.config.retries + 1]
-        return Picked(
-            endpoints=tuple(endpoint for endpoint, _ in known),
-            replicas=tuple(replica_id for _, replica_id in known),
-            api_key=api_key,
-        )
-
-    def answer_headers(self) -> dict[str, str]:
-        """Return the headers in which the answer tells of the decision."""
-        return answer_headers(self.record)
+        return Destinations(endpoints=tuple(known), api_key=api_key)
 
     # --- the answer
 
-    async def answered(self, headers: Mapping[str, str], served: str | None) -> dict[str, str]:
+    async def answered(
+        self, headers: Mapping[str, str], served: str | None, *, is_last: bool
+    ) -> dict[str, str]:
         """Note the headers of the answer; return those to be added.
 
-        ``served`` is the endpoint that gave it, None where the gateway does not tell.
+        ``served`` is the endpoint that gave it, None where the gateway does not say.
         """
-        told = headers.get(":status", "")
-        status = int(told) if told.isascii() and told.isdecimal() else 0
-        await self._note_status(status, served)
-        self._streamed = headers.get("content-type", "").startswith("text/event-stream")
-        if self._is_ok and not self._streamed:
-            self._began(time.monotonic())
-        return self.answer_headers()
+        value = headers.get(":status", "")
+        status = int(value) if value.isascii() and value.isdecimal() else 0
+        try:
+            await self._note_status(status, served)
+            self._streamed = headers.get("content-type", "").startswith("text/event-stream")
+            if self._is_ok and not self._streamed:
+                self._began(time.monotonic())
+        finally:
+            self._has_headers.set()
+        if is_last:
+            self.ended()
+        return answer_headers(self.record)
 
     def came(self, part: bytes, *, is_last: bool) -> None:
         """Note a part of the answer's body."""
@@ -173,26 +172,26 @@ class Exchange:
         if is_last:
             self.record.end(Outcome.OK)
 
-    async def told(self, told: Told) -> None:
-        """Note what the log of our own Envoy tells, which it does late."""
-        record = self.record
-        now_s = self.told_s = record.ended_s = time.monotonic()
-        if record.status is None and told.status:
-            await self._note_status(told.status, told.served)
-        if self._is_ok and told.first_byte_after_s is not None:
-            self._streamed = not self._was_moved  # else it is not known when it was sent there
-            self._began(self._asked_s + told.first_byte_after_s, told_s=now_s)
-        if told.outcome is not None:
-            self.is_told = True
-            if self._is_ok:
-                self._began(now_s, told_s=now_s)
-            if told.outcome is Outcome.CUT and self._ticket is not None:
-                self._judge.cut(self._ticket)
-            self._reader.feed(told.envelope)
-            record.response_bytes = told.response_bytes
-            record.end(told.outcome)
-            if told.ended_after_s is not None:
-                record.ended_s = min(now_s, self._asked_s + told.ended_after_s)
+    async def copied(self, part: bytes, *, is_last: bool) -> bool:
+        """Note a part that comes in a call of its own; return whether the next one is wanted."""
+        await self._has_headers.wait()  # the copy may be faster than the reply to the headers
+        self.came(part, is_last=is_last)
+        wants_more = not (is_last or (self._streamed and part))
+        wants_more = wants_more and self.record.response_bytes < _COPIED_BYTES
+        if not wants_more:
+            self._is_copied.set()
+        return wants_more
+
+    def ended(self) -> None:
+        """Note that the whole answer has been sent."""
+        self.record.end(Outcome.OK)
+        self._is_copied.set()
+
+    async def copy_read(self) -> None:
+        """Wait for the copy of an answer that has ended: the two calls may overtake each other."""
+        if self._gets_copies and self._is_ok:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_copied.wait(), _COPY_WAIT_S)
 
     @property
     def is_picked(self) -> bool:
@@ -201,9 +200,9 @@ class Exchange:
 
     @contextmanager
     def noting_end(self) -> Iterator[None]:
-        """Note when the call for the whole request ends, and by what where none was picked.
+        """Note when the call for the request ends and, where no replica was picked, why.
 
-        What became of an answer is known once all of it has been told: `close` notes the rest.
+        How an answer ended is known once all of it has passed: `close` notes the rest.
         """
         ended: BaseException | None = None
         with self._judge.noting_end(self.record):
@@ -218,13 +217,14 @@ class Exchange:
 
     def close(self) -> None:
         """Release the request, whatever its end is, and hand out its record."""
+        self._has_headers.set()  # a copy's call must not wait for headers that never come
         record, ticket = self.record, self._ticket
         record.end(Outcome.CLIENT_GONE if record.status is None else Outcome.ENDED)
         if ticket is not None and record.status is None:
             self._judge.release(ticket)
         elif ticket is not None:
             if self._is_ok:
-                # Of an answer whose first token was not seen: it did begin, but when is not known.
+                # Its first token was not seen: it did begin, but it is not known when.
                 ticket.first_byte(time.monotonic(), streamed=False)
             self._judge.finish(ticket, record, self._reader.read(), ok=self._is_ok)
         self._judge.hand_out(record)
@@ -233,16 +233,16 @@ class Exchange:
     def _is_ok(self) -> bool:
         return self.record.status is not None and 0 < self.record.status < 400
 
-    def _began(self, began_s: float, *, told_s: float | None = None) -> None:
+    def _began(self, began_s: float) -> None:
         if self._ticket is not None:
             lag_s = self._picked_s - self._ticket.started_s - self.record.prepared.waited_s
+            # Where the gateway asked another replica, it is not known when: that teaches nothing.
             self._judge.began(
                 self._ticket,
                 self.record,
                 began_s=began_s,
-                streamed=self._streamed,
+                streamed=self._streamed and not self._was_moved,
                 lag_s=lag_s,
-                told_s=told_s,
             )
 
     async def _note_status(self, status: int, served: str | None) -> None:
@@ -265,7 +265,7 @@ class Exchange:
         if replica is None or replica is self._replica or ticket is None or self._asked is None:
             return
         self._ticket, self._was_moved = None, True
-        detail = f"the gateway went on to {replica.id}"
+        detail = f"the gateway then tried {replica.id}"
         self._judge.failed(ticket, self.record, Cause.GATEWAY, detail)
         self._judge.release(ticket)
         asked, keyring = self._asked
@@ -274,7 +274,7 @@ class Exchange:
                 asked, keyring, self.record, among=(replica.id,), sees_tokens=self._sees_tokens
             )
         except ApiError:
-            return  # believed to be down, and yet it answers: not counted
+            return  # it is believed to be down, and yet it answers: it is not counted
         self._ticket, self._replica = admitted.ticket, replica
         self._picked_s = admitted.ticket.started_s
 

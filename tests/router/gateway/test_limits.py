@@ -11,8 +11,8 @@ from aiohttp import web
 
 from router.config.settings import AdmissionConfig, PrefetchConfig, TimeoutsConfig
 from tests.router.conftest import Wait
-from tests.router.picker.conftest import Gateway
-from tests.router.picker.test_behind_envoy import CHAT, chat
+from tests.router.gateway.conftest import Gateway
+from tests.router.gateway.test_behind_envoy import CHAT, chat
 from tests.router.scripted import CHAT_ANSWER, json_answer
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from blockbuster import blockbuster_ctx
 
 from cacheengine.launch.launch import free_ports
 from router.config import PickerConfig, ReplicaConfig, RouterConfig, TimeoutsConfig
-from router.envoy import configuration, program
+from router.gateway.envoy_config import envoy_configuration, envoy_program
 from tests.processes import ServerProcess
 from tests.router.conftest import Running, run_router
 from tests.router.scripted import Scripted, scripted
@@ -38,7 +38,9 @@ class Envoy(ServerProcess):
 
     def start(self) -> None:
         options = ["--concurrency", "1", "--log-level", "warning", "--disable-hot-restart"]
-        self.run([program() or missing("envoy"), "-c", str(self._path), *options], self._answers)
+        self.run(
+            [envoy_program() or missing("envoy"), "-c", str(self._path), *options], self._answers
+        )
 
     def _answers(self) -> bool:
         """Whether it listens, which it does once it knows its clusters."""
@@ -67,7 +69,7 @@ class Gateway:
 
     def config(self, **changes: Any) -> RouterConfig:
         """Return settings; by default round-robin, so that the first request goes to ``one``."""
-        picker_port, http_port, envoy_port, port = free_ports(4)
+        picker_port, http_port, port = free_ports(3)
         config = RouterConfig(
             port=port,
             policy="round-robin",
@@ -75,18 +77,18 @@ class Gateway:
                 ReplicaConfig(url=self.one.url, instance_id="one"),
                 ReplicaConfig(url=self.two.url, instance_id="two"),
             ),
-            picker=PickerConfig(port=picker_port, http_port=http_port, envoy_port=envoy_port),
+            picker=PickerConfig(port=picker_port, http_port=http_port),
             timeouts=self.timeouts,
         )
         return replace(config, **changes)
 
     async def picker(self, config: RouterConfig) -> Picking:
         """Run a picker."""
-        from router.picker import Picker
+        from router.gateway.picker_server import PickerServer
 
         running = await run_router(self.stack, replace(config, port=0))
         assert config.picker is not None
-        picker = Picker(running.parts.judge, config.picker)
+        picker = PickerServer(running.parts.judge, config.picker)
         await picker.start()
         self.stack.push_async_callback(picker.stop, config.timeouts.drain_s)
         known = vars(running) | {"url": f"http://127.0.0.1:{config.port}"}
@@ -94,7 +96,7 @@ class Gateway:
 
     async def envoy(self, config: RouterConfig, change: Change | None = None) -> Envoy:
         """Run an Envoy that asks a picker; a test may change its settings."""
-        settings = configuration(config, Place("test"))
+        settings = envoy_configuration(config, Place("test"))
         directory = self.directory / str(config.port)
         directory.mkdir()
         envoy = Envoy(directory, settings if change is None else change(settings), config.port)

@@ -20,30 +20,29 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 
 class Endpoints:
-    """Which endpoint each replica has; names are looked up anew every few seconds."""
+    """Which endpoint each replica has; host names are resolved again every few seconds."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._of: dict[Replica, str] = {}
         self._at: dict[str, Replica] = {}
-        """By any address that a replica's name has."""
+        """By each address of a replica's host name."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Look all names up, and go on doing so."""
+        """Resolve all names, then repeat it in the background."""
         await self._look_up()
         self._task = asyncio.create_task(self._keep_looking(), name="endpoints")
 
     async def stop(self) -> None:
-        """End that."""
+        """Stop resolving."""
         if self._task is not None:
             await end_all([self._task])
 
-    def known(self, replica: Replica) -> tuple[str, str] | None:
-        """Return where the gateway finds a replica, and its id; None while its name is unknown."""
-        endpoint = self._of.get(replica)
-        return None if endpoint is None else (endpoint, replica.id)
+    def known(self, replica: Replica) -> str | None:
+        """Return the endpoint of a replica; None while its host name is not resolved."""
+        return self._of.get(replica)
 
     def at(self, endpoint: str) -> Replica | None:
         """Return the replica at an endpoint."""
@@ -51,16 +50,16 @@ class Endpoints:
         return None if replica is None or replica.is_removed else replica
 
     def fleet_changed(self) -> None:
-        """Look up now: a replica has joined or left."""
+        """Resolve now: a replica has joined or left."""
         self._changed.set()
 
-    def eligible(self, named: Iterable[str] | None) -> list[str] | None:
+    def eligible(self, subset: Iterable[str] | None) -> list[str] | None:
         """Return the ids of the replicas that may be picked; None for all.
 
-        ``named`` are the endpoints that the gateway chooses from, None where it names none.
+        ``subset`` are the endpoints that the gateway allows, None for all.
         """
-        if named is not None:
-            found = map(self.at, named)
+        if subset is not None:
+            found = map(self.at, subset)
             return [each.id for each in found if each is not None]
         replicas = self._fleet.replicas.values()
         known = [each.id for each in replicas if each in self._of]
@@ -72,18 +71,18 @@ class Endpoints:
             self._changed.clear()
             try:
                 await self._look_up()
-            except Exception:  # else a replica that moves would never be found again
-                log.exception("looking up the replicas' addresses failed")
+            except Exception:  # without this, a replica that moves would never be found again
+                log.exception("resolving the replicas' addresses failed")
 
     async def _look_up(self) -> None:
         replicas = list(self._fleet.replicas.values())
         found = await asyncio.gather(*(_addresses(each.config.url) for each in replicas))
         at: dict[str, Replica] = {}
-        # A removed replica's holds for the requests that were picked for it just before.
+        # A removed replica keeps its endpoint for the requests that were just picked for it.
         of = {each: where for each, where in self._of.items() if each.is_removed and each.in_flight}
         for replica, addresses in zip(replicas, found, strict=True):
             former = self._of.get(replica)
-            # What was found before holds while its name cannot be looked up.
+            # The former address is kept while the name cannot be resolved.
             known = addresses or ([former] if former else [])
             at.update(dict.fromkeys(known, replica))
             if known:
@@ -92,7 +91,7 @@ class Endpoints:
 
 
 async def _addresses(url: str) -> list[str]:
-    """Return the endpoints that a URL means, IPv4 first; none where its name is not known."""
+    """Return the endpoints of a URL, IPv4 first; none where its host name does not resolve."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
     try:
@@ -102,7 +101,7 @@ async def _addresses(url: str) -> list[str]:
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        log.warning("the address of %s is not known: %s", host, describe(error))
+        log.warning("cannot resolve the host name %s: %s", host, describe(error))
         return []
     found.sort(key=lambda each: each[0] is not socket.AF_INET)
     return [host_port(str(each[4][0]), port) for each in found]

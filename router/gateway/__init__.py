@@ -1,0 +1,1 @@
+"""Warmroute behind a gateway: the endpoint picker (ext_proc), and Envoy's configuration."""
