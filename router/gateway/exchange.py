@@ -11,8 +11,8 @@ from urllib.parse import unquote
 
 from router.config import PROMPTED
 from router.fleet import Decision, Reason, Replica, Ticket
-from router.index import PromptKeyCache
 from router.gateway.endpoints import Endpoints
+from router.index import PromptKeyCache
 from router.proxy import (
     RETRYABLE,
     ParsedRequest,

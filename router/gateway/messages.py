@@ -25,7 +25,7 @@ from router.gateway.envoy_config import (
     SUBSET_METADATA,
 )
 from warmroute_common.api_errors import ApiError
-from warmroute_common.http import error_body
+from warmroute_common.http_server import error_body
 
 T = TypeVar("T")
 

@@ -20,9 +20,9 @@ from router.gateway.endpoints import Endpoints
 from router.gateway.envoy_config import SENDS_ANSWERS
 from router.gateway.exchange import Exchange
 from router.gateway.messages import GatewayCall, Message
-from router.proxy import Judge
+from router.proxy import RequestLifecycle
 from warmroute_common.api_errors import ApiError, TooLargeError
-from warmroute_common.http import defect
+from warmroute_common.http_server import defect
 from warmroute_common.tasks import end_all
 
 _LIVENESS: Final = ("", "liveness")
@@ -43,7 +43,7 @@ class CannotListenError(OSError):
 class PickerServer:
     """Serves gateways between `start` and `stop`."""
 
-    def __init__(self, judge: Judge, settings: PickerConfig) -> None:
+    def __init__(self, judge: RequestLifecycle, settings: PickerConfig) -> None:
         self._judge = judge
         self._settings = settings
         self._endpoints = Endpoints(judge.fleet)
@@ -125,7 +125,7 @@ class ExternalProcessor:
     (filter ``answers``) that has the first bytes of the answer.
     """
 
-    def __init__(self, judge: Judge, endpoints: Endpoints) -> None:
+    def __init__(self, judge: RequestLifecycle, endpoints: Endpoints) -> None:
         self._judge = judge
         self._endpoints = endpoints
         # Of this process: two pickers must not use one name.
@@ -204,7 +204,12 @@ class _Conversation:
     """One call for a whole request."""
 
     def __init__(
-        self, judge: Judge, exchange: Exchange, name: str, first: Message, call: GatewayCall
+        self,
+        judge: RequestLifecycle,
+        exchange: Exchange,
+        name: str,
+        first: Message,
+        call: GatewayCall,
     ) -> None:
         self._judge = judge
         self._exchange = exchange
