@@ -29,7 +29,7 @@ from warmroute_common.agent_protocol import (
     PrefetchRequest,
     Snapshot,
 )
-from warmroute_common.config_error import describe
+from warmroute_common.config_reader import describe
 from warmroute_common.fleet_secret import FleetSecret
 from warmroute_common.keys import ALGORITHMS
 

@@ -16,7 +16,7 @@ from router.gateway.envoy_config import envoy_configuration
 from router.launch import ChildFailedError, commands_text, load_any, load_fleet_file, run_fleet
 from router.plugins import LazyGroup
 from router.terminal import drain, resume, top
-from warmroute_common.config_error import ConfigError, Place
+from warmroute_common.config_reader import ConfigError, ConfigLocation
 
 
 @click.group(
@@ -122,7 +122,9 @@ def picker(
         return replace(config, picker=settings)
 
     if print_envoy:
-        made = envoy_configuration(read(), Place(str(config_path or "--replica"), "replicas"))
+        made = envoy_configuration(
+            read(), ConfigLocation(str(config_path or "--replica"), "replicas")
+        )
         click.echo(yaml.safe_dump(made, sort_keys=False), nl=False)
         return
     _run(read, config_path, picks=True)

@@ -21,8 +21,6 @@ from router.config import (
     ReplicaTlsConfig,
     RouterConfig,
     TlsConfig,
-    host_port,
-    is_loopback,
     load_certificate,
     load_fleet_secret,
     server_context,
@@ -37,6 +35,7 @@ from router.proxy import FirstByteWaits, Proxy, RequestLifecycle, Retries
 from router.record import Metrics, Outlets, RequestRecord
 from router.staging import Stager
 from router.ui import Page, Recent
+from warmroute_common.addresses import is_loopback
 from warmroute_common.fleet_secret import FleetSecret
 
 
@@ -109,14 +108,8 @@ def make_parts(
 
     members = Members(fleet, drain_s=config.timeouts.drain_s, joined=joined, left=left)
     tls = None if config.tls is None else server_context(config.tls)
-    live = _live(fleet, members, access, tls, replica_tls)
-    reload = Reload(config, file, live)
-    metrics = Metrics(
-        *(fleet, sizes, lmcache.counts, access.refused, reload.counts),
-        dropped=outlets.dropped,
-    )
     recent = Recent(time.monotonic())
-    readers = [metrics.observe, recent.observe, outlets.take, *([observe] if observe else [])]
+    readers = [recent.observe, outlets.take, *([observe] if observe else [])]
 
     def record(done: RequestRecord) -> None:
         for read in readers:
@@ -132,8 +125,15 @@ def make_parts(
         suspect=health.suspect,
         locate=lmcache.ask,
     )
+    reload = Reload(
+        config, file, _live(fleet, members, access, judge, tls=tls, replica_tls=replica_tls)
+    )
+    metrics = Metrics(
+        *(fleet, sizes, lmcache.counts, access.refused, reload.counts),
+        dropped=outlets.dropped,
+    )
+    readers.insert(0, metrics.observe)
     controller = _controller(config, members, session, lmcache, access, secret=secret)
-    live["passthrough"] = partial(setattr, judge, "passthrough")
     return Parts(
         fleet=fleet,
         admission=admission,
@@ -171,10 +171,12 @@ def _live(
     fleet: Fleet,
     members: Members,
     access: Access,
+    judge: RequestLifecycle,
+    *,
     tls: ssl.SSLContext | None,
     replica_tls: ssl.SSLContext | bool,
 ) -> dict[str, Callable[[Any], None]]:
-    """Return how the settings are used that can change while the router runs."""
+    """Return a function for each live setting that applies its new value."""
 
     def show(settings: TlsConfig | None) -> None:
         if tls is not None and settings is not None:
@@ -185,12 +187,13 @@ def _live(
             replica_tls.load_verify_locations(settings.ca_file)
 
     return {
-        # First what may fail: then nothing has changed yet.
+        # Those that may fail are first: then nothing has changed yet.
         "tls": show,
         "replica_tls": trust,
         "replicas": partial(members.name, Source.FILE),
         "access": access.change,
         "model_aliases": partial(setattr, fleet, "aliases"),
+        "passthrough": partial(setattr, judge, "passthrough"),
         "log_level": lambda level: logging.getLogger().setLevel(level.upper()),
     }
 
@@ -206,7 +209,7 @@ def _controller(
 ) -> Controller | None:
     if config.controller is None:
         return None
-    others_reach_it = not is_loopback(f"http://{host_port(config.controller.host, 1)}")
+    others_reach_it = not is_loopback(config.controller.host)
 
     def configured() -> list[Configured]:
         return [

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import click
 
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 _PLUGINS: Final = "warmroute.commands"
 

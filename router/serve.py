@@ -16,11 +16,12 @@ import uvloop
 from aiohttp import web
 
 from router.app import PARTS, create_app
-from router.config import PickerConfig, RouterConfig, TimeoutsConfig, host_port, is_loopback
+from router.config import PickerConfig, RouterConfig, TimeoutsConfig, join_host_port
 from router.controller import Controller
 from router.membership import ConfigFile, Reload
 from router.parts import Parts
-from warmroute_common.config_error import describe
+from warmroute_common.addresses import is_loopback
+from warmroute_common.config_reader import describe
 from warmroute_common.http_server import LEAVING, Site
 
 log = logging.getLogger("warmroute")
@@ -116,7 +117,7 @@ def leave_s(timeouts: TimeoutsConfig, host: str) -> float:
     """Return how long a router that listens at ``host`` still takes requests after SIGTERM."""
     if timeouts.leave_s is not None:
         return timeouts.leave_s
-    return 0.0 if is_loopback(f"http://{host_port(host, 1)}") else _LEAVE_S
+    return 0.0 if is_loopback(host) else _LEAVE_S
 
 
 async def _serve_picker(
@@ -140,7 +141,7 @@ async def _serve_picker(
     log.info(
         "picking one of %d replicas at %s (policy %s); its own endpoints are at %s",
         len(config.replicas),
-        host_port(settings.host, port),
+        join_host_port(settings.host, port),
         config.policy,
         url,
     )
@@ -158,7 +159,7 @@ async def _serve_clients(
         config.policy,
         url,
     )
-    if not config.access.keys and not is_loopback(f"http://{host_port(config.host, 1)}"):
+    if not config.access.keys and not is_loopback(config.host):
         log.warning("access.keys names no key: any client that reaches %s may use it", url)
 
 
@@ -209,7 +210,7 @@ async def _listen(
         why = "is in use" if taken else f"cannot be listened on ({error.strerror})"
         raise PortTakenError(key, f"{host}:{port} {why}") from None
     host, port = runner.addresses[0][:2]
-    return f"http{'s' if tls else ''}://{host_port(host, port)}"
+    return f"http{'s' if tls else ''}://{join_host_port(host, port)}"
 
 
 def _read_again_on_hangup(reload: Reload) -> None:

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from cacheengine.settings.loading import load_engine_config
+from cacheengine.settings.lmcache_file import load_engine_config
 from router.config.loading import load_router_config
 from router.config.settings import ControllerConfig
 from router.launch.fleet_file import load_fleet_file

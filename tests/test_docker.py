@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from router.config import PickerConfig, RouterConfig
-from tools.reference.pages import known_commands
+from tools.reference import known_commands
 from tools.relock import LOCKS
 
 ROOT: Final = Path(__file__).parent.parent

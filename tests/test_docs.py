@@ -16,9 +16,8 @@ import yaml
 
 from router.config import RouterConfig
 from router.config.loading import router_config
-from tools.reference.pages import known_commands
-from tools.reference.sections import hints, section_of, slug
-from warmroute_common.config_error import ConfigError
+from tools.reference import hints, known_commands, section_of, slug
+from warmroute_common.config_reader import ConfigError
 
 ROOT: Final = Path(__file__).parent.parent
 CODE: Final = ROOT

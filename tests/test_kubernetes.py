@@ -19,7 +19,7 @@ from cacheengine.settings import load_engine_config
 from router.config import RouterConfig
 from router.config.loading import load_router_config
 from router.serve import leave_s
-from tools.reference.pages import known_commands
+from tools.reference import known_commands
 
 FOLDER: Final = Path(__file__).parent.parent / "configs" / "kubernetes"
 ANYWHERE: Final = "0.0.0.0"

@@ -1,13 +1,15 @@
-"""``host:port`` as people write it, and where to listen for it."""
+"""Hosts, ports and URLs: how they are written, compared and listened on."""
 
 import socket
+from ipaddress import IPv6Address, ip_address
+from typing import Final
+from urllib.parse import urlsplit
+
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def split_host_port(text: str) -> tuple[str, int]:
-    """Return the host and the port of ``host:port`` or ``[ipv6]:port``.
-
-    Raises ValueError, saying what is wrong, for anything else.
-    """
+    """Return the host and the port of ``host:port`` or ``[ipv6]:port``; raise ValueError."""
     host, colon, port = text.strip().rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{text!r} does not end in a colon and a port (0 to 65535)")
@@ -26,17 +28,52 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def without_password(url: str) -> str:
-    """Return a URL as it may stand in a log: without the name and password before its host."""
+    """Return a URL for a log: without the user name and password."""
     scheme, separator, rest = url.partition("://")
     authority, slash, path = rest.partition("/")
     return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path}"
 
 
 def listening_family(host: str, port: int) -> socket.AddressFamily:
-    """Return in which family to listen on a host; IPv4 if it has addresses of both.
+    """Return the family to listen with on a host: IPv4 if the host has addresses of both.
 
-    Addresses given to other machines are mostly of that family. Raises OSError
-    for a host that cannot be found.
+    Other machines mostly know the IPv4 address. Raises OSError for an unknown host.
     """
     found = [each[0] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     return socket.AF_INET if socket.AF_INET in found else found[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on, or a caller's address, belongs to this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        address = ip_address(host.partition("%")[0].strip("[]"))
+    except ValueError:
+        return False
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback
+
+
+def reachable(host: str) -> str:
+    """Return the host at which this machine reaches its own server that listens at ``host``."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+
+
+def is_loopback_url(url: str) -> bool:
+    """Whether a URL names the loopback interface."""
+    return server_key(url)[1] == "loopback"
+
+
+def is_same_url(first: str, second: str) -> bool:
+    """Whether two base URLs name the same server; all loopback addresses count as one."""
+    return server_key(first) == server_key(second)
+
+
+def server_key(url: str) -> tuple[str, str, int | None, str]:
+    """Return a server's identity: scheme, host (or "loopback"), port and path."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return (parts.scheme, "loopback" if host in _LOOPBACK else host, port, parts.path.rstrip("/"))

@@ -1,15 +1,14 @@
-"""Which requests a port of the fleet takes: the fleet's secret, and what a web page may have made.
-
-Shared with the router: standard library only.
-"""
+"""The secret that router and replicas share, and how requests made by web pages are recognized."""
 
 import hmac
 import socket
 from collections.abc import Mapping
-from ipaddress import IPv6Address, ip_address
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
+
+from warmroute_common.config_reader import BadValueError
 
 VARIABLE: Final = "WARMROUTE_FLEET_SECRET"
 """The environment variable that holds the secret, at router and replicas alike."""
@@ -23,17 +22,8 @@ _LEAST: Final = 16
 _MOST: Final = 512
 
 
-class BadSecretError(ValueError):
-    """A secret that cannot be used: what is wrong, and what to do instead."""
-
-    def __init__(self, problem: str, fix: str) -> None:
-        super().__init__(problem, fix)
-        self.problem = problem
-        self.fix = fix
-
-
 class FleetSecret:
-    """What router and replicas know and nobody else. Raises `BadSecretError` for one easily guessed.
+    """What router and replicas know and nobody else. Raises `BadValueError` for one easily guessed.
 
     Over HTTP they show a token made from it, never itself: a listener there
     learns nothing by which chunks could be forged.
@@ -42,10 +32,10 @@ class FleetSecret:
     def __init__(self, text: str) -> None:
         if not (text.isascii() and text.isprintable()) or " " in text:
             problem = "the fleet secret has spaces, or other than printable ASCII characters"
-            raise BadSecretError(problem, "take letters and digits: openssl rand -hex 32")
+            raise BadValueError(problem, "take letters and digits: openssl rand -hex 32")
         if not _LEAST <= len(text) <= _MOST:
             problem = f"the fleet secret has {len(text)} characters, not {_LEAST} to {_MOST}"
-            raise BadSecretError(problem, "make one: openssl rand -hex 32")
+            raise BadValueError(problem, "make one: openssl rand -hex 32")
         self._secret = text.encode()
         self.token = self.key("http").hex()
         """What a request shows, as a bearer token."""
@@ -72,25 +62,20 @@ class FleetSecret:
 def read_fleet_secret(path: Path | None, environment: Mapping[str, str]) -> FleetSecret | None:
     """Return the secret in a file or the environment; None where neither is given.
 
-    Raises `BadSecretError` for one that cannot be read or used, and where both are given.
+    Raises `BadValueError` for one that cannot be read or used, and where both are given.
     """
     given = environment.get(VARIABLE, "").strip() or None
     if path is None:
         return None if given is None else FleetSecret(given)
     if given is not None:
-        raise BadSecretError(f"{path} is named, and {VARIABLE} is set too", "take one of them away")
+        raise BadValueError(f"{path} is named, and {VARIABLE} is set too", "take one of them away")
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no text"
         fix = "name a file that this user may read, with the secret in it"
-        raise BadSecretError(f"{path} cannot be read ({reason})", fix) from None
+        raise BadValueError(f"{path} cannot be read ({reason})", fix) from None
     return FleetSecret(text)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to listen on, or a caller's, is this machine's alone."""
-    return host == "localhost" or _is_loopback_address(host)
 
 
 def may_be_of_a_page(host: str | None, origin: str | None) -> bool:
@@ -110,13 +95,3 @@ def _is_own_name(host: str) -> bool:
         return name in ("localhost", socket.gethostname().lower()) or bool(ip_address(name))
     except ValueError:
         return False
-
-
-def _is_loopback_address(host: str) -> bool:
-    try:
-        address = ip_address(host.partition("%")[0].strip("[]"))
-    except ValueError:
-        return False
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return address.is_loopback

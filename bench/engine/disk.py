@@ -15,7 +15,7 @@ from bench.replica.tiers import forget_pages, wait_until
 from bench.ttft import BenchError
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
-from cacheengine.settings.settings import EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.base import Chunk, PutOutcome
 from cacheengine.tiers.disk.chunk_file import SEAL_BYTES
 from cacheengine.tiers.disk.disk import DiskTier

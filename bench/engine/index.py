@@ -14,7 +14,7 @@ from bench.ttft import BenchError
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
-from cacheengine.settings.settings import EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
 
 LOOKUP_CHUNKS: Final = 64

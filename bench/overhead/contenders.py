@@ -22,7 +22,7 @@ from cacheengine.launch.launch import free_ports
 from router.config import PickerConfig, ReplicaConfig, RouterConfig, load_router_config
 from router.gateway.envoy_config import envoy_configuration, envoy_program
 from router.launch.processes import ChildFailedError, ProcessGroup, tail
-from warmroute_common.config_error import Place
+from warmroute_common.config_reader import ConfigLocation
 
 DIRECT: Final = "direct"
 BARE_PROXY: Final = "aiohttp-proxy"
@@ -44,7 +44,7 @@ _NEEDS: Final = ("setproctitle", "fastapi", "uvicorn", "requests", "aiohttp", "o
 _PEERS_DIRECTORY: Final = Path.home() / ".cache" / "warmroute-peers"
 _READY_S: Final = 60.0
 _POLL_S: Final = 0.1
-_HERE: Final = Place("bench.overhead")
+_HERE: Final = ConfigLocation("bench.overhead")
 
 
 class CannotRunError(Exception):

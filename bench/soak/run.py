@@ -24,7 +24,7 @@ from router.launch.processes import ProcessGroup
 
 _QUIET_S: Final = 15.0
 _POLL_S: Final = 0.2
-_REFUSED: Final = "the configuration cannot be used, and nothing was changed"
+_REFUSED: Final = "configuration not reloaded, the old settings stay in use"
 _BAD_WORDS: Final = ("Traceback", " ERROR ", "Task exception", "never retrieved")
 
 

@@ -23,7 +23,7 @@ from cacheengine.tiers.stores.infinistore import InfiniStore
 from cacheengine.tiers.stores.mooncake import MooncakeStore
 from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer, RedisStore
 from warmroute_common import agent_protocol as wire
-from warmroute_common.config_values import BadValueError
+from warmroute_common.config_reader import BadValueError
 
 logger = logging.getLogger("vllm.warmroute")
 

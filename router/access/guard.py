@@ -12,8 +12,9 @@ from aiohttp.typedefs import Handler
 from router.access.grant import Grant
 from router.access.keys import sha256_of, shown_keys
 from router.config import AccessConfig
+from warmroute_common.addresses import is_loopback
 from warmroute_common.api_errors import ApiError, ForbiddenError, UnauthorizedError
-from warmroute_common.fleet_secret import is_loopback, may_be_of_a_page
+from warmroute_common.fleet_secret import may_be_of_a_page
 
 log = logging.getLogger("warmroute.access")
 

@@ -1,51 +1,45 @@
-"""What an operator sets, what the decision weighs by, and what can go wrong.
+"""Everything that an operator can set, and how it is read and checked."""
 
-`RouterConfig` is read from YAML by `load_router_config` (`loading`); every key is checked
-against the dataclasses in `settings` by `schema`. `Judgment` is the one table of the decision's
-constants. `errors` holds each error that a client can get, with its status and code;
-`observability` has what is told of requests, `addresses` compares hosts, ports and URLs;
-`credentials` makes TLS contexts from files, and reads the fleet's secret.
-
-Imported by every room; imports none.
-"""
-
-from router.config.addresses import host_port, is_loopback, is_same_url, reachable, server_key
-from router.config.breaker import BreakerConfig
-from router.config.clients import (
-    AccessConfig,
-    CorsConfig,
-    KeyConfig,
-    ReplicaTlsConfig,
-    TlsConfig,
-)
 from router.config.credentials import (
     client_context,
     load_certificate,
     load_fleet_secret,
     server_context,
 )
-from router.config.discovery import (
+from router.config.judgment import DEFAULT, Judgment, Learning
+from router.config.loading import check_unique, load_router_config, router_config
+from router.config.requests import MAX_WAIT_HEADER, PROMPTED
+from router.config.settings import (
+    AccessConfig,
+    BreakerConfig,
+    CorsConfig,
     DiscoveredConfig,
     DiscoveryConfig,
     DnsConfig,
+    KeyConfig,
     KubernetesConfig,
-)
-from router.config.judgment import DEFAULT, Judgment, Learning
-from router.config.loading import check_unique, load_router_config, router_config
-from router.config.observability import RequestLogConfig, TracingConfig
-from router.config.requests import MAX_WAIT_HEADER, PROMPTED
-from router.config.schema import build, read_yaml, setting
-from router.config.settings import (
     LmcacheWorkersConfig,
     PickerConfig,
     PolicyName,
     PrefetchConfig,
     RatesConfig,
     ReplicaConfig,
+    ReplicaTlsConfig,
+    RequestLogConfig,
     RouterConfig,
     TimeoutsConfig,
+    TlsConfig,
     TokenizerConfig,
+    TracingConfig,
 )
+from warmroute_common.addresses import (
+    is_loopback_url,
+    is_same_url,
+    join_host_port,
+    reachable,
+    server_key,
+)
+from warmroute_common.config_reader import build, read_yaml, setting
 
 __all__ = [
     "DEFAULT",
@@ -77,9 +71,9 @@ __all__ = [
     "build",
     "check_unique",
     "client_context",
-    "host_port",
-    "is_loopback",
+    "is_loopback_url",
     "is_same_url",
+    "join_host_port",
     "load_certificate",
     "load_fleet_secret",
     "load_router_config",

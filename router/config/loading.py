@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
-from router.config.addresses import host_port, is_loopback
-from router.config.clients import AccessConfig, KeyConfig, ReplicaTlsConfig, TlsConfig
 from router.config.credentials import client_context, load_fleet_secret, server_context
-from router.config.observability import RequestLogConfig, TracingConfig
-from router.config.schema import build, read_yaml
-from router.config.settings import PickerConfig, ReplicaConfig, RouterConfig, TokenizerConfig
-from warmroute_common.config_error import Place
+from router.config.settings import (
+    AccessConfig,
+    KeyConfig,
+    PickerConfig,
+    ReplicaConfig,
+    ReplicaTlsConfig,
+    RequestLogConfig,
+    RouterConfig,
+    TlsConfig,
+    TokenizerConfig,
+    TracingConfig,
+)
+from warmroute_common.addresses import is_loopback
+from warmroute_common.config_reader import ConfigLocation, build, read_yaml
 from warmroute_common.fleet_secret import VARIABLE
 
 _SHA256: Final = re.compile("[0-9a-f]{64}")
@@ -33,7 +41,7 @@ def load_router_config(path: Path | str) -> RouterConfig:
 
 def router_config(value: object, *, path: str, key: str = "", base: Path = Path()) -> RouterConfig:
     """Build and check the settings in a mapping; relative files are relative to ``base``."""
-    at = Place(path, key)
+    at = ConfigLocation(path, key)
     for name in ("controller", "lmcache_workers", "tracing"):
         if isinstance(value, Mapping) and name in value and value[name] is None:
             fix = f"write '{name}: {{}}' for its defaults, or leave it out for none"
@@ -88,20 +96,21 @@ def check_unique(claims: Iterable[tuple[int | str | None, str]], path: str) -> N
     users: dict[int | str, str] = {}
     for value, key in claims:
         if value in users:
-            raise Place(path, key).error(f"{value} is also {users[value]}", "choose another")
+            raise ConfigLocation(path, key).error(
+                f"{value} is also {users[value]}", "choose another"
+            )
         if value:
             users[value] = key
 
 
-def _check_controller(config: RouterConfig, at: Place) -> None:
+def _check_controller(config: RouterConfig, at: ConfigLocation) -> None:
     """Raise `ConfigError` for a controller open to anyone, or none where LMCache needs it."""
     controller, fleet_secret = config.controller, load_fleet_secret(config, at)
     if controller is not None:
         if controller.secret == "":
             raise at.at("controller.secret").error("is empty", "set one, or leave it out")
-        listens_at = f"http://{host_port(controller.host, 1)}"
         is_guarded = controller.secret or config.access.admin_sha256 or fleet_secret
-        if not is_guarded and not is_loopback(listens_at):
+        if not is_guarded and not is_loopback(controller.host):
             found = f"{controller.host} is open to other machines, and there is no secret"
             fix = (
                 f"set {VARIABLE} (the fleet's secret), controller.secret or access.admin_sha256, "
@@ -123,7 +132,7 @@ def _check_controller(config: RouterConfig, at: Place) -> None:
                 )
 
 
-def _check_clients(config: RouterConfig, at: Place) -> None:
+def _check_clients(config: RouterConfig, at: ConfigLocation) -> None:
     """Raise `ConfigError` for paths and origins that no request can have."""
     for index, path in enumerate(config.passthrough):
         if not path.startswith("/") or "*" in path[:-1]:
@@ -138,7 +147,7 @@ def _check_clients(config: RouterConfig, at: Place) -> None:
             raise here.error(f"'{origin}' is no origin", "write it like https://host, or '*'")
 
 
-def _check_discovery(config: RouterConfig, at: Place) -> None:
+def _check_discovery(config: RouterConfig, at: ConfigLocation) -> None:
     """Raise `ConfigError` for sources of replicas that cannot be asked."""
     discovery = config.discovery
     if discovery.registration and config.controller is None:
@@ -156,9 +165,11 @@ def _check_discovery(config: RouterConfig, at: Place) -> None:
         _normal_url(kubernetes.api_url, here.at("api_url"))
 
 
-def _checked_replicas(replicas: Sequence[ReplicaConfig], at: Place) -> tuple[ReplicaConfig, ...]:
+def _checked_replicas(
+    replicas: Sequence[ReplicaConfig], at: ConfigLocation
+) -> tuple[ReplicaConfig, ...]:
     checked = []
-    seen: dict[str, Place] = {}
+    seen: dict[str, ConfigLocation] = {}
     for index, replica in enumerate(replicas):
         here = at.item(index)
         url = _normal_url(replica.url, here.at("url"))
@@ -179,7 +190,7 @@ def _checked_replicas(replicas: Sequence[ReplicaConfig], at: Place) -> tuple[Rep
     return tuple(checked)
 
 
-def _normal_url(url: str, at: Place) -> str:
+def _normal_url(url: str, at: ConfigLocation) -> str:
     """Return a base URL without trailing slash or ``/v1``; raise `ConfigError` if it is none."""
     try:
         parts = urlsplit(url)
@@ -193,7 +204,7 @@ def _normal_url(url: str, at: Place) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _check_endpoint(endpoint: str | None, at: Place) -> None:
+def _check_endpoint(endpoint: str | None, at: ConfigLocation) -> None:
     if endpoint is None:
         return
     scheme, separator, rest = endpoint.partition("://")
@@ -206,7 +217,9 @@ def _check_endpoint(endpoint: str | None, at: Place) -> None:
         raise at.error(f"'{endpoint}' is an address to listen on", fix)
 
 
-def _checked_tokenizer(tokenizer: TokenizerConfig, at: Place, base: Path) -> TokenizerConfig:
+def _checked_tokenizer(
+    tokenizer: TokenizerConfig, at: ConfigLocation, base: Path
+) -> TokenizerConfig:
     """Make the tokenizer's paths absolute (``~`` and the file's own folder understood)."""
     return replace(
         tokenizer,
@@ -215,17 +228,19 @@ def _checked_tokenizer(tokenizer: TokenizerConfig, at: Place, base: Path) -> Tok
     )
 
 
-def _checked_access(access: AccessConfig, at: Place, base: Path) -> AccessConfig:
+def _checked_access(access: AccessConfig, at: ConfigLocation, base: Path) -> AccessConfig:
     """Return the settings with the keys of ``keys_file`` among them."""
     places = [at.at("keys").item(index) for index in range(len(access.keys))]
     file = _existing(access.keys_file, "file", at.at("keys_file"), base)
     keys = access.keys
     if file is not None:
-        more = build(_KeysFile, read_yaml(Path(file)), Place(file)).keys
+        more = build(_KeysFile, read_yaml(Path(file)), ConfigLocation(file)).keys
         if not more:  # which must not mean that everyone gets in
-            raise Place(file, "keys").error("names no key", "make one with 'warmroute key NAME'")
+            raise ConfigLocation(file, "keys").error(
+                "names no key", "make one with 'warmroute key NAME'"
+            )
         keys += more
-        places += [Place(file, "keys").item(index) for index in range(len(more))]
+        places += [ConfigLocation(file, "keys").item(index) for index in range(len(more))]
     admins = [(at.at("admin_sha256").item(i), each) for i, each in enumerate(access.admin_sha256)]
     shas = [(here.at("sha256"), each.sha256) for here, each in zip(places, keys, strict=True)]
     for here, sha256 in [*shas, *admins]:
@@ -238,7 +253,7 @@ def _checked_access(access: AccessConfig, at: Place, base: Path) -> AccessConfig
     return replace(access, keys=keys, keys_file=file)
 
 
-def _checked_tls(tls: _Tls, load: Callable[[_Tls], object], at: Place, base: Path) -> _Tls:
+def _checked_tls(tls: _Tls, load: Callable[[_Tls], object], at: ConfigLocation, base: Path) -> _Tls:
     """Make the files' paths absolute, and see that they can be loaded."""
     files = {name: value for name, value in vars(tls).items() if name.endswith("_file")}
     found: dict[str, Any] = {
@@ -253,7 +268,7 @@ def _checked_tls(tls: _Tls, load: Callable[[_Tls], object], at: Place, base: Pat
     return tls
 
 
-def _checked_log(log: RequestLogConfig, at: Place, base: Path) -> RequestLogConfig:
+def _checked_log(log: RequestLogConfig, at: ConfigLocation, base: Path) -> RequestLogConfig:
     """Make the file's path absolute, and see that it can be there."""
     if log.path is None or log.path == "-":
         return log
@@ -265,14 +280,16 @@ def _checked_log(log: RequestLogConfig, at: Place, base: Path) -> RequestLogConf
     return replace(log, path=str(path))
 
 
-def _checked_tracing(tracing: TracingConfig, at: Place) -> TracingConfig:
+def _checked_tracing(tracing: TracingConfig, at: ConfigLocation) -> TracingConfig:
     """Make the endpoint the URL that traces are sent to."""
     url = _normal_url(tracing.endpoint, at.at("endpoint"))
     whole = url if urlsplit(url).path else f"{url}/v1/traces"
     return replace(tracing, endpoint=whole)
 
 
-def _checked_picker(picker: PickerConfig | None, at: Place, base: Path) -> PickerConfig | None:
+def _checked_picker(
+    picker: PickerConfig | None, at: ConfigLocation, base: Path
+) -> PickerConfig | None:
     """Make the paths of its certificate absolute."""
     if picker is None:
         return None
@@ -285,7 +302,7 @@ def _checked_picker(picker: PickerConfig | None, at: Place, base: Path) -> Picke
     )
 
 
-def _existing(value: str | None, kind: str, at: Place, base: Path) -> str | None:
+def _existing(value: str | None, kind: str, at: ConfigLocation, base: Path) -> str | None:
     if value is None:
         return None
     # With its links: what they lead to may be exchanged while the router runs.

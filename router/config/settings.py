@@ -1,8 +1,8 @@
-"""The router's settings: what each means, its unit, its default, its bounds.
+"""The router's settings: for each its meaning, unit, default and bounds.
 
-The classes are the schema (`router.config.schema` reads them). Sizes here are in
-bytes and times in seconds, as the names say; only the engine's own file, which
-keeps LMCache's keys, has sizes in GB.
+The classes are the schema that files are read by (`warmroute_common.config_reader`), and the
+docstrings below the fields are the reference in docs/configuration.md. Sizes are in bytes and
+times in seconds, as the names say.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
-from router.config.breaker import BreakerConfig
-from router.config.clients import AccessConfig, CorsConfig, ReplicaTlsConfig, TlsConfig
-from router.config.discovery import DiscoveryConfig
-from router.config.observability import RequestLogConfig, TracingConfig
-from router.config.schema import setting
+from warmroute_common.config_reader import setting
 
 MIB: Final = 1 << 20
 
@@ -23,42 +19,131 @@ PreCachingHash = Literal[
     "builtin", "sha256", "sha256_cbor", "sha256_cbor_64bit", "xxhash", "xxhash_cbor"
 ]
 LogLevel = Literal["debug", "info", "warning", "error"]
+Scheme = Literal["http", "https"]
+
+
+# --- replicas
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaConfig:
-    """One replica: only ``url`` is needed, the rest is found out or done without."""
+    """One replica. Only ``url`` is required; the router finds out the rest or works without it."""
 
     url: str
     """Base URL of the OpenAI server, without ``/v1``."""
     instance_id: str | None = None
-    """Its name; by default its agent's, else host:port."""
+    """The replica's name. By default the name that its agent reports, else host:port."""
     agent_url: str | None = None
-    """Base URL of the cache engine's agent; without one there is no prefetch."""
+    """Base URL of the cache engine's agent. Without an agent nothing is prefetched."""
     lmcache: str | None = None
     """Base URL of the stock LMCache server (``--http-port``) that the replica uses."""
     kv_events: str | None = None
-    """vLLM's event publisher, ``tcp://host:port``; by default the agent's ``/info`` says."""
+    """vLLM's event publisher, ``tcp://host:port``. By default the agent reports it."""
     kv_replay: str | None = None
-    """vLLM's replay endpoint, ``tcp://host:port``; by default the agent's ``/info`` says."""
+    """vLLM's replay endpoint, ``tcp://host:port``. By default the agent reports it."""
     api_key: str | None = field(default=None, repr=False)
-    """Sent to this replica instead of the client's own Authorization."""
+    """Sent to this replica instead of the client's own Authorization header."""
     hash_seed: str | None = None
-    """PYTHONHASHSEED of a replica without an agent; by default found out from its events, but
-    not for the keys of LMCache inside it (``lmcache_workers``)."""
+    """PYTHONHASHSEED of a replica without an agent. By default the router derives it from the
+    replica's events. It cannot derive it for LMCache inside vLLM (``lmcache_workers``)."""
 
     @property
     def name(self) -> str:
-        """The name to use until the agent has told one: instance_id, else host:port."""
+        """The name until the agent reports one: instance_id, else host:port."""
         return self.instance_id or urlsplit(self.url).netloc.rpartition("@")[2]
 
 
 @dataclass(frozen=True, kw_only=True)
+class DnsConfig:
+    """A DNS name whose addresses are replicas, such as a headless Kubernetes service."""
+
+    name: str
+    """The router resolves its A and AAAA records."""
+    port: int = setting(8000, at_least=1, at_most=65535)
+    """Port of the replicas."""
+    scheme: Scheme = "http"
+    """Protocol of the replicas."""
+    interval_s: float = setting(10.0, at_least=0.1)
+    """Time between two look-ups. A failed look-up changes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesConfig:
+    """Pods behind a Kubernetes service. The router watches the Kubernetes API for them.
+
+    Ready pods join the fleet; terminating pods are drained. The router's service account needs
+    permission to ``list`` and ``watch`` ``endpointslices`` of ``discovery.k8s.io`` in the
+    namespace.
+    """
+
+    service: str | None = None
+    """Name of the service. Set this or ``selector``."""
+    selector: str | None = None
+    """Labels of services, such as ``app=vllm,tier=gpu``, instead of one service's name."""
+    namespace: str | None = None
+    """Namespace of the services. By default the namespace of the router's pod."""
+    port: int | None = setting(None, at_least=1, at_most=65535)
+    """Port of the replicas. By default the service's only port, or the port named ``http``."""
+    scheme: Scheme = "http"
+    """Protocol of the replicas."""
+    api_url: str | None = None
+    """Base URL of the Kubernetes API. By default from the variables that every pod has."""
+    token_file: str = "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    """File with the service account's token. If it does not exist, no token is sent."""
+    ca_file: str = "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"
+    """PEM file of the authorities that sign the API's certificate. If it does not exist, the
+    system's authorities are used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiscoveredConfig:
+    """Settings that all discovered replicas share and that no source reports."""
+
+    api_key: str | None = field(default=None, repr=False)
+    """Sent to each replica instead of the client's own Authorization header."""
+    agent_port: int | None = setting(None, at_least=1, at_most=65535)
+    """Port of the cache engines' agents. Without it the router knows only agents that register."""
+    kv_events_port: int | None = setting(None, at_least=1, at_most=65535)
+    """Port of vLLM's event publisher. By default the agent or vLLM reports it."""
+    kv_replay_port: int | None = setting(None, at_least=1, at_most=65535)
+    """Port of vLLM's replay endpoint. By default the agent or vLLM reports it."""
+    hash_seed: str | None = None
+    """PYTHONHASHSEED of replicas without an agent. By default derived from their events."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiscoveryConfig:
+    """Sources of replicas in addition to ``replicas``.
+
+    A replica that several sources name is one replica.
+    """
+
+    registration: bool = False
+    """Whether agents that register with the controller (``controller.monitor_port``) and report
+    their ``openai_url`` add their replicas to the fleet. A replica stays as long as its agent
+    sends heartbeats. If ``controller.secret`` or an admin key is set, that port requires it."""
+    dns: tuple[DnsConfig, ...] = ()
+    """Names that the router resolves."""
+    kubernetes: KubernetesConfig | None = None
+    """Off without the section."""
+    each: DiscoveredConfig = field(default_factory=DiscoveredConfig)
+    """Applies to replicas that DNS, Kubernetes or a registration names."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any source is configured."""
+        return self.registration or bool(self.dns) or self.kubernetes is not None
+
+
+# --- picking a replica
+
+
+@dataclass(frozen=True, kw_only=True)
 class RatesConfig:
-    """Where the cost model starts from; every rate is learned per replica from then on."""
+    """Initial rates of the cost model. The router then learns each rate per replica."""
 
     prefill_tokens_per_s: float = setting(8_000.0, above=0)
-    """Tokens of a prompt computed a second, with nothing else running."""
+    """Prompt tokens that an otherwise idle replica computes per second."""
     cpu_load_bytes_per_s: float = setting(10e9, above=0)
     """From CPU RAM to the GPU."""
     disk_bytes_per_s: float = setting(1e9, above=0)
@@ -68,160 +153,293 @@ class RatesConfig:
     peer_bytes_per_s: float = setting(1e9, above=0)
     """From another replica's CPU RAM."""
     kv_bytes_per_token: float = setting(100e3, above=0)
-    """Size of a token's KV; an agent tells its replica's."""
+    """Size of one token's KV. An agent reports its replica's value."""
     decode_slowdown: float = setting(0.02, at_least=0)
-    """How much one running decode stretches a prefill beside it (0.02: by 2%)."""
+    """How much each running decode slows a prefill down (0.02: by 2%)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchConfig:
-    """Promoting disk and remote KV, and copying other replicas', before a request is forwarded."""
+    """Prefetching KV to CPU RAM from disk, the remote store or another replica, before a request
+    is forwarded."""
 
     enabled: bool = True
-    """False: replicas do by themselves what they do, and nothing is copied."""
+    """If false, the router prefetches and copies nothing."""
     wait_cap_s: float = setting(2.0, at_least=0)
-    """The longest that a request is held back for its prefetch or copy."""
+    """Longest time that a request waits for its prefetch or copy."""
     pin_s: float = setting(10.0, above=0)
-    """How long promoted or copied KV is kept from eviction, for the request it was brought for."""
+    """How long prefetched or copied KV is protected from eviction."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionConfig:
-    """Holding requests in the router until a replica can soon begin with them.
+    """Holding requests in the router until a replica can start them soon.
 
-    Only the policy ``ttft`` holds any: the others, which predict nothing, send
-    at once.
+    Only the policy ``ttft`` holds requests. The other policies predict nothing and send at once.
     """
 
     enabled: bool = True
-    """False: every request is sent at once."""
+    """If false, every request is sent at once."""
     max_waiting: int = setting(4096, at_least=0)
-    """Requests held at once; one more is refused with 429."""
+    """Requests held at once. Further requests get 429."""
     max_wait_s: float = setting(60.0, above=0)
-    """The longest that one is held, unless its client waits less; then 429."""
+    """Longest time that a request is held; then it gets 429. A client may ask for less."""
     dispatch_ahead_s: float = setting(4.0, at_least=0)
-    """How much predicted work may lie before a request when it is sent: enough that
-    a replica never idles, little so that a shorter request need not wait behind it."""
+    """Predicted work, in seconds, that may be queued at a replica before a request is sent to it.
+    Lower values let short requests overtake; higher values keep replicas from going idle."""
     ageing: float = setting(0.5, above=0)
-    """Seconds of predicted work that a second of waiting makes up for in the order,
-    which is shortest first. Lower favours the short ones, higher the early ones."""
+    """The queue is ordered by predicted work, shortest first. Each second of waiting counts like
+    this many seconds less work. Lower favours short requests; higher favours early ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
-    """Keeping a session on the replica that knows it."""
+    """Keeping a session on the replica that has its KV."""
 
     header: str = "x-session-id"
-    """Request header that names a session; else the body's ``prompt_cache_key``, ``session_id`` or
-    ``user`` does."""
+    """Request header that names a session. Without it, the body's ``prompt_cache_key``,
+    ``session_id`` or ``user`` names the session."""
     max_sessions: int = setting(100_000, at_least=1)
-    """Sessions whose homes are remembered; the longest unused are forgotten first."""
+    """Sessions remembered. Beyond that the least recently used ones are forgotten."""
     ttl_s: float = setting(3600.0, above=0)
-    """How long after its last request a session's home is remembered."""
+    """How long a session is remembered after its last request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexConfig:
-    """How much the router remembers of what replicas hold."""
+    """How much the router remembers of the KV that replicas hold."""
 
     max_keys: int = setting(4_000_000, at_least=1)
-    """Block keys that are remembered, of all replicas together; of more, the oldest go."""
+    """Block keys remembered, for all replicas together. Beyond that the oldest are dropped."""
     speculative_ttl_s: float = setting(30.0, above=0)
-    """How long a prefix just routed counts as held, unless an event confirms it."""
+    """How long the prefix of a routed request counts as held before an event confirms it."""
     history_ttl_s: float = setting(600.0, above=0)
-    """The same for replicas that tell nothing."""
+    """The same for replicas that publish no events."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """How prompts become the tokens that the replicas see."""
+    """How the router turns prompts into the tokens that replicas see."""
 
     path: str | None = None
-    """Directory of the model's tokenizer; by default the agents' ``/info`` says."""
+    """Directory of the model's tokenizer. By default the router looks for the model's tokenizer in
+    its own Hugging Face cache; it does not download it."""
     memo_bytes: int = setting(64 * MIB, at_least=0)
-    """Texts and tokens kept, so that a conversation's next turn costs its new text only."""
+    """Memory for tokenized texts, so that the next turn of a conversation only tokenizes its new
+    text."""
     chat_template: str | None = None
-    """A template file, where the replicas run with ``--chat-template``."""
+    """A template file, for replicas that run with ``--chat-template``."""
+
+
+# --- time limits and failures
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeoutsConfig:
-    """How long to wait, for what."""
+    """Time limits."""
 
     connect_s: float = setting(5.0, above=0)
-    """For a connection to a replica."""
+    """For connecting to a replica."""
     first_byte_s: float | None = setting(None, above=0)
-    """From sending the request to the first byte of the answer; unlimited by default,
-    since a long prompt on a busy replica may rightly take minutes."""
+    """From sending a request to the first byte of the answer. Unlimited by default, because a long
+    prompt on a busy replica can take minutes."""
     stream_idle_s: float | None = setting(300.0, above=0)
-    """How long an answer that has begun may rest, because its replica says nothing more or its
-    client reads nothing; then it is ended. ``null`` for ever."""
+    """How long an answer that has begun may make no progress, because the replica sends nothing or
+    the client reads nothing. Then it is ended. ``null``: no limit."""
     health_interval_s: float = setting(2.0, above=0)
-    """How often each replica is asked whether it is well."""
+    """Time between two health probes of a replica."""
     health_timeout_s: float = setting(2.0, above=0)
-    """How long its answer may take."""
+    """Time limit of one health probe."""
     body_s: float = setting(60.0, above=0)
-    """How long a request's body may take to come whole; then 408."""
+    """How long a client may take to send a request's body; then it gets 408."""
     idle_s: float = setting(75.0, above=0)
-    """After which a client's connection is closed that is between requests, or still sends a
-    request's headers. Longer than what load balancers keep one for, 60 s mostly: else they
-    send a request into a connection that is just being closed."""
+    """The router closes a client's connection that has no request, or is still sending a request's
+    headers, after this time. Set it longer than the idle timeout of your load balancer (often
+    60 s): otherwise the load balancer may use a connection that is being closed."""
     leave_s: float | None = setting(None, at_least=0)
-    """How long the router still takes requests after SIGTERM, while ``/health`` says 503 and each
-    answer that its connection closes: as long as load balancers need to notice. By default 5 s
-    where other machines reach it, none on loopback; none after SIGINT (Ctrl-C) either."""
+    """How long the router still accepts requests after SIGTERM, while ``/health`` answers 503 and
+    each answer closes its connection. Set it to the time that load balancers need to notice. By
+    default 5 s if other machines can reach the router, else 0. After SIGINT (Ctrl-C) it is 0."""
     drain_s: float = setting(30.0, at_least=0)
-    """How long running requests may go on after that."""
+    """How long running requests may then take to finish."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakerConfig:
+    """Circuit breaker: avoids a replica whose requests fail while its health probes pass.
+
+    Failures are: no first byte in time, a broken connection, and the statuses 500, 502, 503 and
+    504. While the breaker is open, requests go to other replicas that can answer.
+    """
+
+    enabled: bool = True
+    """If false, it never opens."""
+    failures_in_a_row: int = setting(5, at_least=1)
+    """It opens after this many consecutive failures."""
+    failure_share: float = setting(0.5, above=0, at_most=1)
+    """It also opens when this share of the requests within ``window_s`` has failed, with at least
+    ten requests."""
+    window_s: float = setting(10.0, above=0)
+    """Period over which the share is measured."""
+    open_s: float = setting(5.0, above=0)
+    """How long it stays open. Then it lets one request at a time through: a success closes it, and
+    each failure opens it for twice as long."""
+    max_open_s: float = setting(60.0, above=0)
+    """Longest time that it stays open before it lets a request through."""
+
+
+# --- clients
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyConfig:
+    """One client's key. ``warmroute key NAME`` makes a key and this entry."""
+
+    name: str
+    """Name in the log and in metrics."""
+    sha256: str
+    """SHA-256 of the key, in hex digits. The key itself is not stored."""
+    models: tuple[str, ...] | None = None
+    """Models that the key may use. By default all."""
+    requests_per_minute: int | None = setting(None, at_least=1)
+    """Rate limit, as a token bucket that holds one minute's worth. Beyond it clients get 429. By
+    default unlimited."""
+    tokens_per_minute: int | None = setting(None, at_least=1)
+    """The same for tokens, of prompts and answers together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessConfig:
+    """Which clients may use the router. Without ``keys`` and ``keys_file`` every client may."""
+
+    keys: tuple[KeyConfig, ...] = ()
+    keys_file: str | None = None
+    """A YAML file with more ``keys:``."""
+    admin_sha256: tuple[str, ...] = ()
+    """SHA-256 of each admin key (``warmroute key --admin``). An admin key is required for
+    ``/explain``, ``/metrics``, ``/replicas``, the data of ``/ui``, the controller's API and the
+    details of ``/health``. Without an admin key these answer this machine only."""
+    metrics: Literal["admin", "open"] = "admin"
+    """``open``: ``/metrics`` needs no key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """The certificate that the router shows to clients."""
+
+    cert_file: str
+    """PEM file with the certificate and its chain."""
+    key_file: str | None = None
+    """PEM file with the private key, without a password. By default the key is in
+    ``cert_file``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaTlsConfig:
+    """How the router verifies the certificates of ``https://`` replicas and agents."""
+
+    ca_file: str | None = None
+    """PEM file of trusted authorities. By default the system's."""
+    verify: bool = True
+    """If false, any certificate is accepted: a machine in between can read all traffic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorsConfig:
+    """Web pages of other origins that may call the router. Without the section: none."""
+
+    allow_origins: tuple[str, ...]
+    """Origins such as ``https://chat.example.com``; ``*`` allows any."""
+
+
+# --- what is recorded of requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLogConfig:
+    """One line for each finished request. It contains no text of prompts or answers.
+
+    If requests finish faster than lines can be written, lines are dropped and counted in
+    ``warmroute_records_dropped_total``.
+    """
+
+    format: Literal["text", "json"] = "text"
+    """``json``: one object a line, with all fields."""
+    path: str | None = None
+    """File to append to, or ``-`` for standard output. A file that was moved away is created
+    again. By default text goes to the router's log, subject to ``log_level``, and JSON to
+    standard output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracingConfig:
+    """OpenTelemetry traces of requests. Needs the extra ``otel``.
+
+    Without the section the router forwards a client's ``traceparent`` unchanged.
+    """
+
+    endpoint: str = "http://127.0.0.1:4318"
+    """A collector that accepts OTLP over HTTP. ``/v1/traces`` is added to a URL without a path.
+    ``OTEL_EXPORTER_OTLP_HEADERS`` and the exporter's other variables apply too."""
+    service_name: str = "warmroute"
+    """Service name in the traces."""
+    sample_ratio: float = setting(1.0, at_least=0, at_most=1)
+    """Share of requests without a ``traceparent`` that are traced. For the others, the
+    ``traceparent`` decides."""
+
+
+# --- further ports
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerConfig:
-    """LMCache's controller, for moving, pinning and clearing KV by hand or program.
+    """LMCache's controller: an API to look up, move, pin and clear KV.
 
-    Any program that reaches its ports can drop every replica's KV: without a
-    ``secret`` or an admin key the API listens on this machine's loopback interface only.
+    Any program that reaches its ports can drop every replica's KV. Without a ``secret`` or an
+    admin key the API listens on the loopback interface only.
     """
 
     host: str = "127.0.0.1"
-    """Where the API and the monitor listen; replicas on other machines must reach it."""
+    """Address that the API and the monitor listen on. Replicas on other machines must reach it."""
     port: int = setting(9000, at_least=0, at_most=65535)
-    """Of the API; 0 picks a free port (it is printed)."""
+    """Port of the API. 0 picks a free port, which the log shows."""
     monitor_port: int = setting(9001, at_least=0, at_most=65535)
-    """Where replicas register: their ``controller_url``."""
+    """Port where replicas register: their ``controller_url``."""
     secret: str | None = field(default=None, repr=False)
-    """Asked of every caller of the API, as the password of its URL or as a bearer token; an
-    admin key does as well."""
+    """Required of every caller of the API, as the password in its URL or as a bearer token. An
+    admin key is accepted too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LmcacheWorkersConfig:
-    """LMCache inside vLLM (``LMCacheConnectorV1``), whose workers register here over ZeroMQ.
+    """LMCache inside vLLM (``LMCacheConnectorV1``). Its workers register here over ZeroMQ.
 
-    A replica's ``instance_id`` is to be its ``lmcache_instance_id``.
+    A replica's ``instance_id`` must equal its ``lmcache_instance_id``.
     """
 
     unauthenticated_host: str = "127.0.0.1"
-    """Where the three ports listen. LMCache's protocol knows no secret: each program that reaches
-    them can make the router believe anything of these replicas' KV, and connect anywhere. Other
-    than this machine's loopback interface: a private network's only."""
+    """Address that the three ports listen on. LMCache's protocol has no authentication: a program
+    that reaches these ports can send the router false information about KV, and can make it
+    connect to any address. Use the loopback interface or a private network only."""
     pull_port: int = setting(8300, at_least=0, at_most=65535)
-    """The workers' ``controller_pull_url``; 0 picks a free port, here and below (it is logged)."""
+    """The workers' ``controller_pull_url``. 0 picks a free port, which the log shows."""
     reply_port: int = setting(8400, at_least=0, at_most=65535)
-    """Their ``controller_reply_url``."""
+    """The workers' ``controller_reply_url``. 0 picks a free port."""
     heartbeat_port: int = setting(8600, at_least=0, at_most=65535)
-    """Told to them when they register."""
+    """Port for heartbeats, sent to workers when they register. 0 picks a free port."""
     timeout_s: float = setting(30.0, above=0)
-    """After so long without a heartbeat a worker is forgotten: three times their
-    ``lmcache_worker_heartbeat_time`` at least."""
+    """A worker is forgotten after this time without a heartbeat. Set it to at least three times
+    the workers' ``lmcache_worker_heartbeat_time``."""
     chunk_size: int = setting(256, at_least=1)
-    """Theirs, and so is the next one."""
+    """The workers' ``chunk_size``."""
     pre_caching_hash_algorithm: PreCachingHash = "builtin"
-    """All but the two SHA ones want the replica's ``hash_seed`` too."""
+    """The workers' ``pre_caching_hash_algorithm``. All except the SHA-256 ones also need the
+    replica's ``hash_seed``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PickerConfig:
-    """The endpoint picker that a gateway asks (``warmroute picker``)."""
+    """The endpoint picker for a gateway (``warmroute picker``)."""
 
     REMOVED: ClassVar[Mapping[str, str]] = {
         "envoy_port": "delete it: Envoy asks at picker.port; generate its configuration again "
@@ -229,47 +447,53 @@ class PickerConfig:
     }
 
     host: str = "127.0.0.1"
-    """Where both ports listen. The gRPC port does not authenticate its callers."""
+    """Address that both ports listen on. The gRPC port does not authenticate its callers."""
     port: int = setting(9002, at_least=0, at_most=65535)
-    """Where the gateway calls it by gRPC; 0 picks a free port (it is printed)."""
+    """Port for the gateway's gRPC calls. 0 picks a free port, which the log shows."""
     http_port: int = setting(9003, at_least=0, at_most=65535)
-    """Of its own ``/health``, ``/metrics`` and ``/explain``."""
+    """Port of its own ``/health``, ``/metrics`` and ``/explain``."""
     certificate: str | None = None
-    """A PEM file with its certificate, for gateways that call it by TLS; ``key`` beside it."""
+    """PEM file of the certificate for gateways that use TLS. Needs ``key`` too."""
     key: str | None = None
-    """The PEM file of the certificate's key."""
+    """PEM file of the certificate's private key."""
+
+
+# --- the whole file
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """All of ``router.yaml``."""
+    """All settings of ``router.yaml``."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; ``0.0.0.0`` for clients on other machines."""
+    """Address to listen on. Use ``0.0.0.0`` for clients on other machines."""
     port: int = setting(8080, at_least=0, at_most=65535)
-    """0 picks a free port (it is printed)."""
-    replicas: tuple[ReplicaConfig, ...] = ()
-    """At least one, unless ``discovery`` finds them."""
+    """Port to listen on. 0 picks a free port, which the log shows."""
+    replicas: tuple[ReplicaConfig, ...] = setting((), live=True)
+    """The replicas. At least one, unless ``discovery`` finds them."""
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     policy: PolicyName = "ttft"
-    """``ttft``: the replica that answers soonest; the others are there to compare with."""
+    """How a replica is picked. ``ttft``: the one that is predicted to answer first. The other
+    policies exist for comparison."""
     max_body_bytes: int = setting(64 * MIB, at_least=1024)
-    """Of one request; more is refused with 413."""
+    """Largest body of one request. Larger ones get 413."""
     max_bodies_bytes: int = setting(2048 * MIB, at_least=1024)
-    """Of all requests that are being read or wait for their answer's beginning; then 503."""
+    """Memory for the bodies of all requests that are being read or wait for the beginning of their
+    answer. When it is full, further requests get 503."""
     retries: int = setting(2, at_least=0, at_most=100)
-    """How many other replicas a request that has not begun to be answered may try. Where none can
-    take it, one that said ``Retry-After`` of at most 5 s is tried again."""
-    model_aliases: dict[str, str] = field(default_factory=dict)
-    """By further names that clients may use, the models that replicas get asked for instead."""
-    passthrough: tuple[str, ...] = ()
-    """Paths that are passed to replicas beside those of vLLM's APIs; ``/x/*``: all below."""
+    """How many other replicas a request may try before its answer has begun. If no other replica
+    can take it, a replica that answered with ``Retry-After`` of at most 5 s is tried again."""
+    model_aliases: dict[str, str] = setting(default_factory=dict, live=True)
+    """Additional model names for clients, each with the name that replicas use."""
+    passthrough: tuple[str, ...] = setting((), live=True)
+    """Paths that are forwarded to replicas in addition to vLLM's APIs. ``/x/*``: all paths below
+    ``/x/``."""
     cors: CorsConfig | None = None
-    log_level: LogLevel = "info"
-    """The least that is logged; no text of prompts and answers at any level."""
+    log_level: LogLevel = setting("info", live=True)
+    """Lowest level that is logged. No level logs text of prompts or answers."""
     request_log: RequestLogConfig = field(default_factory=RequestLogConfig)
     tracing: TracingConfig | None = None
-    """Off without the section; on with it, be it empty (``tracing: {}``)."""
+    """Off without the section. An empty section (``tracing: {}``) enables it."""
     rates: RatesConfig = field(default_factory=RatesConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
@@ -278,21 +502,25 @@ class RouterConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
-    access: AccessConfig = field(default_factory=AccessConfig)
+    access: AccessConfig = setting(default_factory=AccessConfig, live=True)
     fleet_secret_file: str | None = None
-    """File with the secret that replicas' agents ask for and show (their own
-    ``fleet_secret_file``), or the variable WARMROUTE_FLEET_SECRET instead."""
-    tls: TlsConfig | None = None
-    """Off without the section: the router then speaks plain HTTP."""
-    replica_tls: ReplicaTlsConfig = field(default_factory=ReplicaTlsConfig)
+    """File with the secret that the router and the replicas' agents share (``fleet_secret_file``
+    at the replicas too). The variable WARMROUTE_FLEET_SECRET can hold the secret instead."""
+    tls: TlsConfig | None = setting(None, live=True)
+    """Off without the section: the router then speaks plain HTTP. Other files are used without a
+    restart; turning TLS on or off needs one."""
+    replica_tls: ReplicaTlsConfig = setting(default_factory=ReplicaTlsConfig, live=True)
+    """New authorities are trusted without a restart; removed ones stay trusted until the
+    restart."""
     shares_replicas: bool = False
-    """Whether other routers or pickers send to these replicas too: then a session whose home is
-    not known has it by rendezvous hashing, and replicas are asked how much they have to do."""
+    """Set it if other routers or pickers send requests to these replicas too. Then rendezvous
+    hashing picks the replica of a session that this router does not know, and replicas are asked
+    for their load."""
     picker: PickerConfig | None = None
-    """Used by ``warmroute picker``, which has all defaults without the section."""
+    """Used by ``warmroute picker``. Without the section it has the defaults."""
     controller: ControllerConfig | None = None
-    """Off without the section; on with it, be it empty (``controller: {}``)."""
+    """Off without the section. An empty section (``controller: {}``) enables it."""
     lmcache_workers: LmcacheWorkersConfig | None = None
-    """Off without the section; on with it, be it empty."""
+    """Off without the section. An empty section enables it."""
     lmcache_coordinator: str | None = None
-    """Base URL of a stock LMCache coordinator, where the servers report to that one."""
+    """Base URL of a stock LMCache coordinator, if the LMCache servers report to that one."""

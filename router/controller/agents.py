@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import aiohttp
 
 from router.agent_client import AgentClient, AgentError, AgentRefusedError, AgentTimeoutError
-from router.config import is_loopback
+from router.config import is_loopback_url
 from router.controller.calls import TIER_OF, Location, LookupCall
 from router.controller.registry import Instance
 from router.staging import transfer_address
@@ -118,7 +118,7 @@ def _as_api_error(name: str, error: AgentError) -> ApiError:
 
 def check_in_reach(source: Instance, target: Instance) -> None:
     """Raise `ConflictError` if the source's address means another machine to the target."""
-    if is_loopback(source.agent_url) and not is_loopback(target.agent_url):
+    if is_loopback_url(source.agent_url) and not is_loopback_url(target.agent_url):
         raise ConflictError(
             f"{target.id}, at {target.agent_url}, cannot reach {source.id} at "
             f"{source.agent_url}, its address on this machine alone: give it an agent_url that "

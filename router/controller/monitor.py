@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
-from router.config import host_port, is_same_url
+from router.config import is_same_url, join_host_port
 from router.controller.calls import RegisterCall, answering, read_call
 from router.controller.registry import Registered, Registry
 from warmroute_common.agent_protocol import Heartbeat, Registration
@@ -78,7 +78,7 @@ def _reachable(url: str, remote: str | None, field: str) -> str:
         if remote is None:
             raise BadRequestError(f"{field} must name a host here", param=field)
         host = remote.removeprefix("::ffff:")
-    return f"{parts.scheme}://{host_port(host, port)}{parts.path.rstrip('/')}"
+    return f"{parts.scheme}://{join_host_port(host, port)}{parts.path.rstrip('/')}"
 
 
 def _log_registered(now: Registration, before: Registered | None) -> None:

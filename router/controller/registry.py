@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from router.config import host_port, is_same_url
+from router.config import is_same_url, join_host_port
 from warmroute_common.agent_protocol import Heartbeat, Registration
 from warmroute_common.api_errors import ConflictError, OverloadedError
 
@@ -97,7 +97,7 @@ class Instance:
             "worker_id": 0,
             "ip": agent.hostname,
             "port": agent.port,
-            "peer_init_url": port and host_port(agent.hostname or "", port),
+            "peer_init_url": port and join_host_port(agent.hostname or "", port),
             "registration_time": registered and since_wall_s + registered.since_s,
             "last_heartbeat_time": registered and since_wall_s + registered.seen_s,
         }

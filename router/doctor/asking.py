@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from router.config import host_port
-from warmroute_common.config_error import describe
+from router.config import join_host_port
+from warmroute_common.config_reader import describe
 
 _LONGEST_BYTES: Final = 4 << 20
 """Of an answer; more is not read."""
@@ -89,7 +89,7 @@ def in_words(error: BaseException, url: str) -> str:
     """Return why a server could not be asked."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    where = host_port(parts.hostname or "", port)
+    where = join_host_port(parts.hostname or "", port)
     match error:
         case aiohttp.ClientConnectorCertificateError() | aiohttp.ClientConnectorSSLError():
             found = f"its certificate is not accepted ({error})"

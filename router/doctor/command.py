@@ -13,7 +13,7 @@ import click
 from router.config import RouterConfig, load_router_config, read_yaml, router_config
 from router.doctor.findings import Level, Report, Section
 from router.launch import load_fleet_file
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 _COLOURS: Final[dict[Level | None, dict[str, Any]]] = {
     None: {"bold": True},

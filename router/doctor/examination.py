@@ -24,7 +24,7 @@ from router.feeds import KvFeed
 from router.fleet import Fleet
 from router.lmcache import LmcacheServer
 from router.prompt import PromptSource
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 _AT_ONCE: Final = 16
 """Replicas that are examined together."""

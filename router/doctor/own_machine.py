@@ -8,9 +8,10 @@ from typing import Any, Final
 
 import aiohttp
 
-from router.config import RouterConfig, host_port, is_loopback, reachable
+from router.config import RouterConfig, join_host_port, reachable
 from router.doctor.asking import NoAnswerError, get
 from router.doctor.findings import Section
+from warmroute_common.addresses import is_loopback
 
 _ANSWER_S: Final = 2.0
 _FILES_A_REQUEST: Final = 2
@@ -30,7 +31,7 @@ async def running_router(
     if config.picker is not None:
         scheme, host, port = "http", config.picker.host, config.picker.http_port
     headers = None if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
-    url = f"{scheme}://{host_port(reachable(host), port)}/health"
+    url = f"{scheme}://{join_host_port(reachable(host), port)}/health"
     try:
         told = (await get(session, url, headers=headers, timeout_s=_ANSWER_S, verify=False)).json()
     except NoAnswerError:
@@ -49,7 +50,7 @@ def check_ports(config: RouterConfig, section: Section, *, runs: bool) -> None:
             free.append(f"{port} ({key})")
         elif not (runs and why == _IN_USE):
             mend = "end the program that has it, or choose another port"
-            section.trouble("port", f"{key}: {host_port(host, port)} {why}", mend)
+            section.trouble("port", f"{key}: {join_host_port(host, port)} {why}", mend)
     if free and runs:
         found = f"it has no {', no '.join(free)}: it was started with another file"
         section.trouble("port", found, "restart it with this one")
@@ -91,7 +92,7 @@ def _taken(host: str, port: int) -> str | None:
 def check_access(config: RouterConfig, section: Section) -> None:
     """Tell what callers from other machines may do."""
     access = config.access
-    if is_loopback(f"http://{host_port(config.host, 1)}"):
+    if is_loopback(config.host):
         section.ok("access", f"listens on {config.host}: only this machine reaches it")
         return
     if not access.keys:

@@ -21,7 +21,7 @@ from router.config import ReplicaConfig, RouterConfig
 from router.fleet import Fleet, Replica
 from router.prompt import PromptSource, ServedModel
 from router.record import Cause
-from warmroute_common.config_error import describe
+from warmroute_common.config_reader import describe
 from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.health")

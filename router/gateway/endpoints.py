@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Final
 from urllib.parse import urlsplit
 
-from router.config import host_port
+from router.config import join_host_port
 from router.fleet import Fleet, Replica
-from warmroute_common.config_error import describe
+from warmroute_common.config_reader import describe
 from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.picker")
@@ -95,7 +95,7 @@ async def _addresses(url: str) -> list[str]:
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
     try:
-        return [host_port(str(ipaddress.ip_address(host)), port)]
+        return [join_host_port(str(ipaddress.ip_address(host)), port)]
     except ValueError:
         pass  # a name
     try:
@@ -104,4 +104,4 @@ async def _addresses(url: str) -> list[str]:
         log.warning("cannot resolve the host name %s: %s", host, describe(error))
         return []
     found.sort(key=lambda each: each[0] is not socket.AF_INET)
-    return [host_port(str(each[4][0]), port) for each in found]
+    return [join_host_port(str(each[4][0]), port) for each in found]

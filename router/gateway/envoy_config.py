@@ -13,7 +13,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from router.config import MAX_WAIT_HEADER, PickerConfig, RouterConfig, reachable
-from warmroute_common.config_error import Place
+from warmroute_common.config_reader import ConfigLocation
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
 """Header, and key in `LB_METADATA`: where the request goes (endpoint picker protocol)."""
@@ -60,7 +60,7 @@ def envoy_program() -> str | None:
     return shutil.which("envoy") or shutil.which("envoy", path=str(Path(sys.executable).parent))
 
 
-def envoy_configuration(config: RouterConfig, at: Place) -> dict[str, Any]:
+def envoy_configuration(config: RouterConfig, at: ConfigLocation) -> dict[str, Any]:
     """Return the bootstrap of an Envoy that listens at the router's host and port.
 
     Raises `ConfigError` for replicas that it cannot reach; ``at`` is where they are configured.
@@ -71,7 +71,7 @@ def envoy_configuration(config: RouterConfig, at: Place) -> dict[str, Any]:
         raise at.error("names no replica, and this Envoy cannot discover any", fix)
     if not picker.port:
         fix = "set a fixed port, which Envoy connects to"
-        raise Place(at.path, "picker.port").error("0 means any free port", fix)
+        raise ConfigLocation(at.path, "picker.port").error("0 means any free port", fix)
     for index, each in enumerate(config.replicas):
         parts = urlsplit(each.url)
         if parts.scheme != "http" or parts.path:

@@ -13,7 +13,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
 )
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from router.config import PickerConfig, host_port
+from router.config import PickerConfig, join_host_port
 from router.fleet import State
 from router.gateway import messages
 from router.gateway.endpoints import Endpoints
@@ -94,7 +94,7 @@ class PickerServer:
 
     async def _open_port(self) -> int:
         config = self._settings
-        address = host_port(config.host, config.port)
+        address = join_host_port(config.host, config.port)
         try:
             if config.certificate is None or config.key is None:
                 return int(self._server.add_insecure_port(address))

@@ -15,8 +15,8 @@ from router.config import (
     RouterConfig,
     build,
     check_unique,
-    host_port,
-    is_loopback,
+    is_loopback_url,
+    join_host_port,
     load_router_config,
     reachable,
     read_yaml,
@@ -25,7 +25,7 @@ from router.config import (
 )
 from router.launch.gateway import behind_envoy, router_process
 from router.launch.plan import WARMROUTE, FleetPlan, PlannedProcess
-from warmroute_common.config_error import Place
+from warmroute_common.config_reader import ConfigLocation
 
 _AGENT_PORT_KEY: Final = "lmcache_worker_port"
 _TRANSFER_KEY: Final = "distributed_url"
@@ -87,11 +87,11 @@ def load_any(path: Path) -> RouterConfig | FleetFile:
     value = read_yaml(path)
     if "replicas" not in value and value.keys() & {"chunk_size", "max_local_cpu_size"}:
         fix = f"check it with: warmroute replica --config {path} --print-command -- --model MODEL"
-        raise Place(str(path)).error("this is a replica's file", fix)
+        raise ConfigLocation(str(path)).error("this is a replica's file", fix)
     if "model" not in value and "router" not in value:
         return load_router_config(path)
     load_fleet_file(path)
-    return build(FleetFile, value, Place(str(path)))
+    return build(FleetFile, value, ConfigLocation(str(path)))
 
 
 def load_fleet_file(path: Path | str, *, by_envoy: bool = False) -> FleetPlan:
@@ -100,7 +100,7 @@ def load_fleet_file(path: Path | str, *, by_envoy: bool = False) -> FleetPlan:
     ``by_envoy``: whether an Envoy carries the requests, and the router is its picker.
     """
     path = Path(path)
-    at = Place(str(path))
+    at = ConfigLocation(str(path))
     file = build(FleetFile, read_yaml(path), at)
     if not file.replicas:
         raise at.at("replicas").error("names no replica", "add at least one")
@@ -122,7 +122,7 @@ def load_fleet_file(path: Path | str, *, by_envoy: bool = False) -> FleetPlan:
             key: getattr(section, key) if isinstance(value, str) else value
             for key, value in settings[name].items()
         }
-    url = f"http{'s' if router.tls else ''}://{host_port(reachable(router.host), router.port)}"
+    url = f"http{'s' if router.tls else ''}://{join_host_port(reachable(router.host), router.port)}"
     plan = FleetPlan(
         replicas=tuple(each.process for each in planned),
         router=router_process("serve", url, log_dir),
@@ -137,7 +137,7 @@ def _router_settings(
     file: FleetFile, planned: Sequence[_PlannedReplica], path: Path
 ) -> dict[str, Any]:
     """Return what the router is told; raise `ConfigError` where that and the replicas disagree."""
-    at = Place(str(path))
+    at = ConfigLocation(str(path))
     if "replicas" in file.router:
         fix = "leave it out: the replicas above are used"
         raise at.at("router.replicas").error("is not set here", fix)
@@ -155,7 +155,7 @@ def _planned_replica(file: FleetFile, index: int, path: Path, log_dir: Path) -> 
     replica = file.replicas[index]
     engine_path = (path.parent / Path(replica.config).expanduser()).resolve()
     if not engine_path.is_file():
-        at = Place(str(path), f"replicas[{index}].config")
+        at = ConfigLocation(str(path), f"replicas[{index}].config")
         raise at.error(f"no such file: {engine_path}", "check the path")
     engine = read_yaml(engine_path)
     name = str(engine.get(_NAME_KEY) or f"replica{index + 1}")
@@ -174,13 +174,13 @@ def _planned_replica(file: FleetFile, index: int, path: Path, log_dir: Path) -> 
     )
     return _PlannedReplica(
         process=process,
-        agent_port=_agent_port(engine, Place(str(engine_path), _AGENT_PORT_KEY)),
+        agent_port=_agent_port(engine, ConfigLocation(str(engine_path), _AGENT_PORT_KEY)),
         transfer_port=_transfer_port(engine),
         controller_port=_controller_port(engine),
     )
 
 
-def _agent_port(engine: Mapping[str, Any], at: Place) -> int | None:
+def _agent_port(engine: Mapping[str, Any], at: ConfigLocation) -> int | None:
     port = engine.get(_AGENT_PORT_KEY)
     if port is None or (isinstance(port, int) and 0 < port < 1 << 16):
         return port
@@ -200,7 +200,7 @@ def _controller_port(engine: Mapping[str, Any]) -> int | None:
         return None
     url = f"http://{str(engine.get(_CONTROLLER_KEY)).rpartition('://')[2]}"
     try:
-        return urlsplit(url).port if is_loopback(url) else None
+        return urlsplit(url).port if is_loopback_url(url) else None
     except ValueError:
         return None  # what is wrong with it the replica says
 
@@ -233,7 +233,9 @@ def _claims(
         yield each.process.name, f"{key}.config: {_NAME_KEY}"
 
 
-def _check_controller(planned: Sequence[_PlannedReplica], monitor_port: int, at: Place) -> None:
+def _check_controller(
+    planned: Sequence[_PlannedReplica], monitor_port: int, at: ConfigLocation
+) -> None:
     """Raise `ConfigError` where a replica would register with another router's controller."""
     for index, port in enumerate(each.controller_port for each in planned):
         if port not in (None, monitor_port):

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from router.config import RouterConfig, host_port, reachable, read_yaml
+from router.config import RouterConfig, join_host_port, reachable, read_yaml
 from router.gateway.envoy_config import envoy_configuration, envoy_program, merge
 from router.launch.plan import WARMROUTE, FleetPlan, PlannedProcess
-from warmroute_common.config_error import Place
+from warmroute_common.config_reader import ConfigLocation
 
 
 def router_process(command: str, url: str, log_dir: Path) -> PlannedProcess:
@@ -20,7 +20,9 @@ def router_process(command: str, url: str, log_dir: Path) -> PlannedProcess:
     )
 
 
-def behind_envoy(plan: FleetPlan, router: RouterConfig, at: Place, *, own: str | None) -> FleetPlan:
+def behind_envoy(
+    plan: FleetPlan, router: RouterConfig, at: ConfigLocation, *, own: str | None
+) -> FleetPlan:
     """Return the plan with an Envoy where its router was, and the router as its picker.
 
     ``own`` is a file with settings of Envoy's own, relative to that of the fleet. Raises
@@ -37,7 +39,7 @@ def behind_envoy(plan: FleetPlan, router: RouterConfig, at: Place, *, own: str |
     if own is not None:
         path = (Path(at.path).parent / Path(own).expanduser()).resolve()
         settings = merge(settings, read_yaml(path))
-    url = f"http://{host_port(reachable(picker.host), picker.http_port)}"
+    url = f"http://{join_host_port(reachable(picker.host), picker.http_port)}"
     gateway = PlannedProcess(
         name="envoy",
         argv=(found, "--config-path", str(plan.log_dir / "envoy.yaml"), "--disable-hot-restart"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from router.launch.plan import FleetPlan
 from router.launch.processes import ProcessGroup
-from warmroute_common.config_error import Place
+from warmroute_common.config_reader import ConfigLocation
 
 
 def commands_text(fleet: FleetPlan) -> str:
@@ -63,4 +63,4 @@ def _write_files(fleet: FleetPlan) -> None:
             path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
-        raise Place(str(fleet.log_dir)).error(problem, "set log_dir") from None
+        raise ConfigLocation(str(fleet.log_dir)).error(problem, "set log_dir") from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from router.config import ReplicaConfig, host_port, server_key
+from router.config import ReplicaConfig, join_host_port, server_key
 from router.lmcache.wire import RegisterCall
 from warmroute_common.api_errors import OverloadedError
 
@@ -31,7 +31,7 @@ class Member:
     @property
     def url(self) -> str:
         """Where its HTTP API is."""
-        return f"http://{host_port(self.call.ip, self.call.http_port)}"
+        return f"http://{join_host_port(self.call.ip, self.call.http_port)}"
 
     def listing(self) -> dict[str, Any]:
         """Return what LMCache's ``GET /instances`` says of it."""

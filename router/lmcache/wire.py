@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from router.config import host_port
+from router.config import join_host_port
 
 UNKNOWN_OFFSET: Final = -1
 """``token_offset`` of a chunk whose place in its prompt is not told."""
@@ -149,7 +149,10 @@ class RegisterCall(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Refuse an address that makes no URL of the server."""
-        if urlsplit(f"http://{host_port(self.ip, self.http_port)}").hostname != self.ip.lower():
+        if (
+            urlsplit(f"http://{join_host_port(self.ip, self.http_port)}").hostname
+            != self.ip.lower()
+        ):
             raise ValueError("ip must be an address or a host's name")
 
 

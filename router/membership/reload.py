@@ -1,7 +1,7 @@
 """Reading the configuration again while the router runs.
 
-A file that cannot be used changes nothing, and the log says why. What cannot change while the
-router runs is named in the log, and is used at its next start.
+A file that cannot be used changes nothing, and the log says why. Settings declared with
+``setting(live=True)`` are applied; for the others the log says that a restart is needed.
 """
 
 import asyncio
@@ -9,22 +9,21 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from router.config import RouterConfig
-from warmroute_common.config_error import ConfigError, describe
+from warmroute_common.config_reader import ConfigError, describe, live_settings
 from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.membership")
 
 _LOOK_EVERY_S: Final = 1.0
-_FILES: Final = frozenset({"tls", "replica_tls"})
-"""Settings that are files, whose contents may be others under the same names."""
+_LIVE: Final = live_settings(RouterConfig)
 
 Apply = Callable[[Any], None]
-"""Uses another value of a setting; raises OSError where its files cannot be used."""
+"""Applies a setting's new value; raises OSError if its files cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,52 +32,58 @@ class ConfigFile:
 
     path: Path
     read: Callable[[], RouterConfig]
-    """Reads all of it, what the command line adds to it too; raises `ConfigError`."""
+    """Reads the file, and adds the options of the command line; raises `ConfigError`."""
 
 
 class Reload:
-    """Keeps the settings as the file has them, between `start` and `stop`."""
+    """Applies the file's settings whenever the file changes, between `start` and `stop`."""
 
     def __init__(
         self,
         config: RouterConfig,
         file: ConfigFile | None,
-        live: Mapping[str, Apply],
+        apply: Mapping[str, Apply],
         *,
         look_every_s: float = _LOOK_EVERY_S,
     ) -> None:
-        """``live`` has for each setting that can change while the router runs how that is used."""
+        """``apply`` has a function for each live setting.
+
+        A reload calls them in this order, for settings that have changed and for those that name
+        files, whose contents may have changed. Put those that can fail first.
+        """
+        if apply.keys() != _LIVE:
+            raise ValueError(f"live settings are {sorted(_LIVE)}, not {sorted(apply)}")
         self.config = config
-        """What the router runs with."""
+        """The settings in use."""
         self.problem: str | None = None
-        """Why the file as it is now is not used."""
+        """Why the current file is not used."""
         self.waiting: tuple[str, ...] = ()
-        """Settings that are others in the file, and will be used at the next start."""
+        """Settings that have changed in the file and need a restart."""
         self.counts: Counter[str] = Counter(applied=0, refused=0)
-        """How often it was read again, by what came of it."""
+        """Number of reloads by outcome."""
         self._file = file
-        self._live = live
+        self._apply_by_name = apply
         self._look_every_s = look_every_s
         self._seen: bytes | None = None
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to look whether the files have changed."""
+        """Begin to watch the files for changes."""
         if self._file is not None:
             self._seen = await self._digest()
             self._task = asyncio.create_task(self._watch(), name="configuration")
 
     async def stop(self) -> None:
-        """End that."""
+        """Stop watching."""
         if self._task is not None:
             await end_all([self._task])
 
     async def now(self) -> None:
-        """Read the configuration again and use what can change; raises nothing."""
+        """Read the configuration again and apply it; raises nothing."""
         if self._file is None:
             return
-        # One after the other: the older reading of two must not be the one that counts.
+        # One after the other: of two readings the older one must not be applied last.
         async with self._lock:
             self._seen = await self._digest()
             try:
@@ -86,37 +91,37 @@ class Reload:
                 self._apply(config)
             except (ConfigError, OSError) as error:
                 self._refuse(describe(error))
-            except Exception as error:  # whatever it is, the router goes on as it was
+            except Exception as error:  # the router keeps running with the old settings
                 log.exception("reading the configuration failed")
                 self._refuse(describe(error))
 
     def _apply(self, config: RouterConfig) -> None:
         names = [each.name for each in fields(config)]
         changed = {name for name in names if getattr(config, name) != getattr(self.config, name)}
-        used = changed & self._live.keys()
+        needs_restart = changed - _LIVE
         if (config.tls is None) is not (self.config.tls is None):
-            used.discard("tls")  # its ports speak HTTP or HTTPS from the start
-        for name, apply in self._live.items():
-            if name in used or name in _FILES:
+            needs_restart.add("tls")  # a port speaks HTTP or HTTPS from its start on
+        for name, apply in self._apply_by_name.items():
+            if name in changed or _files_of(getattr(config, name)):
                 apply(getattr(config, name))
-        self.waiting = tuple(sorted(changed - used))
-        self.config = replace(self.config, **{name: getattr(config, name) for name in used})
+        applied = changed - needs_restart
+        self.waiting = tuple(sorted(needs_restart))
+        self.config = replace(self.config, **{name: getattr(config, name) for name in applied})
         self.problem = None
         self.counts["applied"] += 1
-        changes = ", ".join(sorted(used)) or "none"
-        log.info(
-            "the configuration was read again, certificates too; changed settings: %s", changes
-        )
-        if self.waiting:
+        if applied:
+            log.info("configuration reloaded; applied: %s", ", ".join(sorted(applied)))
+        elif not needs_restart:
+            log.info("configuration reloaded; no setting has changed")
+        if needs_restart:
             log.warning(
-                "%s: changed in the configuration, and used at the router's next start only",
-                ", ".join(self.waiting),
+                "configuration reloaded; restart the router to apply: %s", ", ".join(self.waiting)
             )
 
     def _refuse(self, problem: str) -> None:
         self.problem = problem
         self.counts["refused"] += 1
-        log.error("the configuration cannot be used, and nothing was changed: %s", problem)
+        log.error("configuration not reloaded, the old settings stay in use: %s", problem)
 
     # --- whether it has changed
 
@@ -125,7 +130,7 @@ class Reload:
         while True:
             await asyncio.sleep(self._look_every_s)
             digest = await self._digest()
-            # A file that is just being written is left until it stays as it is.
+            # A file that is still being written is read once it no longer changes.
             if digest == last and digest != self._seen:
                 await self.now()
             last = digest
@@ -134,20 +139,25 @@ class Reload:
         return await asyncio.to_thread(_digest, self._paths())
 
     def _paths(self) -> list[Path]:
-        """Return the files that the configuration is in, by the names that it uses for them.
+        """Return the files of the configuration, under the names that it uses.
 
-        Links are followed when they are read: Kubernetes exchanges them for others.
+        Links are followed at each reading: Kubernetes replaces them.
         """
         assert self._file is not None
-        config = self.config
-        named = [config.access.keys_file, config.replica_tls.ca_file]
-        if config.tls is not None:
-            named += [config.tls.cert_file, config.tls.key_file]
-        return [self._file.path, *(Path(each) for each in named if each is not None)]
+        sections = (getattr(self.config, name) for name in sorted(_LIVE))
+        return [self._file.path, *(path for each in sections for path in _files_of(each))]
+
+
+def _files_of(section: object) -> list[Path]:
+    """Return the files that a section of the configuration names."""
+    if not is_dataclass(section):
+        return []
+    named = [getattr(section, each.name) for each in fields(section) if each.name[-5:] == "_file"]
+    return [Path(each) for each in named if each is not None]
 
 
 def _digest(paths: Iterable[Path]) -> bytes:
-    """Return what tells files' contents from others; a file that cannot be read counts as such."""
+    """Return a hash of the files' contents; an unreadable file counts as empty."""
     digest = hashlib.sha256()
     for path in paths:
         try:

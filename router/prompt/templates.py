@@ -22,7 +22,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from router.prompt.content_format import walks_content
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 ContentFormat = Literal["string", "openai"]
 Message = dict[str, Any]

@@ -16,7 +16,7 @@ from yarl import URL
 
 from router.config import TimeoutsConfig
 from router.record import Cause
-from warmroute_common.config_error import describe
+from warmroute_common.config_reader import describe
 
 _OWN_HEADERS: Final = ("x-warmroute-", "access-control-")
 """How the headers begin in which the router alone speaks: of a request, and of other origins."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 from router.config import RouterConfig, TracingConfig
 from router.record.records import RequestRecord
 from router.record.request_log import RequestLog
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 if TYPE_CHECKING:
     from router.record.tracing import Traces

@@ -16,7 +16,7 @@ from router.config import RequestLogConfig
 from router.index import Tier
 from router.record.records import Cause, Outcome, RequestRecord
 from router.staging import StagingResult
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 _LONGEST: Final = 1000
 """Characters of what clients and replicas wrote."""

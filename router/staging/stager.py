@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from router.agent_client import AgentError, AgentRefusedError, Agents
-from router.config import PrefetchConfig, RouterConfig, host_port
+from router.config import PrefetchConfig, RouterConfig, join_host_port
 from router.fleet import Decision, Fleet, KvCopy, Replica
 from warmroute_common.agent_protocol import MoveRequest, MoveSource, PrefetchReply
 from warmroute_common.tasks import end_all
@@ -406,7 +406,7 @@ class PeerCopier(AgentJobs[CopyOutcome]):
 
 def transfer_address(agent_url: str, transfer_port: int) -> str:
     """Return where other replicas fetch the chunks of an agent's replica."""
-    return host_port(urlsplit(agent_url).hostname or "127.0.0.1", transfer_port)
+    return join_host_port(urlsplit(agent_url).hostname or "127.0.0.1", transfer_port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
-from cacheengine.settings.settings import EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.base import LocalTier, SharedTier
 
 CHUNK_BYTES = 8192

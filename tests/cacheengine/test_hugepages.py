@@ -16,7 +16,7 @@ from cacheengine.memory import (
     check_huge_pages,
     make_huge_file,
 )
-from cacheengine.settings.loading import load_engine_config
+from cacheengine.settings.lmcache_file import load_engine_config
 from tests.huge_pages import counts, free_huge_pages, set_free_huge_pages, set_total_huge_pages
 
 

@@ -4,7 +4,7 @@ import msgspec
 
 from cacheengine.agent import Agent
 from cacheengine.record import TransferMeter
-from cacheengine.settings.settings import EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.transfer.server import TransferServer
 from tests.cacheengine.building import CHUNK_BYTES, Bench
 from warmroute_common.agent_protocol import ReplicaIdentity

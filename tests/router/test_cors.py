@@ -4,7 +4,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from router.config.clients import CorsConfig
+from router.config.settings import CorsConfig
 from tests.router.conftest import Fleet
 from tests.router.scripted import chat_events, stream
 

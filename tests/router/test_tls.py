@@ -12,12 +12,11 @@ import pytest
 from aiohttp import web
 
 from router.config import load_router_config
-from router.config.clients import ReplicaTlsConfig, TlsConfig
 from router.config.credentials import server_context
-from router.config.settings import ReplicaConfig
+from router.config.settings import ReplicaConfig, ReplicaTlsConfig, TlsConfig
 from tests.router.conftest import Fleet
 from tests.router.test_serve import serving
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,7 @@ def test_a_new_certificate_is_shown_without_a_restart(files: Path, tmp_path: Pat
         (tmp_path / "other").replace(mounted)
         assert process.stderr is not None
         for line in process.stderr:
-            if "the configuration was read again" in line:
+            if "configuration reloaded" in line:
                 break
         with urllib.request.urlopen(f"{url}/metrics", context=after) as response:
             assert response.status == 200

@@ -8,7 +8,7 @@ import pytest
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
-from cacheengine.settings.settings import EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from simulator.model.rates import Rates
 from simulator.model.scheduler import ReplicaModel
 from simulator.storage.engine_tiers import EngineTiers

@@ -5,7 +5,7 @@ from typing import Final
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
-from cacheengine.settings.settings import EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from simulator.storage.memory_disk import MemoryDisk, threads_for_memory
 from simulator.storage.pacing import PacedEngine, Pacer
 

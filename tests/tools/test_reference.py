@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from router.config.schema import setting
-from tools.reference.pages import pages, unexplained
-from tools.reference.sections import sections, slug
+from tools.reference import pages, sections, slug, unexplained
+from warmroute_common.config_reader import setting
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from typing import Final
 from bench.engine.index import FullTier, key_of, layout
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
-from cacheengine.settings.settings import EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
 
 PROMPT_CHUNKS: Final = 400

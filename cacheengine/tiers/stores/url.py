@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from warmroute_common.addresses import join_host_port
-from warmroute_common.config_values import BadValueError, suggestion
+from warmroute_common.config_reader import BadValueError, suggestion
 
 T = TypeVar("T")
 

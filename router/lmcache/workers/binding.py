@@ -6,7 +6,7 @@ their host, if there is one such instance and one such replica on that host.
 
 from collections.abc import Mapping
 
-from router.config import ReplicaConfig, host_port, server_key
+from router.config import ReplicaConfig, join_host_port, server_key
 
 
 def bound(
@@ -34,7 +34,7 @@ def bound(
 
 
 def _url(ip: str) -> str:
-    return f"http://{host_port(ip, 80)}"
+    return f"http://{join_host_port(ip, 80)}"
 
 
 def _host(url: str) -> str:

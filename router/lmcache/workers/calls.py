@@ -11,7 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from router.config import host_port
+from router.config import join_host_port
 from router.lmcache.workers import words
 from router.lmcache.workers.worker import Worker
 from warmroute_common.agent_protocol import UNREADABLE
@@ -63,7 +63,7 @@ class WorkerCalls:
         with self._context.socket(zmq.REQ, socket_class=zmq.asyncio.Socket) as socket:
             socket.linger = 0
             socket.ipv6 = ":" in worker.call.ip
-            socket.connect(f"tcp://{host_port(worker.call.ip, worker.call.port)}")
+            socket.connect(f"tcp://{join_host_port(worker.call.ip, worker.call.port)}")
             await socket.send(frame)
             answer: bytes = await socket.recv()
             return answer

@@ -15,8 +15,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from router.config import LmcacheWorkersConfig, host_port
-from warmroute_common.config_error import ConfigError, describe
+from router.config import LmcacheWorkersConfig, join_host_port
+from warmroute_common.config_reader import ConfigError, describe
 from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.lmcache")
@@ -70,7 +70,7 @@ class Ports:
         host = self._config.unauthenticated_host
         if host in _ANYWHERE:
             host = _own_address(worker_ip)
-        return host_port(host, self.numbers["heartbeat_port"])
+        return join_host_port(host, self.numbers["heartbeat_port"])
 
     def _bind(self, key: str, kind: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
@@ -79,11 +79,9 @@ class Ports:
         socket.rcvhwm, socket.maxmsgsize = _HIGH_WATER, _LONGEST_BYTES
         socket.ipv6 = ":" in host
         try:
-            socket.bind(f"tcp://{host_port(host, port)}")
+            socket.bind(f"tcp://{join_host_port(host, port)}")
         except zmq.ZMQError as error:
-            found = (
-                f"{host_port(host, port)} cannot be listened on ({zmq.strerror(error.errno or 0)})"
-            )
+            found = f"{join_host_port(host, port)} cannot be listened on ({zmq.strerror(error.errno or 0)})"
             raise ConfigError("", f"lmcache_workers.{key}", found, "choose another") from None
         self.numbers[key] = int(str(socket.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2])
         return socket

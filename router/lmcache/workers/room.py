@@ -21,7 +21,7 @@ from router.lmcache.workers.ports import Ports
 from router.lmcache.workers.registry import Workers
 from warmroute_common.agent_protocol import UNREADABLE
 from warmroute_common.api_errors import ApiError
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.lmcache")

@@ -5,10 +5,10 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 
-from router.config import DiscoveredConfig, DnsConfig, host_port
+from router.config import DiscoveredConfig, DnsConfig, join_host_port
 from router.membership.discovery.found import Name, found
 from router.membership.members import Source
-from warmroute_common.config_error import describe
+from warmroute_common.config_reader import describe
 
 log = logging.getLogger("warmroute.membership")
 
@@ -53,7 +53,7 @@ class DnsWatch:
                 await self._look_up()
             except (OSError, UnicodeError) as error:  # UnicodeError: it can be no name
                 if not self._fails:
-                    where = host_port(self._config.name, self._config.port)
+                    where = join_host_port(self._config.name, self._config.port)
                     log.warning("%s cannot be looked up: %s", where, describe(error))
                 self._fails = True
             except Exception:  # else no replica would join or leave any more
@@ -69,5 +69,5 @@ class DnsWatch:
         self._name(
             Source.DNS,
             [found(self._each, config.scheme, host, config.port) for host in hosts],
-            part=host_port(config.name, config.port),
+            part=join_host_port(config.name, config.port),
         )

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from router.config import DiscoveredConfig, ReplicaConfig, host_port
+from router.config import DiscoveredConfig, ReplicaConfig, join_host_port
 from router.membership.members import Source
 
 
@@ -22,10 +22,10 @@ def found(
     """Return a replica at an address, with what ``each`` of them has in common."""
 
     def at(scheme: str, port: int | None) -> str | None:
-        return None if port is None else f"{scheme}://{host_port(host, port)}"
+        return None if port is None else f"{scheme}://{join_host_port(host, port)}"
 
     return ReplicaConfig(
-        url=f"{scheme}://{host_port(host, port)}",
+        url=f"{scheme}://{join_host_port(host, port)}",
         instance_id=name,
         agent_url=at("http", each.agent_port),
         kv_events=at("tcp", each.kv_events_port),

@@ -10,11 +10,11 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from router.config import DiscoveredConfig, KubernetesConfig, host_port
+from router.config import DiscoveredConfig, KubernetesConfig, join_host_port
 from router.membership.discovery.found import Name
 from router.membership.discovery.slices import SliceList, Slices, WatchEvent
 from router.membership.members import Source
-from warmroute_common.config_error import describe
+from warmroute_common.config_reader import describe
 
 log = logging.getLogger("warmroute.membership")
 
@@ -176,7 +176,7 @@ def _api_url(config: KubernetesConfig) -> str:
         raise ValueError(
             "this is no pod (KUBERNETES_SERVICE_HOST is not set): set discovery.kubernetes.api_url"
         )
-    return f"https://{host_port(host, int(os.environ.get('KUBERNETES_SERVICE_PORT', '443')))}"
+    return f"https://{join_host_port(host, int(os.environ.get('KUBERNETES_SERVICE_PORT', '443')))}"
 
 
 def _error(event: WatchEvent) -> Exception:

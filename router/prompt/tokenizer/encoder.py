@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from router.prompt.tokenizer.split_points import CUT_CHARS, Cutter, Part, longest_first
 from router.prompt.tokenizer.token_cache import Memo, Piece
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from tokenizers import AddedToken, Tokenizer
 
 from router.prompt.tokenizer.hf_tokenizer import Json, recipe
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 _KINDS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _NAMED_TOKENS: Final = tuple(f"{kind}_token" for kind in _KINDS)

@@ -14,7 +14,7 @@ import pytest
 from cacheengine.agent import Agent, answers
 from cacheengine.identity import KvVersions
 from cacheengine.record import EngineStats, TierStats, TransferStats
-from cacheengine.settings.settings import EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys, layout, wait_until
 from tests.cacheengine.conftest import MakeBench
 from warmroute_common import agent_protocol as wire

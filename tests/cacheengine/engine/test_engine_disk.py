@@ -14,10 +14,11 @@ from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.residency import Presence
-from cacheengine.settings.settings import ConfigError, EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.disk.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, config, key, keys, layout
 from tests.cacheengine.conftest import MakeBench
+from warmroute_common.config_reader import ConfigError
 
 _PROGRAM = """
 import itertools, sys, time

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.settings.settings import EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from tests.cacheengine.building import Bench, key, keys, layout, wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.servers import PATIENT, RedisProcess, redis_program, running

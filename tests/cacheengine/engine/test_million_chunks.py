@@ -15,7 +15,7 @@ import pytest
 from bench.engine.index import FullTier, key_of, layout
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
-from cacheengine.settings.settings import EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from tests.cacheengine.building import FakeClock, ManualThreads
 
 CHUNKS = 1_000_000

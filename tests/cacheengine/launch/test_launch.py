@@ -174,7 +174,7 @@ def test_a_taken_agent_port_is_found_before_vllm_starts(tmp_path: Path) -> None:
         (
             "chunk_sise: 256",
             ["--model", "M"],
-            "chunk_sise: is no known key; did you mean chunk_size",
+            "chunk_sise: unknown key; did you mean 'chunk_size'",
         ),
         ("max_local_cpu_size: 0", ["--model", "M"], "max_local_cpu_size:"),
         ("max_local_cpu_size: 5GB", ["--model", "M"], "max_local_cpu_size:"),

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.settings import lmcache_keys
-from cacheengine.settings.loading import _PARSERS, load_engine_config
-from cacheengine.settings.settings import ConfigError, EngineConfig
+from cacheengine.settings import lmcache_file
+from cacheengine.settings.engine_config import EngineConfig
+from cacheengine.settings.lmcache_file import _SETTINGS, load_engine_config
+from warmroute_common.config_reader import ConfigError
 
 # The keys in LMCache's documentation ("Configuring LMCache").
 _DOCUMENTED = """
@@ -88,11 +89,11 @@ def test_the_file_is_named_by_the_environment_and_overridden_by_it(tmp_path: Pat
 
 
 def test_every_documented_key_is_known() -> None:
-    known = {*_PARSERS, *lmcache_keys.ALIASES, *lmcache_keys.REFUSED, *lmcache_keys.INERT}
+    known = {*_SETTINGS, *lmcache_file.ALIASES, *lmcache_file.REFUSED, *lmcache_file.INERT}
     assert set(_DOCUMENTED.split()) <= known
 
 
-@pytest.mark.parametrize("key", [*sorted(lmcache_keys.INERT), "extra_config"])
+@pytest.mark.parametrize("key", [*sorted(lmcache_file.INERT), "extra_config"])
 def test_a_key_without_effect_warns_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
 ) -> None:
@@ -110,9 +111,9 @@ def test_a_switch_that_is_off_does_not_warn(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("key", sorted(lmcache_keys.REFUSED))
+@pytest.mark.parametrize("key", sorted(lmcache_file.REFUSED))
 def test_a_key_that_asks_for_what_is_not_there_is_an_error(tmp_path: Path, key: str) -> None:
-    harmless, _ = lmcache_keys.REFUSED[key]
+    harmless, _ = lmcache_file.REFUSED[key]
     for value in harmless:
         _load(tmp_path, f"{key}: {value}")
     _load(tmp_path, f"{key}: null")
@@ -126,8 +127,8 @@ def test_a_key_that_asks_for_what_is_not_there_is_an_error(tmp_path: Path, key: 
 @pytest.mark.parametrize(
     ("text", "key", "hint"),
     [
-        ("chunk_sise: 256", "chunk_sise", "did you mean chunk_size?"),
-        ("max_local_cpu: 5", "max_local_cpu", "did you mean max_local_cpu_size?"),
+        ("chunk_sise: 256", "chunk_sise", "did you mean 'chunk_size'?"),
+        ("max_local_cpu: 5", "max_local_cpu", "did you mean 'max_local_cpu_size'?"),
         ("zzzzz: 5", "zzzzz", "use one of chunk_size"),
         ("chunk_size: big", "chunk_size", "write a number, at least 1"),
         ("chunk_size: 1.5", "chunk_size", "whole number"),
@@ -135,22 +136,22 @@ def test_a_key_that_asks_for_what_is_not_there_is_an_error(tmp_path: Path, key: 
         ("chunk_size: 0", "chunk_size", "at least 1"),
         ("max_local_cpu_size: 0", "max_local_cpu_size", "give it some GB"),
         ("max_local_cpu_size: -1", "max_local_cpu_size", "negative"),
-        ("max_local_cpu_size: 5GB", "max_local_cpu_size", "5 GB is 5.0"),
-        ("max_local_cpu_size: 5368709120", "max_local_cpu_size", "not in bytes"),
+        ("max_local_cpu_size: 5GB", "max_local_cpu_size", "write 5.0 for 5 GB"),
+        ("max_local_cpu_size: 5368709120", "max_local_cpu_size", "sizes are in GB"),
         ("max_local_cpu_size: .nan", "max_local_cpu_size", "not a number"),
         ("local_cpu: maybe", "local_cpu", "write true or false"),
         ("local_cpu: false", "local_cpu", "set local_cpu: true, or local_disk"),
         ("local_disk: /tmp/x", "max_local_disk_size", "give the disk tier some GB"),
         ("local_disk: redis://x", "local_disk", "file:///path/"),
         ("local_disk: file://", "local_disk", "file:///path/"),
-        ("local_disk: [[a]]", "local_disk", "not a text"),
+        ("local_disk: [[a]]", "local_disk", "not text"),
         ("cache_policy: RANDOM", "cache_policy", "LRU, LFU, FIFO, MRU"),
         ("lmcache_worker_port: 70000", "lmcache_worker_port", "from 0 to 65535"),
         ("lmcache_worker_ports: [1, 2]", "lmcache_worker_ports", "write one"),
         ("put_queue_share: 2", "put_queue_share", "up to 1"),
         ("extra_config: 5", "extra_config", "mapping"),
-        ("a: [", "", "not YAML"),
-        ("just text", "", "has no keys"),
+        ("a: [", "line 1", "not valid YAML"),
+        ("just text", "", "write settings as 'key: value' lines"),
         ("lmcache_worker_port: 1\nlmcache_worker_ports: 2", "lmcache_worker_ports", "remove one"),
     ],
 )
@@ -166,7 +167,7 @@ def test_what_cannot_be_used_is_refused_with_a_fix(
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"no such file; check the path \(/.*/absent.yaml\)"):
         load_engine_config(tmp_path / "absent.yaml", {})
 
 
@@ -185,7 +186,7 @@ def test_false_in_every_spelling(text: str) -> None:
 def test_an_error_in_a_variable_names_the_variable(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"environment: LMCACHE_MAX_LOCAL_CPU_SIZE: 0\.0 leaves"):
         _load(tmp_path, "chunk_size: 256", LMCACHE_MAX_LOCAL_CPU_SIZE="0")
-    with pytest.raises(ConfigError, match="did you mean LMCACHE_CHUNK_SIZE"):
+    with pytest.raises(ConfigError, match="did you mean 'LMCACHE_CHUNK_SIZE"):
         _load(tmp_path, "", LMCACHE_CHUNKSIZE="1")
 
 

@@ -8,9 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from cacheengine.launch.cli import replica
-from cacheengine.settings.loading import load_engine_config
-from cacheengine.settings.settings import ConfigError, EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
+from cacheengine.settings.lmcache_file import load_engine_config
 from warmroute_common.addresses import join_host_port, split_host_port
+from warmroute_common.config_reader import ConfigError
 
 SECRET = "known-to-the-fleet-alone"
 
@@ -78,10 +79,10 @@ def test_without_distributed_url_nothing_is_served(tmp_path: Path) -> None:
     [
         ("enable_controller: true", "controller_url does not say where .* localhost:9001"),
         ("controller_url: localhost", "does not end in a colon and a port"),
-        ("openai_url: localhost:8000", "is no URL of http"),
+        ("openai_url: localhost:8000", "is not an HTTP URL"),
         ("openai_url: http://localhost", "does not end in a colon and a port"),
         ("openai_url: http://a:8000/v1", "does not end in a colon and a port"),
-        ("controller_url: tcp://localhost:9001", "not served over http"),
+        ("controller_url: tcp://localhost:9001", "is not an HTTP address"),
         ("controller_url: http://localhost:9001/path", "does not end in a colon and a port"),
         ("distributed_url: 8004", "does not end in a colon and a port .* localhost:8004"),
         ("distributed_url: ':8004'", "has no host name"),

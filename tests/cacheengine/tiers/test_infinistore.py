@@ -18,7 +18,7 @@ from cacheengine.launch.launch import free_ports
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
 from cacheengine.tiers.stores.infinistore.infinistore import InfiniStore
 from tests.servers import missing
-from warmroute_common.config_values import BadValueError
+from warmroute_common.config_reader import BadValueError
 
 TESTS = Path(__file__).parents[2]
 STAND_INS = TESTS / "stand_ins"

@@ -12,7 +12,7 @@ from cacheengine.tiers.stores.mooncake.settings import (
     MooncakeSettings,
     mooncake_settings,
 )
-from warmroute_common.config_values import BadValueError
+from warmroute_common.config_reader import BadValueError
 
 URL = "mooncakestore://localhost:50051/"
 

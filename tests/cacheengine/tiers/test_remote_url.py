@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.settings.loading import load_engine_config
-from cacheengine.settings.settings import ConfigError, EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
+from cacheengine.settings.lmcache_file import load_engine_config
 from cacheengine.tiers.stores.redis.redis_server import RedisServer, TlsSettings
 from cacheengine.tiers.stores.url import parse_remote_url
-from warmroute_common.config_values import BadValueError
+from warmroute_common.config_reader import BadValueError, ConfigError
 
 
 def _server(text: str) -> RedisServer:
@@ -56,7 +56,7 @@ def test_what_a_url_means(text: str, server: RedisServer) -> None:
     ("text", "hint"),
     [
         ("localhost:6379", "write redis://"),
-        ("redsi://h", "did you mean redis://"),
+        ("redsi://h", "did you mean 'redis://"),
         ("memcached://h", "use one of redis://"),
         ("lm://h:1", "LMCache's own server"),
         ("redis-sentinel://h:1", "Sentinel is not asked"),
@@ -74,7 +74,7 @@ def test_what_a_url_means(text: str, server: RedisServer) -> None:
         ("redis://h#1", "cannot be read"),
         ("redis://u@h", "no password"),
         ("redis://h?tls_verify=false", "no option 'tls_verify'"),
-        ("rediss://h?tls_verfy=false", "did you mean tls_verify?"),
+        ("rediss://h?tls_verfy=false", "did you mean 'tls_verify'?"),
         ("rediss://h?tls_verify=maybe", "neither true nor false"),
         ("rediss://h?tls_key_file=/k", "name both"),
         ("redis://h?timeout_s", "name=value"),
@@ -159,8 +159,8 @@ def test_a_serde_that_there_is(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("lossles", "did you mean lossless?"),
-        ("CacheGen", "did you mean cachegen?"),
+        ("lossles", "did you mean 'lossless'?"),
+        ("CacheGen", "did you mean 'cachegen'?"),
         ("zip", "use one of naive, lossless, cachegen"),
     ],
 )

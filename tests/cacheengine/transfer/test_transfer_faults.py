@@ -174,7 +174,7 @@ def test_something_else_listens(other: Bench, play: Play) -> None:
 def test_another_layout_is_refused(source: Bench, serve: Serve, play: Play) -> None:
     from cacheengine.engine.engine import CacheEngine
     from cacheengine.memory import Pool
-    from cacheengine.settings.settings import EngineConfig
+    from cacheengine.settings.engine_config import EngineConfig
 
     peer = serve(source)
     pool = Pool.allocate(4, CHUNK_BYTES)

@@ -3,7 +3,7 @@
 import pytest
 
 from router.config.loading import router_config
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 
 def test_a_removed_setting_is_named() -> None:

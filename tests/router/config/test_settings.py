@@ -8,7 +8,7 @@ import pytest
 from router.config.credentials import load_fleet_secret
 from router.config.loading import load_router_config
 from router.config.settings import RouterConfig
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 ONE = "replicas: [{url: 'http://a:1'}]\n"
 
@@ -86,7 +86,7 @@ def test_a_secret_is_not_printed(tmp_path: Path) -> None:
             "replicas[0].kv_events: '5557' is not a ZMQ endpoint; write it like tcp://",
         ),
         (ONE + "portt: 1", "portt: unknown key; did you mean 'port'?"),
-        (ONE + "zzz: 1", "zzz: unknown key; known keys are host, port"),
+        (ONE + "zzz: 1", "zzz: unknown key; use one of host, port"),
         (ONE + "port: '80'", "port: expected a whole number, got the text '80'; write digits"),
         (ONE + "port: 70000", "port: 70000 is out of range; it must be at most 65535"),
         (ONE + "port: true", "port: expected a whole number, got true; write digits"),

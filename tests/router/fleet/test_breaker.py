@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.config.breaker import BreakerConfig
+from router.config.settings import BreakerConfig
 from router.fleet.breaker import TRANSITIONS, Breaker, Circuit, Sign
 
 CONFIG = BreakerConfig(failures_in_a_row=3, window_s=10.0, open_s=4.0, max_open_s=32.0)

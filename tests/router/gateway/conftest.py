@@ -21,7 +21,7 @@ from tests.processes import ServerProcess
 from tests.router.conftest import Running, run_router
 from tests.router.scripted import Scripted, scripted
 from tests.servers import missing
-from warmroute_common.config_error import Place
+from warmroute_common.config_reader import ConfigLocation
 
 Settings = dict[str, Any]
 Change = Callable[[Settings], Settings]
@@ -96,7 +96,7 @@ class Gateway:
 
     async def envoy(self, config: RouterConfig, change: Change | None = None) -> Envoy:
         """Run an Envoy that asks a picker; a test may change its settings."""
-        settings = envoy_configuration(config, Place("test"))
+        settings = envoy_configuration(config, ConfigLocation("test"))
         directory = self.directory / str(config.port)
         directory.mkdir()
         envoy = Envoy(directory, settings if change is None else change(settings), config.port)

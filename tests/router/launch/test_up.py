@@ -17,7 +17,7 @@ from router.launch.plan import FleetPlan, PlannedProcess
 from router.launch.processes import ChildDiedError
 from router.launch.up import commands_text, run
 from tests.servers import missing
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 
 @pytest.fixture

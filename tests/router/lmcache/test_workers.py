@@ -18,7 +18,7 @@ from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.lmcache.told import make_fleet
 from tests.router.lmcache.worker_stand_in import CPU, DISK, WorkerStandIn, working
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 CHUNK = 16
 PROMPT = list(range(4 * CHUNK))

@@ -28,7 +28,7 @@ from router.membership.members import Source
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.membership.kubernetes_api import endpoint, kubernetes_api, slice_of
 from warmroute_common.agent_protocol import Registration
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 

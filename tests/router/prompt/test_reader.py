@@ -25,7 +25,7 @@ from tests.router.prompt.chat_shapes import CALL, TEMPLATES, USER, WEATHER
 from tests.router.prompt.test_encoder import LONG
 from tests.router.prompt.tokenizer_makers import gpt2, llama3, write_model
 from warmroute_common.api_errors import BadRequestError
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 from warmroute_common.keys import HashScheme, prompt_extra_keys
 
 CHAT = "/v1/chat/completions"

@@ -8,8 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from router.config.breaker import BreakerConfig
-from router.config.settings import ReplicaConfig, TimeoutsConfig
+from router.config.settings import BreakerConfig, ReplicaConfig, TimeoutsConfig
 from router.fleet.breaker import Circuit
 from router.record.records import Cause, Outcome
 from tests.router.conftest import Fleet, Running, Wait

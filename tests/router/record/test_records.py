@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from router.config.observability import RequestLogConfig
-from router.config.settings import ReplicaConfig, RouterConfig
+from router.config.settings import ReplicaConfig, RequestLogConfig, RouterConfig
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
 from router.index.prompt_keys import Tier

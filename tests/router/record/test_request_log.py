@@ -13,14 +13,14 @@ import aiohttp
 import pytest
 
 from router.config import router_config
-from router.config.observability import RequestLogConfig
+from router.config.settings import RequestLogConfig
 from router.index.prompt_keys import Tier
 from router.record.records import Cause, FailedTry, Outcome, RequestRecord
 from router.record.request_log import FIELDS, RequestLog, json_line
 from router.staging.stager import CopyOutcome, PrefetchOutcome, StagingResult
 from tests.router.conftest import Fleet
 from tests.router.scripted import CHAT_ANSWER, json_answer
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 SECRET = "the prompt's own words"
 

@@ -25,7 +25,7 @@ from tests.router.scripted import (
     json_answer,
     stream,
 )
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CLIENT = "b7ad6b7169203331"

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from router.access import new_key, sha256_of
 from router.cli import main
-from router.config.clients import AccessConfig
+from router.config.settings import AccessConfig
 from router.fleet.decision import Reason
 from router.terminal.frame import frame
 from router.ui.page import state

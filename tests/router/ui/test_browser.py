@@ -13,8 +13,7 @@ from playwright.async_api import Browser, Page, async_playwright, expect
 
 from bench.browser import launched, program
 from router.access import new_key, sha256_of
-from router.config.clients import AccessConfig
-from router.config.settings import ReplicaConfig
+from router.config.settings import AccessConfig, ReplicaConfig
 from tests.router.conftest import Fleet, Running
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, stream
 from tests.servers import missing

@@ -8,7 +8,7 @@ from typing import Any, Final
 from cacheengine.tiers.stores.hosted.client_process import HostedLibrary
 from cacheengine.tiers.stores.hosted.hosted import HostedStore
 from cacheengine.tiers.stores.url import RemoteUrl, parse_remote_url
-from warmroute_common.config_values import BadValueError, parse_int
+from warmroute_common.config_reader import BadValueError, parse_int
 
 logger = logging.getLogger("vllm.warmroute")
 

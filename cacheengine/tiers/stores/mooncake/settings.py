@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from cacheengine.tiers.stores.url import parse_remote_url
 from warmroute_common.addresses import join_host_port
-from warmroute_common.config_values import BadValueError, parse_bool, parse_int, parse_seconds
+from warmroute_common.config_reader import BadValueError, parse_bool, parse_int, parse_seconds
 
 CONFIG_FILE_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
 """Names a JSON file with the same keys, which goes before ``extra_config``, as in LMCache."""

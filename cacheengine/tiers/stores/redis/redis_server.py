@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from cacheengine.tiers.stores.url import RemoteUrl
-from warmroute_common.config_values import BadValueError, parse_bool, parse_int, parse_seconds
+from warmroute_common.config_reader import BadValueError, parse_bool, parse_int, parse_seconds
 
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
 _TLS_SCHEMES: Final = ("rediss", "valkeys")

@@ -1,5 +1,6 @@
 """The engine's configuration: its values, and which of them cannot go together."""
 
+import importlib.util
 import logging
 import os
 import socket
@@ -7,39 +8,43 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from cacheengine.memory import HugePagesMissingError, check_huge_pages
-from warmroute_common import config_values as values
-from warmroute_common.addresses import split_host_port
-from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret, is_loopback
+from warmroute_common.addresses import is_loopback, split_host_port
+from warmroute_common.config_reader import (
+    BadValueError,
+    ConfigError,
+    parse_bool,
+    parse_directories,
+    parse_file,
+    parse_gb,
+    parse_host_port,
+    parse_http_address,
+    parse_int,
+    parse_mapping,
+    parse_own_address,
+    parse_port,
+    parse_seconds,
+    parse_share,
+    parse_text,
+    setting,
+    suggestion,
+)
+from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
 from warmroute_common.keys import CRYPTOGRAPHIC
 
 logger = logging.getLogger("vllm.warmroute")
 
-_T = TypeVar("_T")
-
 _GB: Final = 1024**3
 _WEEK_S: Final = 7 * 24 * 3600
 _MOST_TTL_S: Final = 10 * 365 * 24 * 3600
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot work: where, which key, what, and how to mend it.
-
-    ``str()`` is one line: ``where: key: problem; fix``.
-    """
-
-    def __init__(self, where: str, key: str, problem: str, fix: str) -> None:
-        super().__init__(where, key, problem, fix)
-        self.where = where
-        self.key = key
-        self.problem = problem
-        self.fix = fix
-
-    def __str__(self) -> str:
-        place = ": ".join(part for part in (self.where, self.key) if part)
-        return f"{place}: {self.problem}; {self.fix}"
+_PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
+    "mooncakestore": ("mooncake", "mooncake-transfer-engine-non-cuda"),
+    "infinistore": ("infinistore", "infinistore"),
+}
+"""What a scheme needs: the module to import, and the package that has it. Chunks are read from and
+written to CPU memory, so Mooncake's build for CUDA has no advantage."""
 
 
 def _parse_policy(value: object) -> str:
@@ -47,13 +52,8 @@ def _parse_policy(value: object) -> str:
 
     name = str(value).strip().upper()
     if name not in POLICY_NAMES:
-        raise values.BadValueError(f"{value!r} is unknown", f"use {', '.join(POLICY_NAMES)}")
+        raise BadValueError(f"{value!r} is unknown", f"use {', '.join(POLICY_NAMES)}")
     return name
-
-
-def _key(default: _T, parse: Callable[[object], _T]) -> _T:
-    """Return the field of a key that people write, and what reads it."""
-    return field(default=default, metadata={"parse": parse})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,78 +63,74 @@ class EngineConfig:
     Raises `ConfigError` when the values contradict each other.
     """
 
-    chunk_size: int = _key(256, values.parse_int(minimum=1))
+    chunk_size: int = setting(256, parse=parse_int(minimum=1))
     """Tokens in a chunk; a multiple of vLLM's block size."""
-    local_cpu: bool = _key(True, values.parse_bool)
+    local_cpu: bool = setting(True, parse=parse_bool)
     """Keep chunks in CPU RAM after their use; else it only stages for the disk tier."""
-    max_local_cpu_size: float = _key(5.0, values.parse_gb)
+    max_local_cpu_size: float = setting(5.0, parse=parse_gb)
     """GB of the CPU pool, reserved at start; more than 0 in every case."""
-    local_cpu_use_hugepages: bool = _key(False, values.parse_bool)
+    local_cpu_use_hugepages: bool = setting(False, parse=parse_bool)
     """Make the pool of 2 MiB pages; of ordinary ones, with a warning, where too few are free."""
-    local_disk: tuple[Path, ...] = _key((), values.parse_directories)
+    local_disk: tuple[Path, ...] = setting((), parse=parse_directories)
     """Directories of the disk tier, chunks spread over them; off without any."""
-    max_local_disk_size: float = _key(0.0, values.parse_gb)
+    max_local_disk_size: float = setting(0.0, parse=parse_gb)
     """GB of files under them together."""
-    remote_url: str | None = field(default=None, repr=False, metadata={"parse": values.parse_text})
+    remote_url: str | None = setting(None, repr=False, parse=parse_text)
     """Server of the remote tier, ``scheme://host:port``; off without one. May hold a password."""
-    remote_serde: str = _key("naive", values.parse_text)
+    remote_serde: str = setting("naive", parse=parse_text)
     """How chunks are written for the remote tier (`tiers.serde` has the names)."""
-    remote_ttl: int = _key(_WEEK_S, values.parse_int(minimum=0, maximum=_MOST_TTL_S))
+    remote_ttl: int = setting(_WEEK_S, parse=parse_int(minimum=0, maximum=_MOST_TTL_S))
     """Seconds that a Redis or Valkey server keeps what is put there; 0: as long as it has room.
     (LMCache's default is for ever.)"""
-    save_decode_cache: bool = _key(True, values.parse_bool)
+    save_decode_cache: bool = setting(True, parse=parse_bool)
     """Store generated tokens too (LMCache's default is false)."""
-    cache_policy: str = _key("LRU", _parse_policy)
+    cache_policy: str = setting("LRU", parse=_parse_policy)
     """Which chunks leave the CPU pool first: LRU, LFU, FIFO, MRU, ARC."""
-    lmcache_instance_id: str = _key("", values.parse_text)
+    lmcache_instance_id: str = setting("", parse=parse_text)
     """The replica's name; by default its host and agent port."""
-    enable_controller: bool = _key(False, values.parse_bool)
+    enable_controller: bool = setting(False, parse=parse_bool)
     """Register with the controller (the router's monitor port) and send it heartbeats."""
-    controller_url: str | None = field(
-        default=None, repr=False, metadata={"parse": values.parse_http_address}
-    )
+    controller_url: str | None = setting(None, repr=False, parse=parse_http_address)
     """Where that is: ``host:port``, or ``http://host:port``. Where the router asks for its
     secret there, ``http://any:SECRET@host:port``."""
-    lmcache_worker_port: int = _key(8090, values.parse_port)
+    lmcache_worker_port: int = setting(8090, parse=parse_port)
     """Port of the agent; 0 takes any free one."""
-    distributed_url: str | None = _key(None, values.parse_host_port)
+    distributed_url: str | None = setting(None, parse=parse_host_port)
     """``host:port`` on which other replicas fetch chunks from this one (port 0: any
     free one); without it they cannot. Beyond loopback it wants a fleet secret."""
-    lmcache_worker_heartbeat_time: float = _key(10.0, values.parse_seconds)
+    lmcache_worker_heartbeat_time: float = setting(10.0, parse=parse_seconds)
     """Seconds between heartbeats."""
-    extra_config: Mapping[str, Any] = field(
-        default_factory=dict, metadata={"parse": values.parse_mapping}
-    )
+    extra_config: Mapping[str, Any] = setting(default_factory=dict, parse=parse_mapping)
     """Further settings, of the remote store (Mooncake)."""
 
     # Ours, not LMCache's.
-    openai_url: str | None = _key(None, values.parse_own_address)
+    openai_url: str | None = setting(None, parse=parse_own_address)
     """Where the router reaches this replica's OpenAI server, ``http://host:port``, told when it
     registers: a router with ``discovery.registration`` then sends requests there. Without a host
     (``http://:8000``), the address that the registration comes from. ``warmroute replica`` knows
     it from vLLM's options."""
-    fleet_secret_file: Path | None = field(default=None, metadata={"parse": values.parse_file})
+    fleet_secret_file: Path | None = setting(None, parse=parse_file)
     """File with the secret that router and replicas share, or the variable WARMROUTE_FLEET_SECRET
     instead: with it the agent answers callers that know it, and chunks are exchanged with
     replicas that prove it."""
     fleet_secret: FleetSecret | None = field(default=None, repr=False, compare=False)
     """What is in it; read with the configuration."""
-    agent_host: str = _key("127.0.0.1", values.parse_text)
+    agent_host: str = setting("127.0.0.1", parse=parse_text)
     """Address the agent listens on; beyond loopback it wants a fleet secret."""
-    disk_direct_reads: bool = _key(True, values.parse_bool)
+    disk_direct_reads: bool = setting(True, parse=parse_bool)
     """Read files that are not in the page cache past it (O_DIRECT), where that works."""
-    disk_direct_writes: bool = _key(False, values.parse_bool)
+    disk_direct_writes: bool = setting(False, parse=parse_bool)
     """Write files past the page cache (O_DIRECT), where that works: less processor time,
     and memory stays free, but a put takes as long as the device, and what has left the CPU pool
     is never read from the page cache. With four ``disk_write_threads``."""
-    disk_read_threads: int = _key(4, values.parse_int(minimum=1, maximum=256))
+    disk_read_threads: int = setting(4, parse=parse_int(minimum=1, maximum=256))
     """Threads that read from the disk tier, 256 at most."""
-    disk_write_threads: int = _key(2, values.parse_int(minimum=1, maximum=256))
+    disk_write_threads: int = setting(2, parse=parse_int(minimum=1, maximum=256))
     """Threads that write to the disk tier, 256 at most."""
-    put_queue_share: float = _key(0.5, values.parse_share)
+    put_queue_share: float = setting(0.5, parse=parse_share)
     """Share of the CPU pool that may wait for the disk at once; beyond it puts are dropped."""
 
-    single_tenant: bool = _key(False, values.parse_bool)
+    single_tenant: bool = setting(False, parse=parse_bool)
     """All prompts, of this replica and of those it shares KV with, come from one tenant. Permits
     vLLM's ``--prefix-caching-hash-algo xxhash``, with which a prompt can be made that is answered
     from another's KV."""
@@ -223,24 +219,18 @@ class EngineConfig:
     def check_remote_ready(self) -> None:
         """Raise `ConfigError` for what the remote tier needs and this machine has not."""
         if self.remote_url:
-            from cacheengine.settings import remote_check  # noqa: PLC0415
-
-            self._check("remote_url", remote_check.check_remote_ready, self.remote_url)
+            self._check("remote_url", _check_remote_ready, self.remote_url)
 
     def _check_remote(self) -> None:
         if self.remote_url or self.remote_serde != EngineConfig.remote_serde:
-            # Stores and serdes load slowly: only where there is a remote tier.
-            from cacheengine.settings import remote_check  # noqa: PLC0415
-
             if self.remote_url:
-                check = remote_check.check_remote_url
-                self._check("remote_url", check, self.remote_url, self.extra_config)
-            self._check("remote_serde", remote_check.check_serde_name, self.remote_serde)
+                self._check("remote_url", _check_remote_url, self.remote_url, self.extra_config)
+            self._check("remote_serde", _check_serde_name, self.remote_serde)
 
     def _check(self, key: str, check: Callable[..., None], *given: object) -> None:
         try:
             check(*given)
-        except values.BadValueError as error:
+        except BadValueError as error:
             raise self._error(key, error.problem, error.fix) from None
 
     def _check_directory(self, directory: Path) -> None:
@@ -282,3 +272,44 @@ class EngineConfig:
     def max_local_disk_bytes(self) -> int:
         """Bytes of the disk tier's files; 0 without one."""
         return int(self.max_local_disk_size * _GB) if self.local_disk else 0
+
+
+# Stores and serdes are slow to import, so these functions import them: they run only where there
+# is a remote tier. None of them contacts a server: one that is down now may be up later.
+
+
+def _check_remote_url(text: str, extra: Mapping[str, Any]) -> None:
+    """Raise `BadValueError`, without any password in it, for a URL that is not supported.
+
+    ``extra`` is ``extra_config``, which holds the settings of some stores.
+    """
+    from cacheengine.tiers.stores import parse_remote_url  # noqa: PLC0415
+    from cacheengine.tiers.stores.mooncake import mooncake_settings  # noqa: PLC0415
+    from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer  # noqa: PLC0415
+
+    url = parse_remote_url(text)
+    if url.scheme in REDIS_SCHEMES:
+        RedisServer.from_url(url)
+    elif url.scheme == "mooncakestore":
+        mooncake_settings(text, extra, os.environ)
+
+
+def _check_remote_ready(text: str) -> None:
+    """Raise `BadValueError` for packages and files that the URL needs and this machine lacks."""
+    from cacheengine.tiers.stores import parse_remote_url  # noqa: PLC0415
+    from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer  # noqa: PLC0415
+
+    url = parse_remote_url(text)
+    if url.scheme in REDIS_SCHEMES:
+        RedisServer.from_url(url).check_files()
+    elif url.scheme in _PACKAGES:
+        module, package = _PACKAGES[url.scheme]
+        if importlib.util.find_spec(module) is None:
+            raise BadValueError(f"{url.scheme}:// needs a package", f"pip install {package}")
+
+
+def _check_serde_name(name: str) -> None:
+    from cacheengine.tiers.serde import SERDE_NAMES  # noqa: PLC0415
+
+    if name not in SERDE_NAMES:
+        raise BadValueError(f"{name!r} is unknown", suggestion(name.lower(), SERDE_NAMES))
