@@ -14,9 +14,9 @@ and `terminal` the same in a terminal.
 One KV event: `feeds` follows the stream of a replica's agent or of vLLM itself;
 `residency.kv_events` reads it, and `fleet` puts the keys into the `residency.PrefixIndex`.
 
-Stock LMCache servers report to `lmcache` as to their coordinator, on the `controller`'s port; it
-tells the fleet what they hold, and has them prefetch for `staging`. LMCache inside vLLM reports to
-`lmcache.workers` as to its controller.
+Stock LMCache servers report to `lmcache` as their coordinator; it indexes what they hold, and has
+them prefetch for `staging`. LMCache inside vLLM, and our engine's agents, report to it as their
+controller.
 
 One restart: `cli` reads the `config`, `serve` opens the ports, `app` puts the rooms together;
 `feeds` fetches a snapshot of each replica, and its health says when it takes requests.
@@ -25,7 +25,7 @@ One restart: `cli` reads the `config`, `serve` opens the ports, `app` puts the r
 `doctor` examines a configuration and its live fleet by these parts, for a person.
 
 Directions: launch, doctor and the files here -> feeds, picker -> proxy -> admission, staging,
-prompt -> fleet -> latency, residency, failures -> config; controller, lmcache -> staging, http;
-membership -> fleet; controller, proxy -> access -> http -> config; ui -> record,
+prompt -> fleet -> latency, residency, failures -> config; lmcache -> staging, access, http;
+membership -> fleet; proxy -> access -> http -> config; ui -> record,
 fleet, http; `tasks` and `terminal` import no other room.
 """

@@ -25,10 +25,9 @@ from router.config import (
     load_fleet_secret,
     server_context,
 )
-from router.controller import Configured, Controller
 from router.feeds import Feeds, HealthMonitor
 from router.fleet import Fleet, Replica
-from router.lmcache import Lmcache
+from router.lmcache import ConfiguredInstance, Controller, Lmcache
 from router.membership import ConfigFile, Discovery, Members, Reload, Source
 from router.prompt import PromptSource
 from router.proxy import FirstByteWaits, Proxy, RequestLifecycle, Retries
@@ -83,7 +82,7 @@ def make_parts(
     """
     fleet = Fleet(config, jitter=random.random)
     admission = Admission(Gate(fleet))
-    lmcache = Lmcache(fleet, session, stock_url=config.lmcache_coordinator)
+    lmcache = Lmcache(fleet, session)
     secret = load_fleet_secret(config)
     agents = partial(AgentClient, session, secret=secret)
     preparer = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
@@ -123,7 +122,7 @@ def make_parts(
         preparer=preparer,
         observe=record,
         suspect=health.suspect,
-        locate=lmcache.ask,
+        locate=lmcache.look_up,
     )
     reload = Reload(
         config, file, _live(fleet, members, access, judge, tls=tls, replica_tls=replica_tls)
@@ -211,9 +210,11 @@ def _controller(
         return None
     others_reach_it = not is_loopback(config.controller.host)
 
-    def configured() -> list[Configured]:
+    def configured() -> list[ConfiguredInstance]:
         return [
-            Configured(id=each.id, agent_url=each.config.agent_url, incarnation=each.incarnation)
+            ConfiguredInstance(
+                id=each.id, agent_url=each.config.agent_url, incarnation=each.incarnation
+            )
             for each in members.fleet.replicas.values()
             if each.config.agent_url is not None
             if members.source(each) not in (None, Source.REGISTRATION)
@@ -227,9 +228,9 @@ def _controller(
         secret=config.controller.secret,
         access=access,
         fleet_secret=secret,
-        beside=lmcache.routes(),
-        beside_instances=lmcache.listing,
-        others=None if lmcache.workers is None else lmcache.workers.control,
+        coordinator_routes=lmcache.routes(),
+        lmcache_listing=lmcache.listing,
+        workers=None if lmcache.workers is None else lmcache.workers.control,
         guards_monitor=config.discovery.registration or others_reach_it,
     )
 

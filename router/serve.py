@@ -17,7 +17,7 @@ from aiohttp import web
 
 from router.app import PARTS, create_app
 from router.config import PickerConfig, RouterConfig, TimeoutsConfig, join_host_port
-from router.controller import Controller
+from router.lmcache import Controller
 from router.membership import ConfigFile, Reload
 from router.parts import Parts
 from warmroute_common.addresses import is_loopback

@@ -32,8 +32,7 @@ ROUTER: dict[str, set[str]] = {
     "staging": {"config", "fleet"},
     "record": {"config", "index", "fleet", "staging"},
     "ui": {"index", "fleet", "record"},
-    "controller": {"config", "access", "staging"},
-    "lmcache": {"config", "index", "fleet", "staging"},
+    "lmcache": {"config", "access", "index", "fleet", "staging"},
     "membership": {"config", "fleet"},
     "feeds": {"config", "prompt", "index", "fleet", "staging", "record"},
     "doctor": {

@@ -1,6 +1,7 @@
 """Two replicas of one kind, and before them a router that prefetches and one that does not."""
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -66,14 +67,18 @@ class Stage:
         self._group = group
         self._directory = directory
         self.model = model
-        ports = free_ports(4)
+        ports = free_ports(7)
         self._ports = ports[:2]
-        self._controller = {"port": ports[2], "monitor_port": ports[3]}
+        self._controllers = [
+            {"port": port, "monitor_port": monitor_port}
+            for port, monitor_port in zip(ports[2:4], ports[4:6], strict=True)
+        ]
+        self._relay_port = ports[6]
         self.url, self.plain_url = (f"http://127.0.0.1:{port}" for port in self._ports)
         self._is_lmcache = kind == LMCACHE
         make: Callable[..., Replica] = OurReplica
         if self._is_lmcache:
-            url = f"http://127.0.0.1:{ports[2]}"
+            url = f"http://127.0.0.1:{self._relay_port}"
             make = partial(LmcacheReplica, python=python(), coordinator_url=url)
         self.replicas: dict[str, Replica] = {
             name: make(
@@ -92,12 +97,12 @@ class Stage:
     def start(self) -> None:
         """Start everything; return when the routers know the replicas."""
         say(f"{', '.join(self.replicas)}: starting; logs in {self._directory}")
-        first, plain = self._routers()
-        # Before LMCache's servers: it misses nothing then of what they tell.
-        self._start_router(first)
+        # Before LMCache's servers, so that the routers miss none of their events.
+        for settings in self._routers():
+            self._start_router(settings)
+        if self._is_lmcache:
+            self._start_relay()
         start_together(list(self.replicas.values()))
-        # After them: LMCache's models are learned when a server first answers.
-        self._start_router(plain)
         self._warm_up("cpu", "disk")
 
     def restart(self, *, whole: bool) -> None:
@@ -135,9 +140,7 @@ class Stage:
         first, plain = (common | {"port": port} for port in self._ports)
         plain["prefetch"] = {"enabled": False}
         if self._is_lmcache:
-            first["controller"] = self._controller
-            # LMCache's servers report to one coordinator only: the other router asks that one.
-            plain["lmcache_coordinator"] = f"http://127.0.0.1:{self._controller['port']}"
+            first["controller"], plain["controller"] = self._controllers
         return first, plain
 
     def _start_router(self, settings: dict[str, Any]) -> None:
@@ -149,6 +152,15 @@ class Stage:
         # Without a replica that is up /health is 503.
         url = f"http://127.0.0.1:{settings['port']}/metrics"
         self._group.wait_ready(name, url, local.ROUTER_READY_TIMEOUT_S)
+
+    def _start_relay(self) -> None:
+        """Relay the events of LMCache's servers to both routers."""
+        name, port = "event-relay", self._relay_port
+        urls = [f"http://127.0.0.1:{each['port']}" for each in self._controllers]
+        command = [sys.executable, "-m", "bench.lmcache.event_relay", str(port), *urls]
+        self._group.start(name, command, None, self._directory / f"{name}.log")
+        ready = f"http://127.0.0.1:{port}/healthz"
+        self._group.wait_ready(name, ready, local.ROUTER_READY_TIMEOUT_S)
 
     def _all_up(self, url: str) -> bool:
         return metric(url, "warmroute_replica_up") == len(self.replicas)

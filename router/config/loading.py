@@ -25,6 +25,12 @@ from warmroute_common.config_reader import ConfigLocation, build, read_yaml
 from warmroute_common.fleet_secret import VARIABLE
 
 _SHA256: Final = re.compile("[0-9a-f]{64}")
+_REMOVED: Final = {
+    "lmcache_coordinator": "Warmroute does not ask another coordinator: delete this line, add "
+    "'controller: {}', and start each LMCache server with --coordinator-url http://host:9000 "
+    "--coordinator-event-reporting",
+}
+"""Keys of earlier versions, and what to do instead."""
 _Tls = TypeVar("_Tls", TlsConfig, ReplicaTlsConfig)
 
 
@@ -46,6 +52,9 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
         if isinstance(value, Mapping) and name in value and value[name] is None:
             fix = f"write '{name}: {{}}' for its defaults, or leave it out for none"
             raise at.at(name).error("is empty", fix)
+    for name, fix in _REMOVED.items():
+        if isinstance(value, Mapping) and name in value:
+            raise at.at(name).error("was removed", fix)
     config = build(RouterConfig, value, at)
     replicas = _checked_replicas(config.replicas, at.at("replicas"))
     if not replicas and not config.discovery.is_on:
@@ -74,11 +83,7 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
     _check_controller(config, at)
     _check_clients(config, at)
     _check_discovery(config, at.at("discovery"))
-    stock = config.lmcache_coordinator
-    stock = stock and _normal_url(stock, at.at("lmcache_coordinator"))
-    return replace(
-        config, replicas=replicas, tokenizer=tokenizer, picker=picker, lmcache_coordinator=stock
-    )
+    return replace(config, replicas=replicas, tokenizer=tokenizer, picker=picker)
 
 
 def _ports(config: RouterConfig) -> Iterator[tuple[str, int]]:
@@ -117,7 +122,7 @@ def _check_controller(config: RouterConfig, at: ConfigLocation) -> None:
                 "or host: 127.0.0.1"
             )
             raise at.at("controller.host").error(found, fix)
-    elif config.lmcache_coordinator is None:
+    else:
         for index, each in enumerate(config.replicas):
             if each.lmcache is not None:
                 raise (

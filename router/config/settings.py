@@ -522,5 +522,3 @@ class RouterConfig:
     """Off without the section. An empty section (``controller: {}``) enables it."""
     lmcache_workers: LmcacheWorkersConfig | None = None
     """Off without the section. An empty section enables it."""
-    lmcache_coordinator: str | None = None
-    """Base URL of a stock LMCache coordinator, if the LMCache servers report to that one."""

@@ -12,7 +12,7 @@ from router.agent_client import AgentClient, AgentError, AgentRefusedError
 from router.doctor.findings import Section
 from router.doctor.replica_checks import Examined, Parts
 from router.feeds import KvFeed
-from router.lmcache import LmcacheServer
+from router.lmcache import LmcacheServerClient, LmcacheServerError
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
 
@@ -106,12 +106,12 @@ def _check_identity(seen: Examined, info: InstanceInfo) -> None:
 
 async def _check_lmcache(session: aiohttp.ClientSession, section: Section, url: str) -> None:
     try:
-        told = await LmcacheServer(session, url).status()
-    except AgentError as error:
+        told = await LmcacheServerClient(session, url).status()
+    except LmcacheServerError as error:
         mend = "start it ('lmcache server --http-port'), or correct lmcache at this replica"
         section.trouble("lmcache", f"its LMCache server cannot be asked ({error})", mend)
         return
-    worlds = told.worlds()
+    worlds = told.world_sizes()
     found = f"its LMCache server answers: chunks of {told.chunk_size}, hash {told.hash_algorithm}"
     section.ok("lmcache", found)
     if not worlds:

@@ -22,7 +22,6 @@ from router.doctor.replica_checks import Examined, Parts, check_replica
 from router.doctor.token_checks import check_tokens
 from router.feeds import KvFeed
 from router.fleet import Fleet
-from router.lmcache import LmcacheServer
 from router.prompt import PromptSource
 from warmroute_common.config_reader import ConfigError
 
@@ -59,7 +58,6 @@ async def examine(
                     await _check(parts, seen, probe=probe)
 
             await asyncio.gather(*map(examined, replicas))
-        await _check_coordinator(session, config, router)
     _check_running(running, replicas, router)
     check_fleet(config, replicas, whole)
     return Report([router, *(each.section for each in replicas), whole])
@@ -97,24 +95,6 @@ async def _check(parts: Parts, seen: Examined, *, probe: bool) -> None:
     if parts.prompts is not None:
         await check_tokens(session, seen, parts.prompts)
     await check_events(parts, seen, feed, probe=probe)
-
-
-async def _check_coordinator(
-    session: aiohttp.ClientSession, config: RouterConfig, router: Section
-) -> None:
-    url = config.lmcache_coordinator
-    if url is None:
-        return
-    try:
-        status, _ = await LmcacheServer(session, url).call("GET", "/instances")
-        problem = None if status == 200 else f"answers /instances with {status}"
-    except AgentError as error:
-        problem = f"cannot be asked ({error})"
-    if problem is None:
-        router.ok("lmcache-coordinator", f"LMCache's coordinator answers at {url}")
-    else:
-        mend = "start it, or correct lmcache_coordinator"
-        router.trouble("lmcache-coordinator", f"LMCache's coordinator {problem}", mend)
 
 
 def _check_running(

@@ -1,4 +1,4 @@
-"""LMCache's side of the router, put together for the application."""
+"""LMCache in the router, put together: its servers, and its workers inside vLLM."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -8,52 +8,34 @@ import aiohttp
 from aiohttp import web
 
 from router.fleet import Decision, Fleet, Replica
-from router.index import PromptKeyCache
-from router.lmcache.ask import Asker
-from router.lmcache.coordinator import Coordinator, CoordinatorApi, L2Eviction
-from router.lmcache.prefetch import LmcachePrefetch
-from router.lmcache.stock import StockCoordinator
-from router.lmcache.watch import ServerWatch
-from router.lmcache.workers import LmcacheWorkers
+from router.lmcache.coordinator import Coordinator
+from router.lmcache.coordinator_api import CoordinatorApi
+from router.lmcache.server_monitor import ServerMonitor
+from router.lmcache.server_prefetch import GapRepair, ServerPrefetch
+from router.lmcache.worker_service import LmcacheWorkers
+from router.residency import PromptKeyring
 from warmroute_common.agent_protocol import PrefetchReply
 
 
 class Lmcache:
-    """The servers that replicas use, between `listen`, `start` and `stop`."""
+    """Runs between `listen`, `start` and `stop`."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        session: aiohttp.ClientSession,
-        *,
-        stock_url: str | None = None,
-    ) -> None:
-        """``stock_url`` is that of a stock coordinator, which is asked then."""
+    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
         self.coordinator = Coordinator(fleet)
-        self._watch = ServerWatch(fleet, self.coordinator, session)
-        self._prefetch = LmcachePrefetch(fleet, self.coordinator, session)
-        self._stock: StockCoordinator | None = None
-        if stock_url is not None:
-            self._stock = StockCoordinator(
-                stock_url,
-                fleet,
-                self.coordinator,
-                session,
-                members_changed=self._watch.members_changed,
-            )
-        self._eviction = L2Eviction(self.coordinator, session)
+        self.monitor = ServerMonitor(fleet, self.coordinator, session)
+        self._prefetch = ServerPrefetch(fleet, self.coordinator, session)
+        self._repair = GapRepair(fleet, self.coordinator, session)
+        self._api = CoordinatorApi(
+            self.coordinator, session, servers_changed=self.monitor.servers_changed
+        )
         config = fleet.config.lmcache_workers
         self.workers: LmcacheWorkers | None = None
-        """LMCache inside vLLM; None where the configuration has none."""
+        """LMCache inside vLLM; None if it is not configured."""
         if config is not None:
             self.workers = LmcacheWorkers(fleet, config, self.coordinator.counts)
-        self._asker = Asker(fleet, self.coordinator, session)
-        self._api = CoordinatorApi(
-            self.coordinator, session, members_changed=self._watch.members_changed
-        )
 
     def __len__(self) -> int:
-        """Return how many of the servers' keys are known."""
+        """Return how many keys of servers are known."""
         return len(self.coordinator.directory)
 
     @property
@@ -62,36 +44,29 @@ class Lmcache:
         return self.coordinator.counts
 
     def listen(self) -> None:
-        """Wait for workers; raise `ConfigError` where a port of theirs cannot be listened on."""
+        """Open the workers' ports; raise `ConfigError` if one cannot be opened."""
         if self.workers is not None:
             self.workers.listen()
 
     async def start(self) -> None:
-        """Find out which servers answer, and go on watching them."""
-        if self._stock is not None:
-            await self._stock.start()
-        await self._watch.start()
-        self._eviction.start()
+        """Find out which servers answer, and keep watching them."""
+        await self.monitor.start()
 
     async def stop(self) -> None:
-        """End that."""
-        if self._stock is not None:
-            await self._stock.stop()
-        await self._eviction.stop()
-        await self._watch.stop()
-        await self._asker.stop()
+        await self.monitor.stop()
+        await self._repair.stop()
         if self.workers is not None:
             await self.workers.stop()
 
     def joined(self) -> None:
-        """Find out about a replica that has joined the fleet."""
-        self._watch.members_changed()
+        """Look for the server or the workers of a replica that has joined the fleet."""
+        self.monitor.servers_changed()
         if self.workers is not None:
             self.workers.registry.replicas_changed()
 
     def left(self, replica: Replica) -> None:
         """Forget a replica that is about to leave the fleet."""
-        self._watch.left(replica.id)
+        self.monitor.left(replica.id)
         if self.workers is not None:
             self.workers.registry.replicas_changed(left=replica.id)
 
@@ -100,19 +75,19 @@ class Lmcache:
         return self._api.routes()
 
     def listing(self) -> list[dict[str, Any]]:
-        """Return the servers and the workers' instances that have registered."""
+        """Return the registered servers and instances for ``GET /instances``."""
         return self._api.listing() + ([] if self.workers is None else self.workers.listing())
 
-    async def ask(self, keyring: PromptKeyCache) -> None:
-        """Learn what servers hold of a prompt whose events were not all seen."""
+    async def look_up(self, keyring: PromptKeyring) -> None:
+        """Before a prompt is placed: ask servers about it if their events were missed."""
         if self.workers is not None:
-            self.workers.registry.asked(keyring)
-        await (self._stock or self._asker).ask(keyring)
+            self.workers.registry.prompt_placed(keyring)
+        await self._repair.look_up(keyring)
 
     def hung(self, replica_id: str) -> asyncio.Future[None] | None:
-        """Return a future that is done when a replica hangs, its server having ended, or None."""
-        return self._watch.hung(replica_id)
+        """See `ServerMonitor.hung`."""
+        return self.monitor.hung(replica_id)
 
     async def prefetch(self, decision: Decision) -> PrefetchReply:
-        """Have a decision's chunks promoted; raise `AgentError` where that cannot be."""
+        """Promote a decision's chunks; raise `PrefetchError` if that fails."""
         return await self._prefetch.run(decision)

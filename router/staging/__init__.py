@@ -4,7 +4,7 @@
 (`prefetch`), and those of other replicas copied (`peer_copy`); a request is held back at most
 as long as that gains. `AgentClient` speaks to the agents.
 
-Called by proxy, feeds, controller and lmcache. Imports config, fleet and tasks.
+Called by proxy, feeds and lmcache. Imports config, fleet and tasks.
 """
 
 from router.agent_client import (
@@ -14,7 +14,7 @@ from router.agent_client import (
     AgentTimeoutError,
     HistoryGoneError,
 )
-from router.staging.stager import Stager, StagingResult, transfer_address
+from router.staging.stager import PrefetchError, Stager, StagingResult, transfer_address
 
 __all__ = [
     "AgentClient",
@@ -22,6 +22,7 @@ __all__ = [
     "AgentRefusedError",
     "AgentTimeoutError",
     "HistoryGoneError",
+    "PrefetchError",
     "Stager",
     "StagingResult",
     "transfer_address",

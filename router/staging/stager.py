@@ -175,7 +175,11 @@ _ANSWER_SHARE: Final = 0.95
 """Of a request's wait: until then an agent is to answer, so that what it tells comes in time."""
 
 Promote = Callable[[Decision], Awaitable[PrefetchReply]]
-"""Has LMCache promote a decision's chunks; raises `AgentError`."""
+"""Has LMCache promote a decision's chunks; raises `PrefetchError`."""
+
+
+class PrefetchError(Exception):
+    """LMCache could not be told to promote chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +245,7 @@ class Prefetcher(AgentJobs[PrefetchOutcome]):
         asked, asked_s = len(decision.prefetch_keys), self._clock()
         try:
             reply = await self._ask(replica, decision, wait_s)
-        except AgentError as error:
+        except (AgentError, PrefetchError) as error:
             self._backoff.failed(replica.id, asked_s, error)
             return PrefetchOutcome(asked=asked, pending=asked, error=str(error))
         self._backoff.answered(replica.id)

@@ -208,7 +208,7 @@ def test_clear_by_tokens_and_location(fleet: Fleet, controller: Post, prompt: st
 
 def test_health(controller: Post) -> None:
     assert controller("/health", {"instance_id": ONE})["error_codes"] == {"0": 0}
-    with pytest.raises(OSError, match=f"no instance 'three'; known are .*{TWO}"):
+    with pytest.raises(OSError, match=f"no instance 'three'; known instances: .*{TWO}"):
         controller("/health", {"instance_id": "three"})
 
 

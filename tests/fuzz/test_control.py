@@ -35,7 +35,6 @@ CONTROLLER: Final[dict[str, list[Any]]] = {
     "POST /clear": [{"instance_id": "sim1", "locations": ["LocalCPUBackend"], "tokens": TOKENS}],
     "POST /health": [{"instance_id": "sim1"}],
     "GET /health": [{}],
-    "POST /query_worker_info": [{"instance_id": "sim1", "worker_ids": [0]}],
     "GET /instances": [{}],
     "POST /register": [{}],
 }
@@ -65,8 +64,6 @@ COORDINATOR: Final[dict[str, list[Any]]] = {
     ],
     "PUT /instances/odd/heartbeat": [{}],
     "DELETE /instances/odd": [{}],
-    "GET /instances/usage": [{}],
-    "GET /instances/odd/usage": [{}],
     "POST /events": [
         {
             "instance_id": "odd",
@@ -80,21 +77,9 @@ COORDINATOR: Final[dict[str, list[Any]]] = {
     ],
     "POST /directory/lookup": [{"keys": [_KEY]}, _PROMPT],
     "POST /directory/blend-lookup": [{"tokens_b64": "AAAAAA==", "model_name": "m"}],
-    "GET /directory/keys?offset=0&limit=5&instance_id=odd&tier=l1": [{}],
-    "GET /directory/stats": [{}],
     "GET /healthz": [{}],
     "POST /cache/prefetches": [{"instance_id": "odd", **_PROMPT}],
     "GET /cache/prefetches/odd/1": [{}],
-    "POST /cache/delete": [{"instance_id": "odd", "tier": "all", **_PROMPT}],
-    "POST /cache/pins": [_PROMPT],
-    "DELETE /cache/pins": [_PROMPT],
-    "GET /cache/pins?tier=all": [{}],
-    "GET /quota?tier=l2": [{}],
-    "GET /quota/config": [{}],
-    "PUT /quota/config": [{"default_limit_gb": 1.5, "tier": "l2"}],
-    "GET /quota/salt": [{}],
-    "PUT /quota/salt": [{"limit_gb": 1.5, "tier": "l2"}],
-    "DELETE /quota/salt": [{}],
 }
 AGENT: Final[dict[str, list[Any]]] = {
     "GET /health": [{}],

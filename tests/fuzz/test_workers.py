@@ -9,7 +9,18 @@ import zmq
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.lmcache.workers import words
+from router.lmcache.worker_protocol import (
+    BatchedKVOperationMsg,
+    BatchedP2PLookupMsg,
+    DeRegisterMsg,
+    FullSyncBatchMsg,
+    FullSyncEndMsg,
+    FullSyncStartMsg,
+    FullSyncStatusMsg,
+    HeartbeatMsg,
+    KVOpEvent,
+    RegisterMsg,
+)
 from tests.fuzz.servers import Fleet
 from tests.fuzz.test_feeds import nearly_bytes
 from tests.fuzz.test_router import STREAMS
@@ -18,21 +29,21 @@ NAMES: Final = {"pull": zmq.PUSH, "reply": zmq.DEALER, "heartbeat": zmq.DEALER}
 ANSWERS_MS: Final = 10_000
 _WORKER: Final[dict[str, Any]] = {"instance_id": "odd", "worker_id": 0}
 MESSAGES: Final = [
-    words.RegisterMsg(**_WORKER, ip="127.0.0.1", port=9, peer_init_url="127.0.0.1:9"),
-    words.HeartbeatMsg(**_WORKER, ip="127.0.0.1", port=9),
-    words.DeRegisterMsg(**_WORKER),
-    words.BatchedKVOperationMsg(
+    RegisterMsg(**_WORKER, ip="127.0.0.1", port=9, peer_init_url="127.0.0.1:9"),
+    HeartbeatMsg(**_WORKER, ip="127.0.0.1", port=9),
+    DeRegisterMsg(**_WORKER),
+    BatchedKVOperationMsg(
         **_WORKER,
         location="LocalCPUBackend",
-        operations=[words.KVOpEvent(op_type="admit", key=2**63, seq_num=0)],
+        operations=[KVOpEvent(op_type="admit", key=2**63, seq_num=0)],
     ),
-    words.FullSyncStartMsg(**_WORKER, location="LocalCPUBackend", sync_id="s", batch_count=1),
-    words.FullSyncBatchMsg(
+    FullSyncStartMsg(**_WORKER, location="LocalCPUBackend", sync_id="s", batch_count=1),
+    FullSyncBatchMsg(
         **_WORKER, location="LocalCPUBackend", sync_id="s", batch_id=0, keys=[1, -1, 2**63]
     ),
-    words.FullSyncEndMsg(**_WORKER, sync_id="s"),
-    words.FullSyncStatusMsg(**_WORKER, sync_id="s"),
-    words.BatchedP2PLookupMsg(**_WORKER, hashes=[1, -1]),
+    FullSyncEndMsg(**_WORKER, sync_id="s"),
+    FullSyncStatusMsg(**_WORKER, sync_id="s"),
+    BatchedP2PLookupMsg(**_WORKER, hashes=[1, -1]),
 ]
 ENCODED: Final = [msgspec.msgpack.encode(each) for each in MESSAGES]
 

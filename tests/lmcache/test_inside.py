@@ -233,15 +233,11 @@ async def test_a_request_goes_where_a_stock_worker_says_that_its_prompt_is(
     assert answer.headers["x-warmroute-matched-disk"] == str(WHOLE)
     assert "x-warmroute-prefetch" not in answer.headers
     assert await two.do("hits", PROMPT) == WHOLE, "LMCache finds it on its disk by itself"
-    status, health = await stage.call("/health", {"instance_id": "two"})
-    assert (status, health["error_codes"]) == (200, {"0": 0})
-    status, pinned = await stage.call("/pin", {**about, "location": DISK, "tokens": PROMPT})
-    assert (status, pinned["num_tokens"]) == (200, WHOLE)
 
     await two.kill()
     await stage.until(lambda: stage.counts("silent") == 1)
     assert stage.held("two") == {}
-    status, _ = await stage.call("/health", {"instance_id": "two"})
+    status, _ = await stage.call("/clear", about)
     assert status == 404
 
 
@@ -290,11 +286,10 @@ async def test_two_ranks_are_one_instance(stage: Stage) -> None:
         await each.do("store", PROMPT)
     await stage.until(lambda: stage.counts("applied") == 24)
     assert stage.held("two") == {"cpu": 6, "disk": 6}
-    about = {"instance_id": "two", "location": CPU, "tokens": PROMPT}
-    status, pinned = await stage.call("/pin", about)
-    assert (status, pinned["num_tokens"]) == (200, WHOLE)
-    status, infos = await stage.call("/query_worker_info", {"instance_id": "two"})
-    assert [each["port"] for each in infos["worker_infos"]] == ports
+    about = {"instance_id": "two", "location": CPU}
+    status, cleared = await stage.call("/clear", about)
+    assert (status, cleared["dropped_tokens"]) == (200, {CPU: WHOLE})
+    await stage.until(lambda: stage.held("two") == {"disk": 6})
 
 
 async def test_a_move_over_p2p_reaches_the_worker_that_holds_the_chunks(stage: Stage) -> None:

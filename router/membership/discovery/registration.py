@@ -49,6 +49,6 @@ class RegistrationWatch:
     def _replica(self, registration: Registration) -> ReplicaConfig:
         """Return what is known of a replica; its agent tells the rest, its name too."""
         parts = urlsplit(registration.openai_url or "")
-        assert parts.port is not None  # see `router.controller.monitor`
+        assert parts.port is not None  # see `RegistrationApi`
         replica = found(self._each, parts.scheme, parts.hostname or "", parts.port)
         return replace(replica, agent_url=registration.agent_url)

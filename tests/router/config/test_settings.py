@@ -86,6 +86,10 @@ def test_a_secret_is_not_printed(tmp_path: Path) -> None:
             "replicas[0].kv_events: '5557' is not a ZMQ endpoint; write it like tcp://",
         ),
         (ONE + "portt: 1", "portt: unknown key; did you mean 'port'?"),
+        (
+            ONE + "lmcache_coordinator: http://a:9300",
+            "lmcache_coordinator: was removed; Warmroute does not ask another coordinator",
+        ),
         (ONE + "zzz: 1", "zzz: unknown key; use one of host, port"),
         (ONE + "port: '80'", "port: expected a whole number, got the text '80'; write digits"),
         (ONE + "port: 70000", "port: 70000 is out of range; it must be at most 65535"),

@@ -166,9 +166,8 @@ async def test_an_agent_that_does_not_answer() -> None:
 async def test_an_lmcache_server_that_does_not_answer() -> None:
     async with two() as (_, _, (first, second)):
         url = "http://127.0.0.1:1"
-        report = await examined({**first, "lmcache": url}, second, lmcache_coordinator=url)
+        report = await examined({**first, "lmcache": url}, second, controller={})
     assert "its LMCache server cannot be asked" in found(report)["one", "lmcache"]
-    assert ("the router", "lmcache-coordinator") in found(report)
 
 
 async def test_the_builtin_hash_of_lmcache_inside_vllm_needs_a_seed() -> None:

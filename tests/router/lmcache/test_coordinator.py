@@ -6,22 +6,23 @@ import pytest
 
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
-from router.index.kv_events import BlocksStored, FirstBlocks, KvBatch
-from router.index.prompt_keys import Tier
-from router.lmcache.coordinator.state import Coordinator
-from router.lmcache.ties import Server
+from router.lmcache.coordinator import MAX_SERVERS, Coordinator, LiveServer, RegisteredServers
+from router.lmcache.coordinator_protocol import ServerRegistration
+from router.residency.kv_events import BlocksStored, FirstBlocks, KvBatch
+from router.residency.tiers import Tier
 from tests.router.fleet.test_fleet import SCHEME, blocks, info, snapshot
-from tests.router.lmcache.told import (
+from tests.router.lmcache.helpers import (
     CHUNK,
     batch,
+    coordinator_of,
     key,
     make_fleet,
     register,
-    tied,
-    told_batches,
+    transcript_batches,
     transcript_tokens,
 )
 from tests.router.prompt.prompts_given import GivenPrompt, tokens
+from warmroute_common.api_errors import OverloadedError
 from warmroute_common.keys import chunk_keys
 
 
@@ -37,12 +38,12 @@ def matched(fleet: Fleet, prompt: GivenPrompt | None = None) -> dict[str, dict[s
 
 def two_tied() -> tuple[Fleet, Coordinator]:
     fleet = make_fleet()
-    return fleet, tied(fleet, r0="mp0", r1="mp1")
+    return fleet, coordinator_of(fleet, r0="mp0", r1="mp1")
 
 
 def test_a_real_servers_events_lead_its_prompt_to_its_replica() -> None:
     fleet, coordinator = two_tied()
-    answer = coordinator.apply(told_batches())
+    answer = coordinator.apply(transcript_batches())
     assert answer == {"applied": 11, "duplicates": 0, "stale": 0}
     assert matched(fleet, GivenPrompt(transcript_tokens())) == {"r0": {"cpu": 512}, "r1": {}}
     assert fleet.replicas["r0"].kv_bytes_per_token == 8192
@@ -75,14 +76,14 @@ def test_what_vllm_tells_of_its_gpu_goes_before_lmcaches_chunks() -> None:
 
 def test_two_replicas_may_share_a_server() -> None:
     fleet = make_fleet()
-    coordinator = tied(fleet, r0="mp0", r1="mp0")
+    coordinator = coordinator_of(fleet, r0="mp0", r1="mp0")
     coordinator.apply([batch(1, keys=[key(0)])])
     assert matched(fleet) == {"r0": {"cpu": 256}, "r1": {"cpu": 256}}
 
 
 def test_a_shared_backend_counts_for_every_replica_whose_server_reaches_it() -> None:
     fleet = make_fleet(3)
-    coordinator = tied(fleet, r0="mp0", r1="mp1", r2="mp2")
+    coordinator = coordinator_of(fleet, r0="mp0", r1="mp1", r2="mp2")
     shared: dict[str, Any] = {"backend": "s3", "shared": True}
     coordinator.apply(
         [
@@ -119,7 +120,7 @@ def test_a_model_that_a_replica_turns_out_to_have_counts_from_then_on() -> None:
     coordinator.apply([batch(1, keys=[key(0)])])
     assert matched(fleet)["r0"] == {}
     fleet.set_models("r0", {}, ["models/small"])
-    coordinator.ties.tie("r0", coordinator.ties.server_of("r0"))
+    coordinator.replica_servers.assign("r0", coordinator.replica_servers.server_of("r0"))
     assert matched(fleet)["r0"] == {"cpu": 256}
 
 
@@ -165,10 +166,10 @@ def test_a_server_that_leaves_or_falls_silent_loses_its_l1() -> None:
     coordinator.apply([batch(1, keys=[key(0)])])
     coordinator.expire(now_s=29.0)
     assert matched(fleet)["r0"] == {"cpu": 256}
-    assert coordinator.members.heartbeat("mp1", now_s=29.0)
+    assert coordinator.servers.heartbeat("mp1", now_s=29.0)
     coordinator.expire(now_s=31.0)
     assert matched(fleet)["r0"] == {}
-    assert not coordinator.members.heartbeat("mp0", now_s=31.0), "it has to register anew"
+    assert not coordinator.servers.heartbeat("mp0", now_s=31.0), "it has to register anew"
     assert coordinator.counts["silent"] == 1
     register(coordinator)
     assert coordinator.apply([batch(9, keys=[key(0)])])["applied"] == 1
@@ -177,82 +178,62 @@ def test_a_server_that_leaves_or_falls_silent_loses_its_l1() -> None:
 def test_a_replica_whose_server_does_not_answer_holds_nothing_until_it_does() -> None:
     fleet, coordinator = two_tied()
     coordinator.apply([batch(1, keys=[key(0)])])
-    coordinator.ties.tie("r0", None)
+    coordinator.replica_servers.assign("r0", None)
     assert matched(fleet)["r0"] == {}
     assert not fleet.replicas["r0"].can_prefetch
     coordinator.apply([batch(2, tier="l2", keys=[key(1)])])
-    coordinator.ties.tie(
-        "r0", Server(url="http://host0:8210", instance_id="mp0", chunk_tokens=CHUNK)
+    coordinator.replica_servers.assign(
+        "r0", LiveServer(url="http://host0:8210", instance_id="mp0", chunk_tokens=CHUNK)
     )
     assert matched(fleet)["r0"] == {"cpu": 256, "disk": 256}
+
+
+def test_the_number_of_servers_is_limited() -> None:
+    servers, registration = RegisteredServers(), ServerRegistration(ip="a", http_port=1)
+    for number in range(MAX_SERVERS):
+        servers.register(f"mp{number}", registration, 0.0, 0.0)
+    with pytest.raises(OverloadedError):
+        servers.register("one-more", registration, 0.0, 0.0)
+    assert servers.register("mp0", registration, 1.0, 0.0), "a known server may register again"
+    assert "mp0" not in servers.silent(31.0)
+    assert "mp1" in servers.silent(31.0)
 
 
 def test_a_replica_that_leaves_is_untied_and_one_that_comes_is_told_all() -> None:
     fleet, coordinator = two_tied()
     coordinator.apply([batch(1, keys=[key(0)])])
     config = fleet.replicas["r0"].config
-    coordinator.ties.left("r0")
+    coordinator.replica_servers.left("r0")
     fleet.remove("r0")
     coordinator.apply([batch(2, tier="l2", keys=[key(1)])])
-    assert coordinator.ties.server_of("r0") is None
+    assert coordinator.replica_servers.server_of("r0") is None
     fleet.add(config)
     fleet.up("r0")
     assert not fleet.replicas["r0"].can_prefetch
     assert matched(fleet)["r0"] == {}
-    coordinator.ties.tie(
-        "r0", Server(url="http://host0:8210", instance_id="mp0", chunk_tokens=CHUNK)
+    coordinator.replica_servers.assign(
+        "r0", LiveServer(url="http://host0:8210", instance_id="mp0", chunk_tokens=CHUNK)
     )
     assert matched(fleet)["r0"] == {"cpu": 256, "disk": 256}
-
-
-def test_the_latest_declaration_counts() -> None:
-    _, coordinator = two_tied()
-    declared: dict[str, Any] = {"capacity_revision": 1, "capacity_bytes": 4000}
-    coordinator.apply([batch(1, "config", **declared), batch(2, keys=[key(0)])])
-    told = coordinator.usage()
-    (first, second), shared = told["instances"], told["shared_modules"]
-    assert first == {
-        "instance_id": "mp0",
-        "registered": True,
-        "declared_capacity": True,
-        "modules": [
-            {
-                "tier": "l1",
-                "backend": "dram",
-                "shared": False,
-                "used_bytes": 1000,
-                "capacity_bytes": 4000,
-                "usage_ratio": 0.25,
-            }
-        ],
-    }
-    assert (second["modules"], shared) == ([], [])
-    newer: dict[str, Any] = {"capacity_revision": 2, "backend": "devdax"}
-    coordinator.apply([batch(3, "config", **newer)])
-    modules = coordinator.usage()["instances"][0]["modules"]
-    assert [(each["backend"], each["usage_ratio"]) for each in modules] == [
-        ("devdax", None),
-        ("dram", None),
-    ]
 
 
 @pytest.mark.parametrize("name", ["mp0", "r0"])
 def test_a_replica_is_known_by_its_name_whatever_its_server_is_called(name: str) -> None:
     fleet = make_fleet()
-    coordinator = tied(fleet, r0=name)
+    coordinator = coordinator_of(fleet, r0=name)
     coordinator.apply([batch(1, keys=[key(0)], instance_id=name)])
-    assert coordinator.ties.model_of("r0") == ("models/small", 1)
-    assert coordinator.ties.model_of("r1") is None
+    assert coordinator.replica_servers.model_of("r0") == ("models/small", 1)
+    assert coordinator.replica_servers.model_of("r1") is None
 
 
 def test_a_server_that_is_killed_and_comes_back_has_its_l2() -> None:
     fleet, coordinator = two_tied()
     coordinator.apply([batch(1, keys=[key(0)]), batch(2, tier="l2", keys=[key(0)])])
-    coordinator.ties.tie("r0", None)
+    coordinator.replica_servers.assign("r0", None)
     coordinator.lost("mp0")
     assert matched(fleet)["r0"] == {}
-    coordinator.ties.tie(
-        "r0", Server(url="http://host0:8210", instance_id="mp0", chunk_tokens=CHUNK)
+    coordinator.replica_servers.assign(
+        "r0", LiveServer(url="http://host0:8210", instance_id="mp0", chunk_tokens=CHUNK)
     )
     assert matched(fleet)["r0"] == {"disk": 256}, "before its first event tells that its L1 is gone"
     coordinator.expire(now_s=31.0)
@@ -275,7 +256,7 @@ def test_one_decision_over_our_engine_lmcache_and_neither() -> None:
     for name in urls:
         fleet.up(name)
     fleet.apply_info("r0", info("r0", chunk_tokens=512, chunk_bytes=512_000))
-    coordinator = tied(fleet, r1="mp0")
+    coordinator = coordinator_of(fleet, r1="mp0")
 
     def best() -> tuple[str, dict[Tier, int]]:
         decision = fleet.place(prompt, model=None, session=None, now_s=0.0)
@@ -298,11 +279,10 @@ def test_names_that_servers_make_up_take_no_more_than_their_room() -> None:
     fleet, coordinator = two_tied()
     for seq in range(1, 200):
         shared: dict[str, Any] = {"backend": f"b{seq}", "shared": True}
-        coordinator.apply([batch(seq, "config", "l2", capacity_revision=1, **shared)])
+        coordinator.apply([batch(seq, "config", "l2", **shared)])
         coordinator.apply([batch(seq, "store", "l2", [key(0)], instance_id="mp1", **shared)])
     assert matched(fleet) == {"r0": {"remote": 256}, "r1": {"remote": 256}}
-    assert len(coordinator.ties._mounts) == 64
-    assert len(coordinator._declared.of("mp0")) == 64
+    assert len(coordinator.replica_servers._mounts) == 64
 
 
 def test_of_servers_that_have_left_nothing_is_kept_but_l2() -> None:
@@ -315,6 +295,6 @@ def test_of_servers_that_have_left_nothing_is_kept_but_l2() -> None:
         coordinator.apply([batch(2, tier="l2", keys=[key(0)], instance_id=name, **shared)])
         coordinator.deregister(name)
     assert coordinator.apply([batch(3, instance_id="mp-0")])["applied"] == 0
-    assert coordinator.ties._mounts == {}
+    assert coordinator.replica_servers._mounts == {}
     assert len(coordinator.directory._of_owner) == 1
     coordinator.directory.check()

@@ -10,15 +10,14 @@ import aiohttp
 import pytest
 
 from router.config.settings import ControllerConfig, LmcacheWorkersConfig, ReplicaConfig
-from router.index.lmcache_keys import LmcacheKeys
-from router.index.prompt_keys import Tier
-from router.lmcache.workers.room import LmcacheWorkers
+from router.lmcache.worker_service import LmcacheWorkers
 from router.membership import Source
-from tests.router.agent_server import serving
+from router.residency.lmcache_keys import LmcacheKeys
+from router.residency.tiers import Tier
 from tests.router.conftest import Fleet, Running, Wait
-from tests.router.lmcache.told import make_fleet
-from tests.router.lmcache.worker_stand_in import CPU, DISK, WorkerStandIn, working
-from warmroute_common.config_reader import ConfigError
+from tests.router.lmcache.helpers import CPU, DISK, FakeWorker, fake_worker, make_fleet
+from tests.router.staging.agent_server import serving
+from warmroute_common.config_error import ConfigError
 
 CHUNK = 16
 PROMPT = list(range(4 * CHUNK))
@@ -46,14 +45,12 @@ class Rig:
     eventually: Wait
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
-    async def worker(
-        self, instance_id: str = "two", worker_id: int = 0, **more: Any
-    ) -> WorkerStandIn:
+    async def worker(self, instance_id: str = "two", worker_id: int = 0, **more: Any) -> FakeWorker:
         return await self.stack.enter_async_context(
-            working(self.workers.ports.numbers, instance_id, worker_id, **more)
+            fake_worker(self.workers.ports.numbers, instance_id, worker_id, **more)
         )
 
-    async def registered(self, *of: Any, **more: Any) -> WorkerStandIn:
+    async def registered(self, *of: Any, **more: Any) -> FakeWorker:
         made = await self.worker(*of, **more)
         assert (await made.register())["type"] == "RegisterRetMsg"
         return made
@@ -291,7 +288,7 @@ async def test_a_silent_worker_is_forgotten_and_one_without_heartbeats_is_knocke
     await quiet.tell("admit", KEYS)
     await rig.counted("applied", 4)
     await rig.counted("silent")
-    assert [each.call.instance_id for each in rig.workers.registry.all()] == ["two"]
+    assert [each.registration.instance_id for each in rig.workers.registry.all()] == ["two"]
     assert rig.held() == {"cpu": 4}, "its port takes connections, so it lives"
     assert quiet.serving is not None
     quiet.serving.cancel()
@@ -342,7 +339,7 @@ async def test_keys_that_are_no_prompts_are_noticed(
         assert (await rig.ask([first, *PROMPT])).status == 200
     await worker.tell("admit", range(200))
     await rig.counted("applied", 200)
-    assert "PYTHONHASHSEED another than" in caplog.text
+    assert "none begins a prompt that was sent there" in caplog.text
     assert (await rig.ok("/instances"))["instances"][0]["keys"] == "differ"
     await rig.ask()
     await worker.tell("admit", KEYS)
@@ -369,7 +366,7 @@ async def test_the_name_of_a_replica_with_an_agent_is_refused(fleet: Fleet) -> N
     )
     workers = running.parts.lmcache.workers
     assert workers is not None
-    async with working(workers.ports.numbers, "one") as worker:
+    async with fake_worker(workers.ports.numbers, "one") as worker:
         answer = await worker.register()
     assert "'one' is a replica with an agent_url" in answer["error"]
     assert running.parts.lmcache.counts["worker_refused"] == 1
@@ -379,7 +376,7 @@ async def test_a_port_that_is_taken_is_said_by_its_key(rig: Rig) -> None:
     taken = rig.workers.ports.numbers["reply_port"]
     fleet = make_fleet()
     again = LmcacheWorkers(fleet, LmcacheWorkersConfig(pull_port=0, reply_port=taken), Counter())
-    with pytest.raises(ConfigError, match=rf"reply_port: 127.0.0.1:{taken} cannot be listened on"):
+    with pytest.raises(ConfigError, match=rf"reply_port: cannot listen at 127.0.0.1:{taken} "):
         again.listen()
     assert all(each.closed for each in again._context._sockets)
 
@@ -390,30 +387,21 @@ async def test_a_port_that_is_taken_is_said_by_its_key(rig: Rig) -> None:
 async def test_the_controllers_calls_reach_every_worker(rig: Rig) -> None:
     first, second = await rig.registered(), await rig.registered("two", 1)
     for worker, tokens in ((first, 64), (second, 48)):
-        worker.answers["PinWorkerMsg"] = {"type": "PinWorkerRetMsg", "num_tokens": tokens}
-        worker.answers["ClearWorkerMsg"] = {"type": "ClearWorkerRetMsg", "num_tokens": 64}
-        worker.answers["HealthWorkerMsg"] = {"type": "HealthWorkerRetMsg", "error_code": 0}
-    second.answers["HealthWorkerMsg"] = {"type": "ErrorMsg", "error": "out of order"}
+        worker.answers["ClearWorkerMsg"] = {"type": "ClearWorkerRetMsg", "num_tokens": tokens}
     await first.tell("admit", KEYS[:3])
     await rig.counted("applied", 3)
 
     assert (await rig.ok("/lookup", {"tokens": PROMPT}))["two"] == [CPU, 3 * CHUNK]
-    about = {"instance_id": "two", "location": CPU}
-    pinned = await rig.ok("/pin", {**about, "tokens": PROMPT})
-    assert pinned["num_tokens"] == 48
-    assert (await rig.ok("/check_finish", {"event_id": pinned["event_id"]}))["status"] == "done"
-    assert (await rig.ok("/clear", about))["dropped_tokens"] == {CPU: 64}
-    health = await rig.ok("/health", {"instance_id": "two"})
-    assert health["error_codes"] == {"0": 0, "1": -1001}
-    assert health["errors"] == {"1": "worker 1 of 'two': out of order"}
-    call = {key: first.called[0][key] for key in ("type", "location", "tokens")}
-    assert call == {"type": "PinWorkerMsg", "location": CPU, "tokens": PROMPT}
-    infos = (await rig.ok("/query_worker_info", {"instance_id": "two"}))["worker_infos"]
-    assert [(each["worker_id"], each["port"]) for each in infos] == [
-        (0, first.port),
-        (1, second.port),
-    ]
+    cleared = await rig.ok("/clear", _TWO)
+    assert cleared["dropped_tokens"] == {CPU: 48}
+    assert (await rig.ok("/check_finish", {"event_id": cleared["event_id"]}))["status"] == "done"
+    for worker in (first, second):
+        (call,) = worker.called
+        assert (call["type"], call["location"]) == ("ClearWorkerMsg", CPU)
     assert (await rig.ok("/health"))["instances"] == 1
+    second.answers["ClearWorkerMsg"] = {"type": "ErrorMsg", "error": "out of order"}
+    status, answer = await rig.call("/clear", _TWO)
+    assert (status, answer["error"]["message"]) == (502, "worker 1 of 'two': out of order")
 
 
 async def test_a_move_is_done_by_the_worker_that_holds_the_chunks(rig: Rig) -> None:
@@ -435,8 +423,9 @@ _FROM, _TO = {"old_position": ["two", DISK]}, {"new_position": ["one", CPU]}
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/unpin", {**_TWO, "tokens": PROMPT}, "unpins by itself"),
-        ("/pin", {**_TWO, "tokens": PROMPT, "cache_salt": "s"}, "keeps no cache_salt apart"),
+        ("/pin", {**_TWO, "tokens": PROMPT}, "is not asked to pin"),
+        ("/unpin", {**_TWO, "tokens": PROMPT}, "is not asked to unpin"),
+        ("/health", {"instance_id": "two"}, "is not asked for its health"),
         ("/clear", {**_TWO, "tokens": PROMPT}, "clears whole locations"),
         ("/clear", {"instance_id": "two"}, f"clears {CPU} alone"),
         ("/clear", {"instance_id": "two", "location": DISK}, f"clears {CPU} alone"),
@@ -444,6 +433,11 @@ _FROM, _TO = {"old_position": ["two", DISK]}, {"new_position": ["one", CPU]}
             "/move",
             {**_FROM, "new_position": ["two", CPU], "tokens": PROMPT},
             "moves nothing between one instance's own locations",
+        ),
+        (
+            "/move",
+            {**_FROM, **_TO, "tokens": PROMPT, "cache_salt": "s"},
+            "does not separate prompts by cache_salt",
         ),
         (
             "/move",
@@ -471,9 +465,9 @@ async def test_a_worker_that_does_not_answer_is_given_up(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await rig.registered()
-    worker.answers["PinWorkerMsg"] = None
-    monkeypatch.setattr("router.lmcache.workers.calls.ANSWER_S", 0.1)
-    status, answer = await rig.call("/pin", {**_TWO, "tokens": PROMPT})
+    worker.answers["ClearWorkerMsg"] = None
+    monkeypatch.setattr("router.lmcache.worker_control.ANSWER_S", 0.1)
+    status, answer = await rig.call("/clear", _TWO)
     assert status == 504
     assert "worker 0 of 'two' has not answered within 0.1 s" in answer["error"]["message"]
     sockets = [each for each in rig.workers._context._sockets if not each.closed]
