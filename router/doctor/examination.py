@@ -6,7 +6,6 @@ from typing import Any, Final
 import aiohttp
 import zmq.asyncio
 
-from router.agent_client import AgentError
 from router.config import RouterConfig, client_context, load_fleet_secret
 from router.doctor.agent_checks import check_agent
 from router.doctor.event_checks import check_events

@@ -39,7 +39,7 @@ from warmroute_common.api_errors import (
     UnauthorizedError,
 )
 from warmroute_common.fleet_secret import FleetSecret, may_be_of_a_page
-from warmroute_common.http import BODIES, Bodies, as_json, errors_answered
+from warmroute_common.http_server import BODIES, Bodies, as_json, errors_answered
 
 log = logging.getLogger("warmroute.controller")
 

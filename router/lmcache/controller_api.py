@@ -51,7 +51,7 @@ from warmroute_common.api_errors import (
     UpstreamTimeoutError,
 )
 from warmroute_common.fleet_secret import FleetSecret
-from warmroute_common.http import as_json, read_body
+from warmroute_common.http_server import as_json, read_body
 
 MAX_EVENTS: Final = 1000
 """How many of the latest events ``/check_finish`` knows."""

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from router.config import host_port
 from router.fleet import Fleet
+from router.index import LmcacheKeys, Tier, lmcache_key64
 from router.lmcache.coordinator_protocol import EventBatch, ObjectKey, ServerRegistration
 from router.lmcache.key_directory import KeyDirectory, TierChange, owner_of
-from router.residency import LmcacheKeys, Tier, lmcache_key64
 from warmroute_common.api_errors import OverloadedError
 
 log = logging.getLogger("warmroute.lmcache")

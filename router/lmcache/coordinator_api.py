@@ -32,7 +32,7 @@ from warmroute_common.api_errors import (
     NotSupportedError,
     UpstreamFailedError,
 )
-from warmroute_common.http import as_json, leaves_body, read_body
+from warmroute_common.http_server import as_json, leaves_body, read_body
 
 log = logging.getLogger("warmroute.lmcache")
 

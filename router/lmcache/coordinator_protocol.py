@@ -13,10 +13,10 @@ from aiohttp import web
 from msgspec import Meta
 
 from router.config import host_port
-from router.residency import lmcache_chain
+from router.index import lmcache_chain
 from warmroute_common.agent_protocol import UNREADABLE
 from warmroute_common.api_errors import ApiError, BadRequestError
-from warmroute_common.http import read_body
+from warmroute_common.http_server import read_body
 
 UNKNOWN_OFFSET: Final = -1
 """``token_offset`` of a chunk whose position in its prompt is not reported."""

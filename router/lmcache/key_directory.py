@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+from router.index import Tier
 from router.lmcache.coordinator_protocol import EventBatch, EventEntry, LmcacheTier, ObjectKey
-from router.residency import Tier
 
 _MAX_TOKEN_BYTES: Final = 256 << 20
 _TOKEN_BYTES: Final = 4

@@ -8,12 +8,12 @@ import aiohttp
 from aiohttp import web
 
 from router.fleet import Decision, Fleet, Replica
+from router.index import PromptKeyCache
 from router.lmcache.coordinator import Coordinator
 from router.lmcache.coordinator_api import CoordinatorApi
 from router.lmcache.server_monitor import ServerMonitor
 from router.lmcache.server_prefetch import GapRepair, ServerPrefetch
 from router.lmcache.worker_service import LmcacheWorkers
-from router.residency import PromptKeyring
 from warmroute_common.agent_protocol import PrefetchReply
 
 
@@ -78,7 +78,7 @@ class Lmcache:
         """Return the registered servers and instances for ``GET /instances``."""
         return self._api.listing() + ([] if self.workers is None else self.workers.listing())
 
-    async def look_up(self, keyring: PromptKeyring) -> None:
+    async def look_up(self, keyring: PromptKeyCache) -> None:
         """Before a prompt is placed: ask servers about it if their events were missed."""
         if self.workers is not None:
             self.workers.registry.prompt_placed(keyring)

@@ -21,13 +21,13 @@ import aiohttp
 
 from router.config import ReplicaConfig, server_key
 from router.fleet import Fleet, State
+from router.index import LMCACHE_HASH
 from router.lmcache.coordinator import Coordinator, LiveServer, RegisteredServer
 from router.lmcache.server_client import (
     LmcacheServerClient,
     LmcacheServerError,
     LmcacheServerTimeoutError,
 )
-from router.residency import LMCACHE_HASH
 from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.lmcache")

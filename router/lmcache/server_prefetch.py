@@ -10,6 +10,7 @@ from typing import Final
 import aiohttp
 
 from router.fleet import Decision, Fleet, Replica
+from router.index import PromptKeyCache, PromptKeys
 from router.lmcache.coordinator import Coordinator, LiveServer
 from router.lmcache.coordinator_protocol import leading_keys
 from router.lmcache.server_client import (
@@ -17,7 +18,6 @@ from router.lmcache.server_client import (
     LmcacheServerError,
     LmcacheServerRefusedError,
 )
-from router.residency import PromptKeyring, PromptKeys
 from router.staging import PrefetchError
 from warmroute_common.agent_protocol import PrefetchReply
 from warmroute_common.tasks import end_all
@@ -117,7 +117,7 @@ class GapRepair:
         self._asked: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._under_way: set[asyncio.Task[None]] = set()
 
-    async def look_up(self, keyring: PromptKeyring) -> None:
+    async def look_up(self, keyring: PromptKeyCache) -> None:
         """Ask servers about a prompt if their events were missed; raises nothing."""
         since_s = self._clock() - REPAIR_S
         # The usual case first: the rest looks at every replica.
@@ -146,7 +146,7 @@ class GapRepair:
                 found.setdefault(server.instance_id, (replica, server))
         return list(found.values())[:_MAX_SERVERS]
 
-    def _most_matched(self, keyring: PromptKeyring) -> int:
+    def _most_matched(self, keyring: PromptKeyCache) -> int:
         """Return the longest match of a prompt at any replica, in tokens."""
         most = 0
         for replica in self._fleet.replicas.values():
@@ -157,11 +157,11 @@ class GapRepair:
         return most
 
     @staticmethod
-    def _keys(replica: Replica, keyring: PromptKeyring) -> PromptKeys:
+    def _keys(replica: Replica, keyring: PromptKeyCache) -> PromptKeys:
         return keyring.of(replica.key_shape, replica.adapters)
 
     def _begin(
-        self, replica: Replica, server: LiveServer, keyring: PromptKeyring
+        self, replica: Replica, server: LiveServer, keyring: PromptKeyCache
     ) -> asyncio.Task[None] | None:
         """Start to ask a server; None if it was asked before, or cannot be asked."""
         keys = self._keys(replica, keyring)

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Final
 
 from router.fleet import Fleet
+from router.index import Tier
 from router.lmcache.worker_protocol import (
     CPU,
     DISK,
@@ -25,7 +26,6 @@ from router.lmcache.worker_protocol import (
     FullSyncStatusRetMsg,
 )
 from router.lmcache.worker_registry import FullSync, LmcacheWorker, WorkerRegistry
-from router.residency import Tier
 from warmroute_common.keys import KEY64_MASK
 
 _TIERS: Final[Mapping[str, Tier]] = {CPU: Tier.CPU, DISK: Tier.DISK}

@@ -12,6 +12,7 @@ from typing import Final
 
 from router.config import LmcacheWorkersConfig, ReplicaConfig, host_port, server_key
 from router.fleet import Fleet, Replica
+from router.index import LmcacheKeys, PromptKeyCache
 from router.lmcache.worker_protocol import (
     DeRegisterMsg,
     FromWorker,
@@ -20,7 +21,6 @@ from router.lmcache.worker_protocol import (
     KVOpEvent,
     RegisterMsg,
 )
-from router.residency import LmcacheKeys, PromptKeyring
 from warmroute_common.api_errors import ConflictError, OverloadedError
 
 log = logging.getLogger("warmroute.lmcache")
@@ -140,7 +140,7 @@ class WorkerKeyCheck:
         self._foreign: dict[str, int] = {}
         """Chunks stored by replica; -1 once one of them began a routed prompt."""
 
-    def prompt_placed(self, replicas: Iterable[Replica], keyring: PromptKeyring) -> None:
+    def prompt_placed(self, replicas: Iterable[Replica], keyring: PromptKeyCache) -> None:
         """Remember a prompt that will be sent to one of the replicas."""
         for each in replicas:
             chunks = keyring.of(each.key_shape, each.adapters).chunk_keys
@@ -215,7 +215,7 @@ class WorkerRegistry:
         """Return the replica that an instance is inside of, if known."""
         return self._replica_of.get(instance_id)
 
-    def prompt_placed(self, keyring: PromptKeyring) -> None:
+    def prompt_placed(self, keyring: PromptKeyCache) -> None:
         """Remember a prompt for the check of the workers' keys."""
         followed = (self._fleet.replicas[each] for each in self._replica_of.values())
         self.key_check.prompt_placed(followed, keyring)

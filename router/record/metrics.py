@@ -114,7 +114,8 @@ _LMCACHE: Final = (
     "Event batches of LMCache's servers: applied, duplicates, stale, unknown (from a server that "
     "has not registered), malformed; gaps between batches; servers_lost (ended), silent (no "
     "heartbeats); chunks missing that were to be prefetched; prefetches not_ready (no vLLM has "
-    "registered); servers asked what they hold of a prompt. Of LMCache inside vLLM: worker_applied (chunks that came or went), "
+    "registered); servers asked what they hold of a prompt. Of LMCache inside vLLM: "
+    "worker_applied (chunks that came or went), "
     "worker_late (told before), messages worker_unknown (not registered), worker_malformed, "
     "worker_refused; worker_gaps between them, worker_synced (full syncs done), worker_silent"
 )

@@ -2,9 +2,8 @@
 
 import pytest
 
-from router.residency.block_hashes import PromptKeyring
-from router.residency.lmcache_keys import LmcacheKeys, lmcache_chain, lmcache_key64
-from router.residency.tiers import KeyShape
+from router.index.lmcache_keys import LmcacheKeys, lmcache_chain, lmcache_key64
+from router.index.prompt_keys import KeyShape, PromptKeyCache
 from tests.router.lmcache.helpers import transcript_batches, transcript_tokens
 from tests.router.prompt.prompts_given import GivenPrompt
 from warmroute_common.keys import HashScheme
@@ -42,7 +41,7 @@ def test_blocks_have_vllms_keys_and_chunks_lmcaches() -> None:
         blocks_per_chunk=2,
         lmcache=LmcacheKeys(chunk_tokens=256),
     )
-    keys = PromptKeyring(prompt).of(shape, {})
+    keys = PromptKeyCache(prompt).of(shape, {})
     digests = lmcache_chain(range(1000), 256)
     assert keys.chain == HashScheme().chain(range(1000), 128)
     assert keys.chunk_chain == digests
@@ -51,7 +50,7 @@ def test_blocks_have_vllms_keys_and_chunks_lmcaches() -> None:
 
 
 def test_where_vllm_tells_no_keys_chunks_stand_for_blocks() -> None:
-    keys = PromptKeyring(GivenPrompt(range(1000))).of(
+    keys = PromptKeyCache(GivenPrompt(range(1000))).of(
         KeyShape(scheme=None, block_tokens=256, lmcache=LmcacheKeys(chunk_tokens=256)), {}
     )
     assert keys.keys == keys.chunk_keys == [lmcache_key64(each) for each in keys.chain]

@@ -20,13 +20,13 @@ from blockbuster import blockbuster_ctx
 from router.access import Access
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
+from router.index.lmcache_keys import lmcache_chain
 from router.lmcache.controller import Controller
 from router.lmcache.coordinator import Coordinator, LiveServer
 from router.lmcache.coordinator_protocol import EventBatch, ObjectKey, ServerRegistration, kv_rank
 from router.lmcache.instance_registry import ConfiguredInstance
 from router.proxy.upstream import client_session
-from router.residency.lmcache_keys import lmcache_chain
-from tests.router.staging.agent_server import AgentServer, serving
+from tests.router.agent_server import AgentServer, serving
 from warmroute_common import agent_protocol as wire
 from warmroute_common.fleet_secret import FleetSecret
 

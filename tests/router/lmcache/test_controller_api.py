@@ -9,6 +9,7 @@ from aiohttp import encode_basic_auth
 
 from router.access import Access, new_key, sha256_of
 from router.config import AccessConfig
+from tests.router.agent_server import serving
 from tests.router.lmcache.helpers import (
     CHUNK_TOKENS,
     TIERS,
@@ -19,7 +20,6 @@ from tests.router.lmcache.helpers import (
     move,
     with_agents,
 )
-from tests.router.staging.agent_server import serving
 from warmroute_common import agent_protocol as wire
 
 CPU, DISK, REMOTE = "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"
@@ -192,7 +192,7 @@ async def test_an_agent_that_is_silent_is_not_waited_for(
 ) -> None:
     # Long enough for the other agent, which answers, on a machine that stands still for a moment.
     for name in ("_ANSWER_S", "_CLEAR_S", "_MOVE_S"):
-        monkeypatch.setattr(f"router.staging.agent_client.{name}", 1.0)
+        monkeypatch.setattr(f"router.agent_client.{name}", 1.0)
     one.silent = True
     pin = {"tokens": TOKENS, "instance_id": "one", "location": CPU}
     answer = await control.ok("/health", {"instance_id": "one"})

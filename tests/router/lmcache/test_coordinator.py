@@ -6,10 +6,10 @@ import pytest
 
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
+from router.index.kv_events import BlocksStored, FirstBlocks, KvBatch
+from router.index.prompt_keys import Tier
 from router.lmcache.coordinator import MAX_SERVERS, Coordinator, LiveServer, RegisteredServers
 from router.lmcache.coordinator_protocol import ServerRegistration
-from router.residency.kv_events import BlocksStored, FirstBlocks, KvBatch
-from router.residency.tiers import Tier
 from tests.router.fleet.test_fleet import SCHEME, blocks, info, snapshot
 from tests.router.lmcache.helpers import (
     CHUNK,

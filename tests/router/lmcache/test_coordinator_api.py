@@ -13,6 +13,7 @@ import pytest
 
 from router.lmcache.controller import Controller
 from router.lmcache.lmcache import Lmcache
+from tests.router.agent_server import serving
 from tests.router.lmcache.helpers import (
     CHUNK,
     MODEL,
@@ -23,7 +24,6 @@ from tests.router.lmcache.helpers import (
     transcript,
     transcript_tokens,
 )
-from tests.router.staging.agent_server import serving
 
 PROMPT = list(range(2 * CHUNK + 5))
 ASKED = {"model_name": MODEL, "world_size": 1, "token_ids": PROMPT, "cache_salt": ""}

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from router.index.prompt_keys import Tier
 from router.lmcache.coordinator_protocol import ObjectKey
 from router.lmcache.key_directory import KeyDirectory, owner_of
-from router.residency.tiers import Tier
 from tests.router.lmcache.helpers import batch, key, transcript_batches, transcript_tokens
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from router.lmcache.controller import MAX_REQUESTS
 from router.lmcache.instance_registry import ConfiguredInstance
+from tests.router.agent_server import until
 from tests.router.lmcache.helpers import TOKENS, Controlled, FakeAgent, with_agents
-from tests.router.staging.agent_server import until
 
 AGENT = {
     "instance_id": "a",

@@ -12,7 +12,8 @@ import pytest
 
 from router.config.settings import ControllerConfig, PrefetchConfig, RatesConfig, ReplicaConfig
 from router.fleet import State
-from router.residency.tiers import Tier
+from router.index.prompt_keys import Tier
+from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.lmcache.helpers import (
     CHUNK,
@@ -23,7 +24,6 @@ from tests.router.lmcache.helpers import (
     serving_fake,
 )
 from tests.router.scripted import stream
-from tests.router.staging.agent_server import serving
 
 Patch = pytest.MonkeyPatch
 PROMPT = list(range(4 * CHUNK))

@@ -10,13 +10,13 @@ import aiohttp
 import pytest
 
 from router.config.settings import ControllerConfig, LmcacheWorkersConfig, ReplicaConfig
+from router.index.lmcache_keys import LmcacheKeys
+from router.index.prompt_keys import Tier
 from router.lmcache.worker_service import LmcacheWorkers
 from router.membership import Source
-from router.residency.lmcache_keys import LmcacheKeys
-from router.residency.tiers import Tier
+from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.lmcache.helpers import CPU, DISK, FakeWorker, fake_worker, make_fleet
-from tests.router.staging.agent_server import serving
 from warmroute_common.config_error import ConfigError
 
 CHUNK = 16
