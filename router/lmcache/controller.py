@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler
 from msgspec import Meta
 
 from router.access import Access
-from router.config import AccessConfig, host_port, is_same_url
+from router.config import AccessConfig
 from router.lmcache.controller_api import AgentCaller, ControllerApi, post_route, read_json
 from router.lmcache.instance_registry import (
     ConfiguredInstance,
@@ -29,6 +29,7 @@ from router.lmcache.instance_registry import (
     RegisteredInstance,
 )
 from router.lmcache.worker_control import WorkerControl
+from warmroute_common.addresses import is_same_url, join_host_port
 from warmroute_common.agent_protocol import Heartbeat, Registration
 from warmroute_common.api_errors import (
     ApiError,
@@ -262,7 +263,7 @@ def _reachable_url(url: str, remote: str | None, field: str) -> str:
         if remote is None:
             raise BadRequestError(f"{field} must name a host here", param=field)
         host = remote.removeprefix("::ffff:")
-    return f"{parts.scheme}://{host_port(host, port)}{parts.path.rstrip('/')}"
+    return f"{parts.scheme}://{join_host_port(host, port)}{parts.path.rstrip('/')}"
 
 
 def _log_registered(now: Registration, before: RegisteredInstance | None) -> None:

@@ -18,7 +18,6 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from router.config import is_loopback
 from router.lmcache.instance_registry import Instance, InstanceRegistry
 from router.lmcache.worker_control import WorkerControl, unsupported
 from router.staging import (
@@ -28,6 +27,7 @@ from router.staging import (
     AgentTimeoutError,
     transfer_address,
 )
+from warmroute_common.addresses import is_loopback_url
 from warmroute_common.agent_protocol import (
     UNREADABLE,
     ClearRequest,
@@ -292,7 +292,7 @@ def _api_error(name: str, error: AgentError) -> ApiError:
 
 def _check_reachable(source: Instance, target: Instance) -> None:
     """Raise `ConflictError` if the source's address means another machine to the target."""
-    if is_loopback(source.agent_url) and not is_loopback(target.agent_url):
+    if is_loopback_url(source.agent_url) and not is_loopback_url(target.agent_url):
         raise ConflictError(
             f"{target.id}, at {target.agent_url}, cannot reach {source.id} at "
             f"{source.agent_url}, a loopback address: give {source.id} an agent_url that other "

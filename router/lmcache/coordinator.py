@@ -13,11 +13,11 @@ from enum import StrEnum
 from math import inf
 from typing import Any, Final
 
-from router.config import host_port
 from router.fleet import Fleet
 from router.index import LmcacheKeys, Tier, lmcache_key64
 from router.lmcache.coordinator_protocol import EventBatch, ObjectKey, ServerRegistration
 from router.lmcache.key_directory import KeyDirectory, TierChange, owner_of
+from warmroute_common.addresses import join_host_port
 from warmroute_common.api_errors import OverloadedError
 
 log = logging.getLogger("warmroute.lmcache")
@@ -48,7 +48,7 @@ class RegisteredServer:
     @property
     def url(self) -> str:
         """Base URL of its HTTP API."""
-        return f"http://{host_port(self.registration.ip, self.registration.http_port)}"
+        return f"http://{join_host_port(self.registration.ip, self.registration.http_port)}"
 
     def listing(self) -> dict[str, Any]:
         """Return its entry of LMCache's ``GET /instances``."""

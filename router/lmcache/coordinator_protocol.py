@@ -12,8 +12,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from router.config import host_port
 from router.index import lmcache_chain
+from warmroute_common.addresses import join_host_port
 from warmroute_common.agent_protocol import UNREADABLE
 from warmroute_common.api_errors import ApiError, BadRequestError
 from warmroute_common.http_server import read_body
@@ -118,7 +118,10 @@ class ServerRegistration(msgspec.Struct, frozen=True, kw_only=True):
     mq_port: Annotated[int, Meta(ge=0, le=65535)] = 0
 
     def __post_init__(self) -> None:
-        if urlsplit(f"http://{host_port(self.ip, self.http_port)}").hostname != self.ip.lower():
+        if (
+            urlsplit(f"http://{join_host_port(self.ip, self.http_port)}").hostname
+            != self.ip.lower()
+        ):
             raise ValueError("ip must be an address or a host's name")
 
 

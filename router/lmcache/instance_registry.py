@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from router.config import is_same_url
+from warmroute_common.addresses import is_same_url
 from warmroute_common.agent_protocol import Heartbeat, Registration
 from warmroute_common.api_errors import ConflictError, OverloadedError
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from router.config import ReplicaConfig, server_key
+from router.config import ReplicaConfig
 from router.fleet import Fleet, State
 from router.index import LMCACHE_HASH
 from router.lmcache.coordinator import Coordinator, LiveServer, RegisteredServer
@@ -28,6 +28,7 @@ from router.lmcache.server_client import (
     LmcacheServerError,
     LmcacheServerTimeoutError,
 )
+from warmroute_common.addresses import server_key
 from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.lmcache")

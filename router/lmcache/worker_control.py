@@ -14,7 +14,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from router.config import host_port
 from router.fleet import Fleet
 from router.lmcache.worker_events import LOCATIONS
 from router.lmcache.worker_protocol import (
@@ -28,6 +27,7 @@ from router.lmcache.worker_protocol import (
     ToWorker,
 )
 from router.lmcache.worker_registry import LEADER, LmcacheWorker, WorkerRegistry
+from warmroute_common.addresses import join_host_port
 from warmroute_common.agent_protocol import UNREADABLE
 from warmroute_common.api_errors import (
     ConflictError,
@@ -89,7 +89,7 @@ class WorkerClient:
         with self._context.socket(zmq.REQ, socket_class=zmq.asyncio.Socket) as socket:
             socket.linger = 0
             socket.ipv6 = ":" in ip
-            socket.connect(f"tcp://{host_port(ip, port)}")
+            socket.connect(f"tcp://{join_host_port(ip, port)}")
             await socket.send(frame)
             answer: bytes = await socket.recv()
             return answer

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from router.config import LmcacheWorkersConfig, ReplicaConfig, host_port, server_key
+from router.config import LmcacheWorkersConfig, ReplicaConfig
 from router.fleet import Fleet, Replica
 from router.index import LmcacheKeys, PromptKeyCache
 from router.lmcache.worker_protocol import (
@@ -21,6 +21,7 @@ from router.lmcache.worker_protocol import (
     KVOpEvent,
     RegisterMsg,
 )
+from warmroute_common.addresses import join_host_port, server_key
 from warmroute_common.api_errors import ConflictError, OverloadedError
 
 log = logging.getLogger("warmroute.lmcache")
@@ -396,7 +397,7 @@ def match_replicas(
         if name not in found and each.agent_url is None and each.lmcache is None:
             replicas_at.setdefault(_host(each.url), []).append(name)
     unnamed = {
-        each: _host(f"http://{host_port(ip, 80)}")
+        each: _host(f"http://{join_host_port(ip, 80)}")
         for each, ip in instances.items()
         if each not in found
     }

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from router.config import LmcacheWorkersConfig, host_port
+from router.config import LmcacheWorkersConfig
 from router.fleet import Fleet
 from router.lmcache.worker_control import WorkerClient, WorkerControl, is_listening
 from router.lmcache.worker_events import WorkerEvents
@@ -42,9 +42,10 @@ from router.lmcache.worker_protocol import (
     full_sync,
 )
 from router.lmcache.worker_registry import WorkerRegistry
+from warmroute_common.addresses import join_host_port
 from warmroute_common.agent_protocol import UNREADABLE
 from warmroute_common.api_errors import ApiError
-from warmroute_common.config_error import ConfigError, describe
+from warmroute_common.config_reader import ConfigError, describe
 from warmroute_common.tasks import end_all
 
 log = logging.getLogger("warmroute.lmcache")
@@ -98,7 +99,7 @@ class WorkerPorts:
         host = self._config.unauthenticated_host
         if host in _ANY_ADDRESS:
             host = _own_address(worker_ip)
-        return host_port(host, self.numbers["heartbeat_port"])
+        return join_host_port(host, self.numbers["heartbeat_port"])
 
     def _bind(self, key: str, kind: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
@@ -107,9 +108,11 @@ class WorkerPorts:
         socket.rcvhwm, socket.maxmsgsize = _HIGH_WATER, _LONGEST_BYTES
         socket.ipv6 = ":" in host
         try:
-            socket.bind(f"tcp://{host_port(host, port)}")
+            socket.bind(f"tcp://{join_host_port(host, port)}")
         except zmq.ZMQError as error:
-            problem = f"cannot listen at {host_port(host, port)} ({zmq.strerror(error.errno or 0)})"
+            problem = (
+                f"cannot listen at {join_host_port(host, port)} ({zmq.strerror(error.errno or 0)})"
+            )
             fix = "choose another port, or another unauthenticated_host"
             raise ConfigError("", f"lmcache_workers.{key}", problem, fix) from None
         self.numbers[key] = int(str(socket.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2])

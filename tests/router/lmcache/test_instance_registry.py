@@ -2,8 +2,8 @@
 
 import pytest
 
-from router.config.addresses import is_same_url
 from router.lmcache.instance_registry import MISSED_HEARTBEATS, ConfiguredInstance, InstanceRegistry
+from warmroute_common.addresses import is_same_url
 from warmroute_common.agent_protocol import Heartbeat, Registration
 from warmroute_common.api_errors import ConflictError, OverloadedError
 

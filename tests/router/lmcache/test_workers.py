@@ -17,7 +17,7 @@ from router.membership import Source
 from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.lmcache.helpers import CPU, DISK, FakeWorker, fake_worker, make_fleet
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 CHUNK = 16
 PROMPT = list(range(4 * CHUNK))
