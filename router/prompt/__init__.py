@@ -9,7 +9,7 @@ Called by proxy, feeds and doctor. Imports config.
 """
 
 from router.prompt.prompt import Prompt
-from router.prompt.readers import PromptSource, ServedModel
+from router.prompt.prompt_source import PromptSource, ServedModel
 
 __all__ = [
     "Prompt",

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from router.prompt.chat_messages import BILLING_HEADER, UnsupportedInputError, checked, supported
+from router.prompt.chat_template import Message
 from router.prompt.media import source_url
-from router.prompt.messages import BILLING_HEADER, UnsupportedInputError, checked, supported
-from router.prompt.templates import Message
 
 
 class _AnyBlock(Struct):

@@ -18,12 +18,14 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from router.prompt import media
+from router.prompt.chat_messages import UnsupportedInputError
+from router.prompt.chat_messages import conversation as converse
+from router.prompt.chat_template import ChatTemplate, Message, TemplateRefusedError, compiled
 from router.prompt.inputs import Body, ChatInput, PromptInput, TextInput, Truncation, read_input
-from router.prompt.messages import UnsupportedInputError
-from router.prompt.messages import conversation as converse
 from router.prompt.prompt import Prompt
-from router.prompt.templates import ChatTemplate, Message, TemplateRefusedError, compiled
-from router.prompt.tokenizer import CutText, Encoder, Loaded, Memo, Piece, Trust
+from router.prompt.prompt_reader import Trust
+from router.prompt.token_cache import CutText, Encoder, Memo, Piece
+from router.prompt.tokenizer_files import Loaded
 from warmroute_common.api_errors import BadRequestError
 
 # So many tokens right before a medium are not relied on: they could be other ones

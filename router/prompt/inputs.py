@@ -11,8 +11,9 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
-from router.prompt import anthropic, responses
-from router.prompt.messages import (
+from router.prompt import anthropic
+from router.prompt import chat_messages as responses
+from router.prompt.chat_messages import (
     CHAT,
     RESPONSES,
     Dialect,
@@ -21,7 +22,7 @@ from router.prompt.messages import (
     check_messages,
     checked,
 )
-from router.prompt.templates import ChatTemplate, Message
+from router.prompt.chat_template import ChatTemplate, Message
 from warmroute_common.api_errors import BadRequestError
 
 Body = Mapping[str, Any]

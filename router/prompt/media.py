@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import xxhash
 
-from router.prompt.templates import Message
+from router.prompt.chat_template import Message
 
 MEDIUM_CHARS: Final = 4096
 """Length of the text that stands for a medium: about as many tokens as a picture of a megapixel."""

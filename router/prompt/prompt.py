@@ -8,7 +8,7 @@ from typing import Final
 
 import xxhash
 
-from router.prompt.tokenizer import Memo, Piece
+from router.prompt.token_cache import Memo, Piece
 from warmroute_common.keys import HashScheme, prompt_extra_keys
 
 TEXT_PIECE_CHARS: Final = 1024

@@ -270,7 +270,6 @@ class Prefetcher(AgentJobs[PrefetchOutcome]):
         )
 
 
-
 _STALL_S: Final = 5.0
 """A source that hangs is given up after so long: the request may wait for what is on the way."""
 _SOURCE_FAILED: Final = 502

@@ -6,7 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.prompt.reader import PromptReader
+from router.prompt.prompt_reader import PromptReader
 from router.proxy.upstream import client_session
 
 pytestmark = pytest.mark.vllm

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from router.prompt.reader import PromptReader
+from router.prompt.prompt_reader import PromptReader
 from tests.router.conftest import Fleet, Wait
 from tests.router.prompt.chat_shapes import TEMPLATES
 from tests.router.prompt.tokenizer_makers import llama3, write_model

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.prompt.reader import PromptReader
-from router.prompt.tokenizer import CHAT_PROBES, TEXT_PROBES, load_directory
+from router.prompt.prompt_reader import CHAT_PROBES, TEXT_PROBES, PromptReader
+from router.prompt.tokenizer_files import load_directory
 from simulator.api.prompts import chat_text
 from simulator.api.vocabulary import (
     NUM_WORDS,

@@ -12,7 +12,7 @@ import zmq.asyncio
 from router.doctor import event_checks
 from router.doctor.findings import Level
 from router.index.prompt_keys import keys64
-from router.prompt.reader import PromptReader
+from router.prompt.prompt_reader import PromptReader
 from tests.router.agent_server import AgentServer, serving
 from tests.router.doctor.replicas import StandIn, examined, found
 from tests.router.feeds.kv_publisher import KvPublisher, publisher, stored

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.doctor.findings import Level
-from router.prompt.reader import PromptReader
+from router.prompt.prompt_reader import PromptReader
 from simulator.fleet import fleet as simulated
 from simulator.settings import Settings
 from tests.router.agent_server import AgentServer, serving

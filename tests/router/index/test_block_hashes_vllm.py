@@ -18,7 +18,7 @@ from router.index.kv_events import (
     explains,
     find_shape,
 )
-from router.prompt.reader import PromptReader
+from router.prompt.prompt_reader import PromptReader
 from tests.router.prompt.test_media import image
 from warmroute_common.keys import ALGORITHMS, HashScheme, key64, prompt_extra_keys
 

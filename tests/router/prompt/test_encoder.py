@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.prompt.tokenizer.encoder import Encoder
-from router.prompt.tokenizer.token_cache import Memo
+from router.prompt.token_cache import Encoder, Memo
 from tests.router.prompt.tokenizer_makers import KINDS, SPECIALS, TEXT, texts
 
 WORDS = sorted({word for line in TEXT for word in line.split()})

@@ -8,7 +8,7 @@ import pytest
 
 from router.prompt import media
 from router.prompt.prompt import Prompt
-from router.prompt.reader import PromptReader
+from router.prompt.prompt_reader import PromptReader
 from tests.router.prompt.chat_shapes import TEMPLATES
 from tests.router.prompt.test_encoder import LONG
 from tests.router.prompt.tokenizer_makers import llama3, write_model

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from router.prompt.reader import PromptReader
+from router.prompt.prompt_reader import PromptReader
 from tests.router.prompt.chat_shapes import TEMPLATES
 from tests.router.prompt.oracle import Oracle
 from tests.router.prompt.test_encoder import LONG

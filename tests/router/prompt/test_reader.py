@@ -15,11 +15,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from router.prompt.messages import chat_tools
+from router.prompt.chat_messages import chat_tools
+from router.prompt.chat_template import ChatTemplate
 from router.prompt.prompt import TEXT_PIECE_CHARS, Prompt
-from router.prompt.reader import PromptReader
-from router.prompt.templates import ChatTemplate
-from router.prompt.tokenizer import Memo, Piece
+from router.prompt.prompt_reader import PromptReader
+from router.prompt.token_cache import Memo, Piece
 from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import CALL, TEMPLATES, USER, WEATHER
 from tests.router.prompt.test_encoder import LONG

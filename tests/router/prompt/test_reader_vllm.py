@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from router.prompt.prompt import Prompt
-from router.prompt.reader import PromptReader
+from router.prompt.prompt_reader import PromptReader
 from tests.router.prompt.chat_shapes import (
     ANTHROPIC,
     CHAT_OPTIONS,

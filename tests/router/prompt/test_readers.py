@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from router.config import TokenizerConfig
 from router.prompt import Prompt, PromptSource, ServedModel
-from router.prompt.reader import PromptReader
+from router.prompt.prompt_reader import PromptReader
 from router.proxy.upstream import client_session
 from tests.router.prompt.chat_shapes import TEMPLATES, USER
 from tests.router.prompt.tokenizer_makers import llama3, write_model

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from router.prompt.tokenizer.reading_turns import ReadingTurns
+from router.prompt.prompt_reader import ReadingTurns
 
 
 class Readers:

@@ -6,7 +6,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from router.prompt.templates import ChatTemplate, TemplateRefusedError
+from router.prompt.chat_template import ChatTemplate, TemplateRefusedError
 from tests.router.prompt.chat_shapes import TEMPLATES
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}

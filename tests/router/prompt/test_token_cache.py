@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.prompt.tokenizer.token_cache import Memo, Piece
+from router.prompt.token_cache import Memo, Piece
 from warmroute_common.keys import HashScheme, prompt_extra_keys
 
 SCHEME = HashScheme("xxhash")

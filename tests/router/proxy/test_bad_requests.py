@@ -9,7 +9,7 @@ import aiohttp
 import openai
 import pytest
 
-from router.prompt import messages
+from router.prompt import chat_messages as messages
 from tests.router.conftest import Fleet
 
 CHAT = "/v1/chat/completions"

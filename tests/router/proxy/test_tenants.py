@@ -13,7 +13,7 @@ from router.fleet.replica import Replica
 from router.index.kv_events import BlocksStored, FirstBlocks, KvBatch
 from router.index.prompt_keys import KeyShape, Tier
 from router.prompt.prompt import Prompt
-from router.prompt.reader import PromptReader
+from router.prompt.prompt_reader import PromptReader
 from tests.router.prompt.test_encoder import LONG
 from tests.router.prompt.test_media import VISION, image
 from tests.router.prompt.tokenizer_makers import llama3, write_model

@@ -18,9 +18,9 @@ from typing import Final
 import aiohttp
 
 from router.config import TokenizerConfig
-from router.prompt.reader import PromptReader
-from router.prompt.tokenizer import Memo
-from warmroute_common.config_reader import ConfigError
+from router.prompt.prompt_reader import PromptReader
+from router.prompt.token_cache import Memo
+from warmroute_common.config_error import ConfigError
 
 log = logging.getLogger("warmroute.tokenizer")
 

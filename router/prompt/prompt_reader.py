@@ -1,0 +1,405 @@
+"""The order in which long prompts are tokenized: one at a time, short ones before long ones.
+
+The pieces of one prompt keep all cores busy. Several prompts at once would all be ready when
+the last one is; one after the other, none is ready later, and most are ready sooner.
+"""
+
+import asyncio
+import heapq
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from enum import StrEnum
+from math import inf
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from router.prompt import media
+from router.prompt.chat_template import read_source
+from router.prompt.drafts import Draft, Drafter
+from router.prompt.inputs import Body, PromptInput, TextInput
+from router.prompt.prompt import CHARS_PER_TOKEN, Prompt
+from router.prompt.token_cache import Memo
+from router.prompt.tokenizer_files import Loaded, load_directory
+
+_CHARS_PER_S: Final = 5_000_000.0
+"""About what one core tokenizes."""
+
+
+class ReadingTurns:
+    """Gives turns, one at a time.
+
+    In order of when each prompt would be ready if it were alone. So none starves: it is passed
+    only by prompts that arrive while it could have been read. For one event loop at a time.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._taken = False
+        self._asked = 0
+
+    @asynccontextmanager
+    async def turn(self, chars: int) -> AsyncIterator[None]:
+        """Wait for a turn to read so many characters, and hold it for the block."""
+        if self._taken:
+            await self._wait(chars)
+        self._taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _wait(self, chars: int) -> None:
+        loop = asyncio.get_running_loop()
+        given = loop.create_future()
+        self._asked += 1
+        alone_s = loop.time() + chars / _CHARS_PER_S
+        heapq.heappush(self._waiting, (alone_s, self._asked, given))
+        try:
+            await given
+        except asyncio.CancelledError:
+            # The turn may have come in that very turn of the loop.
+            if not given.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            given = heapq.heappop(self._waiting)[2]
+            if not given.done():  # else its client has gone
+                given.set_result(None)
+                return
+        self._taken = False
+
+
+# TODO of router.prompt.prompt_reader: How far a reader's tokens are those of the replicas, and how a replica is asked about it.
+
+_log = logging.getLogger(__name__)
+
+# Chosen to differ wherever tokenizers and templates are known to: spaces at the ends, digits,
+# contractions, case, scripts without spaces, marks that compose, text that looks like special
+# tokens; and for chats each role and kind of part.
+TEXT_PROBES: Final[Sequence[str]] = (
+    "",
+    " ",
+    "Hello world",
+    " leading and trailing ",
+    "It's 12345 o'clock, DON'T wait: 3.14 + 1e-9!\r\n\r\n\tdef f(x):\n        return x  # ok",
+    "naïve café, cafe\u0301, Ångström, Å, ﬁne, ½, ①, İstanbul, Straße, ΣΊΣΥΦΟΣ",
+    "日本語の文章です。中文句子,没有空格。한국어 문장입니다. ไทย العربية עברית हिन्दी",
+    "👩‍👩‍👧‍👦 🇪🇺 \u200b\u00a0\u3000 … —– “quotes” ▁under ▁▁ Ġ Ċ",  # noqa: RUF001
+    "<s>[INST] not special? [/INST]</s><|im_start|>user\n<|endoftext|> <unk> <mask> x",
+    "a" * 40 + " " * 40 + "\n" * 5 + "=" * 40,
+)
+
+_WEATHER: Final = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather at a place",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["place"],
+        },
+    },
+}
+_CALL: Final = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"place": "Zürich", "days": 2}'},
+}
+
+_USER: Final = {"role": "user", "content": "Hello, who are you?"}
+_ANSWER: Final = {"role": "assistant", "content": "  An answer.\n"}
+
+CHAT_PROBES: Final[Sequence[Mapping[str, Any]]] = (
+    {"messages": [_USER]},
+    {"messages": [_USER], "add_generation_prompt": False},
+    {"messages": [{"role": "system", "content": " Be brief.\n"}, _USER]},
+    {"messages": [_USER, _ANSWER, {"role": "user", "content": "日本語 <s> ok?"}]},
+    {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}],
+            }
+        ]
+    },
+    {"messages": [{"role": "user", "content": ""}]},
+    {"messages": [_USER], "tools": [_WEATHER]},
+    {
+        "messages": [
+            _USER,
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "rain"},
+        ],
+        "tools": [_WEATHER],
+    },
+)
+
+
+class Trust(StrEnum):
+    """How far the tokens of a reader are those of the replicas."""
+
+    EXACT = "exact"
+    """A replica gave equal tokens for all probes, or the files are of a kind that is tested to."""
+    DOUBTFUL = "doubtful"
+    """Probably equal: used, and not called exact."""
+    REFUTED = "refuted"
+    """Every replica that was asked gave other tokens: not used."""
+
+
+class Agreement:
+    """Which replicas gave a reader's tokens for one kind of prompt: text or chat."""
+
+    def __init__(self, by_files: Trust) -> None:
+        """``by_files`` is what counts as long as no replica was asked; REFUTED stays."""
+        self._by_files = by_files
+        self._equal: dict[str, bool] = {}
+
+    @property
+    def trust(self) -> Trust:
+        """How far the tokens equal the replicas', except for replicas that differ (`differs`)."""
+        if self._by_files is Trust.REFUTED or not self._equal:
+            return self._by_files
+        return Trust.EXACT if any(self._equal.values()) else Trust.REFUTED
+
+    def note(self, replica_url: str, equal: bool | None) -> None:
+        """Note what came of a comparison (None: there was nothing to compare)."""
+        if equal is not None:
+            self._equal[replica_url] = equal
+
+    def is_equal(self, replica_url: str) -> bool | None:
+        """Whether this replica gave equal tokens; None where that was not found out."""
+        return self._equal.get(replica_url)
+
+    def forget(self, replica_url: str) -> None:
+        """Forget a replica: it serves something else now."""
+        self._equal.pop(replica_url, None)
+
+    def differs(self, replica_url: str) -> bool:
+        """Whether this replica gave other tokens than the ones that are used."""
+        return self.trust is not Trust.REFUTED and self._equal.get(replica_url) is False
+
+
+async def compare(
+    session: aiohttp.ClientSession,
+    replica_url: str,
+    probes: Sequence[Mapping[str, Any]],
+    ours: Callable[[Mapping[str, Any]], list[int] | None],
+    headers: Mapping[str, str] | None,
+) -> tuple[bool | None, int | None]:
+    """Compare ``ours(probe)`` with the replica's ``POST /tokenize`` of each probe.
+
+    Returns whether all are equal, None where nothing could be compared, and the tokens of the
+    replica's context, if it told them. Probes that we have no tokens for, or that the replica
+    refuses (a template need not take every role), are left out. Raises what aiohttp raises,
+    and ValueError or KeyError when the answer is not one of /tokenize.
+    """
+    url = f"{replica_url.rstrip('/')}/tokenize"
+    # The router's session adds none by itself, and without it vLLM answers 400.
+    typed = {**(headers or {}), "Content-Type": "application/json"}
+    equal: bool | None = None
+    max_model_len: int | None = None
+    for probe in probes:
+        expected = ours(probe)
+        if expected is None:
+            continue
+        async with session.post(url, json=probe, headers=typed) as response:
+            if response.status in (400, 422):
+                continue
+            response.raise_for_status()
+            answer = await response.json()
+        if not isinstance(answer, dict):
+            raise ValueError("the answer is no object")
+        max_model_len = answer.get("max_model_len")
+        equal = answer["tokens"] == expected
+        if not equal:
+            _report(url, probe, expected, answer["tokens"])
+            break
+    return equal, max_model_len
+
+
+def _report(url: str, probe: Mapping[str, Any], ours: list[int], theirs: list[int]) -> None:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    at = next((i for i, (mine, yours) in pairs if mine != yours), min(len(ours), len(theirs)))
+    _log.error(
+        "%s: tokens differ from ours at %d of %d for %.200s; prompts of this kind are matched "
+        "by text there until they agree. Check tokenizer.path, and tokenizer.chat_template if "
+        "the replica runs with --chat-template",
+        url,
+        at,
+        len(theirs),
+        json.dumps(probe, ensure_ascii=False),
+    )
+
+
+# TODO of router.prompt.prompt_reader: Reads the prompts of one model, long ones in a thread, and checks its tokens at the replicas.
+#
+# Each prompt is rendered once, by `router.prompt.drafts`. Replicas are asked for their tokens
+# of the probes; where they differ from the reader's, the reader's are not used.
+
+
+# A prompt with more characters to tokenize than this is tokenized outside the event loop.
+# Less takes all cores some milliseconds; in a thread, which waits for the loop's pauses again
+# and again, it took 30 ms more on a busy machine.
+_INLINE_CHARS: Final = 64 * 1024
+
+# One with more than this, known or not, is rendered and put together there, too.
+_LONG_CHARS: Final = 512 * 1024
+
+# A token id in a list is two bytes at the least, and counts as `CHARS_PER_TOKEN`.
+_MOST_CHARS_PER_BYTE: Final = CHARS_PER_TOKEN / 2
+
+# Where a body has its prompt.
+_PROMPT_FIELDS: Final = ("messages", "input", "prompt", "system", "tools")
+
+
+class PromptReader:
+    """Reads prompts for the replicas of one model. Without a tokenizer, prompts are text."""
+
+    def __init__(
+        self,
+        loaded: Loaded | None = None,
+        *,
+        chat_template: str | None = None,
+        memo: Memo | None = None,
+    ) -> None:
+        """``chat_template`` is the source of the one that overrides the model's own.
+
+        ``memo`` may be shared with the readers of other models, and is 64 MiB by default.
+        Raises `ConfigError` when a template is none.
+        """
+        self.memo = Memo(64 << 20) if memo is None else memo
+        self._drafter = Drafter(loaded, chat_template, self.memo)
+        self._turns = ReadingTurns()
+        self.has_tokenizer = loaded is not None
+        """Whether prompts can have tokens at all."""
+        by_files = Trust.EXACT if loaded and loaded.doubt is None else Trust.DOUBTFUL
+        self._texts = Agreement(by_files)
+        self._chats = Agreement(by_files)
+        self._chat_probes = CHAT_PROBES
+        if loaded and loaded.chat_doubt:
+            # Chats are rendered by other means than /tokenize: its agreement would be no proof.
+            self._chats, self._chat_probes = Agreement(Trust.REFUTED), ()
+        for reason in (loaded.doubt, loaded.chat_doubt) if loaded else ():
+            if reason is not None:
+                _log.warning("tokens may not be those of the replicas: %s", reason)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        chat_template: str | Path | None = None,
+        memo: Memo | None = None,
+    ) -> "PromptReader":
+        """Return the reader for the model in directory ``path``.
+
+        ``chat_template`` is a file, as for ``vllm serve --chat-template``.
+        Raises `ConfigError`. Takes up to seconds for a large vocabulary.
+        """
+        source = None if chat_template is None else read_source(Path(chat_template))
+        return cls(load_directory(Path(path)), chat_template=source, memo=memo)
+
+    async def read(self, endpoint: str, body: Body, body_bytes: float = inf) -> Prompt:
+        """Return the prompt of a request to ``endpoint``; raise `BadRequestError` for wrong types.
+
+        What takes long is done in a thread, so that the loop goes on. ``body_bytes`` is the
+        body's length, where it is known.
+        """
+        if _MOST_CHARS_PER_BYTE * body_bytes > _LONG_CHARS and _rough_chars(body) > _LONG_CHARS:
+            draft = await asyncio.to_thread(self._draft, endpoint, body)
+            async with self._turns.turn(draft.chars):
+                return await asyncio.to_thread(draft.finish)
+        draft = self._draft(endpoint, body)
+        if _has_much_new(draft):
+            async with self._turns.turn(draft.chars):
+                # Of a burst with one beginning the first has read it for the others meanwhile.
+                if _has_much_new(draft):
+                    return await asyncio.to_thread(draft.finish)
+        return draft.finish()
+
+    def read_now(self, endpoint: str, body: Body) -> Prompt:
+        """Return the prompt, in this thread."""
+        return self._draft(endpoint, body).finish()
+
+    async def verify(
+        self,
+        session: aiohttp.ClientSession,
+        replica_url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Compare our tokens of the probes with a replica's ``POST /tokenize``; True when equal.
+
+        Tokens then count as exact. Where some differ, tokens of that kind (text, chat) are
+        not used for this replica (`differs`), and the log says why. A replica that could not
+        be asked changes nothing.
+        """
+        texts = [{"prompt": text} for text in TEXT_PROBES]
+        try:
+            texts_equal, max_len = await compare(session, replica_url, texts, self._claim, headers)
+            chats_equal, _ = await compare(
+                session, replica_url, self._chat_probes, self._claim, headers
+            )
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+            _log.warning("%s: tokens could not be compared (%s)", replica_url, error)
+            return False
+        self._drafter.max_model_len = max_len or self._drafter.max_model_len
+        self._texts.note(replica_url, texts_equal)
+        self._chats.note(replica_url, chats_equal)
+        return texts_equal is True and chats_equal is not False
+
+    def differs(self, replica_url: str) -> bool:
+        """Whether tokens are used that this replica was found not to have."""
+        return self._texts.differs(replica_url) or self._chats.differs(replica_url)
+
+    def compared(self, replica_url: str) -> tuple[bool | None, bool | None]:
+        """Whether a replica was found to have our tokens of texts, and of chats; None: unknown."""
+        return self._texts.is_equal(replica_url), self._chats.is_equal(replica_url)
+
+    def forget(self, replica_url: str) -> None:
+        """Forget what was found of a replica."""
+        self._texts.forget(replica_url)
+        self._chats.forget(replica_url)
+
+    def _draft(self, endpoint: str, body: Body) -> Draft:
+        return self._drafter.draft(endpoint, body, self._trust)
+
+    def _trust(self, given: PromptInput) -> Trust:
+        is_text = isinstance(given, TextInput) or self._texts.trust is Trust.REFUTED
+        return self._texts.trust if is_text else self._chats.trust
+
+    def _claim(self, probe: Body) -> list[int] | None:
+        """Return the tokens that we would give for a probe, however far they are trusted."""
+        draft = self._drafter.draft("/tokenize", probe, lambda given: Trust.EXACT)
+        ids = draft.finish().token_ids
+        return None if ids is None else list(ids)
+
+
+def _has_much_new(draft: Draft) -> bool:
+    if draft.cut is None or draft.chars <= _INLINE_CHARS:
+        return False
+    return draft.cut.new_chars() > _INLINE_CHARS
+
+
+def _rough_chars(body: Body) -> int:
+    """Return about how many characters of prompt a body has; media have none."""
+    size = 0
+    waiting: list[Any] = [body.get(key) for key in _PROMPT_FIELDS]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, dict):
+            waiting.extend(one for key, one in value.items() if key not in media.FIELDS)
+        elif isinstance(value, list):
+            if value and isinstance(value[0], int):
+                size += CHARS_PER_TOKEN * len(value)
+            else:
+                waiting.extend(value)
+    return size
