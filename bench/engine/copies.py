@@ -18,8 +18,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from bench.engine.cases import Case, Contender, in_turns, size
 from bench.ttft import BenchError
-from cacheengine.connector.copying.copy_worker import CpuCopyWorker
-from cacheengine.connector.region import PoolRegion
+from cacheengine.connector.copy_worker import CpuCopyWorker
+from cacheengine.connector.pool_region import PoolRegion
 
 _LAYERS: Final = 8
 _BLOCKS_PER_CHUNK: Final = 2

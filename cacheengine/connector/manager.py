@@ -1,8 +1,8 @@
-"""The scheduler's view of the engine, as vLLM's offloading interface wants it."""
+"""How fast the model computes prompts, seen from the scheduler's steps. Pure."""
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,17 +18,230 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    get_offload_block_hash,
     make_offload_key,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cacheengine.connector.served.request_keys import RequestKeys
-from cacheengine.connector.stores import Stores
 from cacheengine.engine import CacheEngine, Waits
-from cacheengine.identity import KvVersions
+from cacheengine.identity import Adapter, KvVersion, KvVersions
 from cacheengine.record import CPU
 from cacheengine.residency import Presence
+
+_LEAST_TOKENS: Final = 64
+"""Steps of fewer prompt tokens say more of decoding."""
+_NEW_SHARE: Final = 0.2
+
+
+class ComputeRate:
+    """Prompt tokens computed in a second, recent steps counting more."""
+
+    def __init__(self) -> None:
+        self._tokens_per_s = 0.0
+        self._began_s: float | None = None
+        self._before_s = 0.0
+        self._tokens = 0
+
+    def begin_step(self, prompt_tokens: int, now_s: float) -> None:
+        """Note that a step begins, in which so many prompt tokens are computed."""
+        if self._began_s is not None:
+            took_s = now_s - self._began_s
+            # With asynchronous scheduling a step begins while the one before still runs, and
+            # its own time may fall into the next interval: the longer of two.
+            if self._tokens >= _LEAST_TOKENS and max(took_s, self._before_s) > 0:
+                self._learn(self._tokens / max(took_s, self._before_s))
+            self._before_s = took_s
+        self._began_s = now_s
+        self._tokens = prompt_tokens
+
+    def _learn(self, tokens_per_s: float) -> None:
+        share = _NEW_SHARE if self._tokens_per_s else 1.0
+        self._tokens_per_s += share * (tokens_per_s - self._tokens_per_s)
+
+    def seconds(self, tokens: int) -> float:
+        """Return how long so many tokens take; for ever while no prompt was computed."""
+        return tokens / self._tokens_per_s if self._tokens_per_s else float("inf")
+
+
+# TODO of cacheengine.connector.manager: Chunks that a request offered and that found no room, until they are offered again. Pure.
+#
+# vLLM offers each chunk of a request once: what a partial reservation leaves out
+# it passes over. `connector` sets it back to the first of them.
+
+_LONGEST_PAUSE: Final = 16
+"""Offers passed over at most: one comes with each step, and asking the engine costs time."""
+
+
+@dataclass(slots=True)
+class _Pause:
+    offers: int = 0
+    left: int = 0
+
+
+class RefusedOffers:
+    """For each request the first chunk that was refused, and when it is taken up again.
+
+    While nothing of a request is taken, twice as many of its offers are passed
+    over each time.
+    """
+
+    def __init__(self) -> None:
+        self._pauses: dict[str, _Pause] = {}
+        self._news: dict[str, OffloadKey] = {}
+
+    def pass_over(self, req_id: str, first: OffloadKey) -> bool:
+        """Whether an offer that begins with this chunk is too early; it is then refused."""
+        pause = self._pauses.get(req_id)
+        if pause is None or not pause.left:
+            return False
+        pause.left -= 1
+        self._news[req_id] = first
+        return True
+
+    def refuse(self, req_id: str, first: OffloadKey, *, took_some: bool) -> None:
+        """Note that of an offer the chunks from this one on found no room."""
+        pause = self._pauses.setdefault(req_id, _Pause())
+        pause.offers = 0 if took_some else min(2 * pause.offers + 1, _LONGEST_PAUSE)
+        pause.left = pause.offers
+        self._news[req_id] = first
+
+    def end(self, req_id: str) -> None:
+        """Note that all that was offered is taken or there, or that the request has ended."""
+        self._pauses.pop(req_id, None)
+        self._news.pop(req_id, None)
+
+    def hurry(self, req_ids: Iterable[str]) -> None:
+        """Let the next offers of these requests count: they are the last."""
+        for req_id in req_ids:
+            self._pauses.pop(req_id, None)
+
+    def take_news(self) -> dict[str, OffloadKey]:
+        """Return, by request, the first chunk refused since the last call."""
+        news, self._news = self._news, {}
+        return news
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._pauses.clear()
+        self._news.clear()
+
+
+# TODO of cacheengine.connector.manager: The keys of a request's chunks: vLLM's, and in them which weights make its KV.
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Which weights make a request's KV; for all its life."""
+
+    adapter: Adapter | None
+    version: KvVersion
+
+
+_LOADED_AT_START = _Weights(None, KvVersion())
+
+
+class RequestKeys:
+    """Each request's keys in the engine, from vLLM's, and whether they may be used now."""
+
+    def __init__(self, versions: KvVersions) -> None:
+        self.versions = versions
+        self._arriving: dict[str, Adapter | None] = {}
+
+    def expect(self, req_id: str, adapter: Adapter | None) -> None:
+        """Note which adapter a request uses that is about to `begin`."""
+        self._arriving[req_id] = adapter
+
+    def begin(self, req_context: ReqContext) -> None:
+        """Note which weights make the KV of a new request."""
+        adapter = self._arriving.pop(req_context.req_id, None)
+        req_context.set_state(_Weights(adapter, self.versions.of_request(adapter)))
+
+    def may_load(self, req_context: ReqContext) -> bool:
+        """Whether chunks of its weights may be found."""
+        version = _weights(req_context).version
+        return version.is_cached and version.epoch == self.versions.epoch
+
+    def may_store(self, req_context: ReqContext) -> bool:
+        """Whether what vLLM computes for it now is of the weights that its keys say."""
+        weights = _weights(req_context)
+        return self.versions.is_current(weights.version, weights.adapter)
+
+    def stored_key(self, key: OffloadKey, req_context: ReqContext) -> bytes:
+        """Return the key of one of its chunks."""
+        return _weights(req_context).version.stored_key(get_offload_block_hash(key))
+
+    def stored(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[bytes]:
+        """Return the keys of some of its chunks."""
+        stored_key = _weights(req_context).version.stored_key
+        return [stored_key(get_offload_block_hash(key)) for key in keys]
+
+
+def _weights(req_context: ReqContext) -> _Weights:
+    return req_context.get_state(_Weights) or _LOADED_AT_START
+
+
+# TODO of cacheengine.connector.manager: Chunks on their way from the GPU into the pool, as vLLM's scheduler asks for them.
+
+
+class ChunkStores:
+    """Reservations of the engine's for the scheduler, and what is remembered of refused ones."""
+
+    def __init__(self, engine: CacheEngine, keys: RequestKeys, group_idx: int) -> None:
+        self._engine = engine
+        self._keys = keys
+        self._group_idx = group_idx
+        self._under_way: set[bytes] = set()
+        self.offers = RefusedOffers()
+
+    def prepare(
+        self, offered: Mapping[bytes, OffloadKey], context: ReqContext, prefix: Collection[bytes]
+    ) -> PrepareStoreOutput:
+        """Reserve rows as `WarmrouteManager.prepare_store` says.
+
+        ``offered`` are the chunks in order, with vLLM's keys of them; ``prefix`` are chunks of the
+        same request that were offered or loaded before.
+        """
+        first = next(iter(offered.values()))
+        if self.offers.pass_over(context.req_id, first):
+            return self.none()
+        reservation = self._engine.prepare_store(list(offered), prefix=prefix)
+        if reservation is None:
+            self.offers.refuse(context.req_id, first, took_some=False)
+            return self.none()
+        if reservation.refused:
+            self.offers.refuse(context.req_id, offered[reservation.refused[0]], took_some=True)
+        else:
+            self.offers.end(context.req_id)
+        self._under_way.update(reservation.keys)
+        return PrepareStoreOutput(
+            keys_to_store=[offered[chunk] for chunk in reservation.keys],
+            store_spec=CPULoadStoreSpec(list(reservation.slots)),
+            evicted_keys=[make_offload_key(key, self._group_idx) for key in reservation.evicted],
+        )
+
+    def none(self) -> PrepareStoreOutput:
+        """Return that nothing is taken."""
+        return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+
+    def complete(self, keys: Collection[OffloadKey], context: ReqContext, *, success: bool) -> None:
+        """Make stored chunks visible, or give their rows back."""
+        # vLLM keeps a job's keys in a set; the engine wants prefix order, to
+        # write the beginning first and to evict from the end.
+        in_order = sorted(keys, key=lambda key: context.get_offload_key_position(key) or 0)
+        chunks = self._keys.stored(in_order, context)
+        self._under_way.difference_update(chunks)
+        self._engine.complete_store(chunks, success=success)
+
+    def take_under_way(self) -> list[bytes]:
+        """Return what is under way and forget it; forget what was refused, too."""
+        under_way = list(self._under_way)
+        self._under_way.clear()
+        self.offers.clear()
+        return under_way
+
+
+# TODO of cacheengine.connector.manager: The scheduler's view of the engine, as vLLM's offloading interface wants it.
 
 # vLLM tells a remote store from a local one by its locality.
 _MEDIUM_BY_TIER: Final = {
@@ -89,7 +302,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         # Chunks whose use was noted, by request.
         self._used: defaultdict[str, set[bytes]] = defaultdict(set)
         self._loads: Counter[bytes] = Counter()
-        self.stores = Stores(engine, self.keys, group_idx)
+        self.stores = ChunkStores(engine, self.keys, group_idx)
         self._flushing: deque[_UnderWay] = deque()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

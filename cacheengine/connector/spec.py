@@ -1,16 +1,24 @@
-"""What vLLM loads: the engine as an out-of-tree ``OffloadingSpec``.
+"""Whether the ranks of a replica can share chunk rows: asked among them, at start.
 
-Named to vLLM's offloading by `connector`. The rest comes from LMCache's configuration.
-
-Written against ``v1/kv_offload`` of vLLM 0.32 and 0.33; that interface is experimental.
+A chunk is one row of memory in which every rank has a slice, as large as any other's. So the
+ranks must see the same memory, and each must keep as many bytes of a block as the others.
 """
 
 import contextlib
 import dataclasses
 import logging
+import multiprocessing
 import os
-from typing import Any
+import select
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
+import torch
+from vllm.distributed.parallel_state import get_inner_dp_world_group, get_world_group
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_offload.base import (
@@ -24,14 +32,15 @@ from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from cacheengine.agent import Agent
-from cacheengine.connector.attention import check_attention, check_groups
-from cacheengine.connector.copying.copy_worker import CpuCopyWorker
-from cacheengine.connector.copying.gpu_copies import join_copies
+from cacheengine.connector.copy_worker import CpuCopyWorker, join_copies
 from cacheengine.connector.manager import WarmrouteManager
-from cacheengine.connector.orphan import end_with_parent
-from cacheengine.connector.region import PoolRegion
-from cacheengine.connector.served.model_identity import ModelIdentity, locate
-from cacheengine.connector.topology import check_ranks
+from cacheengine.connector.model_identity import (
+    ModelIdentity,
+    check_attention,
+    check_groups,
+    locate,
+)
+from cacheengine.connector.pool_region import PoolRegion
 from cacheengine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout, KvVersions
 from cacheengine.launch import ReplicaSettings, config_of_rank
@@ -42,7 +51,118 @@ from cacheengine.tiers.serde import lossy_name
 from cacheengine.transfer import TransferServer
 from warmroute_common.agent_protocol import ReplicaIdentity
 
+_MACHINE: Final = Path("/proc/sys/kernel/random/boot_id")
+_SHARED_MEMORY: Final = Path("/dev/shm")
+
+
+class Rank(NamedTuple):
+    """What a rank tells the others of itself."""
+
+    memory: str
+    """The machine, and the mount of its shared memory: containers may have one each."""
+    kv_bytes_per_block: int
+
+
+def check_ranks(kv_bytes_per_block: int) -> None:
+    """Raise ValueError, with the way out, if the ranks' slices do not make up whole chunks.
+
+    To be called in every worker of a replica at once, while vLLM builds its KV cache.
+    """
+    memory = f"{_MACHINE.read_text().strip()}:{_SHARED_MEMORY.stat().st_dev}"
+    problem = problem_of(_told_by_all(Rank(memory, kv_bytes_per_block)))
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def problem_of(ranks: Sequence[Rank]) -> str | None:
+    """Return why the cache engine cannot keep the KV of these ranks, and what to do instead."""
+    machines = len({rank.memory for rank in ranks})
+    if machines > 1:
+        return (
+            f"the {len(ranks)} tensor or pipeline parallel ranks of this replica are on {machines} "
+            "machines (or in containers that do not share /dev/shm), and the cache engine keeps "
+            "the KV of one. Start one replica for each machine, or start vLLM without the engine "
+            "(no --kv-transfer-config)"
+        )
+    sizes = [rank.kv_bytes_per_block for rank in ranks]
+    if len(set(sizes)) > 1:
+        return (
+            "the pipeline stages of this replica keep different amounts of KV "
+            f"({', '.join(map(str, sizes))} bytes of a block), and the cache engine needs equal "
+            "ones. Choose a --pipeline-parallel-size that divides the number of layers, or equal "
+            "stages in VLLM_PP_LAYER_PARTITION, or start vLLM without the engine "
+            "(no --kv-transfer-config)"
+        )
+    return None
+
+
+def _told_by_all(own: Rank) -> list[Rank]:
+    if not torch.distributed.is_initialized():
+        return [own]
+    group = _ranks_of_replica()
+    told: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(told, own, group=group.cpu_group)
+    return told
+
+
+def _ranks_of_replica() -> Any:
+    try:
+        return get_inner_dp_world_group()
+    except AssertionError:  # no data parallel ranks: the world is one replica
+        return get_world_group()
+
+
+# TODO of cacheengine.connector.spec: An engine process whose server has been killed must not live on.
+#
+# vLLM's API server ends its engine process when it ends in order. Killed with
+# SIGKILL it cannot, and the engine process, with the model's memory, the agent's
+# port and the disk tier's lock, would stay for ever: no restart could succeed.
+
 logger = logging.getLogger("vllm.warmroute")
+
+_GRACE_S: Final = 30.0
+"""For ending in order; the engine's own limits are well below."""
+
+
+def end_with_parent(grace_s: float = _GRACE_S) -> None:
+    """End this process soon after its parent: by SIGTERM, then at once.
+
+    Does nothing in a process that `multiprocessing` did not start: its parent
+    is a shell, and may go.
+    """
+    if multiprocessing.parent_process() is None:
+        return
+    parent = os.getppid()
+    watch = threading.Thread(
+        target=_watch, args=(parent, grace_s), name="kv-parent-watch", daemon=True
+    )
+    watch.start()
+
+
+def _watch(parent: int, grace_s: float) -> None:
+    try:
+        descriptor = os.pidfd_open(parent)
+    except ProcessLookupError:
+        pass  # it has gone already
+    except OSError as error:
+        logger.warning("cannot watch the API server (%s): kill both if it is killed", error)
+        return
+    else:
+        # The parent may have ended before, and its number been given away.
+        if os.getppid() == parent:
+            select.select([descriptor], [], [])
+        os.close(descriptor)
+    logger.error("the API server (process %d) has ended; ending the engine too", parent)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
+    os._exit(1)
+
+
+# TODO of cacheengine.connector.spec: What vLLM loads: the engine as an out-of-tree ``OffloadingSpec``.
+#
+# Named to vLLM's offloading by `connector`. The rest comes from LMCache's configuration.
+#
+# Written against ``v1/kv_offload`` of vLLM 0.32 and 0.33; that interface is experimental.
 
 
 class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]

@@ -13,14 +13,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from cacheengine.agent import mover as moving
-from cacheengine.agent.peer import Caller
+from cacheengine.agent.peers import Caller
 from cacheengine.record import TransferMeter
 from cacheengine.residency import Presence
 from cacheengine.tiers.base import PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
-from cacheengine.transfer.channel import Channel
-from cacheengine.transfer.proofs import ChunkProofs
+from cacheengine.transfer.protocol import Channel, ChunkProofs
 from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier

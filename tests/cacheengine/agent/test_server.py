@@ -11,7 +11,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from cacheengine.agent import Agent, answers
+from cacheengine.agent import Agent
+from cacheengine.agent import agent_requests as answers
 from cacheengine.identity import KvVersions
 from cacheengine.record import EngineStats, TierStats, TransferStats
 from cacheengine.settings.engine_config import EngineConfig

@@ -14,13 +14,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from cacheengine.agent import answers, handlers
+from cacheengine.agent import agent_requests as answers
+from cacheengine.agent import handlers
 from cacheengine.agent import mover as moving
-from cacheengine.agent import peer as calling
-from cacheengine.agent.peer import Caller
+from cacheengine.agent import peers as calling
+from cacheengine.agent.peers import Caller
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
-from cacheengine.transfer.channel import Channel
+from cacheengine.transfer.protocol import Channel
 from tests.cacheengine.building import CHUNK_BYTES, Bench, layout
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.transfer.conftest import Play, play

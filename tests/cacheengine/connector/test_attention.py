@@ -56,7 +56,7 @@ class Layer:
 
 
 def check(monkeypatch: pytest.MonkeyPatch, kinds: list[str], blocks_per_chunk: int) -> None:
-    from cacheengine.connector import attention
+    from cacheengine.connector import model_identity as attention
 
     layers = {f"layer{i}": Layer(kind) for i, kind in enumerate(kinds)}
 
@@ -121,6 +121,6 @@ def test_models_that_are_refused(
 
 
 def test_outside_a_worker_there_is_nothing_to_look_at() -> None:
-    from cacheengine.connector.attention import check_attention
+    from cacheengine.connector.model_identity import check_attention
 
     check_attention(["layer0"], 2)

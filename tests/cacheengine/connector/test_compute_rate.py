@@ -2,7 +2,7 @@
 
 import pytest
 
-from cacheengine.connector.compute_rate import ComputeRate
+from cacheengine.connector.manager import ComputeRate
 
 
 def _steps(rate: ComputeRate, *steps: tuple[float, int]) -> ComputeRate:

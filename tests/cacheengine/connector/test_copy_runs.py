@@ -8,15 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cacheengine.connector.copying.copy_runs import (
+from cacheengine.connector.copy_worker import (
     CopyCall,
     Layer,
     PagedMemory,
+    PageRuns,
     RunCopier,
     copy_one_by_one,
     make_copy_call,
 )
-from cacheengine.connector.copying.planning import PageRuns
 
 torch = pytest.importorskip("torch")
 pytestmark = [

@@ -34,8 +34,8 @@ class Rig:
             CanonicalKVCacheTensor,
         )
 
-        from cacheengine.connector.copying.copy_worker import CpuCopyWorker
-        from cacheengine.connector.region import PoolRegion
+        from cacheengine.connector.copy_worker import CpuCopyWorker
+        from cacheengine.connector.pool_region import PoolRegion
 
         generator = torch.Generator().manual_seed(7)
         self.kv = [
@@ -124,7 +124,7 @@ def test_rows_lie_where_vllms_cuda_worker_puts_them(rig: Rig) -> None:
     """The planning for CUDA is vLLM's: both must address the same bytes."""
     from vllm.v1.kv_offload.cpu.gpu_worker import compute_sub_block_ptrs
 
-    from cacheengine.connector.copying.planning import plan_runs
+    from cacheengine.connector.copy_worker import plan_runs
 
     rng = np.random.default_rng(3)
     for _ in range(200):

@@ -91,7 +91,7 @@ class Direction:
     def join(self) -> None:
         from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
-        from cacheengine.connector.copying.gpu_copies import join_copies
+        from cacheengine.connector.copy_worker import join_copies
 
         worker = object.__new__(CPUOffloadingWorker)
         worker._store_handler = worker._load_handler = self.handler

@@ -8,7 +8,7 @@ import pytest
 
 PARENT = """
 import multiprocessing, signal, sys, time
-from cacheengine.connector.orphan import end_with_parent
+from cacheengine.connector.spec import end_with_parent
 
 def engine(deaf):
     if deaf:
@@ -42,7 +42,7 @@ def test_the_engine_ends_with_a_killed_server(method: str, hearing: str, tmp_pat
 
 def test_a_process_of_somebodys_shell_is_left_alone() -> None:
     code = (
-        "import threading; from cacheengine.connector.orphan import end_with_parent;"
+        "import threading; from cacheengine.connector.spec import end_with_parent;"
         "end_with_parent(); print(threading.active_count())"
     )
     result = subprocess.run(

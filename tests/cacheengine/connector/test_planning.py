@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheengine.connector.copying.planning import PageRuns, plan_runs
+from cacheengine.connector.copy_worker import PageRuns, plan_runs
 
 
 def pairs_of(runs: PageRuns) -> list[tuple[int, int, int]]:

@@ -42,7 +42,7 @@ def names_of(engine_id: str) -> list[str]:
 
 
 def open_region(engine_id: str, rank: int | None, **changes: Any) -> Any:
-    from cacheengine.connector.region import PoolRegion
+    from cacheengine.connector.pool_region import PoolRegion
 
     settings = {
         "num_chunks": NUM_CHUNKS,

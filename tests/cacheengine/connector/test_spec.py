@@ -238,7 +238,7 @@ def test_a_replica_asks_for_the_fleet_secret_at_both_ports(
     from cacheengine.agent import Agent
     from cacheengine.connector import spec as made
     from cacheengine.transfer import protocol
-    from cacheengine.transfer.channel import Channel
+    from cacheengine.transfer.protocol import Channel
     from cacheengine.transfer.server import TransferServer
 
     started: list[Agent | TransferServer] = []

@@ -64,7 +64,7 @@ def test_ranks_ask_each_other_and_come_to_the_same(tmp_path: Path) -> None:
 
 
 def test_pipeline_stages_of_different_size_are_refused() -> None:
-    from cacheengine.connector.topology import Rank, problem_of
+    from cacheengine.connector.spec import Rank, problem_of
 
     problem = problem_of([Rank("m", 5120), Rank("m", 3072)])
     assert problem is not None
@@ -74,6 +74,6 @@ def test_pipeline_stages_of_different_size_are_refused() -> None:
 
 
 def test_a_rank_alone_has_nobody_to_ask() -> None:
-    from cacheengine.connector.topology import check_ranks
+    from cacheengine.connector.spec import check_ranks
 
     check_ranks(4096)

@@ -89,9 +89,9 @@ ADDED_ARGUMENTS = {"expedited", "hugepages"}
 
 def ours() -> list[type]:
     from cacheengine.connector.connector import WarmrouteConnector
-    from cacheengine.connector.copying.copy_worker import CpuCopyWorker
+    from cacheengine.connector.copy_worker import CpuCopyWorker
     from cacheengine.connector.manager import WarmrouteManager
-    from cacheengine.connector.region import PoolRegion
+    from cacheengine.connector.pool_region import PoolRegion
     from cacheengine.connector.spec import WarmrouteSpec
 
     return [WarmrouteConnector, WarmrouteManager, WarmrouteSpec, CpuCopyWorker, PoolRegion]
@@ -147,7 +147,7 @@ def test_a_name_of_vllms_that_goes_or_comes_is_noticed(number: int) -> None:
 def test_joined_copies_take_the_place_of_what_vllm_calls() -> None:
     from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler
 
-    from cacheengine.connector.copying.gpu_copies import JoinedCopies
+    from cacheengine.connector.copy_worker import JoinedCopies
 
     theirs = SingleDirectionOffloadingHandler._fill_direct_ops
     assert arguments(JoinedCopies.fill) == arguments(theirs)

@@ -53,7 +53,7 @@ class Watched:
     def __init__(self) -> None:
         from vllm.v1.engine.core import EngineCore
 
-        from cacheengine.connector.served.weight_watch import WeightWatch
+        from cacheengine.connector.connector import WeightWatch
 
         manager: Any = Manager()
         self.manager = manager

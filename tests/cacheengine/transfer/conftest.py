@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from cacheengine.record import TransferMeter
-from cacheengine.transfer.channel import Channel, PeerGoneError
 from cacheengine.transfer.fetch import Fetch, Fetched
-from cacheengine.transfer.protocol import ProtocolError
+from cacheengine.transfer.protocol import Channel, PeerGoneError, ProtocolError
 from cacheengine.transfer.server import TransferServer
 from tests.cacheengine.building import Bench, keys, layout, wait_until
 from tests.cacheengine.conftest import MakeBench

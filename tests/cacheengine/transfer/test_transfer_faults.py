@@ -10,9 +10,8 @@ import pytest
 
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
-from cacheengine.transfer.channel import Channel
 from cacheengine.transfer.fetch import Fetch
-from cacheengine.transfer.proofs import Checksums, ChunkProofs
+from cacheengine.transfer.protocol import Channel, Checksums, ChunkProofs
 from tests.cacheengine.building import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
 from tests.cacheengine.transfer.conftest import (
     LAYOUT,

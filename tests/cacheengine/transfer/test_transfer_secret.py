@@ -7,8 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from cacheengine.transfer import protocol
-from cacheengine.transfer.channel import Channel
-from cacheengine.transfer.proofs import PROOF_BYTES, Checksums, ChunkProofs, Handshake, KeyedDigests
+from cacheengine.transfer.protocol import (
+    PROOF_BYTES,
+    Channel,
+    Checksums,
+    ChunkProofs,
+    Handshake,
+    KeyedDigests,
+)
 from tests.cacheengine.building import CHUNK_BYTES, Bench, payload, wait_until
 from tests.cacheengine.transfer.conftest import (
     LAYOUT,

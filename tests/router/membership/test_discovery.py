@@ -11,8 +11,7 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
-from cacheengine.agent.peer import Caller
-from cacheengine.agent.registration import Registrar
+from cacheengine.agent.peers import Caller, Registrar
 from router.config import (
     DiscoveredConfig,
     DiscoveryConfig,

@@ -12,8 +12,7 @@ import pytest
 
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
-from cacheengine.transfer.channel import Channel
-from cacheengine.transfer.proofs import ChunkProofs
+from cacheengine.transfer.protocol import Channel, ChunkProofs
 from router.agent_client import AgentClient
 from router.config.settings import PrefetchConfig
 from router.fleet.decision import Decision, KvCopy, Reason
