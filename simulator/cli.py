@@ -14,7 +14,7 @@ import orjson
 import yaml
 
 from simulator.fleet import run
-from simulator.model.rates import Rates, Shape
+from simulator.model.machine_and_request import Rates, Shape
 from simulator.settings import Settings
 from warmroute_common.fleet_secret import read_fleet_secret
 

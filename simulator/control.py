@@ -7,9 +7,9 @@ from typing import Any, Final
 import orjson
 from aiohttp import web
 
-from simulator.api.prompts import BadPromptError, Prompts, SimPrompt
 from simulator.model.estimate import Estimate, estimate
-from simulator.model.request import SimRequest
+from simulator.model.machine_and_request import SimRequest
+from simulator.openai_prompts import BadPromptError, Prompts, SimPrompt
 from simulator.replica import Replica
 
 _BUSY_WEIGHT: Final = 0.1

@@ -7,14 +7,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from simulator.api.calls import CallReader
-from simulator.api.prompts import Prompts
-from simulator.api.server import OpenAiServer, serve_app
-from simulator.api.vocabulary import make_tokenizer
 from simulator.control import Control
+from simulator.engine_storage import HASH_ALGORITHM
+from simulator.openai_prompts import Prompts, make_tokenizer
+from simulator.openai_server import CallReader, OpenAiServer, serve_app
 from simulator.replica import Replica
 from simulator.settings import Settings
-from simulator.storage.storage import HASH_ALGORITHM
 from warmroute_common.keys import HashScheme
 
 

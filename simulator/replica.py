@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from simulator.api.kv_stream import KvStream, encode_events
-from simulator.api.prompts import SimPrompt
-from simulator.api.tier_events import TierEvents
-from simulator.model.lower_tiers import LowerTiers, NoLowerTiers
-from simulator.model.request import SimRequest
+from simulator.engine_storage import Storage, open_storage
+from simulator.engine_tiers import EngineTiers, ToldTiers
+from simulator.kv_stream import KvStream, TierEvents, encode_events
+from simulator.model.cache_news import LowerTiers, NoLowerTiers
+from simulator.model.machine_and_request import SimRequest
 from simulator.model.scheduler import ReplicaModel
+from simulator.openai_prompts import SimPrompt
 from simulator.settings import Settings
-from simulator.storage.engine_tiers import EngineTiers
-from simulator.storage.storage import Storage, open_storage
-from simulator.storage.told_tiers import ToldTiers
 
 _LOG: Final = 100_000
 """Finished requests of one replica that are remembered; the oldest are forgotten first."""

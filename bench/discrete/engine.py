@@ -17,7 +17,7 @@ from cacheengine.residency.decisions import Presence, Promotion, StoreReservatio
 from cacheengine.residency.entry import Holder
 from cacheengine.residency.lower.local_index import TierIndex
 from cacheengine.tiers.base import GetOutcome, PutOutcome
-from simulator.model.machine import Machine
+from simulator.model.machine_and_request import Machine
 
 _READ_BATCH: Final = 4
 """Chunks in a read, as a disk tier's are."""

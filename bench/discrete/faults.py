@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.discrete.replica import ModelReplica
-from simulator.model.machine import Machine
+from simulator.model.machine_and_request import Machine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from bench.discrete.routers.bounds import SharedCache
 from bench.discrete.routers.sent import Sent
 from bench.record import Record
 from bench.workloads.session import Session, Span
-from simulator.model.machine import Machine
+from simulator.model.machine_and_request import Machine
 
 _AT_ONCE: Final = 1e15
 NOISE: Final = 0.05

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from simulator.model.machine import Machine
-from simulator.model.rates import Shape
+from simulator.model.machine_and_request import Machine
+from simulator.model.machine_and_request import Shape
 
 Disk = Literal["fast", "slow"]
 Fault = Literal["slow-replica", "dies-and-returns"]

@@ -12,7 +12,7 @@ from bench.proof.case import Fault
 from bench.proof.figures import Window
 from bench.record import Record
 from bench.workloads.session import Session
-from simulator.model.machine import Machine
+from simulator.model.machine_and_request import Machine
 
 
 class OfferedLoad(Protocol):

@@ -16,7 +16,7 @@ from bench.workloads.pacing import Pacer, Window
 from bench.workloads.resources import DECODE_SLOTS, KV_MEMORY, Usage, measure
 from bench.workloads.session import Session, stretched
 from bench.workloads.trace import read_trace, rotated
-from simulator.model.machine import Machine
+from simulator.model.machine_and_request import Machine
 
 GENERATED: Final[Mapping[str, Callable[[int], Iterator[Session]]]] = {
     "conversation": chats,

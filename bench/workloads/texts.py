@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Final
 
 from bench.workloads.session import Span
-from simulator.api.vocabulary import NUM_WORDS, text_of
+from simulator.openai_prompts import NUM_WORDS, text_of
 
 KEPT_SPANS: Final = 20_000
 """Spans whose bytes are kept in each form; the least recently used ones are dropped."""

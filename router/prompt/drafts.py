@@ -23,8 +23,8 @@ from router.prompt.chat_messages import conversation as converse
 from router.prompt.chat_template import ChatTemplate, Message, TemplateRefusedError, compiled
 from router.prompt.inputs import Body, ChatInput, PromptInput, TextInput, Truncation, read_input
 from router.prompt.prompt import Prompt
-from router.prompt.prompt_reader import Trust
 from router.prompt.token_cache import CutText, Encoder, Memo, Piece
+from router.prompt.token_trust import Trust
 from router.prompt.tokenizer_files import Loaded
 from warmroute_common.api_errors import BadRequestError
 

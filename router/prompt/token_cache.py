@@ -421,7 +421,7 @@ class Memo:
 
 # TODO of router.prompt.token_cache: Text to tokens, with the tokens of what has been seen before taken from the memo.
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("warmroute.prompt")
 
 _PROBES: Final = ("a", "Hello, world", " x\n", "é 12")
 

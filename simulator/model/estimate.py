@@ -7,8 +7,7 @@ but how long the requests that run now will go on decoding beside it.
 import math
 from dataclasses import dataclass
 
-from simulator.model.rates import Rates
-from simulator.model.request import SimRequest
+from simulator.model.machine_and_request import Rates, SimRequest
 from simulator.model.scheduler import ReplicaModel
 
 

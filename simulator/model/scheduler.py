@@ -1,27 +1,285 @@
-"""One replica's scheduler: continuous batching with chunked prefill, as vLLM's. Pure.
+"""Copies of KV between a GPU and its CPU RAM, and when each has come. Pure."""
 
-Time is told to it, in model seconds, and never goes back. What can be worked
-out is not waited for: `advance` ends all steps that were over by then, at
-their own times, and steps that only decode are taken together until something
-happens in them.
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-As in vLLM (`scheduler_reserve_full_isl`), a request is admitted when blocks for
-all of its prompt can be had; where running ones find none for their answers, the
-one admitted last is preempted: it gives its blocks back and computes anew what
-was evicted meanwhile.
-"""
+from simulator.model.cache_news import BlockEvent, Found, LowerTiers, News, Totals
+from simulator.model.gpu_blocks import Blocks, GpuCache
+from simulator.model.machine_and_request import CachedTokens, Rates, Shape, SimRequest
 
-from collections import deque
-from collections.abc import Callable, Sequence
 
-from simulator.model.batch import Batch, Step
-from simulator.model.blocks import Blocks
-from simulator.model.copies import Copies
-from simulator.model.foresight import Foresight
-from simulator.model.lower_tiers import Found, LowerTiers
-from simulator.model.news import BlockEvent, News, Totals
-from simulator.model.rates import Rates, Shape
-from simulator.model.request import CachedTokens, SimRequest
+class Copies:
+    """One replica's loads and stores: each way one copy after another, at its own rate."""
+
+    def __init__(self, shape: Shape, rates: Rates, tiers: LowerTiers) -> None:
+        self.loading: list[tuple[float, SimRequest]] = []
+        """Requests whose KV is on its way from CPU RAM, and when it will have come."""
+        self._shape = shape
+        self._rates = rates
+        self._tiers = tiers
+        self._load_free_s = 0.0
+        self._storing: deque[tuple[float, Sequence[bytes]]] = deque()
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether any goes on."""
+        return bool(self.loading or self._storing)
+
+    @property
+    def next_load_s(self) -> float | None:
+        """When the next load will have come."""
+        return min((ready_s for ready_s, _ in self.loading), default=None)
+
+    @property
+    def next_store_s(self) -> float | None:
+        """When the next store will have come."""
+        return self._storing[0][0] if self._storing else None
+
+    def begin_store(self, request: SimRequest, now_s: float) -> None:
+        """Store what has become full of a request's computed tokens."""
+        chunks = self._tiers.begin_store(request)
+        if chunks:
+            begin_s = max(now_s, self._storing[-1][0] if self._storing else now_s)
+            tokens = len(chunks) * self._shape.chunk_tokens
+            self._storing.append((begin_s + tokens / self._rates.store_tokens_per_s, chunks))
+
+    def end_stores(self, now_s: float) -> None:
+        """Make visible what has come to CPU RAM by now."""
+        while self._storing and self._storing[0][0] <= now_s:
+            self._tiers.end_store(self._storing.popleft()[1])
+
+    def begin_load(self, request: SimRequest, tokens: int, now_s: float) -> None:
+        """Load so many tokens that the tiers have found for a request."""
+        self._tiers.begin_load(request)
+        begin_s = max(now_s, self._load_free_s)
+        self._load_free_s = begin_s + tokens / self._rates.load_tokens_per_s
+        self.loading.append((self._load_free_s, request))
+
+    def loaded(self, now_s: float) -> list[SimRequest]:
+        """Return the requests whose KV has come by now; `end_load` must follow for each."""
+        return [each for ready_s, each in self.loading if ready_s <= now_s]
+
+    def end_load(self, request: SimRequest) -> None:
+        """Forget a load that has come, or that nobody wants any more."""
+        self.loading = [each for each in self.loading if each[1] is not request]
+        self._tiers.end_load(request)
+
+    def check(self) -> None:
+        """Raise AssertionError if stores are not in the order of their ends."""
+        assert [at_s for at_s, _ in self._storing] == sorted(at_s for at_s, _ in self._storing)
+
+
+# TODO of simulator.model.scheduler: The requests that run, what each computes in a step, and which of them must give way. Pure.
+
+
+@dataclass(slots=True)
+class Step:
+    """``count`` equal steps that follow each other; only those without prefill are more than one.
+
+    ``prefill`` says how many tokens of which prompt.
+    """
+
+    begin_s: float
+    step_s: float
+    count: int
+    prefill: list[tuple[SimRequest, int]]
+    decoding: list[SimRequest]
+
+    @property
+    def end_s(self) -> float:
+        """When the last of them ends."""
+        return self.begin_s + self.step_s * self.count
+
+
+class Batch:
+    """Running requests in the order of their admission, and the step that is being planned.
+
+    ``noise`` gives the factor on the duration of each step.
+    """
+
+    def __init__(
+        self, shape: Shape, rates: Rates, blocks: Blocks, noise: Callable[[], float]
+    ) -> None:
+        self.running: list[SimRequest] = []
+        self._shape = shape
+        self._rates = rates
+        self._blocks = blocks
+        self._noise = noise
+        self._budget = 0
+        """Tokens that the step can compute still."""
+        self._prefill: list[tuple[SimRequest, int]] = []
+        self._decoding: list[SimRequest] = []
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether the step that is being planned can take one more request."""
+        return self._budget > 0 and len(self.running) < self._shape.max_sequences
+
+    def go_on(self) -> list[SimRequest]:
+        """Begin to plan a step, by what the running requests compute in it.
+
+        Returns the requests that run no more, since there are not blocks for all: the one
+        admitted last comes first. Those hold nothing, and have to begin anew.
+        """
+        self._budget = self._shape.max_batched_tokens
+        self._prefill, self._decoding = [], []
+        preempted: list[SimRequest] = []
+        at = 0
+        while at < len(self.running) and self._budget > 0:
+            request = self.running[at]
+            if request.is_prefilling:
+                self._go_on_prefilling(request, preempted)
+            elif self._find_blocks(request, request.computed + 1, preempted):
+                self._decoding.append(request)
+                self._budget -= 1
+            at += 1
+        return preempted
+
+    def join(self, request: SimRequest) -> None:
+        """Let one more request run, which holds what it has computed or loaded.
+
+        There are blocks for its prompt: nothing is preempted for it.
+        """
+        self.running.append(request)
+        self._go_on_prefilling(request, [])
+
+    def plan(self, now_s: float, copies: Copies) -> Step | None:
+        """Return the planned step; None where there is nothing to compute."""
+        prefill, decoding = self._prefill, self._decoding
+        if not prefill and not decoding:
+            return None
+        context_tokens = sum(each.computed for each in decoding)
+        step_s = self._rates.decode_s(len(decoding), context_tokens)
+        step_s += sum(self._rates.prefill_s(n, each.computed) for each, n in prefill)
+        if copies.are_under_way:
+            step_s *= 1 + self._rates.transfer_slowdown
+        step_s *= self._noise()
+        if prefill:
+            return Step(now_s, step_s, 1, prefill, decoding)
+        count = min(each.steps_to_news() for each in decoding)
+        count = min(count, self._blocks.steps_that_fit(decoding))
+        if (until_s := self._alike_until_s(copies)) is not None:
+            count = min(count, max(1, math.ceil((until_s - now_s) / step_s)))
+        return Step(now_s, step_s, count, prefill, decoding)
+
+    def _alike_until_s(self, copies: Copies) -> float | None:
+        """Return when steps may be others, since a load has come or a store is over."""
+        slows = self._rates.transfer_slowdown > 0
+        ends_s = (copies.next_load_s, copies.next_store_s if slows else None)
+        return min((each for each in ends_s if each is not None), default=None)
+
+    def _go_on_prefilling(self, request: SimRequest, preempted: list[SimRequest]) -> None:
+        """Let a running request compute what the budget allows."""
+        tokens = min(request.prefill_end - request.computed, self._budget)
+        if not self._find_blocks(request, request.computed + tokens, preempted):
+            return
+        # Others may use these blocks from now on: their step comes after this.
+        self._blocks.publish(request, request.computed + tokens)
+        self._prefill.append((request, tokens))
+        self._budget -= tokens
+
+    def _find_blocks(self, request: SimRequest, tokens: int, preempted: list[SimRequest]) -> bool:
+        """Let a request hold blocks for so many tokens; preempt those admitted last for it.
+
+        False: it was the last itself.
+        """
+        while not self._blocks.grow(request, tokens):
+            victim = self.running.pop()
+            self._preempt(victim)
+            preempted.append(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: SimRequest) -> None:
+        request.preemptions += 1
+        self._blocks.release(request)
+        request.computed = 0
+        request.prefill_end = request.prompt_tokens + request.generated
+
+
+# TODO of simulator.model.scheduler: What a request will not have to compute, as far as a replica can know it. Pure.
+
+
+class Foresight:
+    """A replica's tiers, and what the requests that it has will have computed.
+
+    ``keeps_promises``: those requests' prompts are kept track of, block by block; else what
+    is there counts, and nothing is expected of requests.
+    """
+
+    def __init__(
+        self, shape: Shape, cache: GpuCache, tiers: LowerTiers, *, keeps_promises: bool
+    ) -> None:
+        self._shape = shape
+        self._cache = cache
+        self._tiers = tiers
+        self._keeps_promises = keeps_promises
+        self._promised: dict[bytes, int] = {}
+
+    def expect(self, request: SimRequest) -> None:
+        """Note a request that comes now, and what it is thought to have to compute."""
+        if not self._keeps_promises:
+            return
+        request.expected_tokens = request.prompt_tokens - self.known_tokens(request)
+        for key in self._prompt_keys(request):
+            self._promised[key] = self._promised.get(key, 0) + 1
+
+    def forget(self, request: SimRequest) -> None:
+        """Note that a request is over; once, after `expect`."""
+        if not self._keeps_promises:
+            return
+        for key in self._prompt_keys(request):
+            left = self._promised[key] - 1
+            if left:
+                self._promised[key] = left
+            else:
+                del self._promised[key]
+
+    def known_tokens(self, request: SimRequest) -> int:
+        """Return the prompt tokens in any tier, and those that others will have computed."""
+        most = (request.prompt_tokens - 1) // self._shape.block_tokens
+        blocks = 0
+        for key in request.block_keys[:most]:
+            if key not in self._promised and key not in self._cache:
+                break
+            blocks += 1
+        gpu_tokens = blocks * self._shape.block_tokens
+        first = gpu_tokens // self._shape.chunk_tokens
+        end = (first + len(self.lower_tiers_of(request, first))) * self._shape.chunk_tokens
+        # Less than a chunk is not worth a load.
+        known = end if end - gpu_tokens >= self._shape.chunk_tokens else gpu_tokens
+        return min(known, request.prompt_tokens - 1)
+
+    def lower_tiers_of(self, request: SimRequest, first_chunk: int) -> Sequence[str]:
+        """Return the lower tier of each chunk of the prompt from ``first_chunk`` on."""
+        end = request.prompt_tokens // self._shape.chunk_tokens
+        return self._tiers.tiers_of(request.chunk_keys[first_chunk:end])
+
+    def _prompt_keys(self, request: SimRequest) -> Sequence[bytes]:
+        return request.block_keys[: request.prompt_tokens // self._shape.block_tokens]
+
+    def check(self, requests: Iterable[SimRequest]) -> None:
+        """Raise AssertionError if other requests than these are expected to compute something."""
+        expected = requests if self._keeps_promises else ()
+        assert self._promised == Counter(
+            key for each in expected for key in self._prompt_keys(each)
+        )
+
+
+# TODO of simulator.model.scheduler: One replica's scheduler: continuous batching with chunked prefill, as vLLM's. Pure.
+#
+# Time is told to it, in model seconds, and never goes back. What can be worked
+# out is not waited for: `advance` ends all steps that were over by then, at
+# their own times, and steps that only decode are taken together until something
+# happens in them.
+#
+# As in vLLM (`scheduler_reserve_full_isl`), a request is admitted when blocks for
+# all of its prompt can be had; where running ones find none for their answers, the
+# one admitted last is preempted: it gives its blocks back and computes anew what
+# was evicted meanwhile.
 
 
 def _steady() -> float:

@@ -12,7 +12,7 @@ import pytest
 from router.config import ReplicaConfig
 from router.index import Tier
 from router.proxy import parse
-from simulator.api.vocabulary import text_of
+from simulator.openai_prompts import text_of
 from tests.router.conftest import Running, client, run_router
 from tests.router.gateway.conftest import Gateway, gateway
 

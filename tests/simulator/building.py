@@ -3,10 +3,8 @@
 import hashlib
 from collections.abc import Sequence
 
-from simulator.model.lower_tiers import LowerTiers, NoLowerTiers
-from simulator.model.news import News
-from simulator.model.rates import Rates, Shape
-from simulator.model.request import SimRequest
+from simulator.model.cache_news import LowerTiers, News, NoLowerTiers
+from simulator.model.machine_and_request import Rates, Shape, SimRequest
 from simulator.model.scheduler import ReplicaModel
 
 BLOCK = 10

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from simulator.model.gpu_cache import GpuCache
+from simulator.model.gpu_blocks import GpuCache
 from tests.simulator.building import keys
 
 

@@ -17,9 +17,9 @@ from router.index.kv_events import (
     find_shape,
 )
 from router.index.prompt_keys import Tier
-from simulator.api.kv_stream import KvStream, encode_events
-from simulator.api.prompts import Prompts, SimPrompt
-from simulator.model.news import BlockEvent, Cleared, Removed, Stored
+from simulator.kv_stream import KvStream, encode_events
+from simulator.model.cache_news import BlockEvent, Cleared, Removed, Stored
+from simulator.openai_prompts import Prompts, SimPrompt
 from tests.simulator.building import request
 from warmroute_common.keys import HashScheme, key64
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from simulator.model.news import Cleared, Removed, Stored
-from simulator.model.rates import Rates, Shape
+from simulator.model.cache_news import Cleared, Removed, Stored
+from simulator.model.machine_and_request import Rates, Shape
 from tests.simulator.building import keys, model, rates, request, run
 
 

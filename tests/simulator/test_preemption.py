@@ -1,6 +1,6 @@
 """Running requests that find no block: 10 blocks of 10 tokens, steps as in `test_model`."""
 
-from simulator.model.request import SimRequest
+from simulator.model.machine_and_request import SimRequest
 from simulator.model.scheduler import ReplicaModel
 from tests.simulator.building import model, request, run
 

@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from simulator.api import prompts as module
-from simulator.api.prompts import BadPromptError, Prompts, chat_text
-from simulator.api.vocabulary import NUM_WORDS, text_of
+from simulator import openai_prompts as module
+from simulator.openai_prompts import NUM_WORDS, BadPromptError, Prompts, chat_text, text_of
 from warmroute_common.keys import HashScheme, chunk_keys, prompt_extra_keys
 
 SCHEME = HashScheme("sha256")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from simulator.cli import _settings, simulate
-from simulator.model.rates import Rates, Shape
+from simulator.model.machine_and_request import Rates, Shape
 from simulator.settings import Settings
 
 

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from bench.replica.tiers import call, wait_until
-from simulator.api.vocabulary import NUM_WORDS, text_of
+from simulator.openai_prompts import NUM_WORDS, text_of
 
 SIZES = ["--gpu-tokens", "16384", "--cpu-tokens", "8192", "--disk-tokens", "200000"]
 _ENDS_S = 30

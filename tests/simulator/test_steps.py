@@ -1,6 +1,6 @@
 """How long a step takes: contexts that decodes read, copies beside it, noise."""
 
-from simulator.model.lower_tiers import NoLowerTiers
+from simulator.model.cache_news import NoLowerTiers
 from simulator.model.scheduler import ReplicaModel
 from tests.simulator.building import model, rates, request, run, shape
 

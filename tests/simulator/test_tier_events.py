@@ -12,10 +12,9 @@ from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.index.kv_events import BlocksRemoved, BlocksStored, KvEventReader
 from router.index.prompt_keys import Tier
-from simulator.api.kv_stream import encode_events
-from simulator.api.prompts import Prompts
-from simulator.api.tier_events import TierEvents
-from simulator.storage.told_tiers import ToldTiers
+from simulator.engine_tiers import ToldTiers
+from simulator.kv_stream import TierEvents, encode_events
+from simulator.openai_prompts import Prompts
 from tests.simulator.building import CHUNK, model, request, run
 from tests.simulator.test_engine_tiers import Bench
 from warmroute_common.keys import HashScheme, key64

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.prompt.prompt_reader import CHAT_PROBES, TEXT_PROBES, PromptReader
+from router.prompt.prompt_reader import PromptReader
+from router.prompt.token_trust import CHAT_PROBES, TEXT_PROBES
 from router.prompt.tokenizer_files import load_directory
-from simulator.api.prompts import chat_text
-from simulator.api.vocabulary import (
+from simulator.openai_prompts import (
     NUM_WORDS,
+    chat_text,
     make_tokenizer,
     text_of,
     tokens_of,

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from bench.replica.tiers import call, wait_until
-from simulator.api.vocabulary import text_of
+from simulator.openai_prompts import text_of
 from tests.simulator.test_simulated_fleet import Fleet, prompt, routing, simulating
 
 SIZES = ["--gpu-tokens", "65536", "--cpu-tokens", "32768", "--disk-tokens", "0", "--speed", "2"]

@@ -16,8 +16,8 @@ from typing import Final
 from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError
 from bench.discrete.routers.sent import Sent
 from simulator.model.estimate import Estimate, estimate
-from simulator.model.lower_tiers import Found
-from simulator.model.request import SimRequest
+from simulator.model.cache_news import Found
+from simulator.model.machine_and_request import SimRequest
 
 _AHEAD_S: Final = 0.25
 """Work that may lie before a request when it is sent: so that no replica idles."""

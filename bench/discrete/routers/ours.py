@@ -24,7 +24,7 @@ from router.index.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBa
 from router.index.prompt_keys import PromptKeyCache, Tier
 from router.latency.reserved_work import Promised
 from router.staging.stager import Stager
-from simulator.model.machine import Machine
+from simulator.model.machine_and_request import Machine
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.api_errors import NoReplicaError, RateLimitedError
 from warmroute_common.keys import HashScheme

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from bench.discrete.prompts import ModelPrompt
 from bench.record import Record
-from simulator.model.request import SimRequest
+from simulator.model.machine_and_request import SimRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from bench.overhead.fake.telling import (
     model_handlers,
     read_prompts,
 )
-from simulator.api.kv_stream import KvStream
+from simulator.kv_stream import KvStream
 
 HOST: Final = "127.0.0.1"
 

@@ -18,7 +18,7 @@ import xxhash
 from bench.overhead.fake.http import Handler
 from bench.overhead.prompts import MODEL, PATH
 from router.prompt.prompt_reader import PromptReader
-from simulator.api.kv_stream import KvStream
+from simulator.kv_stream import KvStream
 from warmroute_common.api_errors import BadRequestError
 from warmroute_common.keys import HashScheme, key64
 

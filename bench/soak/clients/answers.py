@@ -7,9 +7,9 @@ from enum import StrEnum
 from typing import Any, Final
 
 from bench.soak.settings import BLOCK_TOKENS, CHUNK_TOKENS
-from simulator.api.prompts import Prompts, chat_text
-from simulator.api.vocabulary import text_of
-from simulator.storage.storage import HASH_ALGORITHM
+from simulator.openai_prompts import Prompts, chat_text
+from simulator.openai_prompts import text_of
+from simulator.engine_storage import HASH_ALGORITHM
 from warmroute_common.keys import HashScheme
 
 _DATA: Final = b"data: "

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from simulator.api.vocabulary import NUM_WORDS, text_of
+from simulator.openai_prompts import NUM_WORDS, text_of
 
 _SHARED_PROMPTS: Final = 6
 _SHARED_WORDS: Final = 300

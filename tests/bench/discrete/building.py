@@ -12,8 +12,7 @@ from bench.discrete.routers.sent import Sent
 from bench.record import Record
 from bench.workloads.session import Session, Span, Turn
 from router.index.prompt_keys import Tier
-from simulator.model.machine import Machine
-from simulator.model.rates import Rates, Shape
+from simulator.model.machine_and_request import Machine, Rates, Shape
 
 BLOCK: Final = 10
 CHUNK: Final = 20

@@ -19,8 +19,7 @@ from bench.record import Record
 from bench.workloads.session import Session, Span, Turn, prompt_tokens
 from router.config.settings import AdmissionConfig, SessionConfig
 from router.latency.work import Part
-from simulator.model.machine import Machine
-from simulator.model.rates import Rates
+from simulator.model.machine_and_request import Machine, Rates
 from tests.bench.discrete.building import talk
 
 FLEET: Final = FleetOptions(replicas=8, machine=Machine(cpu_tokens=40_000), noise=0.0)

@@ -25,8 +25,8 @@ from bench.overhead.fake.telling import (
 )
 from bench.overhead.prompts import MODEL, PATH, body
 from router.index.kv_events import BlocksStored, FirstBlocks, KvEvent, KvEventReader, find_shape
-from simulator.api.kv_stream import KvStream
-from simulator.api.vocabulary import WORDS, make_tokenizer
+from simulator.kv_stream import KvStream
+from simulator.openai_prompts import WORDS, make_tokenizer
 from tests.bench.overhead.listening import listening
 from warmroute_common.keys import HashScheme
 

@@ -17,7 +17,7 @@ from bench.proof.pool import run_case
 from bench.record import Record
 from bench.ttft import BenchError
 from bench.workloads.session import Session, Span, Turn
-from simulator.model.machine import Machine
+from simulator.model.machine_and_request import Machine
 
 MOST_LOAD = 1.25
 """The scripted workload cannot be offered at more."""

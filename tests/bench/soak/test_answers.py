@@ -12,8 +12,8 @@ from bench.soak.clients.answers import (
     WrongAnswerError,
     check_whole,
 )
-from simulator.api.answers import DONE, Answer
-from simulator.api.vocabulary import NUM_WORDS, text_of
+from simulator.openai_prompts import NUM_WORDS, text_of
+from simulator.openai_server import DONE, Answer
 
 TOLD = b'data: {"error":{"message":"the replica\'s answer broke off"}}\n\n'
 BODY = {"messages": [{"role": "user", "content": text_of(range(100))}], "max_tokens": 12}

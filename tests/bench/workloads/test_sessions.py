@@ -17,7 +17,7 @@ from bench.workloads.offered import GENERATED
 from bench.workloads.session import Session, Span, Turn, stretched
 from bench.workloads.texts import Texts
 from bench.workloads.trace import read_trace, rotated, scaled
-from simulator.api.vocabulary import tokens_of
+from simulator.openai_prompts import tokens_of
 
 
 def trace_file(directory: Path, *lines: object) -> Path:

@@ -1,6 +1,7 @@
 """How long a simulated replica takes for what it does, and how big it is. Pure."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,3 +111,120 @@ class Shape:
     def blocks(self, tokens: int) -> int:
         """Return how many blocks so many tokens take."""
         return -(-tokens // self.block_tokens)
+
+
+# TODO of simulator.model.machine_and_request: A replica's machine: its speeds, the sizes of its GPU cache and of the tiers below. Pure.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a modelled replica has and how fast it is."""
+
+    shape: Shape = field(default_factory=Shape)
+    rates: Rates = field(default_factory=Rates)
+    cpu_tokens: int = 200_000
+    disk_tokens: int = 4_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("cpu_tokens", "disk_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+
+    @property
+    def cpu_chunks(self) -> int:
+        """Chunks in the CPU tier."""
+        return self.cpu_tokens // self.shape.chunk_tokens
+
+    @property
+    def disk_chunks(self) -> int:
+        """Chunks in the disk tier."""
+        return self.disk_tokens // self.shape.chunk_tokens
+
+
+# TODO of simulator.model.machine_and_request: One request inside the model. Pure.
+
+
+@dataclass(slots=True)
+class CachedTokens:
+    """Where the KV that a request did not compute came from, in tokens."""
+
+    gpu: int = 0
+    cpu: int = 0
+    """Found in CPU RAM, by whomever it was brought there."""
+    disk: int = 0
+    """Read from disk while this request waited for it."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.gpu + self.cpu + self.disk
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SimRequest:
+    """What is asked for, and how far it has come. Times in model seconds."""
+
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    """At least 1; the model gives exactly so many."""
+    block_keys: Sequence[bytes]
+    """Of the full blocks of prompt and output, first to last."""
+    chunk_keys: Sequence[bytes] = ()
+    """Of the full chunks of prompt and output, first to last."""
+    emit_every: int = 0
+    """The caller wants to hear of the first token, then of every so many; 0: of the end only."""
+
+    arrived_s: float = 0.0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    expected_tokens: int = 0
+    """Prompt tokens that it was thought to have to compute when it arrived."""
+
+    prefill_end: int = 0
+    """Tokens to compute before the next one is given: the prompt's; after a preemption
+    those given before it, too."""
+    preemptions: int = 0
+    computed: int = 0
+    """Tokens, from the first on, whose KV is on the GPU."""
+    generated: int = 0
+    held: list[bytes] = field(default_factory=list)
+    """Keys of the blocks it holds, in prompt order."""
+    unkeyed: int = 0
+    """Blocks it holds that have no key (yet)."""
+    num_blocks: int = 0
+    """Blocks it holds."""
+    published: int = 0
+    """Of its full blocks those that were given their keys."""
+    stored_chunks: int = 0
+    """Chunks that were offered to the tiers below the GPU."""
+    is_looked_up: bool = False
+    """Whether the tiers below the GPU were asked for it since it began to wait."""
+    is_over: bool = False
+    """Finished or cancelled."""
+
+    def __post_init__(self) -> None:
+        self.prefill_end = self.prompt_tokens
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens whose KV it will have computed at its end: the last one given is never run."""
+        return self.prompt_tokens + self.output_tokens - 1
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether what comes before its next token is not computed yet."""
+        return self.computed < self.prefill_end
+
+    @property
+    def remaining_prefill(self) -> int:
+        """Prompt tokens to compute: the true number, or before it runs the expected one."""
+        return self.expected_tokens if not self.num_blocks else self.prefill_end - self.computed
+
+    def steps_to_news(self) -> int:
+        """Return after how many decode steps the caller hears of it, its end being one such."""
+        left = self.output_tokens - self.generated
+        if not self.emit_every:
+            return left
+        return min(left, self.emit_every - (self.generated - 1) % self.emit_every)

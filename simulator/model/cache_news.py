@@ -1,9 +1,10 @@
 """What the model asks of the tiers below the GPU."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from simulator.model.request import SimRequest
+from simulator.model.machine_and_request import CachedTokens, SimRequest
 
 
 class Found(NamedTuple):
@@ -74,3 +75,52 @@ class NoLowerTiers:
     def tiers_of(self, chunk_keys: Sequence[bytes]) -> Sequence[str]:
         """Hold nothing."""
         return ()
+
+
+# TODO of simulator.model.cache_news: What the model tells: to the callers, to the followers of its cache, in numbers. Pure.
+
+
+class News(NamedTuple):
+    """A request has given so many tokens by then; all of them if it is over."""
+
+    request: SimRequest
+    generated: int
+    at_s: float
+
+
+class Stored(NamedTuple):
+    """Blocks ``first`` to ``end`` (not included) of a request are in the GPU's cache now."""
+
+    request: SimRequest
+    first: int
+    end: int
+
+
+class Removed(NamedTuple):
+    """Blocks were evicted from the GPU's cache."""
+
+    keys: Sequence[bytes]
+
+
+class Cleared(NamedTuple):
+    """The GPU's cache was emptied."""
+
+
+BlockEvent = Stored | Removed | Cleared
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start, in tokens where nothing else is said."""
+
+    requests: int = 0
+    cancelled: int = 0
+    queries: int = 0
+    """Prompt tokens of all admitted requests."""
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    prefilled: int = 0
+    generated: int = 0
+    preempted: int = 0
+    """Times that a running request had to give its blocks to others."""
+    finished: int = 0
+    """Requests that gave all their tokens."""

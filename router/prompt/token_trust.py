@@ -1,0 +1,169 @@
+"""How far a reader's tokens are those of the replicas, and how a replica is asked about it."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Final
+
+import aiohttp
+
+_log = logging.getLogger("warmroute.prompt")
+
+# Chosen to differ wherever tokenizers and templates are known to: spaces at the ends, digits,
+# contractions, case, scripts without spaces, marks that compose, text that looks like special
+# tokens; and for chats each role and kind of part.
+TEXT_PROBES: Final[Sequence[str]] = (
+    "",
+    " ",
+    "Hello world",
+    " leading and trailing ",
+    "It's 12345 o'clock, DON'T wait: 3.14 + 1e-9!\r\n\r\n\tdef f(x):\n        return x  # ok",
+    "naïve café, cafe\u0301, Ångström, Å, ﬁne, ½, ①, İstanbul, Straße, ΣΊΣΥΦΟΣ",
+    "日本語の文章です。中文句子,没有空格。한국어 문장입니다. ไทย العربية עברית हिन्दी",
+    "👩‍👩‍👧‍👦 🇪🇺 \u200b\u00a0\u3000 … —– “quotes” ▁under ▁▁ Ġ Ċ",  # noqa: RUF001
+    "<s>[INST] not special? [/INST]</s><|im_start|>user\n<|endoftext|> <unk> <mask> x",
+    "a" * 40 + " " * 40 + "\n" * 5 + "=" * 40,
+)
+
+_WEATHER: Final = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather at a place",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["place"],
+        },
+    },
+}
+_CALL: Final = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"place": "Zürich", "days": 2}'},
+}
+
+_USER: Final = {"role": "user", "content": "Hello, who are you?"}
+_ANSWER: Final = {"role": "assistant", "content": "  An answer.\n"}
+
+CHAT_PROBES: Final[Sequence[Mapping[str, Any]]] = (
+    {"messages": [_USER]},
+    {"messages": [_USER], "add_generation_prompt": False},
+    {"messages": [{"role": "system", "content": " Be brief.\n"}, _USER]},
+    {"messages": [_USER, _ANSWER, {"role": "user", "content": "日本語 <s> ok?"}]},
+    {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}],
+            }
+        ]
+    },
+    {"messages": [{"role": "user", "content": ""}]},
+    {"messages": [_USER], "tools": [_WEATHER]},
+    {
+        "messages": [
+            _USER,
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "rain"},
+        ],
+        "tools": [_WEATHER],
+    },
+)
+
+
+class Trust(StrEnum):
+    """How far the tokens of a reader are those of the replicas."""
+
+    EXACT = "exact"
+    """A replica gave equal tokens for all probes, or the files are of a kind that is tested to."""
+    DOUBTFUL = "doubtful"
+    """Probably equal: used, and not called exact."""
+    REFUTED = "refuted"
+    """Every replica that was asked gave other tokens: not used."""
+
+
+class Agreement:
+    """Which replicas gave a reader's tokens for one kind of prompt: text or chat."""
+
+    def __init__(self, by_files: Trust) -> None:
+        """``by_files`` is what counts as long as no replica was asked; REFUTED stays."""
+        self._by_files = by_files
+        self._equal: dict[str, bool] = {}
+
+    @property
+    def trust(self) -> Trust:
+        """How far the tokens equal the replicas', except for replicas that differ (`differs`)."""
+        if self._by_files is Trust.REFUTED or not self._equal:
+            return self._by_files
+        return Trust.EXACT if any(self._equal.values()) else Trust.REFUTED
+
+    def note(self, replica_url: str, equal: bool | None) -> None:
+        """Note what came of a comparison (None: there was nothing to compare)."""
+        if equal is not None:
+            self._equal[replica_url] = equal
+
+    def is_equal(self, replica_url: str) -> bool | None:
+        """Whether this replica gave equal tokens; None where that was not found out."""
+        return self._equal.get(replica_url)
+
+    def forget(self, replica_url: str) -> None:
+        """Forget a replica: it serves something else now."""
+        self._equal.pop(replica_url, None)
+
+    def differs(self, replica_url: str) -> bool:
+        """Whether this replica gave other tokens than the ones that are used."""
+        return self.trust is not Trust.REFUTED and self._equal.get(replica_url) is False
+
+
+async def compare(
+    session: aiohttp.ClientSession,
+    replica_url: str,
+    probes: Sequence[Mapping[str, Any]],
+    ours: Callable[[Mapping[str, Any]], list[int] | None],
+    headers: Mapping[str, str] | None,
+) -> tuple[bool | None, int | None]:
+    """Compare ``ours(probe)`` with the replica's ``POST /tokenize`` of each probe.
+
+    Returns whether all are equal, None where nothing could be compared, and the tokens of the
+    replica's context, if it told them. Probes that we have no tokens for, or that the replica
+    refuses (a template need not take every role), are left out. Raises what aiohttp raises,
+    and ValueError or KeyError when the answer is not one of /tokenize.
+    """
+    url = f"{replica_url.rstrip('/')}/tokenize"
+    # The router's session adds none by itself, and without it vLLM answers 400.
+    typed = {**(headers or {}), "Content-Type": "application/json"}
+    equal: bool | None = None
+    max_model_len: int | None = None
+    for probe in probes:
+        expected = ours(probe)
+        if expected is None:
+            continue
+        async with session.post(url, json=probe, headers=typed) as response:
+            if response.status in (400, 422):
+                continue
+            response.raise_for_status()
+            answer = await response.json()
+        if not isinstance(answer, dict):
+            raise ValueError("the answer is no object")
+        max_model_len = answer.get("max_model_len")
+        equal = answer["tokens"] == expected
+        if not equal:
+            _report(url, probe, expected, answer["tokens"])
+            break
+    return equal, max_model_len
+
+
+def _report(url: str, probe: Mapping[str, Any], ours: list[int], theirs: list[int]) -> None:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    at = next((i for i, (mine, yours) in pairs if mine != yours), min(len(ours), len(theirs)))
+    _log.error(
+        "%s: tokens differ from ours at %d of %d for %.200s; prompts of this kind are matched "
+        "by text there until they agree. Check tokenizer.path, and tokenizer.chat_template if "
+        "the replica runs with --chat-template",
+        url,
+        at,
+        len(theirs),
+        json.dumps(probe, ensure_ascii=False),
+    )

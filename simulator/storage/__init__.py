@@ -1,1 +1,0 @@
-"""What is real in a simulated replica: its cache engine, agent and transfers."""
