@@ -12,12 +12,10 @@ from bench.discrete.engine import ModelEngine
 from bench.discrete.prompts import ModelPrompt
 from cacheengine.record import KeyEventRecord
 from router.index.prompt_keys import Tier, keys64
-from simulator.model.cache_news import LowerTiers
-from simulator.model.machine_and_request import Machine
-from simulator.model.cache_news import Cleared, Removed, Stored
-from simulator.model.machine_and_request import SimRequest
-from simulator.model.scheduler import ReplicaModel
 from simulator.engine_tiers import EngineTiers
+from simulator.model.cache_news import Cleared, LowerTiers, Removed, Stored
+from simulator.model.machine_and_request import Machine, SimRequest
+from simulator.model.scheduler import ReplicaModel
 
 _FIRST_AND_LAST: Final = 10**9
 """An answer's caller hears of its first token, and of so many more: of no other but the last."""

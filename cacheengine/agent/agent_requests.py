@@ -1,5 +1,7 @@
 """Reading requests and writing answers, the same way for every path."""
 
+import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Callable

@@ -10,15 +10,13 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from cacheengine.agent.answers import (
+from cacheengine.agent.agent_requests import (
+    MAX_WAIT_S,
     as_json,
     as_msgpack,
     decode,
     number,
     seconds,
-)
-from cacheengine.agent.async_waits import (
-    MAX_WAIT_S,
     wait_for_news,
     wait_for_promotion,
 )

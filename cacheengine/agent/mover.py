@@ -10,9 +10,8 @@ from typing import Final
 
 import msgspec
 
-from cacheengine.agent.answers import PeerError
-from cacheengine.agent.async_waits import wait_for_event, wait_for_promotion
-from cacheengine.agent.peer import Caller, PeerAgent
+from cacheengine.agent.agent_requests import PeerError, wait_for_event, wait_for_promotion
+from cacheengine.agent.peers import Caller, PeerAgent
 from cacheengine.engine import CacheEngine
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import Fetch

@@ -15,13 +15,11 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import web
 
-from cacheengine.agent.answers import MAX_BODY_BYTES, AgentErrors, agent_bodies
-from cacheengine.agent.async_waits import wake
+from cacheengine.agent.agent_requests import MAX_BODY_BYTES, AgentErrors, agent_bodies, wake
 from cacheengine.agent.guard import Guard
 from cacheengine.agent.handlers import Handlers
 from cacheengine.agent.mover import Mover
-from cacheengine.agent.peer import Caller
-from cacheengine.agent.registration import Registrar
+from cacheengine.agent.peers import Caller, Registrar
 from cacheengine.engine import CacheEngine
 from cacheengine.identity import KvVersions
 from cacheengine.record import TransferMeter

@@ -22,7 +22,7 @@ import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
 
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 
 class _UnclearTemplateError(Exception):

@@ -20,7 +20,7 @@ import aiohttp
 from router.config import TokenizerConfig
 from router.prompt.prompt_reader import PromptReader
 from router.prompt.token_cache import Memo
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 log = logging.getLogger("warmroute.tokenizer")
 

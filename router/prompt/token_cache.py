@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 from tokenizers import Tokenizer
 
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 from warmroute_common.keys import ExtraKeys, HashScheme
 
 CUT_CHARS: Final = 1024

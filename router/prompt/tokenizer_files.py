@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 
-from warmroute_common.config_error import ConfigError
+from warmroute_common.config_reader import ConfigError
 
 Json = dict[str, Any]
 

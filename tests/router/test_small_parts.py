@@ -9,7 +9,7 @@ import pytest
 
 from router.app import ticking
 from router.fleet import Fleet
-from router.prompt.readers import local_model
+from router.prompt.prompt_source import local_model
 from router.proxy.lifecycle import ResponseOwners
 from router.proxy.parsed_request import parse
 

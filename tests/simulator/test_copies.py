@@ -9,10 +9,10 @@ from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
-from simulator.model.rates import Rates
+from simulator.engine_storage import MemoryDisk, threads_for_memory
+from simulator.engine_tiers import EngineTiers
+from simulator.model.machine_and_request import Rates
 from simulator.model.scheduler import ReplicaModel
-from simulator.storage.engine_tiers import EngineTiers
-from simulator.storage.memory_disk import MemoryDisk, threads_for_memory
 from tests.simulator.building import BLOCK, CHUNK, keys, model, rates, request, run
 
 

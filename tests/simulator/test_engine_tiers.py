@@ -9,12 +9,11 @@ from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
+from simulator.engine_storage import MemoryDisk, PacedTier, Pacer, threads_for_memory
+from simulator.engine_tiers import EngineTiers
+from simulator.model.cache_news import Found
 from simulator.model.estimate import estimate
-from simulator.model.lower_tiers import Found
 from simulator.model.scheduler import ReplicaModel
-from simulator.storage.engine_tiers import EngineTiers
-from simulator.storage.memory_disk import MemoryDisk, threads_for_memory
-from simulator.storage.pacing import PacedTier, Pacer
 from tests.simulator.building import BLOCK, CHUNK, keys, model, request, run
 
 CHUNK_BYTES = 64

@@ -6,8 +6,7 @@ from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
-from simulator.storage.memory_disk import MemoryDisk, threads_for_memory
-from simulator.storage.pacing import PacedEngine, Pacer
+from simulator.engine_storage import MemoryDisk, PacedEngine, Pacer, threads_for_memory
 
 CHUNK_BYTES: Final = 50
 

@@ -15,8 +15,8 @@ from typing import Final
 
 from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError
 from bench.discrete.routers.sent import Sent
-from simulator.model.estimate import Estimate, estimate
 from simulator.model.cache_news import Found
+from simulator.model.estimate import Estimate, estimate
 from simulator.model.machine_and_request import SimRequest
 
 _AHEAD_S: Final = 0.25

@@ -7,9 +7,8 @@ from enum import StrEnum
 from typing import Any, Final
 
 from bench.soak.settings import BLOCK_TOKENS, CHUNK_TOKENS
-from simulator.openai_prompts import Prompts, chat_text
-from simulator.openai_prompts import text_of
 from simulator.engine_storage import HASH_ALGORITHM
+from simulator.openai_prompts import Prompts, chat_text, text_of
 from warmroute_common.keys import HashScheme
 
 _DATA: Final = b"data: "

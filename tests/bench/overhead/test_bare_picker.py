@@ -9,7 +9,7 @@ import pytest
 from bench.overhead.__main__ import main
 from bench.overhead.contenders import BARE_PICKER, PICKER_TEXT
 from router.gateway.envoy_config import envoy_program
-from simulator.api.vocabulary import make_tokenizer
+from simulator.openai_prompts import make_tokenizer
 from tests.servers import missing
 
 

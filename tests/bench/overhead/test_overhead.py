@@ -32,7 +32,7 @@ from bench.overhead.contenders import (
 )
 from router.config.loading import load_router_config
 from router.launch.processes import ProcessGroup
-from simulator.api.vocabulary import make_tokenizer
+from simulator.openai_prompts import make_tokenizer
 
 REPLICAS = ("http://127.0.0.1:8001", "http://127.0.0.1:8002")
 KNOWN = contenders(PeersPython(Path("python")))

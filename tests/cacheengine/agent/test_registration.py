@@ -14,8 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from cacheengine.agent import Agent
-from cacheengine.agent.peer import Caller
-from cacheengine.agent.registration import Registrar
+from cacheengine.agent.peers import Caller, Registrar
 from cacheengine.settings.engine_config import EngineConfig
 from tests.cacheengine.building import wait_until
 from tests.cacheengine.conftest import MakeBench

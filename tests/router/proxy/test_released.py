@@ -14,7 +14,7 @@ import pytest
 
 from router.config.settings import ReplicaConfig
 from router.prompt.prompt import Prompt
-from router.prompt.reader import PromptReader
+from router.prompt.prompt_reader import PromptReader
 from router.proxy.parsed_request import ParsedRequest, parse
 from tests.router.conftest import Fleet
 from tests.router.scripted import chat_events, cut_before_headers, stream
