@@ -1,3 +1,3 @@
-"""Stock vLLM replicas with stock LMCache servers, and our engine beside them, as processes of this
-machine: for tests and the demo of the real thing.
+"""Replicas with stock LMCache servers, and with our engine for comparison, as processes of this
+machine: for tests and the demo.
 """

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from router.fleet import Fleet
 from router.index import LmcacheKeys, Tier, lmcache_key64
-from router.lmcache.coordinator_protocol import EventBatch, ObjectKey, ServerRegistration
+from router.lmcache.coordinator_protocol import ObjectKey, ServerEventBatch, ServerRegistration
 from router.lmcache.key_directory import KeyDirectory, TierChange, owner_of
 from warmroute_common.addresses import join_host_port
 from warmroute_common.api_errors import OverloadedError
@@ -143,7 +143,7 @@ class EventStreams:
     def __init__(self) -> None:
         self._cursors: dict[str, _Cursor] = {}
 
-    def take(self, batch: EventBatch) -> BatchOrder:
+    def take(self, batch: ServerEventBatch) -> BatchOrder:
         """Return where a batch stands, and advance its stream."""
         cursor = self._cursors.get(batch.instance_id)
         restarted = cursor is not None and batch.incarnation > cursor.incarnation
@@ -233,7 +233,7 @@ class ReplicaServers:
             if owners := touched & self._owners(server):
                 self._index(name, (each for each in changes if each.owner in owners))
 
-    def learn_models(self, batch: EventBatch) -> None:
+    def learn_models(self, batch: ServerEventBatch) -> None:
         """Learn a server's models, and their KV bytes per token, from stored keys."""
         if batch.event_type != "store":
             return
@@ -366,7 +366,7 @@ class Coordinator:
         self.counts["servers_lost"] += 1
         self.replica_servers.apply(self.directory.events_missed(instance_id))
 
-    def apply(self, batches: list[EventBatch], now_s: float = 0.0) -> dict[str, int]:
+    def apply(self, batches: list[ServerEventBatch], now_s: float = 0.0) -> dict[str, int]:
         """Apply batches in their order; return how many had which status."""
         found: Counter[str] = Counter({each.value: 0 for each in BatchStatus})
         for batch in batches:
@@ -396,7 +396,7 @@ class Coordinator:
         """Return when events of a server were last missed; minus infinity if never."""
         return self._missed_s.get(instance_id, -inf)
 
-    def _apply(self, batch: EventBatch, now_s: float) -> str:
+    def _apply(self, batch: ServerEventBatch, now_s: float) -> str:
         known = self.servers.get(batch.instance_id) is not None
         if not known and batch.instance_id not in self._expected:
             return "unknown"

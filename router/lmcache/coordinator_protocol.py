@@ -125,7 +125,7 @@ class ServerRegistration(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("ip must be an address or a host's name")
 
 
-class EventEntry(msgspec.Struct, frozen=True, kw_only=True):
+class ServerEventEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A change of one key."""
 
     key: EncodedKey
@@ -134,7 +134,7 @@ class EventEntry(msgspec.Struct, frozen=True, kw_only=True):
     token_offset: Annotated[int, Meta(ge=UNKNOWN_OFFSET)] = UNKNOWN_OFFSET
 
 
-class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
+class ServerEventBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Changes of one kind at one server; ``seq`` counts from 1 in each ``incarnation``."""
 
     instance_id: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
@@ -143,7 +143,7 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
     event_type: Literal["store", "delete", "access", "config"]
     tier: LmcacheTier
     backend: _Name
-    entries: list[EventEntry] = []
+    entries: list[ServerEventEntry] = []
     shared: bool = False
     """Whether all servers with this backend reach the same chunks in it."""
     ts: Annotated[float, Meta(ge=0)] = 0.0
@@ -158,7 +158,7 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
 class EventsCall(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /events``: the whole call is refused if any part of it is malformed."""
 
-    batches: list[EventBatch] = []
+    batches: list[ServerEventBatch] = []
 
 
 class ServerPrefetchCall(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from router.index import Tier
-from router.lmcache.coordinator_protocol import EventBatch, EventEntry, LmcacheTier, ObjectKey
+from router.lmcache.coordinator_protocol import (
+    LmcacheTier,
+    ObjectKey,
+    ServerEventBatch,
+    ServerEventEntry,
+)
 
 _MAX_TOKEN_BYTES: Final = 256 << 20
 _TOKEN_BYTES: Final = 4
@@ -39,7 +44,7 @@ class KeyLocation(NamedTuple):
         return self.owner.startswith(_SHARED)
 
 
-def owner_of(batch: EventBatch) -> str:
+def owner_of(batch: ServerEventBatch) -> str:
     """Return the owner of a batch's keys: its server, or its backend if that is shared."""
     return _SHARED + batch.backend if batch.shared else batch.instance_id
 
@@ -120,7 +125,7 @@ class KeyDirectory:
         for key in self._of_owner.get(owner, ()):
             yield key, self._records[key].tiers(owner)
 
-    def apply(self, batch: EventBatch) -> list[TierChange]:
+    def apply(self, batch: ServerEventBatch) -> list[TierChange]:
         """Apply a batch, which must be in order; return its changes."""
         changes: list[TierChange] = []
         location = KeyLocation(owner_of(batch), batch.tier, batch.backend)
@@ -182,8 +187,8 @@ class KeyDirectory:
 
     def _apply(
         self,
-        batch: EventBatch,
-        entry: EventEntry,
+        batch: ServerEventBatch,
+        entry: ServerEventEntry,
         location: KeyLocation,
         changes: list[TierChange],
     ) -> None:
@@ -218,7 +223,7 @@ class KeyDirectory:
         record = self._records[key] = KeyRecord()
         return record
 
-    def _keep_tokens(self, key: ObjectKey, entry: EventEntry) -> None:
+    def _keep_tokens(self, key: ObjectKey, entry: ServerEventEntry) -> None:
         chunk, nbytes = self._chunks[key.chunk_hash], len(entry.token_ids) * _TOKEN_BYTES
         if nbytes and not chunk.tokens and self._token_bytes + nbytes <= _MAX_TOKEN_BYTES:
             chunk.tokens = array("I", entry.token_ids).tobytes()

@@ -18,7 +18,7 @@ from bench.replica.model import make_model
 from bench.replica.tiers import call, wait_until
 from cacheengine.launch.launch import free_ports
 from router.launch.processes import ProcessGroup
-from tests.lmcache.asking import MODEL
+from tests.lmcache.helpers import MODEL
 
 SECRET = "s3cret"
 
@@ -34,7 +34,7 @@ class Stage:
     start_router: Callable[[], None]
 
     def restart_router(self) -> None:
-        """Have the router killed, and started anew."""
+        """Kill the router and start it again."""
         self.group.stop("router", kill=True)
         self.start_router()
 
@@ -57,7 +57,7 @@ class Stage:
         return [{(at["instance_id"], at["tier"]) for at in each["placements"]} for each in results]
 
     def wait_known(self, body: dict[str, Any], tier: str, tokens: int) -> None:
-        """Wait until the router knows so many tokens of a prompt in a tier, and the tier alone."""
+        """Wait until the router knows ``tokens`` of a prompt in one tier, and in no other."""
 
         def is_known() -> bool:
             matched = self.explain(body)["matched_tokens"]

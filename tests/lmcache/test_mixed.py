@@ -25,7 +25,7 @@ from bench.replica.model import make_model
 from bench.replica.tiers import Vllm, call, wait_until
 from cacheengine.launch.launch import free_ports
 from router.launch.processes import ProcessGroup
-from tests.lmcache.asking import MODEL, ask, chat, next_turn
+from tests.lmcache.helpers import MODEL, ask, chat, next_turn
 
 pytestmark = [pytest.mark.vllm, pytest.mark.lmcache, pytest.mark.timeout(600)]
 

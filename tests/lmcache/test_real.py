@@ -8,8 +8,8 @@ import pytest
 
 from bench.lmcache.replica import CHUNK_TOKENS, LmcacheReplica
 from bench.replica.tiers import wait_until
-from tests.lmcache.asking import TOKENS, ask, chat, next_turn, prompt
 from tests.lmcache.conftest import Stage
+from tests.lmcache.helpers import TOKENS, ask, chat, next_turn, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.lmcache, pytest.mark.timeout(600)]
 
@@ -115,7 +115,9 @@ def test_a_server_that_is_killed_costs_a_cold_answer_elsewhere(stage: Stage) -> 
     elsewhere = ask(stage.router_url, body)
     assert elsewhere.replica != cold.replica
     assert elsewhere.seconds < 2 * cold.seconds + 2, "vLLM itself hangs for 20 seconds there"
-    time.sleep(22)  # so long vLLM takes to see it; back before that, its LMCache is lost to it
+    time.sleep(
+        22
+    )  # until vLLM notices; if the server is back before that, vLLM does not use it again
     holder.start_server()
     holder.wait_noticed()
     on_disk = {

@@ -1,4 +1,4 @@
-"""The router's coordinator beside the stock one: the same calls, the same answers."""
+"""The router's coordinator compared with LMCache's: the same calls, the same answers."""
 
 from collections.abc import AsyncIterator, Iterator
 from typing import Any

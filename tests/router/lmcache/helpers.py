@@ -23,7 +23,12 @@ from router.fleet.fleet import Fleet
 from router.index.lmcache_keys import lmcache_chain
 from router.lmcache.controller import Controller
 from router.lmcache.coordinator import Coordinator, LiveServer
-from router.lmcache.coordinator_protocol import EventBatch, ObjectKey, ServerRegistration, kv_rank
+from router.lmcache.coordinator_protocol import (
+    ObjectKey,
+    ServerEventBatch,
+    ServerRegistration,
+    kv_rank,
+)
 from router.lmcache.instance_registry import ConfiguredInstance
 from router.proxy.upstream import client_session
 from tests.router.agent_server import AgentServer, serving
@@ -33,14 +38,14 @@ from warmroute_common.fleet_secret import FleetSecret
 TRANSCRIPT = Path(__file__).with_name("transcript.jsonl")
 """lmcache 0.5.6 with L1 and a disk: a prompt stored and used, L1 cleared, then prefetched.
 
-Of each batch the entries of the prompt's first two chunks are left.
+Each batch is cut to the entries of the prompt's first two chunks.
 """
 MODEL = "models/small"
 CHUNK = 256
 
 
 def transcript_tokens() -> list[int]:
-    """Return the prompt that the transcript tells of."""
+    """Return the transcript's prompt."""
     random = Random(1)
     return [random.randrange(10, 4000) for _ in range(2000)]
 
@@ -49,10 +54,10 @@ def transcript() -> list[dict[str, Any]]:
     return [json.loads(line) for line in TRANSCRIPT.read_text().splitlines()]
 
 
-def transcript_batches() -> list[EventBatch]:
+def transcript_batches() -> list[ServerEventBatch]:
     """Return the transcript's batches, in their order."""
     return [
-        msgspec.convert(batch, EventBatch)
+        msgspec.convert(batch, ServerEventBatch)
         for each in transcript()
         if each["path"] == "/events"
         for batch in each["body"]["batches"]
@@ -75,7 +80,7 @@ def batch(
     tier: str = "l1",
     keys: Sequence[ObjectKey] = (),
     **changes: Any,
-) -> EventBatch:
+) -> ServerEventBatch:
     """Return a batch of the server ``mp0``."""
     values: dict[str, Any] = {
         "instance_id": "mp0",
@@ -89,7 +94,7 @@ def batch(
             for each in keys
         ],
     }
-    return msgspec.convert(values | changes, EventBatch)
+    return msgspec.convert(values | changes, ServerEventBatch)
 
 
 def make_fleet(count: int = 2, **changes: Any) -> Fleet:
@@ -116,7 +121,7 @@ def register(
 
 
 def coordinator_of(fleet: Fleet | None = None, **names: str) -> Coordinator:
-    """Return a coordinator whose servers are registered and tied: replica=server, ..."""
+    """Return a coordinator whose servers are registered and assigned: replica=server, ..."""
     coordinator = Coordinator(fleet or make_fleet())
     for replica, server in (names or {"r0": "mp0"}).items():
         register(coordinator, server)
@@ -135,13 +140,13 @@ class FakeServer:
     found: int | None = None
     """Chunks that a prefetch finds; None: all."""
     refusal: int | None = None
-    """What a prefetch is answered with instead."""
+    """Error status of a prefetch."""
     gate: asyncio.Event | None = None
-    """Until when a prefetch is pending."""
+    """A prefetch is pending until this is set."""
     registered: bool = True
-    """Whether its vLLM has told it of its model."""
+    """Whether its vLLM has registered its model."""
     busy: asyncio.Event | None = None
-    """Until when it does not answer whether it is well."""
+    """Health checks are not answered until this is set."""
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
     polled: int = 0
@@ -221,7 +226,7 @@ class FakeWorker:
     peer_init_url: str | None = None
     ip: str = "127.0.0.1"
     answers: dict[str, dict[str, Any] | None] = field(default_factory=dict)
-    """By the type of a call; None: none comes."""
+    """By the type of a call; None: no answer."""
     called: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     heartbeat_url: str = ""
@@ -248,7 +253,7 @@ class FakeWorker:
     async def tell(
         self, op_type: str, keys: Sequence[int], location: str = CPU, *, skipped: int = 0
     ) -> None:
-        """Tell of chunks as its next operations, after ``skipped`` that are not sent."""
+        """Push chunks as the next operations, after ``skipped`` that are not sent."""
         start = self.numbers.get(location, 0) + skipped
         self.numbers[location] = start + len(keys)
         operations = [
@@ -326,7 +331,7 @@ class FakeAgent(AgentServer):
         self.asked: list[tuple[str, msgspec.Struct]] = []
         self.moves: dict[str, wire.MoveStatus] = {}
         self.refusal: tuple[int, str] | None = None
-        """What calls that change something are answered with, if set."""
+        """Status and message with which changing calls are refused, if set."""
         self.silent = False
         """Whether calls are not answered until the test ends."""
         self.arrived = asyncio.Semaphore(0)
@@ -409,7 +414,7 @@ class FakeAgent(AgentServer):
         return _json(status)
 
     def end_moves(self, state: Any, *, arrived: int = 3, error: str = "") -> None:
-        """Have every move be over."""
+        """End every move."""
         for event_id, status in self.moves.items():
             self.moves[event_id] = msgspec.structs.replace(
                 status, state=state, arrived_chunks=arrived, moved_bytes=30, error=error
@@ -434,7 +439,7 @@ TOKENS = list(range(5 * CHUNK_TOKENS + 7))
 
 @dataclass
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test sets."""
 
     now_s: float = 1000.0
 
@@ -444,7 +449,7 @@ class Clock:
 
 @dataclass(kw_only=True)
 class Controlled:
-    """A controller that runs, and who is in its configuration."""
+    """A running controller, and the instances of its configuration."""
 
     url: str
     monitor_url: str
@@ -485,7 +490,7 @@ async def controlled(
     access: Access | None = None,
     fleet_secret: FleetSecret | None = None,
 ) -> AsyncIterator[Controlled]:
-    """Run a controller that knows nobody; its event loop must never block."""
+    """Run a controller without instances; its event loop must never block."""
     clock, configured = Clock(), list[ConfiguredInstance]()
     with blockbuster_ctx("router"):
         async with client_session() as session, client_session() as client:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("urls")
 # --- lookup
 
 
-async def test_lookup_tells_who_holds_what_in_both_of_lmcaches_shapes(
+async def test_lookup_answers_in_both_of_lmcaches_shapes(
     control: Controlled, one: FakeAgent
 ) -> None:
     one.hold(cpu=range(3))
@@ -77,7 +77,7 @@ async def test_lookup_of_nothing_asks_nobody(control: Controlled, one: FakeAgent
     assert one.asked == []
 
 
-async def test_lookup_goes_on_without_an_instance_that_fails(
+async def test_lookup_ignores_an_instance_that_fails(
     control: Controlled, one: FakeAgent, two: FakeAgent
 ) -> None:
     one.failure = 500
@@ -215,7 +215,7 @@ async def test_an_agent_that_is_gone_is_named(control: Controlled) -> None:
     assert answer["error"]["message"].startswith("gone: http://127.0.0.1:")
 
 
-async def test_something_that_is_no_agent(control: Controlled) -> None:
+async def test_a_server_that_is_not_an_agent(control: Controlled) -> None:
     from aiohttp import web
 
     async def hello(request: web.Request) -> web.Response:
@@ -297,7 +297,7 @@ PIN: dict[str, object] = {"tokens": [1], "instance_id": "one", "location": CPU}
         ("/check_finish", {"event_id": 1}, "Expected `str`, got `int` - at `$.event_id`"),
     ],
 )
-async def test_bad_requests_are_told_what_to_change(
+async def test_bad_requests_are_refused_with_a_fix(
     control: Controlled,
     *,
     one: FakeAgent,
@@ -339,7 +339,7 @@ async def test_an_agent_that_registers_at_the_wrong_port_is_told_the_right_one(
     assert "controller.monitor_port" in answer["error"]["message"]
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+async def test_a_body_that_never_arrives_times_out() -> None:
     """Or 128 such clients would keep all others out."""
     async with controlled(body_s=0.05) as control:
         url = urlsplit(control.url)

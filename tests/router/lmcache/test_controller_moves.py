@@ -84,7 +84,7 @@ async def test_check_finish_follows_a_move(control: Controlled, two: FakeAgent) 
     assert await control.ok("/check_finish", event) == done
 
 
-async def test_check_finish_tells_what_arrived_of_a_move_that_failed(
+async def test_check_finish_reports_what_arrived_of_a_move_that_failed(
     control: Controlled, two: FakeAgent
 ) -> None:
     event = {"event_id": (await control.ok("/move", move()))["event_id"]}
@@ -94,7 +94,7 @@ async def test_check_finish_tells_what_arrived_of_a_move_that_failed(
     assert answer["error"] == "one has gone"
 
 
-async def test_check_finish_of_a_move_whose_agent_started_anew(
+async def test_check_finish_of_a_move_whose_agent_restarted(
     control: Controlled, two: FakeAgent
 ) -> None:
     event = {"event_id": (await control.ok("/move", move()))["event_id"]}

@@ -49,7 +49,7 @@ def test_a_real_servers_events_lead_its_prompt_to_its_replica() -> None:
     assert fleet.replicas["r0"].kv_bytes_per_token == 8192
 
 
-def test_tiers_are_told_apart_and_slow_chunks_are_to_be_prefetched() -> None:
+def test_tiers_are_distinguished_and_slow_chunks_are_prefetched() -> None:
     fleet, coordinator = two_tied()
     coordinator.apply([batch(1, keys=[key(0)]), batch(2, tier="l2", keys=[key(0), key(1), key(2)])])
     assert matched(fleet) == {"r0": {"cpu": 256, "disk": 512}, "r1": {}}
@@ -59,7 +59,7 @@ def test_tiers_are_told_apart_and_slow_chunks_are_to_be_prefetched() -> None:
     assert matched(fleet)["r0"] == {"cpu": 256}
 
 
-def test_what_vllm_tells_of_its_gpu_goes_before_lmcaches_chunks() -> None:
+def test_gpu_blocks_come_before_lmcaches_chunks() -> None:
     fleet, coordinator = two_tied()
     prompt = tokens(4 * CHUNK)
     first = FirstBlocks(blocks(prompt)[:24], list(range(384)), 16)
@@ -99,7 +99,7 @@ def test_a_shared_backend_counts_for_every_replica_whose_server_reaches_it() -> 
     assert matched(fleet) == {"r0": {}, "r1": {}, "r2": {}}
 
 
-def test_salts_models_ranks_and_groups_are_told_apart() -> None:
+def test_salts_models_ranks_and_groups_are_distinguished() -> None:
     fleet, coordinator = two_tied()
     fleet.set_models("r0", {}, ["models/small"])
     coordinator.apply(
@@ -124,7 +124,7 @@ def test_a_model_that_a_replica_turns_out_to_have_counts_from_then_on() -> None:
     assert matched(fleet)["r0"] == {"cpu": 256}
 
 
-def test_duplicates_and_late_comers_change_nothing() -> None:
+def test_duplicate_and_stale_batches_change_nothing() -> None:
     fleet, coordinator = two_tied()
     coordinator.apply([batch(1, keys=[key(0)])])
     late = [batch(1, keys=[key(1)]), batch(7, keys=[key(1)], incarnation=99)]
@@ -133,7 +133,7 @@ def test_duplicates_and_late_comers_change_nothing() -> None:
     assert coordinator.counts == {"applied": 1, "duplicates": 1, "stale": 1}
 
 
-def test_a_server_that_starts_anew_has_an_empty_l1_and_its_l2() -> None:
+def test_a_restarted_server_has_an_empty_l1_and_its_l2() -> None:
     fleet, coordinator = two_tied()
     coordinator.apply([batch(1, keys=[key(0)]), batch(2, tier="l2", keys=[key(0)])])
     coordinator.apply([batch(1, "config", incarnation=101)])
@@ -152,7 +152,7 @@ def test_after_a_gap_l1_is_uncertain_until_an_event_or_an_answer_says_more() -> 
     assert matched(fleet)["r0"] == {"cpu": 256}
 
 
-def test_events_of_a_server_that_nobody_knows_change_nothing() -> None:
+def test_events_of_an_unknown_server_change_nothing() -> None:
     fleet, coordinator = two_tied()
     stray = batch(1, keys=[key(0)], instance_id="stranger")
     assert coordinator.apply([stray]) == {"applied": 0, "duplicates": 0, "stale": 0}
@@ -199,7 +199,7 @@ def test_the_number_of_servers_is_limited() -> None:
     assert "mp1" in servers.silent(31.0)
 
 
-def test_a_replica_that_leaves_is_untied_and_one_that_comes_is_told_all() -> None:
+def test_a_replica_that_leaves_loses_its_server_and_one_that_joins_is_indexed() -> None:
     fleet, coordinator = two_tied()
     coordinator.apply([batch(1, keys=[key(0)])])
     config = fleet.replicas["r0"].config
@@ -275,7 +275,7 @@ def test_one_decision_over_our_engine_lmcache_and_neither() -> None:
     assert best()[0] == "r2"
 
 
-def test_names_that_servers_make_up_take_no_more_than_their_room() -> None:
+def test_names_that_servers_invent_are_bounded() -> None:
     fleet, coordinator = two_tied()
     for seq in range(1, 200):
         shared: dict[str, Any] = {"backend": f"b{seq}", "shared": True}
@@ -285,7 +285,7 @@ def test_names_that_servers_make_up_take_no_more_than_their_room() -> None:
     assert len(coordinator.replica_servers._mounts) == 64
 
 
-def test_of_servers_that_have_left_nothing_is_kept_but_l2() -> None:
+def test_only_l2_of_servers_that_have_left_is_kept() -> None:
     _, coordinator = two_tied()
     shared: dict[str, Any] = {"backend": "s3", "shared": True}
     for number in range(3):

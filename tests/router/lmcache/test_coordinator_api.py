@@ -179,7 +179,7 @@ async def test_one_server_too_many_is_refused_and_the_others_go_on(
     assert (await caller.call("POST", "/instances", more))[0] == 200, "there is room again"
 
 
-async def test_half_a_body_holds_up_nobody(client: aiohttp.ClientSession) -> None:
+async def test_half_a_body_delays_no_other_call(client: aiohttp.ClientSession) -> None:
     async with AsyncExitStack() as stack:
         caller = await calling(stack, client, body_s=0.2)
         await replay(caller)

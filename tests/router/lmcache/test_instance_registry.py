@@ -1,4 +1,4 @@
-"""Who is known to the controller: pure state, times passed in."""
+"""The instances that the controller knows: pure state, times passed in."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def ids(registry: InstanceRegistry) -> list[str]:
     return [each.id for each in registry.instances()]
 
 
-def test_who_registers_is_known_until_it_leaves() -> None:
+def test_a_registered_instance_is_known_until_it_leaves() -> None:
     registry = InstanceRegistry(list)
     assert registry.register(registration("a"), 0.0) is None
     assert ids(registry) == ["a"]

@@ -60,7 +60,7 @@ def test_every_backend_has_a_tier(backend: str, shared: bool, tier: Tier) -> Non
     assert tiers(directory, owner_of(told)) == {key(0): {tier}}
 
 
-def test_of_two_backends_of_one_tier_the_second_is_still_there() -> None:
+def test_a_key_stays_in_the_second_of_two_backends_of_one_tier() -> None:
     directory = KeyDirectory(100)
     for seq, backend in enumerate(("fs", "dax"), 1):
         directory.apply(batch(seq, tier="l2", keys=[key(0)], backend=backend))

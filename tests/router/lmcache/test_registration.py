@@ -50,7 +50,7 @@ async def test_register_heartbeat_deregister(control: Controlled) -> None:
     assert (await control.tell("/deregister", BEAT))[0] == 404
 
 
-async def test_missed_heartbeats_are_said_once(
+async def test_missed_heartbeats_are_logged_once(
     control: Controlled, caplog: pytest.LogCaptureFixture
 ) -> None:
     await control.tell("/register", AGENT)
@@ -80,7 +80,7 @@ async def test_two_agents_of_one_name(
     assert only["agent_url"] == "http://10.0.0.2:8101"
 
 
-async def test_a_restart_is_no_warning(
+async def test_a_restart_logs_no_warning(
     control: Controlled, caplog: pytest.LogCaptureFixture
 ) -> None:
     await control.tell("/register", AGENT)
@@ -100,7 +100,7 @@ async def test_a_configured_name_is_refused_to_others(control: Controlled) -> No
     assert "http://10.0.0.9:8101" in answer["error"]["message"]
 
 
-async def test_who_has_registered_is_asked(control: Controlled) -> None:
+async def test_a_registered_instance_is_asked(control: Controlled) -> None:
     agent = FakeAgent("late")
     agent.hold(cpu=range(2))
     async with with_agents(control, [agent]) as (url,):
@@ -141,7 +141,7 @@ async def test_bad_registrations_are_refused(
 
 
 @pytest.mark.parametrize("path", ["/register", "/heartbeat", "/deregister"])
-async def test_what_is_no_json_is_refused(control: Controlled, path: str) -> None:
+async def test_a_body_that_is_not_json_is_refused(control: Controlled, path: str) -> None:
     for body in (b"", b"{", b"[]", b"\xff"):
         status, answer = await control.tell(path, body)
         assert status == 400, answer
@@ -150,7 +150,7 @@ async def test_what_is_no_json_is_refused(control: Controlled, path: str) -> Non
     assert (await control.tell("/nothing", {}))[0] == 404
 
 
-async def test_more_than_so_many_requests_at_once_are_refused(control: Controlled) -> None:
+async def test_too_many_concurrent_requests_are_refused(control: Controlled) -> None:
     agent = FakeAgent("slow")
     agent.silent = True
     async with with_agents(control, [agent]):

@@ -46,7 +46,7 @@ def test_this_machine_has_many_names() -> None:
         (["http://a:1"], ["b"], "no replica's url names its host b"),
     ],
 )
-def test_what_is_not_clear_is_said(urls: list[str], ips: list[str], why: str) -> None:
+def test_an_unclear_server_is_reported(urls: list[str], ips: list[str], why: str) -> None:
     servers = [server(f"mp{at}", ip, 8210 + at) for at, ip in enumerate(ips)]
     found, problems = server_urls(replicas(*urls), servers)
     assert found == {}

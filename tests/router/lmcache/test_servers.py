@@ -117,7 +117,7 @@ async def test_what_is_in_l1_already_is_not_prefetched(rig: Rig) -> None:
 
 
 async def test_a_late_prefetch_is_followed_to_its_end(rig: Rig, eventually: Wait) -> None:
-    """The request goes on after ``wait_cap_s``; the server forgets a job once its end was told."""
+    """The request is forwarded after ``wait_cap_s``; the server forgets a job once its end was read."""
     rig.server.gate = asyncio.Event()
     await rig.tell(*on_disk())
     answer = await rig.ask()
@@ -151,7 +151,7 @@ async def test_what_was_uncertain_and_is_not_found_is_forgotten(rig: Rig) -> Non
     assert rig.running.parts.fleet.index.held(slot) == {Tier.CPU: 0, Tier.DISK: 1}
 
 
-async def test_a_server_that_has_no_layout_yet_is_no_failure_of_its(rig: Rig) -> None:
+async def test_a_server_without_a_layout_yet_does_not_count_as_failing(rig: Rig) -> None:
     rig.server.refusal = 503
     await rig.tell(*on_disk())
     for number in range(2):
@@ -179,7 +179,7 @@ async def test_events_that_are_malformed_change_nothing_and_are_counted(rig: Rig
     assert (dict(lmcache.counts), len(lmcache)) == ({"malformed": 6}, 0)
 
 
-async def test_a_server_that_ends_is_forgotten_and_its_replica_rests(
+async def test_a_server_that_ends_is_forgotten_and_its_replica_gets_no_requests(
     fleet: Fleet, client: aiohttp.ClientSession, eventually: Wait
 ) -> None:
     """vLLM hangs until it notices; another replica answers, and where there is none, this one."""
@@ -210,7 +210,7 @@ async def test_a_server_that_ends_is_forgotten_and_its_replica_rests(
         assert (await rig.ask()).headers["x-warmroute-replica"] == "one"
 
 
-async def test_a_server_of_another_hash_is_of_no_use_and_said_so(
+async def test_a_server_with_another_hash_is_not_used_and_reported(
     rig: Rig, caplog: pytest.LogCaptureFixture, eventually: Wait
 ) -> None:
     async with serving_fake(FakeServer(instance_id="mp1", hash_algorithm="sha256_cbor")) as other:
@@ -281,7 +281,7 @@ async def test_a_server_that_is_slow_has_not_ended(rig: Rig, monkeypatch: Patch)
     rig.server.busy.set()
 
 
-async def test_a_server_that_does_not_answer_yet_is_said_once(
+async def test_a_server_that_does_not_answer_yet_is_logged_once(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     running = await fleet.router(

@@ -211,7 +211,7 @@ async def test_workers_are_inside_of_a_replica_that_joins_by_their_name(rig: Rig
     await rig.eventually(lambda: rig.held() == {"cpu": 1})
 
 
-async def test_a_gap_in_what_lies_on_disk_leaves_nothing_believed(rig: Rig) -> None:
+async def test_a_gap_on_disk_forgets_the_disk(rig: Rig) -> None:
     """LMCache 0.5 sends the keys of CPU RAM alone: what is missed elsewhere comes no more."""
     worker = await rig.registered()
     await worker.tell("admit", KEYS)
@@ -249,7 +249,7 @@ async def test_a_heartbeat_makes_a_worker_known_to_a_router_that_has_restarted(r
     assert rig.running.parts.lmcache.counts["worker_gaps"] == 0
 
 
-async def test_of_an_instances_ranks_worker_0_is_followed(rig: Rig) -> None:
+async def test_only_worker_0_of_an_instance_is_followed(rig: Rig) -> None:
     first, second = await rig.registered(), await rig.registered("two", 1)
     await second.tell("admit", KEYS)
     await rig.counted("applied", 4)
@@ -280,7 +280,7 @@ async def test_a_peer_that_holds_the_chunks_is_named_to_p2p_lookups(rig: Rig) ->
 
 
 @pytest.mark.parametrize("settings", [replace(FREE, timeout_s=0.4)])
-async def test_a_silent_worker_is_forgotten_and_one_without_heartbeats_is_knocked_at(
+async def test_a_silent_worker_is_forgotten_and_one_without_heartbeats_is_probed(
     rig: Rig,
 ) -> None:
     beating, quiet = await rig.registered("one"), await rig.registered("two")
@@ -297,7 +297,7 @@ async def test_a_silent_worker_is_forgotten_and_one_without_heartbeats_is_knocke
     assert rig.held() == {}
 
 
-async def test_an_instance_that_fits_no_replica_is_said_by_name(rig: Rig) -> None:
+async def test_an_instance_without_a_replica_is_reported_by_name(rig: Rig) -> None:
     worker = await rig.registered("lmcache-7")
     await worker.tell("admit", KEYS)
     await rig.counted("applied", 4)
@@ -321,7 +321,7 @@ async def test_one_of_each_on_a_host_belong_together(rig: Rig) -> None:
     "settings",
     [replace(FREE, pre_caching_hash_algorithm="builtin")],
 )
-async def test_keys_that_cannot_be_known_are_said_by_name(rig: Rig) -> None:
+async def test_keys_that_cannot_be_computed_are_reported(rig: Rig) -> None:
     worker = await rig.registered()
     await worker.tell("admit", KEYS)
     await rig.counted("applied", 4)
@@ -330,7 +330,7 @@ async def test_keys_that_cannot_be_known_are_said_by_name(rig: Rig) -> None:
     assert rig.held() == {}
 
 
-async def test_keys_that_are_no_prompts_are_noticed(
+async def test_keys_that_match_no_prompt_are_reported(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of another hash, seed or chunk size nothing would ever match, and nothing else say so."""
@@ -347,7 +347,7 @@ async def test_keys_that_are_no_prompts_are_noticed(
     assert (await rig.ok("/instances"))["instances"][0]["keys"] == "seen"
 
 
-async def test_two_instances_of_one_name_are_said_and_not_asked_in_turn(
+async def test_two_instances_of_one_name_are_reported_and_not_asked_alternately(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each time that a worker sends all its keys it stores nothing for seconds."""
@@ -372,7 +372,7 @@ async def test_the_name_of_a_replica_with_an_agent_is_refused(fleet: Fleet) -> N
     assert running.parts.lmcache.counts["worker_refused"] == 1
 
 
-async def test_a_port_that_is_taken_is_said_by_its_key(rig: Rig) -> None:
+async def test_a_port_in_use_is_reported_by_its_key(rig: Rig) -> None:
     taken = rig.workers.ports.numbers["reply_port"]
     fleet = make_fleet()
     again = LmcacheWorkers(fleet, LmcacheWorkersConfig(pull_port=0, reply_port=taken), Counter())
@@ -451,7 +451,7 @@ _FROM, _TO = {"old_position": ["two", DISK]}, {"new_position": ["one", CPU]}
         ),
     ],
 )
-async def test_what_lmcache_cannot_do_is_said_by_name(
+async def test_calls_that_lmcache_inside_vllm_does_not_get_are_refused_by_name(
     rig: Rig, path: str, body: dict[str, Any], said: str
 ) -> None:
     worker, _ = await rig.registered(), await rig.registered("one", peer_init_url="10.0.0.1:1")
@@ -461,7 +461,7 @@ async def test_what_lmcache_cannot_do_is_said_by_name(
     assert worker.called == []
 
 
-async def test_a_worker_that_does_not_answer_is_given_up(
+async def test_a_worker_that_does_not_answer_times_out(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await rig.registered()

@@ -29,7 +29,7 @@ class Reply:
 
     @property
     def asked_and_missing(self) -> tuple[int, int]:
-        """Chunks that were to be prefetched, and of these those that were not there.
+        """How many chunks had to be prefetched, and how many of them were missing.
 
         How many of the others came before the request was forwarded is a matter of time.
         """
