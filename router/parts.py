@@ -228,9 +228,7 @@ def _controller(
         secret=config.controller.secret,
         access=access,
         fleet_secret=secret,
-        coordinator_routes=lmcache.routes(),
-        lmcache_listing=lmcache.listing,
-        workers=None if lmcache.workers is None else lmcache.workers.control,
+        lmcache=lmcache,
         guards_monitor=config.discovery.registration or others_reach_it,
     )
 

@@ -11,7 +11,7 @@ import logging
 import time
 from base64 import b64decode
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -28,7 +28,7 @@ from router.lmcache.instance_registry import (
     InstanceRegistry,
     RegisteredInstance,
 )
-from router.lmcache.worker_control import WorkerControl
+from router.lmcache.lmcache import Lmcache
 from warmroute_common.addresses import is_same_url, join_host_port
 from warmroute_common.agent_protocol import Heartbeat, Registration
 from warmroute_common.api_errors import (
@@ -63,16 +63,13 @@ class Controller:
         secret: str | None = None,
         access: Access | None = None,
         fleet_secret: FleetSecret | None = None,
-        coordinator_routes: Sequence[web.RouteDef] = (),
-        lmcache_listing: Callable[[], list[dict[str, Any]]] = list,
-        workers: WorkerControl | None = None,
+        lmcache: Lmcache | None = None,
         guards_monitor: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``configured`` returns the instances of the configuration as it is now.
 
-        ``coordinator_routes`` are served on the API's port too; ``lmcache_listing`` returns
-        LMCache's servers and workers, and ``workers`` calls the latter.
+        The API's port also serves the coordinator of ``lmcache``, and calls for its workers.
 
         With a ``secret``, or admin keys in ``access``, the API asks every caller for it, and with
         ``guards_monitor`` the monitor does too. With a ``fleet_secret``, which agents also get,
@@ -83,21 +80,19 @@ class Controller:
         self._body_s = body_s
         self._guard = ControllerGuard(secret, access or Access(AccessConfig()), fleet_secret)
         self._guards_monitor = guards_monitor or fleet_secret is not None
-        self._coordinator_routes = coordinator_routes
+        self._lmcache = lmcache
         self._clock = clock
         self._api = ControllerApi(
-            self.registry,
-            AgentCaller(session, fleet_secret),
-            clock,
-            lmcache_listing=lmcache_listing,
-            workers=workers,
+            self.registry, AgentCaller(session, fleet_secret), clock, lmcache=lmcache
         )
         self._registration = RegistrationApi(self.registry, clock)
 
     def api(self) -> web.Application:
         """Create the API's application."""
-        routes = [*self._api.routes(), *self._coordinator_routes]
-        return self._application(routes, self._limit_bytes, is_guarded=True)
+        coordinator = () if self._lmcache is None else self._lmcache.routes()
+        return self._application(
+            [*self._api.routes(), *coordinator], self._limit_bytes, is_guarded=True
+        )
 
     def monitor(self) -> web.Application:
         """Create the monitor's application."""

@@ -19,6 +19,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from router.lmcache.instance_registry import Instance, InstanceRegistry
+from router.lmcache.lmcache import Lmcache
 from router.lmcache.worker_control import WorkerControl, unsupported
 from router.staging import (
     AgentClient,
@@ -334,15 +335,14 @@ class ControllerApi:
         agents: AgentCaller,
         clock: Callable[[], float],
         *,
-        lmcache_listing: Callable[[], list[dict[str, Any]]] = list,
-        workers: WorkerControl | None = None,
+        lmcache: Lmcache | None = None,
     ) -> None:
-        """``lmcache_listing`` returns LMCache's servers and workers for ``GET /instances``."""
         self._registry = registry
         self._agents = agents
         self._clock = clock
-        self._lmcache_listing = lmcache_listing
-        self._workers = workers
+        self._lmcache = lmcache
+        workers = None if lmcache is None else lmcache.workers
+        self._workers = None if workers is None else workers.control
         self._events: dict[str, AcceptedMove | int] = {}
         """Moves by event id; for calls that were done at once, how many tokens they concerned."""
 
@@ -393,7 +393,9 @@ class ControllerApi:
         """Answer all instances with the age of their heartbeats; LMCache's servers too."""
         now_s = self._clock()
         found = [each.listing(now_s) for each in self._registry.instances()]
-        return as_json({"instances": found + self._lmcache_listing()})
+        if self._lmcache is not None:
+            found += self._lmcache.listing()
+        return as_json({"instances": found})
 
     async def move(self, call: MoveCall) -> _Reply:
         """Make an instance fetch a prompt's chunks from another one, or from another tier.

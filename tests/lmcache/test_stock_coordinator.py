@@ -91,8 +91,7 @@ async def our_url(ours: Lmcache, client: aiohttp.ClientSession) -> AsyncIterator
         list,
         client,
         limit_bytes=1 << 20,
-        coordinator_routes=ours.routes(),
-        lmcache_listing=ours.listing,
+        lmcache=ours,
     )
     async with serving(controller.api()) as url:
         yield url

@@ -62,8 +62,7 @@ async def calling(
         limit_bytes=1 << 20,
         body_s=body_s,
         secret=secret,
-        coordinator_routes=lmcache.routes(),
-        lmcache_listing=lmcache.listing,
+        lmcache=lmcache,
     )
     return Caller(await stack.enter_async_context(serving(controller.api())), session)
 

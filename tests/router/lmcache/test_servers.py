@@ -117,7 +117,7 @@ async def test_what_is_in_l1_already_is_not_prefetched(rig: Rig) -> None:
 
 
 async def test_a_late_prefetch_is_followed_to_its_end(rig: Rig, eventually: Wait) -> None:
-    """The request is forwarded after ``wait_cap_s``; the server forgets a job once its end was read."""
+    """The request is forwarded after ``wait_cap_s``; a server forgets jobs whose end was read."""
     rig.server.gate = asyncio.Event()
     await rig.tell(*on_disk())
     answer = await rig.ask()
