@@ -19,8 +19,9 @@ from router.cors import allow_origins
 from router.fleet import Fleet
 from router.membership import ConfigFile
 from router.parts import Parts, make_parts
+from router.policy import METHODS, Plane
 from router.prompt import PromptSource
-from router.proxy import METHODS, check_passes, client_session
+from router.proxy import client_session
 from router.record import Outlets, RequestRecord
 from router.ui import FILES
 from warmroute_common.http_server import BODIES, Bodies, announce_leaving, errors_answered
@@ -111,8 +112,8 @@ def _add_routes(app: web.Application) -> None:
         return await request.app[PARTS].proxy.handle(request)
 
     async def passed(request: web.Request) -> web.StreamResponse:
-        allowed = request.app[PARTS].judge.passthrough
-        check_passes(request.method, request.path, request.headers, allowed)
+        policy = request.app[PARTS].judge.policy
+        policy.check(Plane.PROXY, request.method, request.path, request.headers)
         return await proxied(request)
 
     def own(path: str, handler: Callable[[Parts], Handler], *methods: str) -> None:

@@ -15,6 +15,7 @@ from router.explain import explain
 from router.gateway.envoy_config import envoy_configuration
 from router.launch import ChildFailedError, commands_text, load_any, load_fleet_file, run_fleet
 from router.plugins import LazyGroup
+from router.policy import check_gateway
 from router.terminal import drain, resume, top
 from warmroute_common.config_reader import ConfigError, ConfigLocation
 
@@ -119,7 +120,9 @@ def picker(
             host=settings.host if host is None else host,
             port=settings.port if port is None else port,
         )
-        return replace(config, picker=settings)
+        config = replace(config, picker=settings)
+        check_gateway(config, ConfigLocation(str(config_path or "--replica")))
+        return config
 
     if print_envoy:
         made = envoy_configuration(

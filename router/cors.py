@@ -6,7 +6,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from router.config import CorsConfig
-from router.proxy import METHODS
+from router.policy import METHODS
 
 _PREFLIGHT_MAX_AGE_S: Final = 7200
 """So long may a browser remember what it was allowed; none remembers it for longer."""

@@ -5,7 +5,7 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -185,14 +185,17 @@ def _live(
         if isinstance(replica_tls, ssl.SSLContext) and settings.ca_file is not None:
             replica_tls.load_verify_locations(settings.ca_file)
 
+    def rename(aliases: Mapping[str, str]) -> None:
+        fleet.aliases = judge.policy.aliases = aliases
+
     return {
         # Those that may fail are first: then nothing has changed yet.
         "tls": show,
         "replica_tls": trust,
         "replicas": partial(members.name, Source.FILE),
         "access": access.change,
-        "model_aliases": partial(setattr, fleet, "aliases"),
-        "passthrough": partial(setattr, judge, "passthrough"),
+        "model_aliases": rename,
+        "passthrough": partial(setattr, judge.policy, "passthrough"),
         "log_level": lambda level: logging.getLogger().setLevel(level.upper()),
     }
 

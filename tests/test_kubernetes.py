@@ -18,8 +18,10 @@ from jsonschema import Draft202012Validator
 from cacheengine.settings import load_engine_config
 from router.config import RouterConfig
 from router.config.loading import load_router_config
+from router.policy import METHODS, Plane, Policy, check_gateway
 from router.serve import leave_s
 from tools.reference import known_commands
+from warmroute_common.config_reader import ConfigLocation
 
 FOLDER: Final = Path(__file__).parent.parent / "configs" / "kubernetes"
 ANYWHERE: Final = "0.0.0.0"
@@ -47,7 +49,11 @@ def listed(items: dict[str, Any], most: int) -> dict[str, Any]:
 LABELS: Final = {"type": "object", "additionalProperties": NAME, "minProperties": 1}
 REFERENCE: Final = record("name", group=NAME | {"pattern": "^[a-z.0-9]+$"}, kind={}, name=NAME)
 DURATION: Final = {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
-MATCH: Final = record("path", path=record("type value", type={"const": "PathPrefix"}, value={}))
+MATCH: Final = record(
+    "path",
+    method={"enum": ["GET", "POST"]},
+    path=record("type value", type={"enum": ["Exact", "PathPrefix"]}, value={"pattern": "^/"}),
+)
 OF_GATEWAYS: Final = {
     "inference.networking.k8s.io/v1 InferencePool": record(
         "selector targetPorts endpointPickerRef",
@@ -407,3 +413,18 @@ def test_the_pool_asks_the_picker_where_it_listens(tmp_path: Path) -> None:
     assert pool["selector"]["matchLabels"] == replicas["spec"]["template"]["metadata"]["labels"]
     [port] = pool["targetPorts"]
     assert port["number"] == ports(container_of(replicas))["http"]
+
+
+def test_the_route_opens_only_paths_that_clients_may_reach(tmp_path: Path) -> None:
+    """With every picker stopped, the gateway forwards what its HTTPRoute matches."""
+    config = config_of("gateway", "warmroute-picker", tmp_path)
+    check_gateway(config, ConfigLocation("router.yaml"))
+    policy = Policy(config)
+    for rule in of("gateway", "HTTPRoute", "vllm")["spec"]["rules"]:
+        for match in rule["matches"]:
+            path = match["path"]["value"]
+            for method in [match["method"]] if "method" in match else METHODS:
+                policy.check(Plane.GATEWAY, method, path, {})
+            if match["path"]["type"] != "Exact":
+                assert path.count("/") > 1
+                assert not [each for each in policy.refused() if each.startswith(f"{path}/")]

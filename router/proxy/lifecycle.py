@@ -6,7 +6,7 @@ It lives with the replica that made it, so what names its id can be answered now
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,8 +17,8 @@ from router.config import RouterConfig
 from router.fleet import Decision, Fleet, Ticket
 from router.index import PromptKeyCache
 from router.latency import Promised
+from router.policy import ParsedRequest, Policy
 from router.prompt import Prompt, PromptSource
-from router.proxy.parsed_request import OnePerTick, ParsedRequest
 from router.proxy.relay import NO_USAGE, Usage
 from router.record import Cause, FailedTry, Outcome, RequestRecord
 from router.staging import Stager, StagingResult
@@ -66,6 +66,41 @@ _SERVER_ERROR: Final = 500
 """502, 503 and 504 are retried: they have failed already."""
 
 
+class OnePerTick:
+    """Lets one request through in each turn of the event loop, in the order of their arrival.
+
+    Reading and placing a prompt takes a millisecond or two, sending it several turns of the loop.
+    Without this, a hundred requests that arrive together would all be read and placed in one
+    turn, before the first of them is sent and before any token of a running answer is relayed.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._taken = False
+
+    async def enter(self) -> None:
+        """Return at once, or in a later turn if a request was let through in this one."""
+        if self._taken:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
+        else:
+            self._take()
+
+    def _take(self) -> None:
+        self._taken = True
+        asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        self._taken = False
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # done: its client has left, and its handler was cancelled
+                turn.set_result(None)
+                self._take()
+                return
+
+
 class RequestLifecycle:
     """The judgment of one router, as the proxy and the picker ask it."""
 
@@ -87,8 +122,7 @@ class RequestLifecycle:
         """
         self.config = config
         self.fleet = fleet
-        self.passthrough = config.passthrough
-        """As it is now; the configuration may be read anew."""
+        self.policy = Policy(config)
         self.turnstile = OnePerTick()
         self._admission = admission
         self._prompts = prompts

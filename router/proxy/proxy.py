@@ -12,13 +12,11 @@ import aiohttp
 from aiohttp import web
 
 from router.access import GRANT
-from router.config import PROMPTED
 from router.fleet import Replica, Ticket
 from router.index import PromptKeyCache
+from router.policy import ParsedRequest, Plane, endpoint_label, stores
 from router.proxy.first_byte_waits import FirstByteWaits
 from router.proxy.lifecycle import RequestLifecycle
-from router.proxy.parsed_request import ParsedRequest, parse
-from router.proxy.passing import keeps, label, passed
 from router.proxy.relay import UsageReader, relay
 from router.proxy.retries import Retries
 from router.proxy.upstream import (
@@ -68,7 +66,7 @@ class Proxy:
             request_id=request.headers.get("X-Request-Id") or uuid.uuid4().hex,
             key=None if grant is None else grant.name,
             method=request.method,
-            endpoint=label(request.path),
+            endpoint=endpoint_label(request.path),
             path=request.rel_url.raw_path,
             trace=trace_context(request.headers.get("traceparent"), self._sample_ratio),
             started_s=time.monotonic(),
@@ -91,7 +89,7 @@ class Proxy:
             record.end(Outcome.OK)
             return begun
         answer, ticket = begun
-        reader = UsageReader(any_id=keeps(request.method, request.path))
+        reader = UsageReader(any_id=stores(request.method, request.path))
         try:
             return await relay(
                 request,
@@ -114,7 +112,9 @@ class Proxy:
         """
         body = await read_body(request)
         await self._judge.turnstile.enter()
-        asked = self._asked(request, body)
+        asked = self._judge.policy.parse(
+            Plane.PROXY, request.method, request.path, request.headers, body
+        )
         if (grant := request.get(GRANT)) is not None:
             grant.check_model(asked.model)
         keyring = await self._judge.read(asked, record)
@@ -178,19 +178,6 @@ class Proxy:
         await asyncio.sleep(min(said))
         record.waited_to_retry(began_s)
         return True
-
-    def _asked(self, request: web.Request, body: bytes) -> ParsedRequest:
-        header, aliases = self._config.sessions.header, self._judge.fleet.aliases
-        if request.path in PROMPTED and request.method == "POST":
-            return parse(request.path, body, request.headers, header, aliases)
-        return passed(
-            request.method,
-            request.path,
-            request.headers,
-            body,
-            session_header=header,
-            aliases=aliases,
-        )
 
     def _goes_on(self, asked: ParsedRequest, record: RequestRecord) -> bool:
         """Whether a request whose last try has failed is sent to another replica."""

@@ -11,8 +11,8 @@ import pytest
 
 from router.config import ReplicaConfig
 from router.index import Tier
-from router.proxy import parse
 from simulator.openai_prompts import text_of
+from router.policy import Plane
 from tests.router.conftest import Running, client, run_router
 from tests.router.gateway.conftest import Gateway, gateway
 
@@ -44,7 +44,7 @@ async def replicas() -> AsyncIterator[Replicas]:
 
 async def knows(door: Running, body: dict[str, Any], tokens: int) -> None:
     """Wait until a router or picker knows of so many tokens of a prompt on a GPU."""
-    asked = parse(COMPLETIONS, orjson.dumps(body), {}, SESSION, {})
+    asked = door.parts.judge.policy.parse(Plane.PROXY, "POST", COMPLETIONS, {}, orjson.dumps(body))
     while True:
         _, decision = await door.parts.judge.decide(asked)
         if max(each.matched_tokens.get(Tier.GPU, 0) for each in decision.candidates) >= tokens:

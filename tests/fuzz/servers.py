@@ -171,6 +171,7 @@ def fleet(directory: Path, command: str = "serve", **settings: Any) -> Iterator[
         if command == "picker":
             keys = {"port": "picker", "http_port": "own"}
             config["picker"] = {key: numbers[name] for key, name in keys.items()}
+            config["picker"]["waive"] = ["model_aliases"]
         else:
             numbers["own"] = numbers["api"]
         path = directory / "router.yaml"

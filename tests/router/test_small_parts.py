@@ -8,10 +8,11 @@ import orjson
 import pytest
 
 from router.app import ticking
+from router.config.settings import RouterConfig
 from router.fleet import Fleet
 from router.prompt.prompt_source import local_model
+from router.policy import Plane, Policy
 from router.proxy.lifecycle import ResponseOwners
-from router.proxy.parsed_request import parse
 
 
 def test_a_binding_is_found_until_others_crowd_it_out() -> None:
@@ -56,7 +57,8 @@ def test_a_session_takes_little_memory_whatever_its_name(where: str) -> None:
     def session(name: str) -> str | None:
         headers = {"x-session-id": name} if where == "header" else {}
         body = orjson.dumps({} if where == "header" else {"prompt_cache_key": name})
-        return parse("/v1/completions", body, headers, "x-session-id", {}).session
+        policy = Policy(RouterConfig())
+        return policy.parse(Plane.PROXY, "POST", "/v1/completions", headers, body).session
 
     long, other = session("x" * 1_000_000), session("x" * 999_999)
     assert long is not None and len(long) < 1000

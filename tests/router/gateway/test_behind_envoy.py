@@ -10,10 +10,12 @@ from typing import Any, NoReturn
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from router.config.settings import AdmissionConfig, RatesConfig, ReplicaConfig, TimeoutsConfig
 from router.gateway import messages
 from router.gateway.envoy_config import SUBSET, merge
+from router.policy import Policy
 from router.record.records import Cause, Outcome
 from tests.router.conftest import Running, Wait
 from tests.router.gateway.conftest import Change, Gateway, Settings
@@ -429,7 +431,7 @@ async def test_a_defect_leaves_no_text_of_the_request_in_the_log(
     def quoting(*args: object) -> NoReturn:
         raise ValueError(f"it begins with {'my'} {'secret'}")  # the trace has this very line
 
-    monkeypatch.setattr("router.gateway.exchange.parse", quoting)
+    monkeypatch.setattr(Policy, "parse", quoting)
     picker, _ = await gateway.both()
     async with client.post(picker.url + CHAT, json=chat()) as answer:
         assert answer.status == 500
@@ -439,17 +441,75 @@ async def test_a_defect_leaves_no_text_of_the_request_in_the_log(
     assert picker.in_flight() == 0
 
 
-async def test_what_controls_a_replica_does_not_pass(
+REFUSED = [
+    ("POST", "/sleep?level=2"),
+    ("POST", "/collective_rpc"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/load%5Flora_adapter"),
+    ("POST", "/v1/../sleep"),
+    ("POST", "/v1/%2e%2e/sleep"),
+    ("POST", "/v1//x"),
+    ("GET", "/v1/x%2F..%2F..%2Fmetrics"),
+    ("GET", "/metrics"),
+    ("GET", "/docs"),
+    ("GET", "/"),
+    ("PROPFIND", "/v1/files"),
+]
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["with-picker", "without-picker"])
+async def test_only_paths_that_clients_may_reach_are_reachable(
+    gateway: Gateway, client: aiohttp.ClientSession, *, runs: bool
+) -> None:
+    """Envoy itself refuses them, so a picker that restarts opens nothing."""
+    picker, _ = await gateway.both(passthrough=("/mine/*",))
+    if not runs:
+        await picker.picker.stop(0.0)
+    for method, path in REFUSED:
+        url = URL(picker.url + path, encoded=True)
+        async with client.request(method, url) as answer:
+            assert answer.status == 404, (method, path)
+            error = (await answer.json())["error"]
+            assert "'passthrough' in the router's configuration" in error["message"]
+            assert error["code"] == "not_found"
+    assert not gateway.one.seen and not gateway.two.seen
+    for method, path in [
+        ("GET", "/v1/files/a%2Fb"),
+        ("POST", "/tokenize"),
+        ("GET", "/mine/x"),
+        ("GET", "/health"),
+        ("POST", CHAT),
+    ]:
+        url = URL(picker.url + path, encoded=True)
+        async with client.request(method, url, data=b"{}") as answer:
+            assert answer.status != 404, (method, path)
+
+
+@pytest.mark.parametrize("change", [as_it_is, by_parts])
+async def test_a_request_that_must_not_be_repeated_gets_one_destination(
+    gateway: Gateway, client: aiohttp.ClientSession, change: Any
+) -> None:
+    gateway.one.will(json_answer({"error": "not now"}, status=503))
+    picker, _ = await gateway.both(change)
+    async with client.post(picker.url + "/v1/files", data=b"x") as answer:
+        assert answer.status == 503
+    assert (len(gateway.one.seen), len(gateway.two.seen)) == (1, 0)
+    [seen] = gateway.one.seen
+    assert "," not in seen.headers["x-gateway-destination-endpoint"]
+    await picker.record()
+    assert picker.in_flight() == 0
+
+
+async def test_without_a_picker_a_request_that_must_not_be_repeated_is_sent_once(
     gateway: Gateway, client: aiohttp.ClientSession
 ) -> None:
+    for replica in (gateway.one, gateway.two):
+        replica.will(json_answer({"error": "not now"}, status=503))
     picker, _ = await gateway.both()
-    async with client.post(picker.url + "/sleep?level=2") as answer:
-        assert answer.status == 404
-        assert (
-            "'passthrough' in the router's configuration"
-            in (await answer.json())["error"]["message"]
-        )
-    assert picker.in_flight() == 0
+    await picker.picker.stop(0.0)
+    async with client.post(picker.url + "/v1/files", data=b"x") as answer:
+        assert answer.status == 503
+    assert len(gateway.one.seen) + len(gateway.two.seen) == 1
 
 
 async def test_a_picker_with_a_certificate_is_asked_and_told_by_tls(

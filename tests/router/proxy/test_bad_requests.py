@@ -34,7 +34,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
             404,
             "no replica serves the model 'other'",
         ),
-        ("/nothing", b"{}", 404, "the router passes no POST /nothing to replicas"),
+        ("/nothing", b"{}", 404, "POST /nothing is not forwarded to replicas"),
         ("/v1/models", b"{}", 405, "/v1/models takes GET, HEAD, not POST"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from router.proxy.parsed_request import OnePerTick
+from router.proxy.lifecycle import OnePerTick
 
 
 async def test_one_is_let_through_in_each_turn_of_the_loop() -> None:

@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 
 from router.config.settings import ReplicaConfig
+from router.policy import ParsedRequest, Policy
 from router.prompt.prompt import Prompt
 from router.prompt.prompt_reader import PromptReader
-from router.proxy.parsed_request import ParsedRequest, parse
 from tests.router.conftest import Fleet
 from tests.router.scripted import chat_events, cut_before_headers, stream
 
@@ -26,7 +26,7 @@ CHAT = "/v1/chat/completions"
 def held(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
     """What was parsed of requests, and the prompts that were read."""
     seen: list[weakref.ref[object]] = []
-    read = PromptReader.read
+    read, parse = PromptReader.read, Policy.parse
 
     def parsed(*given: Any) -> ParsedRequest:
         asked = parse(*given)
@@ -40,7 +40,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[object]]:
         seen.append(weakref.ref(prompt))
         return prompt
 
-    monkeypatch.setattr("router.proxy.proxy.parse", parsed)
+    monkeypatch.setattr(Policy, "parse", parsed)
     monkeypatch.setattr(PromptReader, "read", reads)
     return seen
 

@@ -1,0 +1,461 @@
+"""The rules for clients' requests, shared by both data planes: the embedded proxy and the gateway.
+
+`Policy` decides which paths and methods reach a replica, how a request is read, which name stands
+for which model, how many replicas may be asked, and which limits hold. The proxy and the picker
+ask it for each request; the Envoy configuration is generated from its `Policy.routes` and
+`Policy.limits`. `check_gateway` refuses settings that a gateway would silently ignore. The keys of
+clients, their models and their rates are in `router.api.access`.
+
+This module does no I/O and reads no clock.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from math import inf, nan
+from typing import Any, Final
+from urllib.parse import quote
+
+import orjson
+import xxhash
+
+from router.config import MAX_WAIT_HEADER, PROMPTED, RouterConfig
+from warmroute_common.addresses import is_loopback
+from warmroute_common.api_errors import BadRequestError, NotFoundError, NotSupportedError
+from warmroute_common.config_reader import ConfigLocation
+
+METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_IDEMPOTENT: Final = ("GET", "HEAD", "PUT", "DELETE", "OPTIONS")
+_NOT_IDEMPOTENT: Final = ("POST", "PATCH")
+
+_STATELESS: Final = frozenset(
+    {
+        *("/classify", "/detokenize", "/generative_scoring", "/inference/v1/generate", "/pooling"),
+        *("/rerank", "/score", "/tokenize", "/v1/audio/speech", "/v1/audio/transcriptions"),
+        *("/v1/audio/translations", "/v1/chat/completions/batch", "/v1/images/edits"),
+        *("/v1/images/generations", "/v1/images/variations", "/v1/messages/count_tokens"),
+        *("/v1/moderations", "/v1/rerank", "/v1/score", "/v2/embed", "/v2/rerank"),
+    }
+)
+"""Endpoints that store nothing: another replica may be asked after one has begun."""
+_FORWARDED: Final = (
+    *("/v1/*", "/v2/*", "/cohere/v2/chat", "/invocations", "/ping", "/tokenizer_info", "/version"),
+    *_STATELESS,
+)
+"""vLLM's API endpoints (0.32). Its other endpoints control the server or describe it."""
+_CONTROL: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Below ``/v1/``, and yet endpoints that control the server."""
+_HEALTH: Final = "/health"
+"""Clients of a gateway may ask it, to see whether a request gets through to a replica."""
+
+_DOT_SEGMENT: Final = r"(?:/|%2[fF])\.{0,2}(?:/|%2[fF]|$)"
+_NEEDLESS_ESCAPE: Final = r"%(?:2[dDeE]|3\d|[46][1-9a-fA-F]|[57][\daA]|5[fF]|7[eE])"
+
+_SESSION_FIELDS: Final = ("prompt_cache_key", "session_id", "user")
+_LONGEST_SESSION: Final = 128
+
+_JSON_OBJECT: Final = re.compile(rb"\s*\{")
+_BOUNDARY: Final = re.compile(r'multipart/form-data\s*;.*?boundary="?([^";]+)', re.IGNORECASE)
+# Bounds keep the search for the field linear, whatever the body.
+_MOST_PARTS: Final = 256
+_MODEL_PART: Final = re.compile(
+    rb"\r\n(?:[^\r\n]{1,1024}\r\n){0,8}?"
+    rb'content-disposition:[^\r\n]{0,64};\s?name=(?:"model"|model)\s?(?:;[^\r\n]{0,64})?\r\n'
+    rb"(?:[^\r\n]{1,1024}\r\n){0,8}?\r\n([^\r\n]{1,1024})\r\n--",
+    re.IGNORECASE,
+)
+
+
+class Plane(Enum):
+    """Who carries the bytes of a request."""
+
+    PROXY = "proxy"
+    """The router itself (``warmroute serve``)."""
+    GATEWAY = "gateway"
+    """Envoy, or a gateway built on it; the router is its picker (``warmroute picker``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedRequest:
+    """A client's request, as far as routing needs it."""
+
+    endpoint: str
+    body: bytes
+    """The body for the replica: the client's, with an alias of a model replaced."""
+    fields: Mapping[str, Any] = field(repr=False)
+    model: str | None
+    session: str | None
+    max_wait_s: float = inf
+    """How long the router may hold the request, as the client asked."""
+    has_prompt: bool = True
+    """Whether there is a prompt to match."""
+    ids: tuple[str, ...] = ()
+    """Ids of stored responses, files and such in the request. Only the replica that stores one of
+    them can answer."""
+    repeatable: bool = True
+    """Whether the request may be sent to another replica after one may have begun with it."""
+    seeks: bool = False
+    """Whether a 404 sends the request to the next replica, if the owner of its ids is unknown."""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the client wants a streamed answer."""
+        return self.fields.get("stream") is True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits for each request, in bytes and seconds."""
+
+    body_bytes: int
+    body_s: float
+    """For the body to arrive."""
+    held_s: float
+    """Longest time that admission and prefetches hold a request."""
+    connect_s: float
+    first_byte_s: float | None
+    """For an answer to begin, at each replica; None for no limit."""
+    idle_s: float | None
+    """For the next part of an answer; None for no limit."""
+    replicas: int
+    """How many replicas a repeatable request may be sent to, one after another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """Requests that reach replicas: those to a path, or below a prefix, with these methods."""
+
+    path: str
+    """Percent-encoded."""
+    is_prefix: bool
+    methods: tuple[str, ...]
+    repeatable: bool
+
+
+class Policy:
+    """The rules of one configuration. ``passthrough`` and ``aliases`` can change while it runs."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.passthrough: Collection[str] = config.passthrough
+        """Paths that reach replicas in addition to those of vLLM's API; ``/x/*``: all below."""
+        self.aliases: Mapping[str, str] = config.model_aliases
+        self._session_header = config.sessions.header
+        self.limits = Limits(
+            body_bytes=config.max_body_bytes,
+            body_s=config.timeouts.body_s,
+            held_s=config.admission.max_wait_s + config.prefetch.wait_cap_s,
+            connect_s=config.timeouts.connect_s,
+            first_byte_s=config.timeouts.first_byte_s,
+            idle_s=config.timeouts.stream_idle_s,
+            replicas=config.retries + 1,
+        )
+
+    def check(self, plane: Plane, method: str, path: str, headers: Mapping[str, str]) -> None:
+        """Raise `NotFoundError` for what is not forwarded, `NotSupportedError` for a WebSocket.
+
+        ``path`` is decoded.
+        """
+        allowed = self._allowed(plane)
+        # Servers and proxies behind the router may resolve dots and empty segments: to any path.
+        is_plain = not any(each in ("", ".", "..") for each in path[1:].split("/"))
+        by_default = path not in _CONTROL and _matches(path, _FORWARDED)
+        if method not in METHODS or not is_plain or not (by_default or _matches(path, allowed)):
+            raise not_forwarded(f"{method} {path}")
+        if headers.get("upgrade", "").lower() == "websocket":
+            raise NotSupportedError(f"WebSockets are not supported; {path} was asked for one")
+
+    def parse(
+        self, plane: Plane, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> ParsedRequest:
+        """Return what routing needs of a request; raise `BadRequestError`.
+
+        Endpoints with a prompt are checked here. Other bodies are the replica's to check. ``path``
+        is decoded; ``headers`` is looked up by names in lower case. Aliases are replaced by the
+        proxy only: a gateway has the body.
+        """
+        aliases = self.aliases if plane is Plane.PROXY else {}
+        session = headers.get(self._session_header.lower())
+        if has_prompt(method, path):
+            return _prompted(path, headers, body, session, aliases)
+        content_type = headers.get("content-type", "")
+        fields, model, body = _model_of(content_type, body, aliases)
+        return ParsedRequest(
+            endpoint=path,
+            body=body,
+            fields=fields,
+            model=model,
+            session=_session(fields, session),
+            has_prompt=False,
+            ids=(*path.split("/")[3:], *_named_ids(fields)),
+            repeatable=is_repeatable(method, path),
+            seeks=not body,
+        )
+
+    def replicas(self, request: ParsedRequest) -> int:
+        """Return how many replicas may be asked after one may have begun, that one included."""
+        return self.limits.replicas if request.repeatable else 1
+
+    def routes(self) -> tuple[Route, ...]:
+        """Return what a gateway forwards, the most specific first; it refuses everything else.
+
+        Requests whose path is not canonical (`NOT_CANONICAL`) must be refused before.
+        """
+        exact = [
+            Route(path=each, is_prefix=False, methods=("POST",), repeatable=True)
+            for each in sorted(PROMPTED)
+        ]
+        exact += [
+            Route(path=each, is_prefix=False, methods=METHODS, repeatable=True)
+            for each in sorted(_STATELESS)
+        ]
+        others = [each for each in _FORWARDED if each not in _STATELESS]
+        others += [each for each in self._allowed(Plane.GATEWAY) if each not in others]
+        others.sort(key=lambda each: each.endswith("*"))
+        return (
+            *exact,
+            *(
+                Route(
+                    path=quote(each.removesuffix("*")),
+                    is_prefix=each.endswith("*"),
+                    methods=methods,
+                    repeatable=repeatable,
+                )
+                for each in others
+                for methods, repeatable in ((_IDEMPOTENT, True), (_NOT_IDEMPOTENT, False))
+            ),
+        )
+
+    def refused(self) -> tuple[str, ...]:
+        """Return the paths that `routes` would forward by a prefix, and that must be refused."""
+        return tuple(each for each in _CONTROL if each not in self.passthrough)
+
+    def _allowed(self, plane: Plane) -> Collection[str]:
+        return self.passthrough if plane is Plane.PROXY else (_HEALTH, *self.passthrough)
+
+
+NOT_CANONICAL: Final = f".*(?:{_DOT_SEGMENT}|{_NEEDLESS_ESCAPE}).*"
+"""Matches a whole encoded path that could be another spelling of a path that is refused."""
+
+
+def not_forwarded(request: str) -> NotFoundError:
+    """Return the error for what does not reach replicas."""
+    return NotFoundError(
+        f"{request} is not forwarded to replicas; to allow it, add its path to 'passthrough' in "
+        "the router's configuration"
+    )
+
+
+def has_prompt(method: str, path: str) -> bool:
+    """Whether the prompt of such a request is matched with what replicas hold."""
+    return method == "POST" and path in PROMPTED
+
+
+def is_repeatable(method: str, path: str) -> bool:
+    """Whether such a request may be sent to another replica after one may have begun with it."""
+    return method in _IDEMPOTENT or path in _STATELESS or has_prompt(method, path)
+
+
+def stores(method: str, path: str) -> bool:
+    """Whether a replica may store the result of such a request, to be asked for by its id."""
+    return method == "POST" and path not in PROMPTED and path not in _STATELESS
+
+
+def endpoint_label(path: str) -> str:
+    """Return the name under which requests to a path are counted: clients may send any path."""
+    return path if path in PROMPTED or path in _FORWARDED else "other"
+
+
+def _matches(path: str, patterns: Collection[str]) -> bool:
+    return any(
+        path.startswith(each[:-1]) if each.endswith("*") else path == each for each in patterns
+    )
+
+
+# --- reading a request
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body; raise `BadRequestError` for anything else."""
+    if not body:
+        raise BadRequestError("the body is empty; send a JSON object", code="invalid_json")
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise BadRequestError(
+            f"the body must be a JSON object, not {_json_type(value)}", code="invalid_json"
+        )
+    return value
+
+
+def _prompted(
+    path: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    session: str | None,
+    aliases: Mapping[str, str],
+) -> ParsedRequest:
+    fields = json_object(body)
+    model = _text(fields, "model")
+    if model is not None and model in aliases:
+        body = _renamed(fields, model := aliases[model])
+    before = _text(fields, "previous_response_id") if path == "/v1/responses" else None
+    return ParsedRequest(
+        endpoint=path,
+        body=body,
+        fields=fields,
+        model=model,
+        session=_session(fields, session),
+        ids=() if before is None else (before,),
+        max_wait_s=_max_wait_s(headers.get(MAX_WAIT_HEADER)),
+    )
+
+
+def _model_of(
+    content_type: str, body: bytes, aliases: Mapping[str, str]
+) -> tuple[dict[str, Any], str | None, bytes]:
+    """Return a body's JSON fields, its model, and the body with an alias replaced."""
+    if boundary := _BOUNDARY.match(content_type):
+        model, body = _form_model(body, boundary[1].encode(errors="surrogateescape"), aliases)
+        return {}, model, body
+    fields = _json_fields(body)
+    named = fields.get("model")
+    model = named if isinstance(named, str) else None
+    if model is not None and model in aliases:
+        body = _renamed(fields, model := aliases[model])
+    return fields, model, body
+
+
+def _renamed(fields: dict[str, Any], model: str) -> bytes:
+    """Set ``model`` in ``fields`` and return them as a body; raise `BadRequestError`."""
+    fields["model"] = model
+    try:
+        return orjson.dumps(fields)
+    except orjson.JSONEncodeError as error:  # it reads deeper nesting than it writes
+        raise BadRequestError(
+            f"the body cannot be rewritten for the model '{model}', which its alias stands for: "
+            f"{error}"
+        ) from None
+
+
+def _json_fields(body: bytes) -> dict[str, Any]:
+    if not _JSON_OBJECT.match(body):
+        return {}
+    try:
+        fields: dict[str, Any] = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return fields
+
+
+def _named_ids(fields: Mapping[str, Any]) -> list[str]:
+    """Return the ids by which a body names stored things: ``input_file_id`` and such."""
+    named = (value for key, value in fields.items() if key.endswith(("_id", "_file")))
+    return [each for each in named if isinstance(each, str)]
+
+
+def _form_model(
+    body: bytes, boundary: bytes, aliases: Mapping[str, str]
+) -> tuple[str | None, bytes]:
+    """Return the form's field ``model``, and the form with its alias replaced."""
+    delimiter, at = b"--" + boundary, 0
+    for _ in range(_MOST_PARTS):
+        at = body.find(delimiter, at)
+        if at < 0:
+            break
+        at += len(delimiter)
+        if found := _MODEL_PART.match(body, at):
+            model = found[1].decode(errors="replace")
+            if (real := aliases.get(model)) is not None:
+                body = body[: found.start(1)] + real.encode() + body[found.end(1) :]
+            return real or model, body
+    return None, body
+
+
+def _max_wait_s(header: str | None) -> float:
+    """Return a header's seconds; infinite without the header."""
+    if header is None:
+        return inf
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = nan
+    if not seconds >= 0:
+        raise BadRequestError(f"the header {MAX_WAIT_HEADER} must be a number of seconds, like 2.5")
+    return seconds
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequestError(
+            f"'{name}' must be a string, not {_json_type(value)}", param=name, code="invalid_type"
+        )
+    return value
+
+
+def _session(fields: Mapping[str, Any], named: str | None) -> str | None:
+    """Return the session named by the header, or else by the body."""
+    if named:
+        return _short(named)
+    for name in _SESSION_FIELDS:
+        value = fields.get(name)
+        if isinstance(value, str) and value:
+            return _short(value)
+    return None
+
+
+def _short(session: str) -> str:
+    """Return the name, or the hash of a long one, so that memory is bounded."""
+    if len(session) <= _LONGEST_SESSION:
+        return session
+    return xxhash.xxh3_128_hexdigest(session.encode(errors="surrogatepass"))
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+# --- what a gateway does not enforce
+
+
+def check_gateway(config: RouterConfig, at: ConfigLocation) -> None:
+    """Raise `ConfigError` for a setting that would not hold behind a gateway.
+
+    ``picker.waive`` names those that the gateway enforces itself, or that need not hold.
+    """
+    picker = config.picker
+    waived = () if picker is None else picker.waive
+    host = "127.0.0.1" if picker is None else picker.host
+    is_open = not is_loopback(host)
+    with_key = [i for i, each in enumerate(config.replicas) if each.api_key is not None]
+    serve = "run 'warmroute serve' instead"
+    if config.access.keys and "access" not in waived:
+        found = "are not checked behind a gateway: any client could use the replicas"
+        fix = f"check keys in the gateway and add 'access' to picker.waive, or {serve}"
+        raise at.at("access.keys").error(found, fix)
+    if config.tls is not None and "tls" not in waived:
+        found = "is not used behind a gateway: clients connect to the gateway"
+        fix = f"set the certificate there and add 'tls' to picker.waive, or {serve}"
+        raise at.at("tls").error(found, fix)
+    if config.model_aliases and "model_aliases" not in waived:
+        found = "are not replaced behind a gateway: replicas would get the alias"
+        fix = (
+            "let vLLM serve these names (--served-model-name), or rewrite bodies in the gateway "
+            f"and add 'model_aliases' to picker.waive, or {serve}"
+        )
+        raise at.at("model_aliases").error(found, fix)
+    if config.cors is not None and "cors" not in waived:
+        found = "is not applied behind a gateway"
+        fix = f"configure it in the gateway and add 'cors' to picker.waive, or {serve}"
+        raise at.at("cors").error(found, fix)
+    if with_key and is_open and "api_key" not in waived:
+        found = f"would be sent to every program that can reach the picker at {host}"
+        fix = (
+            "set picker.host to 127.0.0.1, or let the gateway add the key, or let only the gateway "
+            "reach the picker and add 'api_key' to picker.waive"
+        )
+        raise at.at("replicas").item(with_key[0]).at("api_key").error(found, fix)
