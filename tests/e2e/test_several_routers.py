@@ -11,8 +11,8 @@ import pytest
 
 from router.config import ReplicaConfig
 from router.index import Tier
-from simulator.openai_prompts import text_of
 from router.policy import Plane
+from simulator.openai_prompts import text_of
 from tests.router.conftest import Running, client, run_router
 from tests.router.gateway.conftest import Gateway, gateway
 
