@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cacheengine.engine import Promotes, Waits
+from cacheengine.engine import Promotes, PromotionWaits
 from cacheengine.residency import Holder, Presence, StoreReservation
 from simulator.model.cache_news import Found
 from simulator.model.machine_and_request import SimRequest
@@ -77,7 +77,7 @@ class EngineTiers:
         self._view = view
         self._is_shared = is_shared
         self._prefill_tokens_per_s = prefill_tokens_per_s
-        self._waits = Waits(engine, clock, speed=speed, on_promoted=on_promoted)
+        self._waits = PromotionWaits(engine, clock, speed=speed, on_promoted=on_promoted)
         self._asked: dict[str, _Asked] = {}
         self._step_holds: set[bytes] = set()
         self._being_loaded: Counter[bytes] = Counter()

@@ -27,9 +27,8 @@ from typing import Final
 
 from bench.command import positive, write_report
 from bench.ttft import BenchError, machine
-from cacheengine.residency.entry import State
-from cacheengine.residency.eviction import POLICY_NAMES
-from cacheengine.residency.pool_index import CpuIndex
+from cacheengine.residency.eviction_policies import POLICY_NAMES
+from cacheengine.residency.pool_index import EntryState, PoolIndex
 
 Request = Sequence[bytes]
 """The keys of a prompt's chunks, in order."""
@@ -106,12 +105,12 @@ def chunk_keys(requests: Iterable[Sequence[int]]) -> list[Request]:
     return [[known.setdefault(each, each.to_bytes(32)) for each in request] for request in requests]
 
 
-def replay(requests: Iterable[Request], index: CpuIndex) -> int:
+def replay(requests: Iterable[Request], index: PoolIndex) -> int:
     """Return the hits of all requests, one after the other, on an index that starts empty."""
     return sum(_access(index, request) for request in requests)
 
 
-def _access(index: CpuIndex, request: Request) -> int:
+def _access(index: PoolIndex, request: Request) -> int:
     """Use what is there, store what is not; return how many leading chunks were there."""
     hits = sum(1 for _ in itertools.takewhile(lambda key: index.ready(key) is not None, request))
     # Backwards, as the engine does: the end of a prefix is to leave before its beginning.
@@ -119,12 +118,12 @@ def _access(index: CpuIndex, request: Request) -> int:
     wanted = [key for key in dict.fromkeys(request) if index.get(key) is None]
     del wanted[index.num_slots :]
     lacking = len(wanted) - index.free_slots
-    victims = index.victims(lacking, set(request), now_s=0.0)
+    victims = index.victims(lacking, set(request))
     if len(victims) < lacking:
         return hits  # a prompt about as long as the pool: not stored
     for entry in victims:
         index.remove(entry)
-    entries = [index.add(key, State.STORING) for key in wanted]
+    entries = [index.add(key, EntryState.STORING) for key in wanted]
     for entry in reversed(entries):
         index.publish(entry, now_s=0.0)
     return hits
@@ -144,7 +143,7 @@ def measure(
     took_s = []
     hits = 0
     for _ in range(rounds):
-        index = CpuIndex(slots, policy)
+        index = PoolIndex(slots, policy)
         began_s = clock()
         hits = replay(requests, index)
         took_s.append(clock() - began_s)
@@ -163,7 +162,7 @@ def measure(
 def most_hits(requests: Sequence[Request]) -> float:
     """Return the hit rate of a pool in which everything has room."""
     slots = len({key for request in requests for key in request})
-    hits = replay(requests, CpuIndex(slots, "FIFO"))
+    hits = replay(requests, PoolIndex(slots, "LRU"))
     return hits / sum(len(request) for request in requests)
 
 

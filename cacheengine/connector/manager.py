@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cacheengine.engine import CacheEngine, Waits
+from cacheengine.engine import CacheEngine, PromotionWaits
 from cacheengine.identity import Adapter, KvVersion, KvVersions
 from cacheengine.record import CPU
 from cacheengine.residency import Presence
@@ -298,7 +298,7 @@ class WarmrouteManager(OffloadingManager):  # type: ignore[misc]
         self._enable_events = enable_events
         self._on_shutdown = on_shutdown
         self._step_holds: set[bytes] = set()
-        self.waits = Waits(engine, clock)
+        self.waits = PromotionWaits(engine, clock)
         # Chunks whose use was noted, by request.
         self._used: defaultdict[str, set[bytes]] = defaultdict(set)
         self._loads: Counter[bytes] = Counter()

@@ -1,34 +1,76 @@
-"""The KV cache engine: one lock and a clock around the decisions of `residency`.
+"""`CacheEngine`: the KV cache engine of a replica. Knows nothing of vLLM.
 
-Knows nothing of vLLM. `lower_tiers` moves bytes between the pool and the tiers below.
+One lock and a clock around the decisions of `cacheengine.residency`; `tier_io` moves the bytes
+between the pool and the tiers below it.
+
+A call about many chunks takes the lock for a portion of them at a time, since the scheduler waits
+for each hold of it, whichever thread has it. Between two portions other threads may change
+anything; comments say what they may do, and why that does no harm.
 """
 
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
-from cacheengine.engine.deciding import Deciding
-from cacheengine.engine.io_threads import IoThreads
-from cacheengine.engine.long_calls import LongCalls
-from cacheengine.engine.lower_tiers import LowerTiers
-from cacheengine.engine.tier_io import Clock, MakeThreads
+from cacheengine.engine.engine_lock import EngineLock
+from cacheengine.engine.tier_io import Clock, IoThreads, MakeThreads, TierStack
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.record import CPU, EngineStats, KeyEventRecord, to_wire
-from cacheengine.residency import Decider, Holder, Presence, Promotion, StoreReservation
+from cacheengine.residency import (
+    PORTION,
+    SHARDS,
+    Decider,
+    Holder,
+    LowerIndex,
+    PendingWork,
+    PoolEntry,
+    Presence,
+    Promotion,
+    StoreReservation,
+)
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import LocalTier, SharedTier
 from warmroute_common import agent_protocol as wire
+from warmroute_common.keys import key64
 
 logger = logging.getLogger("vllm.warmroute")
+
+_T = TypeVar("_T")
+
+
+class EngineIo(Protocol):
+    """What an engine needs of the I/O of the tiers below the pool; `TierStack` is the real one."""
+
+    @property
+    def indexes(self) -> Sequence[LowerIndex]:
+        """The tiers' indexes, the nearest tier's first."""
+
+    def start(self, work: PendingWork) -> None:
+        """Start the I/O that was decided. Called without the engine's lock."""
+
+    def info(self) -> dict[str, wire.TierInfo]:
+        """Return size and speed of each tier there is. Called under the engine's lock."""
+
+    def close(self, drain_s: float) -> bool:
+        """Write queued puts for at most ``drain_s``, end the I/O; False if a thread still hangs."""
+
+
+def portions(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """Yield items in order, as many at once as are decided about in one hold of the lock."""
+    for start in range(0, len(items), PORTION):
+        yield items[start : start + PORTION]
 
 
 class CacheEngine:
     """The cpu tier over ``pool``, and below it the disk and remote tiers that there are.
 
     ``tier`` and ``remote`` default to those of the configuration. Thread-safe; only the
-    constructor, which scans the disk tier, and `close` wait for I/O. OSError: no directory.
+    constructor, which scans the disk tier, and `close` wait for I/O. ``make_io`` replaces the I/O
+    of all tiers, for simulation. OSError: a directory cannot be used.
     """
 
     def __init__(
@@ -41,6 +83,7 @@ class CacheEngine:
         tier: LocalTier | None = None,
         remote: SharedTier | None = None,
         make_threads: MakeThreads = IoThreads,
+        make_io: Callable[[EngineLock], EngineIo] | None = None,
     ) -> None:
         if pool.slot_bytes != layout.chunk_bytes:
             raise ValueError(f"slots have {pool.slot_bytes} bytes, chunks {layout.chunk_bytes}")
@@ -48,59 +91,82 @@ class CacheEngine:
         self.incarnation = uuid.uuid4().hex
         self._pool = pool
         self._clock = clock
-        self._deciding = Deciding()
-        self._lock = self._deciding.lock
-        self._listeners = self._deciding.listeners
-        self._calls = LongCalls(self._deciding, clock)
         self._closed = False
-        self._tiers = LowerTiers(
-            config,
-            layout,
-            pool,
-            tier,
-            remote,
-            deciding=self._deciding,
-            clock=clock,
-            make_threads=make_threads,
-        )
+        self._lock = lock = EngineLock()
+        self._io: EngineIo
+        if make_io is not None:
+            self._io = make_io(lock)
+        else:
+            self._io = TierStack(
+                config,
+                layout,
+                pool,
+                tier,
+                remote,
+                lock=lock,
+                clock=clock,
+                make_threads=make_threads,
+            )
         self._decider = Decider(
             pool.num_slots,
             config.cache_policy,
-            self._tiers.indexes,
+            self._io.indexes,
             chunk_bytes=layout.chunk_bytes,
             local_cpu=config.local_cpu,
             put_queue_share=config.put_queue_share,
         )
-        self._deciding.begin(self._decider, self._tiers.start)
+        lock.begin(self._decider, self._io.start)
 
-    # --- the scheduler's face ---
+    # --- for the scheduler: lookups, holds, uses ---
 
     def lookup(self, key: bytes) -> Presence:
         """Say where a chunk is now; the remote tier is asked for one that is nowhere (UNKNOWN)."""
-        with self._deciding() as decider:
+        with self._lock as decider:
             return decider.presence(key, self._clock())
 
     def try_hold(self, key: bytes) -> int | None:
-        """Hold a chunk if it is ready, in one step, and return its slot; else None.
+        """Hold a chunk if it is ready, in one step, and return its slot; otherwise return None.
 
         Ends no pin: only `hold` counts as the use that a pin waits for.
         """
-        with self._lock:
-            return self._decider.try_hold(key)
+        with self._lock as decider:
+            return decider.try_hold(key)
 
     def hold(
         self, keys: Sequence[bytes], *, held_before: bool = False, holder: Holder = None
     ) -> list[int]:
-        """Keep chunks in their slots until `release`, and return these; end the holder's pins.
+        """Keep chunks in their slots until `release`, and return the slots; end the holder's pins.
 
-        Raises KeyError, having held none, unless all are ready; or, with
-        ``held_before``, held by the caller already (`try_hold`) and cleared since.
+        Raises KeyError, having held none, unless all are ready; or, with ``held_before``, held by
+        the caller already (`try_hold`) and cleared since.
         """
-        return self._calls.hold(keys, held_before=held_before, holder=holder)
+        if len(keys) <= PORTION:
+            with self._lock as decider:
+                slots = decider.hold(keys, held_before=held_before)
+                decider.note_hold(keys, holder)
+            return slots
+        # Between portions others may clear a chunk that is not held yet: then none is held. A
+        # chunk that is held already keeps its slot, cleared or not.
+        slots = []
+        try:
+            for portion in portions(keys):
+                with self._lock as decider:
+                    slots += decider.hold(portion, held_before=held_before)
+        except KeyError:
+            self.release(keys[: len(slots)])
+            raise
+        # Pins end only when all are held.
+        for portion in portions(keys):
+            with self._lock as decider:
+                decider.note_hold(portion, holder)
+        return slots
 
     def release(self, keys: Collection[bytes]) -> None:
         """End one `hold` or `try_hold` of each chunk. KeyError if there was none."""
-        self._calls.release([*keys])
+        # The chunks of later portions are kept by their holds until it is their turn.
+        for portion in portions([*keys]):
+            with self._lock as decider:
+                decider.release(portion, self._clock())
 
     def view(self, slot: int) -> memoryview:
         """Return a slot's bytes; the caller holds its chunk, or has reserved it."""
@@ -108,17 +174,37 @@ class CacheEngine:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note a use of chunks, given in prefix order; unknown ones are ignored."""
-        self._calls.touch(keys)
+        # The end of the prefix first. Chunks that others use in between come to lie between
+        # chunks of the prefix, whose first chunk is still more recent than all that follow it.
+        for portion in reversed([*portions(keys)]):
+            with self._lock as decider:
+                decider.touch(portion)
+
+    # --- stores ---
 
     def prepare_store(
         self, keys: Sequence[bytes], *, prefix: Collection[bytes] = ()
     ) -> StoreReservation | None:
         """Reserve slots for chunks that are neither present nor pending; None: no room for any.
 
-        Evicts others if needed, never one of ``keys``, of their ``prefix`` only what a lower tier
-        has; of more than find room the leading ones are taken. `complete_store` must follow.
+        Evicts others if needed, never one of ``keys``, and of their ``prefix`` only chunks that a
+        lower tier has. If there is not room for all, the leading chunks are taken.
+        `complete_store` must follow.
         """
-        return self._calls.prepare_store(keys, prefix)
+        wanted = list(dict.fromkeys(keys))
+        with self._lock as decider:
+            protected = decider.protected(wanted, prefix)
+        made = StoreReservation((), (), ())
+        # No eviction takes a reserved slot. Between portions others may take free slots, or store
+        # one of the chunks: then fewer find room, or that chunk is not wanted any more.
+        for portion in portions(wanted):
+            with self._lock as decider:
+                if made.refused:
+                    part = decider.refuse_store(portion)
+                else:
+                    part = decider.prepare_store(portion, self._clock(), protected)
+            made = made.joined(part)
+        return made if made.keys or not made.refused else None
 
     def complete_store(
         self, keys: Collection[bytes], *, success: bool = True, prefetched: bool = False
@@ -127,7 +213,26 @@ class CacheEngine:
 
         ``prefetched``: for a request to come. KeyError, changing nothing: no reservation.
         """
-        self._calls.complete_store(keys, success=success, prefetched=prefetched)
+        wanted = list(dict.fromkeys(keys))
+        # A reservation belongs to its caller alone. So a chunk that has one in this loop still
+        # has it in the next, cleared or not.
+        for portion in portions(wanted):
+            with self._lock as decider:
+                decider.check_stores(portion)
+        stored: list[PoolEntry] = []
+        # From the end of the prefix on, so that the first chunk is the most recent.
+        for portion in reversed([*portions(wanted)]):
+            with self._lock as decider:
+                whole = decider.end_stores(
+                    portion, self._clock(), success=success, prefetched=prefetched
+                )
+            stored += reversed(whole)
+        stored.reverse()
+        # From the first chunk on, since the queue may be short. Until its put is queued a chunk is
+        # held: others may find it and clear it, but nothing takes its slot.
+        for entries in portions(stored):
+            with self._lock as decider:
+                decider.put_down(entries, self._clock())
 
     # --- promotion, pins ---
 
@@ -136,52 +241,119 @@ class CacheEngine:
 
         Its chunks are pinned for ``pin_s`` from when they are ready (0: no pin), or until the
         holder's `hold`; no other request's ends that pin. Chunks that the remote tier must be
-        asked for are pending until it answers. From the first chunk on that is in no tier,
-        finds no room or would pin more than `wire.MAX_PINNED_SHARE` of the pool all are missing.
+        asked for are pending until it answers. From the first chunk on that is in no tier, finds
+        no room or would pin more than `wire.MAX_PINNED_SHARE` of the pool, all are missing.
         """
-        return self._calls.promote(keys, pin_s, holder)
+        # First of all, so that wanted chunks leave the front of the order, where room is looked
+        # for.
+        self.touch(keys)
+        self._expire_pins_if_full()
+        with self._lock as decider:
+            prefix = decider.promotions.begin(keys, pin_s, holder)
+            is_more = decider.promotions.advance(prefix, self._clock())
+        # No later portion evicts a chunk that this one has pinned, nor an unpinned chunk of the
+        # prefix. Others may evict or clear a chunk that is not reached yet: as if they had come
+        # before this call. Where the remote tier is asked, its I/O continues with the rest.
+        while is_more:
+            with self._lock as decider:
+                is_more = decider.promotions.advance(prefix, self._clock())
+        return prefix.promotion
 
     def may_promote(self) -> bool:
         """Whether a chunk from below would find room now, and could be pinned."""
-        return self._calls.may_promote()
+        self._expire_pins_if_full()
+        with self._lock as decider:
+            return decider.may_promote(self._clock())
+
+    def _expire_pins_if_full(self) -> None:
+        with self._lock as decider:
+            may_pin = decider.pool.may_pin(None)
+        if not may_pin:
+            # Expired pins count against the limit until they are taken off.
+            self.expire_pins()
 
     def reads_ended(self, tier: str) -> int:
         """How many reads from a lower tier were answered so far."""
-        with self._lock:
-            return self._decider.stats.below(tier).reads_ended
+        with self._lock as decider:
+            return decider.stats.below(tier).reads_ended
 
     def end_pins(self, keys: Iterable[bytes], holder: Holder) -> None:
         """End one holder's pins of chunks, given in prefix order."""
-        self._calls.end_pins([*keys], holder)
+        # From the end of the prefix on. A pin that the holder gets meanwhile stays or ends with
+        # the others.
+        for portion in reversed([*portions([*keys])]):
+            with self._lock as decider:
+                decider.end_pins(portion, holder, self._clock())
 
     def expire_pins(self) -> int:
         """Take off promotions' pins whose deadline has passed; return how many."""
-        return self._calls.expire_pins()
+        # A pin that another thread extends meanwhile is not taken off.
+        ended, is_more = 0, True
+        while is_more:
+            with self._lock as decider:
+                count, is_more = decider.expire_pins(self._clock())
+                ended += count
+        return ended
 
     # --- for the agent and the operator ---
 
     def match(self, keys: Sequence[bytes]) -> list[str]:
         """Return the fastest tier known to hold each chunk, up to the first that is nowhere."""
-        return self._calls.match(keys)
+        # An answer is as old as its first portion.
+        tiers: list[str] = []
+        for portion in portions(keys):
+            with self._lock as decider:
+                found = decider.match(portion, self._clock())
+            tiers += found
+            if len(found) < len(portion):
+                break
+        return tiers
 
     def held_in(self, keys: Sequence[bytes], tier: str) -> int:
         """Return how many leading chunks a tier is known to hold."""
-        return self._calls.held_in(keys, tier)
+        return self._count_leading(keys, lambda decider, part: decider.held_in(part, tier))
 
     def is_putting(self, keys: Iterable[bytes], tier: str) -> bool:
         """Whether one of these chunks is on its way into a lower tier."""
-        return self._calls.is_putting([*keys], tier)
+        # A put that begins later is not asked about.
+        for portion in portions([*keys]):
+            with self._lock as decider:
+                puts = decider.cascades.get(tier)
+                if puts is not None and any(map(puts.has, portion)):
+                    return True
+        return False
 
     def pin(self, keys: Sequence[bytes], tier: str) -> int:
         """Keep leading chunks in a tier that holds them until `unpin` or `clear`; return how many.
 
-        Half of a tier can be pinned so, nothing of the remote tier, which is not ours.
+        Half of a tier can be pinned so. In the remote tier, which others share, nothing can.
         """
-        return self._calls.pin(keys, tier)
+        # Chunks of earlier portions stay pinned, whatever happens to the next.
+        return self._count_leading(keys, lambda decider, part: decider.operator_pin(part, tier))
+
+    def _count_leading(
+        self, keys: Sequence[bytes], count: Callable[[Decider, Sequence[bytes]], int]
+    ) -> int:
+        """Count chunks from the first on, until ``count`` counts fewer than it was given."""
+        total = 0
+        for portion in portions(keys):
+            with self._lock as decider:
+                counted = count(decider, portion)
+            total += counted
+            if counted < len(portion):
+                break
+        return total
 
     def unpin(self, keys: Sequence[bytes], tier: str) -> int:
         """End the pins of leading chunks that a tier holds; return how many had one."""
-        return self._calls.unpin(keys, tier)
+        held = keys[: self.held_in(keys, tier)]
+        unpinned = 0
+        # From the end on, since the first chunk must be evicted last. A chunk that has left the
+        # tier since it was counted has no pin any more.
+        for portion in reversed([*portions(held)]):
+            with self._lock as decider:
+                unpinned += decider.operator_unpin(portion, tier, self._clock())
+        return unpinned
 
     def clear(
         self,
@@ -190,35 +362,56 @@ class CacheEngine:
         *,
         keep_shared: bool = False,
     ) -> dict[str, int]:
-        """Drop what these tiers (or all) hold, or of that these chunks; return how many, by tier.
+        """Drop all chunks of these tiers (or of all), or these chunks; return how many, by tier.
 
         None of them is found any more when this returns, pinned or not; slots in use and files are
-        freed soon after. Others' chunks in the remote tier stay, with ``keep_shared`` all of them.
+        freed soon after. In the remote tier, chunks that this engine does not know stay; with
+        ``keep_shared`` all of them stay.
         """
-        if keys is not None:
-            return self._calls.clear(tiers, keys, keep_shared=keep_shared)
-        with self._deciding() as decider:
-            return decider.clear(tiers, None, keep_shared=keep_shared)
+        if keys is None:
+            with self._lock as decider:
+                return decider.clear(tiers, None, keep_shared=keep_shared)
+        # A chunk of an earlier portion that others store again is stored after this call.
+        dropped: Counter[str] = Counter()
+        for portion in [*portions(list(dict.fromkeys(keys)))] or [()]:
+            with self._lock as decider:
+                dropped.update(decider.clear(tiers, portion, keep_shared=keep_shared))
+        return dict(dropped)
 
     def snapshot(self) -> wire.Snapshot:
-        """Return all keys by tier, from which the events after its number lead on."""
-        with self._lock:
-            seq = self._decider.events.last_seq
-            there = [index.name for index in self._tiers.indexes if index.is_there]
-        tiers: dict[str, bytes] = {tier: self._calls.packed_keys(tier) for tier in (CPU, *there)}
-        return wire.Snapshot(incarnation=self.incarnation, seq=seq, tiers=tiers)
+        """Return all keys by tier; the events after its number continue from there."""
+        with self._lock as decider:
+            seq = decider.events.last_seq
+            tiers = [CPU, *(index.name for index in self._io.indexes if index.is_there)]
+        packed: dict[str, bytes] = {tier: self._packed_keys(tier) for tier in tiers}
+        return wire.Snapshot(incarnation=self.incarnation, seq=seq, tiers=packed)
+
+    def _packed_keys(self, tier: str) -> bytes:
+        # Each part is of another moment. A key stored or removed meanwhile may be listed or not.
+        # Whoever has the events from before the first part on learns of it in either case, and
+        # the last event about a key says what is true: a key stored again, or removed and not
+        # listed, changes nothing for them.
+        packed = []
+        shard = 0
+        while shard < SHARDS:
+            with self._lock as decider:
+                part, shard = decider.state.listed_keys(tier, shard)
+            packed.append(wire.pack_keys(map(key64, part)))
+        return b"".join(packed)
+
+    # --- events, counters ---
 
     @property
     def last_seq(self) -> int:
         """Number of the last event; 0 before the first."""
-        with self._lock:
-            return self._decider.events.last_seq
+        with self._lock as decider:
+            return decider.events.last_seq
 
     def events_after(self, seq: int) -> wire.EventBatch | None:
-        """Return what happened after event ``seq``; None when that is not known any more."""
-        with self._lock:
-            records = self._decider.events.after(seq)
-            last_seq = self._decider.events.last_seq
+        """Return the events after number ``seq``; None when some of them are not known any more."""
+        with self._lock as decider:
+            records = decider.events.after(seq)
+            last_seq = decider.events.last_seq
         if records is None:
             return None
         events = list(map(to_wire, records))
@@ -226,43 +419,46 @@ class CacheEngine:
 
     def add_event_listener(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener``, which must be quick, after new events; return what ends that."""
-        return self._listeners.add(listener)
+        return self._lock.listeners.add(listener)
 
     def take_events(self) -> list[KeyEventRecord]:
         """Return the events since the last call, for vLLM's own stream."""
-        with self._lock:
-            return self._decider.events.take()
+        with self._lock as decider:
+            return decider.events.take()
 
     def tier_info(self) -> dict[str, wire.TierInfo]:
-        """Return size and speed of each tier there is; the remote's size is not known (0)."""
+        """Return size and speed of each tier there is; the remote tier's size is not known (0)."""
         slots, each = self._pool.num_slots, self._pool.slot_bytes
-        with self._lock:
-            used = len(self._decider.cpu)
+        with self._lock as decider:
+            used = len(decider.pool)
             cpu = wire.TierInfo(capacity_bytes=slots * each, used_bytes=used * each)
-            return {CPU: cpu, **self._tiers.info()}
+            return {CPU: cpu, **self._io.info()}
 
     def stats(self) -> EngineStats:
         """Return a copy of the counters."""
-        with self._lock:
-            stats = self._decider.counts()
-        stats.cpu_held_bytes = self._calls.count_held() * self._pool.slot_bytes
+        with self._lock as decider:
+            stats = decider.counts()
+            entries = [*decider.pool]
+        # Without the lock: there may be a hundred thousand.
+        held = self._decider.pool.count_kept(entries, self._clock())
+        stats.cpu_held_bytes = held * self._pool.slot_bytes
         return stats
 
     def check(self) -> None:
         """Raise AssertionError if the engine's state contradicts itself."""
-        with self._lock:
-            self._decider.check()
+        with self._lock as decider:
+            decider.check()
 
     def close(self, *, drain_s: float = 5.0) -> None:
-        """Write what is queued for lower tiers (``drain_s`` at most) and end the I/O. Idempotent.
+        """Write queued puts for lower tiers (``drain_s`` at most) and end the I/O. Idempotent.
 
-        Lets go of the pool's buffer, unless a thread hangs in the kernel.
+        Releases the pool's buffer, unless a thread hangs in the kernel.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        if self._tiers.close(self._lock, drain_s):
+        if self._io.close(drain_s):
             self._pool.close()
         else:
-            logger.warning("the cache engine closed while I/O was still hanging")
+            logger.warning("the cache engine was closed while a thread still hangs in its I/O")

@@ -1,25 +1,50 @@
-"""The I/O of one lower tier: its threads, its batches, its measured speed.
+"""The I/O of the tiers below the pool: their threads, their batches, and the tiers themselves.
 
-Decisions are taken under the engine's lock, a batch at a time; bytes move
-without it. A tier's exception is a failure like any other: an entry whose
-read or write never ended would keep its slot for ever.
+Decisions are made under the engine's lock, a batch at a time; bytes move without it.
 """
 
+import contextlib
+import hashlib
 import logging
 import math
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from cacheengine.engine.io_threads import JobRunner
+from cacheengine.engine.engine_lock import EngineLock
+from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
-from cacheengine.record import BandwidthMeter
-from cacheengine.residency import PORTION, Decider, Entry, LowerIndex
-from cacheengine.settings import EngineConfig
-from cacheengine.tiers import Chunk, GetOutcome, PutOutcome, SharedTier, Tier
+from cacheengine.record import CPU, BandwidthMeter
+from cacheengine.residency import (
+    PORTION,
+    LocalIndex,
+    LowerIndex,
+    PendingWork,
+    PoolEntry,
+    SharedIndex,
+)
+from cacheengine.settings import ConfigError, EngineConfig
+from cacheengine.tiers import (
+    Chunk,
+    GetOutcome,
+    LocalTier,
+    NullTier,
+    PutOutcome,
+    SharedTier,
+    Tier,
+)
+from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.remote import RemoteTier
+from cacheengine.tiers.serde import SERDE_NAMES, Serde, make_serde
+from cacheengine.tiers.stores import BlobStore, RemoteUrl, StoreError, parse_remote_url
+from cacheengine.tiers.stores.infinistore import InfiniStore
+from cacheengine.tiers.stores.mooncake import MooncakeStore
+from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer, RedisStore
 from warmroute_common import agent_protocol as wire
+from warmroute_common.config_reader import BadValueError
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -27,22 +52,89 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 Clock = Callable[[], float]
-Lend = Callable[[], AbstractContextManager[Decider]]
-MakeThreads = Callable[[str, int], JobRunner]
 
 _REMOTE_READ_THREADS: Final = 4
 _REMOTE_WRITE_THREADS: Final = 2
 _DELETE_BATCH: Final = 64
 _QUESTIONS_PER_CALL: Final = 4096
+_END_S: Final = 5.0
+
+
+class JobRunner(Protocol):
+    """Runs the engine's I/O jobs. `IoThreads` says what the calls mean."""
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Queue a job."""
+
+    def stop(self) -> None:
+        """Take no more jobs."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end after `stop`."""
+
+
+class IoThreads:
+    """``count`` threads that run jobs in the order given, until `stop`.
+
+    Daemons: a read that hangs in the kernel must not keep a process from exiting. The queue has
+    no bound of its own; its callers keep one.
+    """
+
+    def __init__(self, name: str, count: int) -> None:
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Queue a job; it should handle its own failures. False, queueing nothing, after `stop`."""
+        # Against a `stop` in between: a job queued behind its marks would never run.
+        with self._lock:
+            if not self._stopped:
+                self._jobs.put(job)
+            return not self._stopped
+
+    def stop(self) -> None:
+        """Take no more jobs; the threads end after the queued ones. Idempotent."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            for _ in self._threads:
+                self._jobs.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end after `stop`; False if some still run then."""
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:  # without its threads the tier would stop working, one by one
+                logger.exception("a job of the cache engine's I/O threads failed")
+
+
+MakeThreads = Callable[[str, int], JobRunner]
 
 
 class TierIo:
     """Reads, writes and deletes of one tier, each kind queued and done in batches.
 
-    ``deciding`` lends the engine's decisions under its lock; what they then
-    ask for comes back in `start`. A job takes from a queue what it finds there,
-    and the queue gets a job with every addition, so nothing waits in it for
-    ever, and a job that finds nothing is over.
+    The I/O that was decided under ``lock`` comes back in `start`. A job takes from a queue what
+    it finds there, and ends if it finds nothing. Each addition to a queue starts a job, so nothing
+    stays in it for ever.
+
+    A tier's exception is a failure like any other: an entry whose read or write never ended would
+    keep its slot for ever.
     """
 
     def __init__(
@@ -52,7 +144,7 @@ class TierIo:
         pool: Pool,
         *,
         config: EngineConfig,
-        deciding: Lend,
+        lock: EngineLock,
         clock: Clock,
         make_threads: MakeThreads,
     ) -> None:
@@ -60,15 +152,15 @@ class TierIo:
         self.index = index
         self.name = index.name
         self._pool = pool
-        self._deciding = deciding
+        self._lock = lock
         self._clock = clock
         is_shared = isinstance(tier, SharedTier)
         self._read_threads = _REMOTE_READ_THREADS if is_shared else config.disk_read_threads
         self._write_threads = _REMOTE_WRITE_THREADS if is_shared else config.disk_write_threads
-        # These change under the engine's lock only: a batch is taken, counted,
-        # and the decision whether to do it still is made, in one step.
+        # These change under the engine's lock only: a batch is taken and counted, and the decision
+        # whether to do it still is made, in one step.
         self.is_reading = True
-        """False: reads not begun yet are given up, questions not asked."""
+        """False: reads not begun yet are given up, and questions are not asked."""
         self.is_writing = True
         """False: puts not begun yet are dropped."""
         self._being_read = 0
@@ -77,9 +169,9 @@ class TierIo:
         self._write_meter = BandwidthMeter()
         self._readers = make_threads(f"kv-get-{self.name}", self._read_threads)
         self._writers = make_threads(f"kv-put-{self.name}", self._write_threads)
-        # A thread of its own, so that questions, which requests wait for, do
-        # not queue behind reads; and one only, so that all that come up while
-        # it asks go in its next call.
+        # Questions have a thread of their own, since requests wait for them: they do not queue
+        # behind reads. And one thread only, so that all that come up while it asks go in its next
+        # call.
         self._asker = make_threads(f"kv-find-{self.name}", 1) if is_shared else None
 
     def info(self) -> wire.TierInfo:
@@ -92,18 +184,24 @@ class TierIo:
         )
 
     def start(
-        self, gets: int, puts: int, deletes: Sequence[bytes], *, asks: bool, clears: bool
+        self,
+        gets: int,
+        puts: int,
+        deletes: Sequence[bytes],
+        *,
+        has_questions: bool,
+        is_cleared: bool,
     ) -> None:
-        """Do what was decided; the numbers are of those newly queued."""
+        """Start the I/O that was decided; the numbers count what was newly queued."""
         for _ in range(min(gets, self._read_threads)):
             _run(self._readers, partial(_take_turns, self._readers, self._read_batch))
         for _ in range(min(puts, self._write_threads)):
             _run(self._writers, partial(_take_turns, self._writers, self._write_batch))
         for start in range(0, len(deletes), _DELETE_BATCH):
             _run(self._writers, partial(self._delete, deletes[start : start + _DELETE_BATCH]))
-        if clears:
+        if is_cleared:
             _run(self._writers, partial(_take_turns, self._writers, self._delete_cleared))
-        if asks and self._asker is not None:
+        if has_questions and self._asker is not None:
             _run(self._asker, self._ask_turn)
 
     # --- the end ---
@@ -115,7 +213,7 @@ class TierIo:
                 threads.stop()
 
     def join_writers(self, timeout_s: float) -> bool:
-        """Wait until what is queued is written; False if it is not."""
+        """Wait until all queued puts are written; False if some are not."""
         return self._writers.join(timeout_s)
 
     def join(self, timeout_s: float) -> bool:
@@ -130,8 +228,8 @@ class TierIo:
     # --- reads ---
 
     def _read_batch(self) -> bool:
-        """Read what is next in the queue; return whether more was there."""
-        with self._deciding() as decider:
+        """Read the next batch of the queue; return whether there was more."""
+        with self._lock as decider:
             queued = decider.promoter.waiting(self.name)
             share = self._share(queued + self._being_read, self._read_threads)
             entries = decider.promoter.take(self.name, share)
@@ -144,15 +242,17 @@ class TierIo:
             self._being_read += len(entries)
             self._read_meter.start(self._clock())
         outcomes = self._move(self._tier.get_many, entries) or [GetOutcome.FAILED] * len(entries)
-        with self._deciding() as decider:
+        with self._lock as decider:
             now_s = self._clock()
             self._read_meter.stop(now_s, outcomes.count(GetOutcome.OK) * self._pool.slot_bytes)
             self._being_read -= len(entries)
             decider.promoter.end(self.index, entries, outcomes, now_s)
         return is_more
 
-    def _move(self, call: Callable[[list[Chunk]], list[T]], entries: Sequence[Entry]) -> list[T]:
-        """Have the tier read or write entries; how each ended, nothing if the call failed."""
+    def _move(
+        self, call: Callable[[list[Chunk]], list[T]], entries: Sequence[PoolEntry]
+    ) -> list[T]:
+        """Have the tier read or write entries; return how each ended, [] if the call failed."""
         return self._answers(call, [(each.key, self._pool.view(each.slot)) for each in entries])
 
     def _answers(self, call: Callable[[list[A]], list[T] | None], asked: list[A]) -> list[T]:
@@ -167,29 +267,29 @@ class TierIo:
         return answers or []
 
     def _share(self, chunks: int, threads: int) -> int:
-        """How many of those queued or under way one thread takes: spread first, then batched."""
+        """Return how many chunks one thread takes: spread over the threads first, then batched."""
         return min(self._tier.batch_chunks, math.ceil(chunks / threads))
 
     # --- writes ---
 
     def _write_batch(self) -> bool:
-        """Write what is next in the queue; return whether more was there."""
-        with self._deciding() as decider:
+        """Write the next batch of the queue; return whether there was more."""
+        with self._lock as decider:
             puts = decider.cascades[self.name]
             if not self.is_writing:
                 puts.cancel()
             share = self._share(puts.waiting + self._being_written, self._write_threads)
             entries, victims = puts.begin(share, self._clock())
             if not entries:
-                return puts.waiting > 0  # it was empty, or many in it were dropped
+                return puts.waiting > 0  # it was empty, or a portion of it was dropped
             self._being_written += len(entries)
             is_more = puts.waiting > 0
         if victims:
             self._delete(victims)
-        with self._deciding():
+        with self._lock:
             self._write_meter.start(self._clock())
         outcomes = self._move(self._tier.put_many, entries) or [PutOutcome.FAILED] * len(entries)
-        with self._deciding() as decider:
+        with self._lock as decider:
             now_s = self._clock()
             self._write_meter.stop(now_s, outcomes.count(PutOutcome.STORED) * self._pool.slot_bytes)
             self._being_written -= len(entries)
@@ -197,29 +297,29 @@ class TierIo:
         return is_more
 
     def _delete(self, keys: Sequence[bytes]) -> None:
-        """Delete chunks, and note that they are gone; on a writer thread."""
+        """Delete chunks, then note that they are gone. On a writer thread."""
         try:
             self._tier.delete(keys)
         except Exception:
             logger.exception("%s tier: delete failed", self.name)
-        with self._deciding() as decider:
+        with self._lock as decider:
             decider.cascades[self.name].deleted(keys)
 
     def _delete_cleared(self) -> bool:
-        """Delete a portion of what was cleared with the whole tier; return if there is more."""
-        with self._deciding() as decider:
-            keys, is_more = decider.take_cleared(self.name)
+        """Delete a portion of the chunks of a cleared tier; return whether there are more."""
+        with self._lock as decider:
+            keys, is_more = decider.state.take_cleared(self.index, PORTION)
         if keys:
             self._delete(keys)
         return is_more
 
-    def free_cleared(self) -> None:
+    def free_cleared_slots(self) -> None:
         """Free the slots of a pool that was cleared, on a writer thread."""
 
         def free() -> bool:
-            with self._deciding() as decider:
-                is_more = decider.free_cleared()
-            # A thread that waits for the lock needs Python's own, too, while this one has none.
+            with self._lock as decider:
+                is_more = decider.state.remove_cleared(PORTION)
+            # A thread that waits for the engine's lock needs the interpreter's lock (GIL), too.
             time.sleep(0)
             return is_more
 
@@ -228,40 +328,229 @@ class TierIo:
     # --- questions ---
 
     def _ask_turn(self) -> None:
-        """Ask in one call for all that has come up since the last."""
+        """Ask in one call for everything that has come up since the last call."""
         assert isinstance(self._tier, SharedTier)
-        with self._deciding() as decider:
-            keys = decider.walks.take_questions(_QUESTIONS_PER_CALL)
+        with self._lock as decider:
+            keys = decider.promotions.take_questions(_QUESTIONS_PER_CALL)
             is_wanted = self.is_reading
         while keys:
             found = self._answers(self._tier.find, keys) if is_wanted else []
             self._note_answers(keys, found)
-            with self._deciding() as decider:
-                keys = decider.walks.take_questions(_QUESTIONS_PER_CALL)
+            with self._lock as decider:
+                keys = decider.promotions.take_questions(_QUESTIONS_PER_CALL)
                 is_wanted = self.is_reading
 
     def _note_answers(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        """Note all answers, then go on with what waited for one of them; a portion at a time.
+        """Note all answers, then advance the promotions that waited for one; a portion at a time.
 
-        In between others may ask for a chunk that is answered later: they wait for that.
+        Between portions other threads may ask for a chunk whose answer is noted later: they wait
+        for that.
         """
         for start in range(0, len(keys), PORTION):
             part = slice(start, start + PORTION)
-            with self._deciding() as decider:
-                decider.walks.answered(keys[part], found[part] or None, self._clock())
+            with self._lock as decider:
+                decider.promotions.answered(keys[part], found[part] or None, self._clock())
         is_more = True
         while is_more:
-            with self._deciding() as decider:
-                is_more = decider.walks.go_on_answered(self._clock())
+            with self._lock as decider:
+                is_more = decider.promotions.advance_answered(self._clock())
 
 
 def _run(threads: JobRunner, job: Callable[[], None]) -> None:
-    """Have a thread do a job, or after their end this one."""
+    """Have a thread do a job; after the threads have stopped, do it on this one."""
     if not threads.submit(job):
         job()
 
 
 def _take_turns(threads: JobRunner, batch: Callable[[], bool]) -> None:
-    """Do a batch, and see to it that the rest of the queue has its turn."""
+    """Do a batch, and queue a job for the rest behind the other jobs."""
     while batch() and not threads.submit(partial(_take_turns, threads, batch)):
-        pass  # stopped: this thread is the last that comes here
+        pass  # stopped: no other thread will do the rest
+
+
+class TierStack:
+    """The local tier and the remote tier, if there is one; by default those of the configuration.
+
+    The constructor scans the local tier and starts the threads.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: ChunkLayout,
+        pool: Pool,
+        local: LocalTier | None,
+        remote: SharedTier | None,
+        *,
+        lock: EngineLock,
+        clock: Clock,
+        make_threads: MakeThreads,
+    ) -> None:
+        self._lock = lock
+        with contextlib.ExitStack() as undo:
+            self.local = make_tier(config, layout) if local is None else local
+            undo.callback(self.local.close)
+            self.remote = make_remote(config, layout) if remote is None else remote
+            if self.remote is not None:
+                undo.callback(self.remote.close)
+            below: list[tuple[Tier, LowerIndex]] = [
+                (self.local, _index_of_stored(self.local, config.cache_policy))
+            ]
+            undo.pop_all()
+        if self.remote is not None:
+            below.append((self.remote, SharedIndex()))
+        self.indexes = [index for _, index in below]
+        """The nearest tier's first."""
+        self.io = [
+            TierIo(
+                tier,
+                index,
+                pool,
+                config=config,
+                lock=lock,
+                clock=clock,
+                make_threads=make_threads,
+            )
+            for tier, index in below
+        ]
+
+    def start(self, work: PendingWork) -> None:
+        """Start the reads, writes, deletes and questions that were decided."""
+        for io in self.io:
+            io.start(
+                work.gets[io.name],
+                work.puts[io.name],
+                work.deletes.get(io.name, ()),
+                has_questions=work.has_questions,
+                is_cleared=io.name in work.clears,
+            )
+        if CPU in work.clears:
+            self.io[0].free_cleared_slots()
+
+    def info(self) -> dict[str, wire.TierInfo]:
+        """Return size and speed of each tier there is, under the engine's lock."""
+        return {io.name: io.info() for io in self.io if io.index.is_there}
+
+    def close(self, drain_s: float) -> bool:
+        """Write queued puts for at most ``drain_s``, end the I/O; False if a thread still hangs."""
+        with self._lock:
+            for io in self.io:
+                io.is_reading = False
+        for io in self.io:
+            io.stop()
+        self._join(TierIo.join_writers, drain_s)
+        with self._lock:
+            # Puts still queued now are dropped as soon as a thread sees them.
+            for io in self.io:
+                io.is_writing = False
+        if self.remote is not None:
+            # Before its threads end: calls that wait for its server fail now.
+            self.remote.close()
+        ended = self._join(TierIo.join, _END_S)
+        self.local.close()
+        return ended
+
+    def _join(self, join: Callable[[TierIo, float], bool], timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        ended = [join(io, max(0.0, deadline_s - time.monotonic())) for io in self.io]
+        return all(ended)
+
+
+def _index_of_stored(local: LocalTier, policy: str) -> LocalIndex:
+    """Return an index of the chunks that an earlier run has stored, as far as they fit."""
+    index = LocalIndex(local.capacity_bytes, local.item_bytes, policy=policy)
+    keys = local.scan()
+    excess = index.adopt(keys)
+    local.delete(excess)
+    for key in excess:
+        index.forget(key)
+    if keys:
+        logger.info(
+            "%s tier: %d chunks of an earlier run are served again, %d did not fit",
+            local.name,
+            len(index),
+            len(excess),
+        )
+    return index
+
+
+def make_tier(config: EngineConfig, layout: ChunkLayout) -> LocalTier:
+    """Return the local tier of the configuration.
+
+    Raises `ConfigError` for a limit below one chunk, OSError for a directory that cannot be used
+    or that another process uses.
+    """
+    if not config.local_disk:
+        return NullTier()
+    tier = DiskTier(
+        config.local_disk,
+        layout.fingerprint(),
+        payload_bytes=layout.chunk_bytes,
+        capacity_bytes=config.max_local_disk_bytes,
+        direct=config.disk_direct_reads,
+        direct_writes=config.disk_direct_writes,
+    )
+    if tier.capacity_bytes < tier.item_bytes:
+        tier.close()
+        raise ConfigError(
+            config.source,
+            "max_local_disk_size",
+            f"{config.max_local_disk_size} GB is smaller than one chunk ({tier.item_bytes} bytes)",
+            f"set at least {2 * tier.item_bytes / 1024**3:.3g}",
+        )
+    return tier
+
+
+def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
+    """Return the remote tier of the configuration, if any.
+
+    A server that cannot be reached now causes a warning: its chunks are misses until it can.
+    Raises `ConfigError` for a setting that only a person can fix.
+    """
+    if not config.remote_url:
+        return None
+    config.check_remote_ready()
+    url = parse_remote_url(config.remote_url)
+    try:
+        store = _connect(url, config.remote_url, config)
+    except BadValueError as error:
+        raise ConfigError(config.source, "remote_url", error.problem, error.fix) from None
+    except StoreError as error:
+        fix = "correct it, or remove remote_url"
+        raise ConfigError(config.source, "remote_url", f"{url} {error}", fix) from None
+    try:
+        serde = make_serde(config.remote_serde, layout.dtype)
+    except ValueError as error:
+        fix = "choose another remote_serde"
+        raise ConfigError(config.source, "remote_serde", str(error), fix) from None
+    tier = RemoteTier(
+        store,
+        layout.fingerprint(),
+        layout.chunk_bytes,
+        serde,
+        readers=_exact_serdes(layout.dtype),
+        server=str(url),
+    )
+    # A question for a key that nobody stores, so that a server that is down, or a wrong password,
+    # is logged now and not at the first request.
+    if tier.find([hashlib.sha256(b"").digest()]) is not None:
+        logger.info("remote tier: %s answers, %s", url, serde.name)
+    return tier
+
+
+def _connect(url: RemoteUrl, text: str, config: EngineConfig) -> BlobStore:
+    if url.scheme in REDIS_SCHEMES:
+        return RedisStore(RedisServer.from_url(url, ttl_s=config.remote_ttl))
+    store = MooncakeStore if url.scheme == "mooncakestore" else InfiniStore
+    return store.connect(text, config.extra_config)
+
+
+def _exact_serdes(dtype: str) -> list[Serde]:
+    """Return the serdes of chunks that replicas with other settings have stored."""
+    made = []
+    for name in SERDE_NAMES:
+        try:
+            made.append(make_serde(name, dtype))
+        except ValueError:
+            continue  # it cannot encode this type, so nothing was encoded by it
+    return [serde for serde in made if serde.is_exact]

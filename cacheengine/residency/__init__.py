@@ -1,40 +1,33 @@
-"""Every decision of the engine: which chunk is where, which may be used, what moves next.
-
-`Decider` is asked by the engine and answers with a `Todo`. `CpuIndex` has the pool's entries
-with their eviction (`POLICY_NAMES`), `TierIndex` a local tier's, `RemoteIndex` what a shared
-store is believed to hold; `stores` and `cascade` bring chunks down from the GPU, `walks` and
-`promoter` up from below; all work on one `CacheState`.
-
-Called by engine, agent and simulator. Imports record and tiers (outcomes); no I/O, no clock,
-no threads.
-"""
+"""Which chunk is in which tier, which may be used, and what moves next. Pure: no I/O, no clock."""
 
 from cacheengine.residency.decider import Decider
 from cacheengine.residency.decisions import (
     PORTION,
+    PendingWork,
     Presence,
     Promotion,
     StoreReservation,
-    Todo,
 )
-from cacheengine.residency.entry import Entry, Holder, count_held
-from cacheengine.residency.eviction import POLICY_NAMES
-from cacheengine.residency.lower import LowerIndex, RemoteIndex, TierIndex
-from cacheengine.residency.shards import SHARDS
+from cacheengine.residency.eviction_policies import DEFAULT_POLICY, POLICY_NAMES
+from cacheengine.residency.local_index import LocalIndex
+from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.pool_index import Holder, PoolEntry
+from cacheengine.residency.shared_index import SharedIndex
+from cacheengine.residency.state import SHARDS
 
 __all__ = [
+    "DEFAULT_POLICY",
     "POLICY_NAMES",
     "PORTION",
     "SHARDS",
     "Decider",
-    "Entry",
     "Holder",
+    "LocalIndex",
     "LowerIndex",
+    "PendingWork",
+    "PoolEntry",
     "Presence",
     "Promotion",
-    "RemoteIndex",
+    "SharedIndex",
     "StoreReservation",
-    "TierIndex",
-    "Todo",
-    "count_held",
 ]

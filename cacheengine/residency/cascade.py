@@ -1,4 +1,4 @@
-"""The way down: which chunks are written to a lower tier, and when not. Pure."""
+"""The way down: which chunks are put to a lower tier, and when not. Pure."""
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import Final
 
 from cacheengine.residency.decisions import PORTION
-from cacheengine.residency.entry import Entry
-from cacheengine.residency.lower import LowerIndex
+from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.pool_index import PoolEntry
 from cacheengine.residency.state import CacheState
 from cacheengine.tiers import LONGEST_BACKOFF_S, PutOutcome, TierBackoff
 
 _TRIES: Final = 3
 """Writes of one chunk before it is given up."""
 _MOST_DROPPED: Final = 16_384
-"""Chunks remembered whose put was dropped; the oldest are given up."""
+"""Chunks remembered whose put was dropped; beyond that the oldest are given up."""
 
 
 @dataclass(slots=True, eq=False)
 class _Put:
-    entry: Entry
+    entry: PoolEntry
     number: int
     tries: int = 0
     is_wanted: bool = True
@@ -28,11 +28,10 @@ class _Put:
 class Cascade:
     """One tier's puts from being queued to their end, at most ``max_queued`` at once.
 
-    An entry whose put is queued or under way is not evicted. After a failure
-    the tier is left alone for a while; after the last one the longest backoff
-    must pass before it may use its whole capacity again. A put that is dropped
-    is tried again while its chunk is in the pool (`retry`), one that failed a
-    few times in all.
+    An entry whose put is queued or under way is not evicted. After a failure the tier is left
+    alone for a while; after the last failure the longest backoff must pass before the tier may
+    use its whole capacity again. A put that is dropped is tried again while its chunk is in the
+    pool (`retry`); a put that fails is tried three times in all.
     """
 
     def __init__(self, state: CacheState, index: LowerIndex, max_queued: int) -> None:
@@ -44,10 +43,11 @@ class Cascade:
         self._grow_at_s = float("-inf")
         self._waiting: deque[_Put] = deque()
         self._by_key: dict[bytes, _Put] = {}  # puts under way included
-        # By how often they were tried, those dropped first at the front.
+        # How often each was tried; the first dropped at the front.
         self._dropped: OrderedDict[bytes, int] = OrderedDict()
         self._next_number = 0
-        self._first_wanted = 0  # those before it were cancelled, all at once
+        # Puts with smaller numbers were cancelled, all in one step.
+        self._first_wanted = 0
 
     @property
     def queued_bytes(self) -> int:
@@ -59,7 +59,7 @@ class Cascade:
         """How many puts have not begun."""
         return len(self._waiting)
 
-    def queue(self, entry: Entry, now_s: float) -> None:
+    def queue(self, entry: PoolEntry, now_s: float) -> None:
         """Queue the put of a chunk of the pool, unless it is below already or must be dropped."""
         if not self._index.is_there or self._is_below(entry.key):
             return
@@ -75,15 +75,15 @@ class Cascade:
     def _can_queue(self, now_s: float) -> bool:
         return not self._backoff.is_on(now_s) and len(self._by_key) < self._max_queued
 
-    def _queue(self, entry: Entry, tries: int) -> None:
-        entry.in_use.putting += 1
+    def _queue(self, entry: PoolEntry, tries: int) -> None:
+        self._state.pool.begin_put(entry)
         put = _Put(entry, self._next_number, tries)
         self._next_number += 1
         self._waiting.append(put)
         self._by_key[entry.key] = put
-        self._state.todo.puts[self._index.name] += 1
+        self._state.work.puts[self._index.name] += 1
 
-    def _drop(self, entry: Entry, tries: int) -> None:
+    def _drop(self, entry: PoolEntry, tries: int) -> None:
         self._stats.put_drops += 1
         if tries < _TRIES:
             self._dropped[entry.key] = tries
@@ -91,33 +91,33 @@ class Cascade:
             self._dropped.popitem(last=False)
 
     def retry(self, now_s: float) -> None:
-        """Queue puts that were dropped, some of as many as may be, of chunks still in the pool."""
+        """Queue again puts that were dropped, a portion of them, of chunks still in the pool."""
         for _ in range(PORTION):
             if not self._dropped or not self._can_queue(now_s):
                 return
             key, tries = self._dropped.popitem(last=False)
-            entry = self._state.cpu.ready(key)
+            entry = self._state.pool.ready(key)
             if entry is not None and not self._is_below(key):
                 self._stats.put_retries += 1
                 self._queue(entry, tries)
 
-    def begin(self, most: int, now_s: float) -> tuple[list[Entry], list[bytes]]:
-        """Reserve room below for queued puts, the oldest first, at most so many.
+    def begin(self, most: int, now_s: float) -> tuple[list[PoolEntry], list[bytes]]:
+        """Reserve room below for at most ``most`` queued puts, the oldest first.
 
-        Returns the entries to write, for each of which `end` must follow, and
-        the chunks to delete first (then `deleted`). Puts that must be dropped
-        are over. No entries, and some still waiting: so many were dropped.
+        Returns the entries to write, for each of which `end` must follow, and the chunks to delete
+        first (then `deleted`). Puts that must be dropped have ended; after a portion of dropped
+        ones the entries may be none while more puts wait.
         """
-        entries: list[Entry] = []
+        entries: list[PoolEntry] = []
         victims: list[bytes] = []
-        hidden: list[bytes] = []  # not to be found while they are written anew
+        rewritten: list[bytes] = []  # they cannot be found meanwhile
         for _ in range(most + PORTION):
             if not self._waiting or len(entries) == most:
                 break
             put = self._waiting.popleft()
             key = put.entry.key
             if self._index.is_known(key) and not self._index.must_rewrite(key):
-                # A shared tier was asked for it since, and has it from others.
+                # A shared tier was asked for it since, and has it from another engine.
                 self._leave(put.entry, now_s)
                 continue
             was_found = key in self._index
@@ -128,9 +128,9 @@ class Cascade:
                 continue
             entries.append(put.entry)
             victims += leaving
-            hidden += [key] if was_found else []
+            rewritten += [key] if was_found else []
         self._stats.evictions += len(victims)
-        self._state.emit(self._index.name, stored=False, keys=[*victims, *hidden])
+        self._state.emit(self._index.name, stored=False, keys=[*victims, *rewritten])
         return entries, victims
 
     def _is_wanted(self, put: _Put) -> bool:
@@ -143,15 +143,17 @@ class Cascade:
             self._stats.put_drops += 1
 
     def _reserve(self, put: _Put, now_s: float) -> list[bytes] | None:
-        # A condemned entry may be written all the same: clearing the cpu tier
-        # alone leaves what is on its way to the disk.
+        # A hidden entry may be written all the same: clearing the cpu tier alone does not stop
+        # puts to the disk.
         if not self._is_wanted(put) or self._backoff.is_on(now_s):
             return None
         if now_s >= self._grow_at_s:
             self._index.restore_limit()
         return self._index.reserve(put.entry.key)
 
-    def end(self, entries: Sequence[Entry], outcomes: Sequence[PutOutcome], now_s: float) -> None:
+    def end(
+        self, entries: Sequence[PoolEntry], outcomes: Sequence[PutOutcome], now_s: float
+    ) -> None:
         """Note how the writes of reserved chunks ended."""
         for entry, outcome in zip(entries, outcomes, strict=True):
             if outcome is PutOutcome.STORED:
@@ -161,7 +163,7 @@ class Cascade:
             self._leave(entry, now_s)
         self.retry(now_s)
 
-    def _stored(self, entry: Entry) -> None:
+    def _stored(self, entry: PoolEntry) -> None:
         self._backoff.succeeded()
         if self._index.publish(entry.key):
             self._stats.puts += 1
@@ -172,7 +174,7 @@ class Cascade:
             self._stats.put_drops += 1
             self._state.delete(self._index, [entry.key])
 
-    def _failed(self, entry: Entry, outcome: PutOutcome, now_s: float) -> None:
+    def _failed(self, entry: PoolEntry, outcome: PutOutcome, now_s: float) -> None:
         put = self._by_key[entry.key]
         if outcome is not PutOutcome.NOT_TRIED:
             put.tries += 1
@@ -186,17 +188,16 @@ class Cascade:
         is_full = outcome is PutOutcome.NO_SPACE
         self._backoff.failed(now_s, grows=is_full or not self._index.has_breaker)
         if is_full:
-            # Go on within what did fit: one leaves for each that comes.
+            # Continue within what did fit: one chunk leaves for each that comes.
             self._index.limit_to_used()
 
-    def _leave(self, entry: Entry, now_s: float) -> None:
-        self._state.cpu.meet(entry.key)  # if the pool was cleared, the entry is condemned now
+    def _leave(self, entry: PoolEntry, now_s: float) -> None:
         del self._by_key[entry.key]
-        entry.in_use.putting -= 1
-        self._state.drop_if_unwanted(entry, now_s)
+        self._state.pool.end_put(entry)
+        self._state.remove_if_unwanted(entry, now_s)
 
     def cancel(self, keys: Collection[bytes] | None = None) -> None:
-        """Drop queued puts, of all chunks or of these, when their turn comes."""
+        """Have queued puts dropped, of all chunks or of these, when their turn comes."""
         if keys is None:
             self._dropped = OrderedDict()
             self._first_wanted = self._next_number
@@ -224,4 +225,4 @@ class Cascade:
         for put in self._waiting:
             assert self._by_key[put.entry.key] is put
         for key, put in self._by_key.items():
-            assert self._state.cpu.peek(key) is put.entry, "a put of what has left the pool"
+            assert self._state.pool.get(key) is put.entry, "a put of a chunk that left the pool"

@@ -1,28 +1,27 @@
-"""Lookups, holds, stores and clearing, over the state that all decisions share.
+"""Lookups, holds, stores, pins and clearing, over the state that all decisions share.
 
 `CacheEngine` says what the calls promise. Pure: no I/O, no clock, no threads. The engine
-serializes calls, passes the time in, and afterwards does what `Decider.take_todo` says.
+serializes calls, passes the time in, and afterwards does the work of `CacheState.take_work`.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from cacheengine.record import CPU, EngineStats
 from cacheengine.residency.cascade import Cascade
-from cacheengine.residency.decisions import PORTION, Presence, Todo
-from cacheengine.residency.entry import Holder, State
-from cacheengine.residency.lower import LowerIndex, RemoteIndex
-from cacheengine.residency.pool_index import CpuIndex
-from cacheengine.residency.promoter import Promoter
-from cacheengine.residency.state import CacheState
-from cacheengine.residency.stores import Stores
-from cacheengine.residency.walks import Walks
+from cacheengine.residency.decisions import Presence, PromotionOutcome, StoreReservation
+from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.pool_index import EntryState, Holder, PoolEntry, PoolIndex
+from cacheengine.residency.promotions import PrefixPromotions, Promoter
+from cacheengine.residency.shared_index import SharedIndex
+from cacheengine.residency.state import CacheState, ProtectedKeys
 
 
 class Decider:
-    """Lookups, holds, stores and clearing for a pool of ``slots`` and the tiers below it.
+    """Decides for a pool of ``slots`` and the tiers below it, the nearest first.
 
-    ``policy`` is one of `POLICY_NAMES`, ``local_cpu`` see `CacheState`; chunks waiting
-    to be written down take at most ``put_queue_share`` of the pool.
+    ``policy`` is one of `POLICY_NAMES`, ``local_cpu`` see `CacheState`. Chunks waiting to be put
+    down take at most ``put_queue_share`` of the pool. ``cascades`` puts chunks down, ``promoter``
+    and ``promotions`` bring them up.
     """
 
     def __init__(
@@ -35,31 +34,26 @@ class Decider:
         local_cpu: bool,
         put_queue_share: float,
     ) -> None:
-        self.cpu = CpuIndex(slots, policy)
-        self.state = state = CacheState(
-            self.cpu, lower, chunk_bytes=chunk_bytes, local_cpu=local_cpu
-        )
-        self.stats = state.stats
-        self.events = state.events
-        # Together they must leave the pool room: what is being put is not evicted.
+        self.pool = PoolIndex(slots, policy)
+        self.state = CacheState(self.pool, lower, chunk_bytes=chunk_bytes, local_cpu=local_cpu)
+        self.stats = self.state.stats
+        self.events = self.state.events
+        # Together they must leave the pool room: a chunk that is being put is not evicted.
         used = sum(index.is_there for index in lower)
         share = max(1, int(put_queue_share * slots) // max(1, used))
         self.cascades: dict[str, Cascade] = {
-            index.name: Cascade(state, index, share) for index in lower
+            index.name: Cascade(self.state, index, share) for index in lower
         }
-        remotes = [index for index in lower if isinstance(index, RemoteIndex)]
-        self.stores = Stores(state, self.cascades)
-        self.promoter = Promoter(state, self.cascades)
-        self.walks = Walks(state, self.promoter, remotes[0] if remotes else None)
+        remotes = [index for index in lower if isinstance(index, SharedIndex)]
+        self.promoter = Promoter(self.state, self.cascades)
+        self.promotions = PrefixPromotions(
+            self.state, self.promoter, remotes[0] if remotes else None
+        )
 
-    def take_todo(self) -> Todo | None:
-        """Return what has come up since the last call, None if nothing has."""
-        return self.state.take_todo()
-
-    # --- what is where ---
+    # --- lookups ---
 
     def presence(self, key: bytes, now_s: float) -> Presence:
-        """Say where a chunk is; ask the remote tier for one that is nowhere. A lookup."""
+        """Say where a chunk is; ask the remote tier for one that is nowhere. Counts a lookup."""
         presence = self._presence(key, now_s)
         stats = self.stats
         stats.lookups += 1
@@ -77,21 +71,21 @@ class Decider:
         return presence
 
     def _presence(self, key: bytes, now_s: float) -> Presence:
-        entry = self.cpu.get(key)
+        entry = self.state.entry(key)
         if entry is not None:
-            if entry.condemned:
+            if self.pool.is_hidden(entry):
                 return Presence.MISS
-            return Presence.CPU if entry.state is State.READY else Presence.PENDING
-        source = self.promoter.source(key, now_s)
+            return Presence.CPU if entry.state is EntryState.READY else Presence.PENDING
+        source = self.state.source(key, now_s)
         if source is not None:
-            return Presence.REMOTE if isinstance(source, RemoteIndex) else Presence.DISK
-        return Presence.UNKNOWN if self.walks.ask(key, now_s) else Presence.MISS
+            return Presence.REMOTE if isinstance(source, SharedIndex) else Presence.DISK
+        return Presence.UNKNOWN if self.promotions.ask(key, now_s) else Presence.MISS
 
     def match(self, keys: Sequence[bytes], now_s: float) -> list[str]:
         """Return the tier of each chunk from the first up to the first that is nowhere."""
-        source = self.promoter.source
+        source = self.state.source
         tiers: list[str] = []
-        for key, is_ready in zip(keys, self.cpu.are_ready(keys), strict=True):
+        for key, is_ready in zip(keys, self.pool.are_ready(keys), strict=True):
             if is_ready:
                 tiers.append(CPU)
                 continue
@@ -102,12 +96,11 @@ class Decider:
         return tiers
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note a use in every tier; of a prefix, the first chunk becomes the most recent.
+        """Note a use in every tier; the first chunk of a prefix becomes the most recent.
 
-        What comes later in a prefix is worth nothing without what comes
-        before, so it must be evicted first.
+        A later chunk of a prefix is useless without the earlier ones, so it is evicted first.
         """
-        self.cpu.touch(reversed(keys))
+        self.pool.touch(reversed(keys))
         for index in self.state.lower:
             for key in reversed(keys):
                 index.touch(key)
@@ -118,62 +111,176 @@ class Decider:
         """Keep ready chunks until `release`, then `note_hold`. KeyError: none was held."""
         entries = []
         for key in keys:
-            entry = self.cpu.get(key)
-            is_held = held_before and entry is not None and entry.seen.holds > 0
-            if entry is None or not (entry.is_usable or is_held):
+            entry = self.pool.get(key)
+            is_held = held_before and entry is not None and entry.holds > 0
+            if entry is None or not (self.pool.is_ready(entry) or is_held):
                 raise KeyError(f"chunk {key.hex()} is not ready in the cpu tier")
             entries.append(entry)
         for entry in entries:
-            entry.in_use.holds += 1
+            self.pool.hold(entry)
         return [entry.slot for entry in entries]
 
     def note_hold(self, keys: Iterable[bytes], holder: Holder) -> None:
-        """Note that chunks held are of use: the holder's pins end."""
-        for entry in filter(None, map(self.cpu.get, keys)):
-            entry.in_use.prefetched = False
+        """Note that held chunks are used: the holder's pins end."""
+        for entry in filter(None, map(self.pool.get, keys)):
+            entry.is_prefetched = False
             if holder is not None:
-                self.cpu.end_pin(entry, holder)
+                self.pool.end_pin(entry, holder)
 
     def try_hold(self, key: bytes) -> int | None:
         """Keep a chunk if it is ready; its pins stay."""
-        entry = self.cpu.ready(key)
+        entry = self.pool.ready(key)
         if entry is None:
             return None
         self.stats.lookups += 1
         self.stats.hits_cpu += 1
-        entry.in_use.holds += 1
+        self.pool.hold(entry)
         return entry.slot
 
     def release(self, keys: Iterable[bytes], now_s: float) -> None:
-        """End one hold of each; KeyError on a chunk that is not held."""
+        """End one hold of each chunk; KeyError for a chunk that is not held."""
         for key in keys:
-            entry = self.cpu.get(key)
-            if entry is None or entry.seen.holds == 0:
+            entry = self.pool.get(key)
+            if entry is None or entry.holds == 0:
                 raise KeyError(f"chunk {key.hex()} is not held")
-            entry.in_use.holds -= 1
-            self.state.drop_if_unwanted(entry, now_s)
+            self.pool.release(entry)
+            self.state.remove_if_unwanted(entry, now_s)
 
-    # --- pins, clearing ---
+    # --- stores: chunks from the GPU ---
+
+    def protected(self, keys: Sequence[bytes], prefix: Collection[bytes]) -> ProtectedKeys:
+        """Return the chunks that may not leave for ``keys``: these, and of their prefix those that
+        no lower tier has. To be used under the engine's lock only.
+        """
+        return ProtectedKeys(frozenset(keys), prefix, self.state.is_below)
+
+    def prepare_store(
+        self, keys: Sequence[bytes], now_s: float, protected: Container[bytes]
+    ) -> StoreReservation:
+        """Reserve slots for chunks that are not there, the leading ones that find room."""
+        wanted = [*filter(self._is_storable, keys)]
+        slots, evicted = self.state.make_room(len(wanted), protected, now_s)
+        entries = [self.pool.add(key, EntryState.STORING) for key in wanted[:slots]]
+        self.stats.store_drops += len(wanted) - slots
+        return StoreReservation(
+            tuple(entry.key for entry in entries),
+            tuple(entry.slot for entry in entries),
+            tuple(evicted),
+            tuple(wanted[slots:]),
+        )
+
+    def refuse_store(self, keys: Sequence[bytes]) -> StoreReservation:
+        """Reserve nothing: a chunk before these has found no room."""
+        refused = tuple(filter(self._is_storable, keys))
+        self.stats.store_drops += len(refused)
+        return StoreReservation((), (), (), refused)
+
+    def _is_storable(self, key: bytes) -> bool:
+        if self.state.entry(key) is not None:
+            return False
+        return self.state.local_cpu or not self.state.is_below(key)
+
+    def check_stores(self, keys: Iterable[bytes]) -> None:
+        """Raise KeyError unless each of these is being stored."""
+        for key in keys:
+            self._being_stored(key)
+
+    def _being_stored(self, key: bytes) -> PoolEntry:
+        entry = self.pool.get(key)
+        if entry is None or entry.state is not EntryState.STORING:
+            raise KeyError(f"chunk {key.hex()} is not being stored")
+        return entry
+
+    def end_stores(
+        self, keys: Iterable[bytes], now_s: float, *, success: bool, prefetched: bool
+    ) -> list[PoolEntry]:
+        """Make reserved chunks visible, or free their slots; return the visible ones, held.
+
+        `put_down` must follow for these.
+        """
+        entries = [self._being_stored(key) for key in keys]
+        # A chunk that was cleared while it was stored never becomes visible.
+        whole = [entry for entry in entries if success and not self.pool.is_hidden(entry)]
+        # Backwards, so that the first chunk of a prefix is the most recent.
+        for entry in reversed(whole):
+            entry.is_prefetched = prefetched
+            self.pool.publish(entry, now_s)
+            self.pool.hold(entry)
+            self.state.settle(entry.key, PromotionOutcome.RESIDENT)
+        self.stats.stores += len(whole)
+        self.stats.store_bytes += len(whole) * self.state.chunk_bytes
+        self.state.emit(CPU, stored=True, keys=[entry.key for entry in whole])
+        for entry in entries:
+            if entry.state is not EntryState.READY:
+                self.stats.store_failures += 1
+                self.pool.remove(entry)
+                self.state.settle(entry.key, PromotionOutcome.MISSING)
+        return whole
+
+    def put_down(self, entries: Iterable[PoolEntry], now_s: float) -> None:
+        """Queue the puts of chunks made visible, and release them."""
+        for entry in entries:
+            # It may have been cleared since it became visible.
+            if not self.pool.is_hidden(entry):
+                for cascade in self.cascades.values():
+                    cascade.queue(entry, now_s)
+            self.pool.release(entry)
+            self.state.remove_if_unwanted(entry, now_s)
+
+    # --- pins ---
+
+    def may_promote(self, now_s: float) -> bool:
+        """Whether a chunk from below would find room now, and could be pinned."""
+        return self.pool.may_pin(None) and self.state.has_room(now_s)
 
     def expire_pins(self, now_s: float) -> tuple[int, bool]:
-        """Take off pins whose deadline has passed, and retry dropped puts, of a portion each.
+        """Take off pins whose deadline has passed, queue dropped puts again; a portion of each.
 
         Returns how many pins ended, and whether there are more.
         """
         for cascade in self.cascades.values():
             cascade.retry(now_s)
-        return self.state.end_expired(now_s), bool(self.cpu.expired_pins(now_s, 1))
+        return self.state.end_expired(now_s), bool(self.pool.expired_pins(now_s, 1))
 
-    def may_promote(self, now_s: float) -> bool:
-        """Whether a chunk from below would find room now, as far as a portion's search tells."""
-        has_room = self.cpu.free_slots > 0 or bool(self.cpu.next_victims(1, (), now_s)[0])
-        return has_room and self.cpu.may_pin(None)
+    def end_pins(self, keys: Sequence[bytes], holder: Holder, now_s: float) -> None:
+        """End one holder's pins of chunks, given in prefix order."""
+        # Backwards, so that the first chunk of a prefix is the most recent.
+        for entry in filter(None, map(self.pool.get, reversed(keys))):
+            self.pool.end_pin(entry, holder)
+            self.state.remove_if_unwanted(entry, now_s)
 
-    def end_pins(self, keys: Iterable[bytes], holder: Holder, now_s: float) -> None:
-        """End one holder's pins of chunks."""
-        for entry in filter(None, map(self.cpu.get, keys)):
-            self.cpu.end_pin(entry, holder)
-            self.state.drop_if_unwanted(entry, now_s)
+    def held_in(self, keys: Sequence[bytes], tier: str) -> int:
+        """Return how many leading chunks a tier is known to hold."""
+        index = self._index(tier)
+        for count, key in enumerate(keys):
+            if index is None or key not in index:
+                return count
+        return len(keys)
+
+    def operator_pin(self, keys: Sequence[bytes], tier: str) -> int:
+        """Pin leading chunks that a tier holds; return how many, fewer if too much is pinned."""
+        index = self._index(tier)
+        for count, key in enumerate(keys):
+            if index is None or key not in index or not index.operator_pin(key):
+                return count
+        return len(keys)
+
+    def operator_unpin(self, keys: Sequence[bytes], tier: str, now_s: float) -> int:
+        """End the operator's pins of chunks that a tier held; return how many had one."""
+        index = self._index(tier)
+        if index is None:
+            return 0
+        # Backwards, so that the first chunk of a prefix is the most recent.
+        unpinned = sum(map(index.operator_unpin, reversed(keys)))
+        if index is self.pool:
+            for entry in filter(None, map(self.pool.ready, keys)):
+                self.state.remove_if_unwanted(entry, now_s)
+        return unpinned
+
+    def _index(self, tier: str) -> PoolIndex | LowerIndex | None:
+        return self.pool if tier == CPU else self.state.below(tier)
+
+    # --- clearing ---
 
     def clear(
         self,
@@ -184,61 +291,43 @@ class Decider:
     ) -> dict[str, int]:
         """Hide everything in these tiers or all, or these chunks; return how many were found.
 
-        ``keep_shared``: a shared tier's chunks are forgotten, not deleted.
+        ``keep_shared``: all chunks of a shared tier are forgotten instead, and not deleted.
         """
-        keys = None if keys is None else set(keys)
         dropped = {}
         if tiers is None or CPU in tiers:
-            dropped[CPU] = self._clear_cpu(keys)
+            dropped[CPU] = self.state.clear_pool() if keys is None else self._clear_pool(keys)
         for index in self.state.lower:
             if tiers is None or index.name in tiers:
                 self.cascades[index.name].cancel(keys)
-                if keep_shared and isinstance(index, RemoteIndex):
-                    dropped[index.name] = self.state.forget_below(index)
-                elif keys is None:
-                    dropped[index.name] = self.state.clear_below(index)
+                is_kept = keep_shared and isinstance(index, SharedIndex)
+                if keys is None or is_kept:
+                    dropped[index.name] = self.state.clear_below(index, keep=is_kept)
                 else:
-                    readable, idle = index.clear(keys)
-                    self.state.delete(index, idle)
-                    self.state.emit(index.name, stored=False, keys=readable)
-                    dropped[index.name] = len(readable)
+                    dropped[index.name] = self._clear_below(index, keys)
         return dropped
 
-    def free_cleared(self) -> bool:
-        """Free a portion of the slots of a pool that was cleared; return whether there are more."""
-        is_more = self.cpu.reap(PORTION)
-        if self.cpu.emptied:
-            self.state.todo.emptied += self.cpu.emptied
-            self.cpu.emptied.clear()
-        return is_more
-
-    def take_cleared(self, tier: str) -> tuple[list[bytes], bool]:
-        """Return a portion of what a lower tier is to delete of what was cleared, and if more is.
-
-        Then `Cascade.deleted`.
-        """
-        index = next(each for each in self.state.lower if each.name == tier)
-        return index.take_cleared(PORTION)
-
-    def _clear_cpu(self, keys: Collection[bytes] | None) -> int:
-        if keys is None:
-            count = self.state.clear_cpu()
-            # Of few, all are free at once.
-            self.cpu.reap(PORTION)
-            return count
-        entries = [*filter(None, map(self.cpu.get, keys))]
-        ready = [entry.key for entry in entries if entry.is_usable]
+    def _clear_pool(self, keys: Collection[bytes]) -> int:
+        entries = [*filter(None, map(self.state.entry, dict.fromkeys(keys)))]
+        found = [entry.key for entry in entries if self.pool.is_ready(entry)]
         for entry in entries:
-            if not entry.condemned:
-                self.state.condemn(entry)
-        self.state.emit(CPU, stored=False, keys=ready)
-        return len(ready)
+            if not self.pool.is_hidden(entry):
+                self.state.hide(entry)
+        self.state.emit(CPU, stored=False, keys=found)
+        return len(found)
+
+    def _clear_below(self, index: LowerIndex, keys: Collection[bytes]) -> int:
+        found = [key for key in dict.fromkeys(keys) if key in index]
+        self.state.delete(index, index.hide(keys))
+        self.state.emit(index.name, stored=False, keys=found)
+        return len(found)
+
+    # --- all there is ---
 
     def counts(self) -> EngineStats:
-        """Return a copy of the counters, and what is so now (but for ``cpu_held_bytes``)."""
+        """Return a copy of the counters, and the current sizes except ``cpu_held_bytes``."""
         stats = self.stats.copy()
         stats.events_dropped = self.events.untaken_dropped
-        stats.cpu_used_bytes = len(self.cpu) * self.state.chunk_bytes
+        stats.cpu_used_bytes = len(self.pool) * self.state.chunk_bytes
         stats.put_queue_bytes = sum(cascade.queued_bytes for cascade in self.cascades.values())
         return stats
 
@@ -248,7 +337,7 @@ class Decider:
         for cascade in self.cascades.values():
             cascade.check()
         self.promoter.check()
-        self.walks.check()
-        for entry in self.cpu:
-            puts_queued = sum(cascade.has(entry.key) for cascade in self.cascades.values())
-            assert entry.seen.putting == puts_queued
+        self.promotions.check()
+        for entry in self.pool:
+            puts = sum(cascade.has(entry.key) for cascade in self.cascades.values())
+            assert entry.putting == puts, "a put that nothing ends"

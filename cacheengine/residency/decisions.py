@@ -1,4 +1,4 @@
-"""The words in which the engine's decisions are told."""
+"""What the engine's decisions return: where a chunk is, promotions, and work to do. Pure."""
 
 import logging
 import threading
@@ -12,7 +12,7 @@ logger = logging.getLogger("vllm.warmroute")
 
 
 PORTION: Final = 32
-"""Chunks that are decided about without a break."""
+"""Chunks that are decided about in one hold of the engine's lock."""
 
 
 class Presence(Enum):
@@ -33,16 +33,14 @@ class Presence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoreReservation:
-    """Room for chunks to be written: ``slots[i]`` of the pool for ``keys[i]``."""
+    """Reserved slots of the pool: ``slots[i]`` is to be filled with the chunk ``keys[i]``."""
 
     keys: tuple[bytes, ...]
     slots: tuple[int, ...]
     evicted: tuple[bytes, ...]
-    """What left the pool to make the room."""
+    """Chunks that left the pool for that."""
     refused: tuple[bytes, ...] = ()
-    """Chunks that are not there either, and found no room."""
-    next_key: bytes | None = None
-    """Of a part: the first chunk that was not decided about, as looking for room took so long."""
+    """Chunks that found no room and are not in the pool either."""
 
     def joined(self, part: "StoreReservation") -> "StoreReservation":
         """Return this with what was decided after it."""
@@ -54,14 +52,14 @@ class StoreReservation:
         )
 
 
-class Outcome(Enum):
-    """How the wait for one chunk ended."""
+class PromotionOutcome(Enum):
+    """How the wait of a promotion for one chunk ended."""
 
     RESIDENT = auto()
     PROMOTED = auto()
     MISSING = auto()
     REFUSED = auto()
-    """It is below the pool, which had no room for it, or too much was pinned."""
+    """The chunk is below the pool, which had no room for it, or too much was pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,40 +72,40 @@ class PromotionCounts:
     """Read into the pool since."""
     pending: int
     missing: int
-    """In no tier, damaged, without room, or after the first such one."""
+    """In no tier, damaged, without room, or after the first such chunk."""
 
 
 class Promotion:
-    """Live counts of one call; safe to read from any thread.
+    """Live counts of one call to promote; safe to read from any thread.
 
-    The engine settles each chunk once; when none is pending, waiters and
-    callbacks are called.
+    The engine settles each chunk once. When none is pending, waiters wake and callbacks are called.
     """
 
     def __init__(self, asked: int) -> None:
         # Guards the counts and the callbacks: an I/O thread settles while
         # another thread reads or adds a callback.
         self._changed = threading.Condition(threading.Lock())
-        self._ended: Counter[Outcome] = Counter()
+        self._ended: Counter[PromotionOutcome] = Counter()
         self._pending = asked
         self._callbacks: list[Callable[[], None]] = []
 
     @property
     def counts(self) -> PromotionCounts:
-        """All four counts of one moment."""
+        """All four counts, of one moment."""
         with self._changed:
             return PromotionCounts(
-                resident=self._ended[Outcome.RESIDENT],
-                promoted=self._ended[Outcome.PROMOTED],
+                resident=self._ended[PromotionOutcome.RESIDENT],
+                promoted=self._ended[PromotionOutcome.PROMOTED],
                 pending=self._pending,
-                missing=self._ended[Outcome.MISSING] + self._ended[Outcome.REFUSED],
+                missing=self._ended[PromotionOutcome.MISSING]
+                + self._ended[PromotionOutcome.REFUSED],
             )
 
     @property
     def was_refused(self) -> bool:
         """Whether some chunks found no room, and may find it later."""
         with self._changed:
-            return self._ended[Outcome.REFUSED] > 0
+            return self._ended[PromotionOutcome.REFUSED] > 0
 
     @property
     def done(self) -> bool:
@@ -115,7 +113,7 @@ class Promotion:
         return self.counts.pending == 0
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until nothing is pending; False when the time is over first."""
+        """Block until nothing is pending; False after ``timeout_s`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending == 0, timeout_s)
 
@@ -127,8 +125,8 @@ class Promotion:
                 return
         callback()
 
-    def settle(self, outcome: Outcome, chunks: int = 1) -> None:
-        """End the wait for so many chunks (the engine's side)."""
+    def settle(self, outcome: PromotionOutcome, chunks: int = 1) -> None:
+        """End the wait for this many chunks. The engine calls this without its lock."""
         with self._changed:
             self._pending -= chunks
             assert self._pending >= 0
@@ -140,7 +138,7 @@ class Promotion:
         for callback in callbacks:
             try:
                 callback()
-            except Exception:  # the engine's work, and others' waiting, must go on
+            except Exception:  # other promotions must still be settled
                 logger.exception("a callback of a promotion failed")
 
     def __repr__(self) -> str:
@@ -148,8 +146,8 @@ class Promotion:
 
 
 @dataclass(slots=True)
-class Todo:
-    """What is to be done outside the lock; the tiers' parts by tier."""
+class PendingWork:
+    """Work that decisions leave to be done outside the lock. Counts and keys are by tier."""
 
     gets: Counter[str] = field(default_factory=Counter)
     """How many reads were queued (`Promoter.take`)."""
@@ -157,12 +155,11 @@ class Todo:
     """How many puts were queued (`Cascade.begin`)."""
     deletes: dict[str, list[bytes]] = field(default_factory=dict)
     """Chunks to delete; then `Cascade.deleted`."""
-    asks: bool = False
-    """There are questions to the remote tier (`Walks.take_questions`)."""
-    settled: list[tuple[Promotion, Outcome, int]] = field(default_factory=list)
+    has_questions: bool = False
+    """There are questions to the remote tier (`PrefixPromotions.take_questions`)."""
+    settled: list[tuple[Promotion, PromotionOutcome, int]] = field(default_factory=list)
+    """Promotions of which some chunks are settled, and how many (`Promotion.settle`)."""
     clears: set[str] = field(default_factory=set)
-    """Tiers that were cleared whole (`Decider.free_cleared`, `Decider.take_cleared`)."""
-    emptied: list[object] = field(default_factory=list)
-    """What is to be let go of, and nothing else."""
-    has_news: bool = False
+    """Tiers that were cleared whole (`CacheState.remove_cleared`, `CacheState.take_cleared`)."""
+    has_events: bool = False
     """Events were logged."""

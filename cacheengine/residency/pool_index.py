@@ -1,47 +1,165 @@
-"""Which slot of the CPU pool holds which chunk.
+"""Which slot of the CPU pool holds which chunk, and what keeps each chunk there.
 
-Pure bookkeeping: no I/O, no clock, no threads. The caller serializes calls
-and passes the time in.
+Pure bookkeeping: no I/O, no clock, no threads. The caller serializes calls and passes the time in.
 """
 
-from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Iterator, Mapping
+from enum import Enum, auto
 from itertools import islice
+from types import MappingProxyType
 from typing import Final
 
-from cacheengine.residency.cleared import GONE, Cleared
-from cacheengine.residency.entry import Entry, State, check_entry
-from cacheengine.residency.eviction import make_policy
-from cacheengine.residency.pins import Deadlines, PinnedEntries
-from cacheengine.residency.shards import Shards, TakenKeys
+from sortedcontainers import SortedDict
 
-_MOST_KEPT: Final = 256
-"""Entries that are passed over by one search for what may leave."""
+from cacheengine.residency.eviction_policies import make_policy
+from warmroute_common.agent_protocol import MAX_PINNED_SHARE
+
+_OPERATOR_SHARE: Final = 0.5
 
 
-class CpuIndex(PinnedEntries):
-    """Entries by key, free slots, and the eviction of unused ones."""
+class EntryState(Enum):
+    """The life of an entry: it is filled from the GPU or from a tier, then it is ready."""
+
+    STORING = auto()
+    PROMOTING = auto()
+    READY = auto()
+
+
+Holder = str | None
+"""The request or loan that a pin is for, whose `hold` ends it; None: only its deadline does."""
+
+_NO_LEASES: Final[Mapping[Holder, float]] = MappingProxyType({})
+_CLEARED: Final = -1
+"""The generation of an entry that was cleared alone: never the current one."""
+
+
+class PoolEntry:
+    """One chunk of the pool, and what keeps it there.
+
+    Only `PoolIndex` changes it, except for ``is_prefetched``.
+    """
+
+    __slots__ = (
+        "due_s",
+        "generation",
+        "holds",
+        "is_operator_pinned",
+        "is_prefetched",
+        "key",
+        "leases",
+        "putting",
+        "slot",
+        "state",
+    )
+
+    def __init__(self, key: bytes, slot: int, state: EntryState, generation: int) -> None:
+        self.key = key
+        self.slot = slot
+        self.state = state
+        self.generation = generation
+        """That of the pool when the entry came; another one: the entry was cleared."""
+        self.holds = 0
+        """Times held and not released."""
+        self.putting = 0
+        """Puts to lower tiers that are queued or read the bytes."""
+        self.leases = _NO_LEASES
+        """Each holder's pin: until when; while the entry is not ready, for how long after that."""
+        self.due_s: float | None = None
+        """When the first pin of a ready entry ends."""
+        self.is_operator_pinned = False
+        self.is_prefetched = False
+        """Promoted or copied here for a request, and not held since."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the bytes are read, or about to be."""
+        return self.holds > 0 or self.putting > 0
+
+    def is_pinned(self, now_s: float) -> bool:
+        """Whether a pin keeps a ready entry at that time."""
+        return self.is_operator_pinned or any(until_s > now_s for until_s in self.leases.values())
+
+    def __repr__(self) -> str:
+        return (
+            f"<PoolEntry {self.key.hex()[:8]} slot={self.slot} {self.state.name} "
+            f"generation={self.generation} holds={self.holds} putting={self.putting} "
+            f"leases={dict(self.leases)}>"
+        )
+
+
+class PinDeadlines:
+    """Ready entries by when the first of their pins ends; equal ones in the order of pinning.
+
+    A call pins many chunks until the same moment, so there are few deadlines at a time.
+    """
+
+    def __init__(self) -> None:
+        # Ordered, since entries leave at the front: a plain dict would be searched from its
+        # beginning, past everything that has left it, each time.
+        self._entries: SortedDict[float, OrderedDict[bytes, PoolEntry]] = SortedDict()
+
+    def note(self, entry: PoolEntry, due_s: float | None) -> None:
+        """Note when the first pin of an entry ends; None: it has none, or is not ready."""
+        if entry.due_s == due_s:
+            return
+        if entry.due_s is not None:
+            same = self._entries[entry.due_s]
+            del same[entry.key]
+            if not same:
+                del self._entries[entry.due_s]
+        if due_s is not None:
+            self._entries.setdefault(due_s, OrderedDict())[entry.key] = entry
+        entry.due_s = due_s
+
+    def past(self, now_s: float) -> Iterator[PoolEntry]:
+        """Yield the entries with a pin whose deadline has passed."""
+        for due_s, entries in self._entries.items():
+            if due_s > now_s:
+                return
+            yield from entries.values()
+
+    def check(self, pinned: Iterable[PoolEntry]) -> None:
+        """Raise AssertionError if a pin would not be found after its deadline."""
+        found = [(key, due_s) for due_s, same in self._entries.items() for key in same]
+        assert len(found) == len(dict(found)) and all(self._entries.values())
+        ready = (entry for entry in pinned if entry.state is EntryState.READY)
+        assert dict(found) == {entry.key: min(entry.leases.values()) for entry in ready}
+
+
+class PoolIndex:
+    """Entries by key, free slots, pins, and the order in which unused entries are evicted.
+
+    Clearing the whole pool is one step: the pool gets a new generation, and entries of an older
+    one are hidden. Each keeps its slot until `remove`.
+
+    The eviction policy knows the ready entries. Pinned ones are set aside in it until their last
+    pin ends. Entries that are held or put to a lower tier are set aside when an eviction meets
+    them, until that use ends. So no eviction meets an entry in use twice.
+
+    Pins are bounded, so that stores find room: operators' pins to half of the slots, all pins
+    together (`may_pin`) to three quarters.
+    """
 
     def __init__(self, num_slots: int, policy: str) -> None:
         """``policy`` is one of `POLICY_NAMES`."""
         self.num_slots = num_slots
         # Popped from the end: low slots first, which makes tests readable.
         self._free = list(range(num_slots - 1, -1, -1))
-        super().__init__(num_slots, make_policy(policy, num_slots))
-        self._cleared: deque[Cleared] = deque()
-        self.emptied: list[object] = []
-        """Tables of cleared pools, to be let go of where nothing waits for that."""
-        self.on_hidden: Callable[[Entry], None] = lambda entry: None
-        """Called with each entry of a cleared pool when it is met."""
+        self._entries: dict[bytes, PoolEntry] = {}
+        self._policy = make_policy(policy, num_slots)
+        self._generation = 0
+        self._pinned: dict[bytes, PoolEntry] = {}  # also entries to be pinned when ready
+        self._deadlines = PinDeadlines()
+        self._operator_pinned: set[bytes] = set()
+        self._max_operator_pinned = int(_OPERATOR_SHARE * num_slots)
+        self._max_pinned = max(1, int(MAX_PINNED_SHARE * num_slots))
 
     def __len__(self) -> int:
-        return self.num_slots - len(self._free)
+        return len(self._entries)
 
-    def __iter__(self) -> Iterator[Entry]:
-        yield from self._others.values()
-        yield from self._ready
-        for cleared in self._cleared:
-            yield from cleared
+    def __iter__(self) -> Iterator[PoolEntry]:
+        return iter(self._entries.values())
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the bytes of a key may be used."""
@@ -52,204 +170,261 @@ class CpuIndex(PinnedEntries):
         """Slots that hold nothing."""
         return len(self._free)
 
-    def get(self, key: bytes) -> Entry | None:
-        """Return the entry of a key, condemned or not."""
-        entry = self.ready(key) or self._others.get(key)
-        return self.meet(key) if entry is None and self._cleared else entry
+    # --- lookups ---
 
-    def peek(self, key: bytes) -> Entry | None:
-        """Return the same, and change nothing."""
-        found = [self.ready(key) or self._others.get(key)]
-        found += [cleared.peek(key) for cleared in self._cleared]
-        return next(filter(None, found), None)
+    def get(self, key: bytes) -> PoolEntry | None:
+        """Return the entry of a key, hidden or not."""
+        return self._entries.get(key)
+
+    def ready(self, key: bytes) -> PoolEntry | None:
+        """Return the entry of a key if its bytes may be used."""
+        entry = self._entries.get(key)
+        return entry if entry is not None and self.is_ready(entry) else None
+
+    def are_ready(self, keys: Iterable[bytes]) -> list[bool]:
+        """Say for each key whether its bytes may be used."""
+        get, generation, ready = self._entries.get, self._generation, EntryState.READY
+        return [
+            (entry := get(key)) is not None
+            and entry.generation == generation
+            and entry.state is ready
+            for key in keys
+        ]
 
     def ready_keys(self) -> list[bytes]:
-        """Return the keys whose bytes may be used; not for where there are many."""
-        return [entry.key for entry in self._ready]
+        """Return the keys whose bytes may be used. For tests: there may be many."""
+        return [entry.key for entry in self if self.is_ready(entry)]
 
-    def listed_keys(self, shard: int) -> tuple[list[bytes], int]:
-        """Return some of the keys whose bytes may be used, as `Shards.listed_keys` does."""
-        return self._ready.listed_keys(shard)
+    def is_ready(self, entry: PoolEntry) -> bool:
+        """Whether the bytes are whole and may be found."""
+        return entry.generation == self._generation and entry.state is EntryState.READY
 
-    def listed(self, shard: int) -> tuple[list[Entry], int]:
-        """Return some of their entries, as `Shards.listed` does."""
-        return self._ready.listed(shard)
+    def is_hidden(self, entry: PoolEntry) -> bool:
+        """Whether an entry was cleared: no lookup finds it, and its slot is freed after use."""
+        return entry.generation != self._generation
 
-    @property
-    def unfinished(self) -> int:
-        """How many entries hold bytes that may not be used: not whole yet, or cleared in use."""
-        return len(self._others)
+    def count_kept(self, entries: Iterable[PoolEntry], now_s: float) -> int:
+        """Count entries that cannot be evicted at that time: not ready, in use or pinned.
 
-    def victims(self, count: int, protected: Container[bytes], now_s: float) -> list[Entry]:
-        """Return up to ``count`` entries to evict, best first. Changes nothing that shows."""
-        found: list[Entry] = []
-        while len(found) < count:
-            found, is_all = self.next_victims(count, protected, now_s)
-            if is_all:
-                break
-        return found
-
-    def next_victims(
-        self, count: int, protected: Container[bytes], now_s: float
-    ) -> tuple[list[Entry], bool]:
-        """Return up to ``count`` entries to evict, best first, and whether no more can be found.
-
-        What is in use or pinned is passed over: it keeps its place, but is not met again
-        before its use ends (`tidy`), else every eviction would begin with all of it. After so
-        many of these the search is cut short; the next one goes on there.
+        Others may change them meanwhile: each counts as it was at some moment.
         """
-        found: list[Entry] = []
-        kept: list[bytes] = []
-        candidates = self._policy.candidates() if count > 0 else ()
-        for key in candidates:
-            entry = self._ready.of(key)[key]
-            if not entry.is_idle(now_s):
-                kept.append(key)
-                if len(kept) == _MOST_KEPT:
-                    break
-            elif key not in protected:
-                found.append(entry)
-                if len(found) == count:
-                    break
-        for key in kept:
-            self._policy.pass_over(key)
-        is_all = len(kept) < _MOST_KEPT
-        if len(found) < count and is_all:
-            # Passed over while they were pinned, and their pins have run out meanwhile.
-            taken = {entry.key for entry in found}
-            run_out = (each for each in self._deadlines.past(now_s) if each.is_idle(now_s))
-            free = (each for each in run_out if not (each.key in protected or each.key in taken))
-            found += islice(free, count - len(found))
-        return found, is_all
+        return sum(
+            entry.is_busy or entry.is_pinned(now_s) or entry.state is not EntryState.READY
+            for entry in entries
+        )
 
-    def add(self, key: bytes, state: State) -> Entry:
-        """Give a key that has no entry a free slot; the caller saw to it that there is one."""
-        assert self.get(key) is None
-        entry = Entry(key, self._free.pop(), state)
-        self._others[key] = entry
+    # --- the life of an entry ---
+
+    def add(self, key: bytes, state: EntryState) -> PoolEntry:
+        """Give a free slot to a key that has no entry. The caller has made sure of both."""
+        assert key not in self._entries
+        entry = PoolEntry(key, self._free.pop(), state, self._generation)
+        self._entries[key] = entry
         return entry
 
-    def publish(self, entry: Entry, now_s: float) -> None:
-        """Make an entry visible: its bytes are whole."""
-        assert entry.state is not State.READY and not entry.condemned
-        entry.in_use.state = State.READY
-        self._ready.of(entry.key)[entry.key] = self._others.pop(entry.key)
+    def publish(self, entry: PoolEntry, now_s: float) -> None:
+        """Make an entry visible: its bytes are whole. Its pins begin."""
+        assert entry.state is not EntryState.READY and not self.is_hidden(entry)
+        entry.state = EntryState.READY
         self._policy.add(entry.key)
-        leases = {holder: now_s + pin_s for holder, pin_s in entry.seen.leases.items()}
-        self._keep_leases(entry, leases)
+        if entry.leases:
+            leases = {holder: now_s + pin_s for holder, pin_s in entry.leases.items()}
+            self._keep_leases(entry, leases)
 
-    def remove(self, entry: Entry) -> None:
-        """Forget an unused entry, and free its slot."""
-        assert not entry.is_busy and not entry.seen.operator_pinned
-        if self._others.pop(entry.key, None) is None:
-            del self._ready.of(entry.key)[entry.key]
-            self._policy.evict(entry.key)
-        self.unpin(entry)
-        self._free.append(entry.slot)
-
-    def condemn(self, entry: Entry) -> None:
-        """Hide an entry for good; `remove` it at the end of its last use."""
+    def hide(self, entry: PoolEntry) -> None:
+        """Clear one entry: end its pins, and hide it until `remove`."""
         self.unpin(entry)
         self.operator_unpin(entry.key)
-        if entry.state is State.READY:
-            self._others[entry.key] = self._ready.of(entry.key).pop(entry.key)
+        if entry.state is EntryState.READY:
             self._policy.remove(entry.key)
-        entry.in_use.condemned = True
+        entry.generation = _CLEARED
 
-    @property
-    def ready_count(self) -> int:
-        """How many entries hold bytes that may be used."""
-        return len(self._ready)
+    def hide_all(self) -> None:
+        """Clear the pool in one step: end all pins, and hide all entries until `remove`."""
+        self._generation += 1
+        self._pinned, self._deadlines, self._operator_pinned = {}, PinDeadlines(), set()
 
-    def clear(self) -> list[TakenKeys]:
-        """Hide all entries in one step; return the keys that could be found, in parts.
-
-        Slots in use stay so; `meet` and `reap` free the others.
-        """
-        taken = [TakenKeys(part) for part in self._ready.parts]
-        self._cleared.append(
-            Cleared(
-                [*self._ready.parts],
-                taken,
-                self._others,
-                self._policy,
-                self._pinned,
-                self._deadlines,
-                self._operator_pinned,
-                self.emptied,
-            )
-        )
-        self._ready, self._others, self._policy = Shards(), {}, self._policy.renewed()
-        self._pinned, self._deadlines, self._operator_pinned = {}, Deadlines(), set()
-        return taken
-
-    def meet(self, key: bytes) -> Entry | None:
-        """Return the entry that a key had when the pool was cleared, if it is in use yet.
-
-        To be called for an entry at hand whose use ends: it may not know of the clear.
-        """
-        for cleared in self._cleared:
-            entry = cleared.take(key)
-            if entry is not None:
-                return self._hide(entry)
-        return None
-
-    def reap(self, most: int) -> bool:
-        """Free slots of what was cleared, at most so many; return whether there are more."""
-        for _ in range(most):
-            if not self._cleared:
-                break
-            entry = self._cleared[0].next()
-            if entry is None:
-                self.emptied.append(self._cleared.popleft())
-            else:
-                self._hide(entry)
-        return bool(self._cleared)
-
-    def _hide(self, entry: Entry) -> Entry | None:
-        if entry.use is not None:
-            if not entry.condemned:
-                self.on_hidden(entry)
-            use = entry.in_use
-            use.leases, use.pinned_until_s, use.operator_pinned = {}, None, False
-            use.condemned = True
-            if entry.state is not State.READY or entry.is_busy:
-                self._others[entry.key] = entry
-                return entry
-        entry.use = GONE
+    def remove(self, entry: PoolEntry) -> None:
+        """Forget an entry that is not in use, and free its slot."""
+        assert not entry.is_busy
+        if not self.is_hidden(entry):
+            assert not entry.is_operator_pinned
+            self._pinned.pop(entry.key, None)
+            self._deadlines.note(entry, None)
+        if self.is_ready(entry):
+            self._policy.evict(entry.key)
+        elif entry.key in self._policy:
+            # Hidden together with all others: the policy learns nothing from that.
+            self._policy.remove(entry.key)
+        del self._entries[entry.key]
         self._free.append(entry.slot)
-        return None
+
+    # --- use, eviction ---
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note a use of those keys that are ready."""
         for key in keys:
-            if self.ready(key) is not None and key not in self._operator_pinned:
+            if self.ready(key) is not None:
                 self._policy.touch(key)
+
+    def hold(self, entry: PoolEntry) -> None:
+        """Keep an entry until `release`."""
+        entry.holds += 1
+
+    def release(self, entry: PoolEntry) -> None:
+        """End one `hold`."""
+        assert entry.holds > 0
+        entry.holds -= 1
+        self._put_back_if_unused(entry)
+
+    def begin_put(self, entry: PoolEntry) -> None:
+        """Keep an entry until `end_put`."""
+        entry.putting += 1
+
+    def end_put(self, entry: PoolEntry) -> None:
+        """End one `begin_put`."""
+        assert entry.putting > 0
+        entry.putting -= 1
+        self._put_back_if_unused(entry)
+
+    def _put_back_if_unused(self, entry: PoolEntry) -> None:
+        if not (entry.is_busy or entry.leases or entry.is_operator_pinned):
+            self._policy.put_back(entry.key)
+
+    def victims(self, count: int, protected: Container[bytes]) -> list[PoolEntry]:
+        """Return up to ``count`` entries to evict, best first; none of them is ``protected``."""
+        found: list[PoolEntry] = []
+        in_use: list[bytes] = []
+        for key in self._policy.candidates() if count > 0 else ():
+            entry = self._entries[key]
+            if entry.is_busy:
+                in_use.append(key)
+            elif key not in protected:
+                found.append(entry)
+                if len(found) == count:
+                    break
+        for key in in_use:
+            # Otherwise each eviction would begin with all of them.
+            self._policy.set_aside(key)
+        return found
+
+    # --- pins ---
+
+    def may_pin(self, entry: PoolEntry | None) -> bool:
+        """Whether an entry (None: one to come) has a pin or may get one."""
+        return (entry is not None and self.has_pin(entry.key)) or self.pins_left > 0
+
+    def has_pin(self, key: bytes) -> bool:
+        """Whether an entry has a pin that is not an operator's."""
+        return key in self._pinned
+
+    @property
+    def pins_left(self) -> int:
+        """How many entries more may get one."""
+        return self.most_pinned - len(self._pinned)
+
+    @property
+    def most_pinned(self) -> int:
+        """How many entries can have pins that are not an operator's."""
+        return self._max_pinned - len(self._operator_pinned)
+
+    def pin(self, entry: PoolEntry, pin_s: float, now_s: float, holder: Holder = None) -> None:
+        """Keep an entry for ``pin_s`` seconds from now, or from when its bytes are whole.
+
+        A longer pin of the same holder stays. Pins of other holders are not changed.
+        """
+        assert not self.is_hidden(entry)
+        until_s = now_s + pin_s if entry.state is EntryState.READY else pin_s
+        until_s = max(until_s, entry.leases.get(holder, until_s))
+        self._keep_leases(entry, {**entry.leases, holder: until_s})
+
+    def unpin(self, entry: PoolEntry) -> None:
+        """End all holders' pins of an entry; an operator's stays."""
+        self._keep_leases(entry, {})
+
+    def end_pin(self, entry: PoolEntry, holder: Holder) -> None:
+        """End one holder's pin, if it has one."""
+        if holder in entry.leases:
+            leases = {each: until for each, until in entry.leases.items() if each != holder}
+            self._keep_leases(entry, leases)
+
+    def end_expired(self, entry: PoolEntry, now_s: float) -> int:
+        """End the pins of a ready entry whose deadline has passed; return how many."""
+        kept = {holder: until_s for holder, until_s in entry.leases.items() if until_s > now_s}
+        ended = len(entry.leases) - len(kept)
+        self._keep_leases(entry, kept)
+        return ended
+
+    def _keep_leases(self, entry: PoolEntry, leases: Mapping[Holder, float]) -> None:
+        if self.is_hidden(entry) or not (leases or entry.leases):
+            return
+        entry.leases = leases or _NO_LEASES
+        is_ready = entry.state is EntryState.READY
+        self._deadlines.note(entry, min(leases.values(), default=None) if is_ready else None)
+        if leases:
+            self._pinned[entry.key] = entry
+            if is_ready:
+                self._policy.set_aside(entry.key)
+            return
+        del self._pinned[entry.key]
+        if is_ready:
+            # The request that it was pinned for counts as a use.
+            self._policy.touch(entry.key)
+            self._put_back_if_unused(entry)
+
+    def expired_pins(self, now_s: float, most: int | None = None) -> list[PoolEntry]:
+        """Return at most ``most`` entries with a pin whose deadline has passed.
+
+        The first deadline comes first; of entries with the same one, the first that was pinned.
+        """
+        return list(islice(self._deadlines.past(now_s), most))
+
+    def operator_pin(self, key: bytes) -> bool:
+        """Pin a ready entry until `operator_unpin`; False when too much is pinned so."""
+        if key in self._operator_pinned:
+            return True
+        if len(self._operator_pinned) >= self._max_operator_pinned:
+            return False
+        self._operator_pinned.add(key)
+        self._entries[key].is_operator_pinned = True
+        self._policy.set_aside(key)
+        return True
+
+    def operator_unpin(self, key: bytes) -> bool:
+        """End an operator's pin; the chunk is the most recent then. False if there is none."""
+        if key not in self._operator_pinned:
+            return False
+        self._operator_pinned.remove(key)
+        entry = self._entries[key]
+        entry.is_operator_pinned = False
+        self._policy.touch(key)
+        self._put_back_if_unused(entry)
+        return True
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself."""
         slots = [entry.slot for entry in self]
         assert sorted(slots + self._free) == list(range(self.num_slots)), "a slot lost or shared"
-        ready, pinned, by_operator = set(), set(), set()
-        for entry in [*self._others.values(), *self._ready]:
-            key = entry.key
-            assert self.peek(key) == entry and entry.is_usable == (self.ready(key) is entry)
-            check_entry(entry)
-            if entry.is_usable:
-                ready.add(key)
-            if entry.seen.leases:
-                pinned.add(key)
-            if entry.seen.operator_pinned:
-                by_operator.add(key)
+        pinned, by_operator, in_policy = set(), set(), set()
+        for key, entry in self._entries.items():
+            assert key == entry.key and entry.holds >= 0 and entry.putting >= 0
+            if entry.state is not EntryState.READY:
+                assert not entry.is_busy, "unfinished bytes in use"
+            elif entry.generation != _CLEARED:
+                in_policy.add(key)
+            else:
+                assert entry.is_busy, "cleared alone, unused and still here"
+            if not self.is_hidden(entry):
+                pinned.update([key] if entry.leases else [])
+                by_operator.update([key] if entry.is_operator_pinned else [])
         order = [*self._policy.order()]
-        assert len(order) == len(self._policy) and {*order} == ready - by_operator
+        assert len(order) == len(self._policy) and {*order} == in_policy
         assert pinned == self._pinned.keys()
         self._deadlines.check(self._pinned.values())
-        self._check_passed_over(order)
-        assert by_operator == self._operator_pinned <= ready
+        assert by_operator == self._operator_pinned
         assert len(by_operator) <= self._max_operator_pinned
-
-    def _check_passed_over(self, order: Collection[bytes]) -> None:
-        for key in set(order).difference(self._policy.candidates()):
-            entry = self._ready.of(key)[key]
-            assert entry.is_busy or entry.seen.leases, "never looked at again by an eviction"
+        candidates = {*self._policy.candidates()}
+        assert not candidates & (pinned | by_operator), "pinned, and met by each eviction"
+        for key in in_policy - candidates - pinned - by_operator:
+            entry = self._entries[key]
+            assert entry.is_busy or self.is_hidden(entry), "never looked at again by an eviction"

@@ -1,33 +1,70 @@
 """The state that all of the engine's decisions share, and the steps they have in common. Pure."""
 
-from collections.abc import Callable, Collection, Container, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from cacheengine.record import CPU, EngineStats, EventLog
-from cacheengine.residency.decisions import PORTION, Outcome, Promotion, Todo
-from cacheengine.residency.entry import Entry, State
-from cacheengine.residency.lower import LowerIndex, RemoteIndex
-from cacheengine.residency.pool_index import CpuIndex
-from cacheengine.residency.shards import KnownKeys, TakenKeys
+from cacheengine.residency.decisions import PORTION, PendingWork, Promotion, PromotionOutcome
+from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.pool_index import EntryState, PoolEntry, PoolIndex
 
-_AT_ONCE: Final = 1024
-"""Keys of a tier that are told in one event, together, when all are lost."""
+SHARDS: Final = 256
+"""Tables: with a million keys each has four thousand, which are listed in 0.1 ms."""
+_LISTED: Final = 1024
+"""Keys after which a list ends with the table that it has come to."""
+_KEYS_AN_EVENT: Final = 1024
+"""Lost keys that are reported together in one event, when a tier loses all."""
+
+
+class ReportedKeys:
+    """The keys of a tier that were reported as stored and not as removed since.
+
+    They lie in many small tables: one can be listed without holding the engine's lock for long,
+    and all can be taken in one step.
+    """
+
+    def __init__(self, keys: Iterable[bytes] = ()) -> None:
+        self.parts: tuple[dict[bytes, None], ...] = ()
+        self.take()
+        for key in keys:
+            self.add(key)
+
+    def add(self, key: bytes) -> None:
+        """Note that the tier has gained a key."""
+        self.parts[hash(key) % SHARDS][key] = None
+
+    def discard(self, key: bytes) -> bool:
+        """Note that the tier has lost a key; return whether it was reported."""
+        part = self.parts[hash(key) % SHARDS]
+        if key not in part:
+            return False
+        del part[key]
+        return True
+
+    def take(self) -> list[Collection[bytes]]:
+        """Return all keys in parts that do not change any more, and have none, in one step."""
+        taken: list[Collection[bytes]] = [part.keys() for part in self.parts if part]
+        self.parts = tuple({} for _ in range(SHARDS))
+        return taken
+
+    def listed(self, first: int) -> tuple[list[bytes], int]:
+        """Return the keys of the tables from number ``first`` on, and where to continue.
+
+        Returns all keys if they are few, one table's if they are many. `SHARDS`: that was all.
+        """
+        listed: list[bytes] = []
+        while first < SHARDS and len(listed) < _LISTED:
+            listed += self.parts[first]
+            first += 1
+        return listed, first
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What an eviction has come to: so many of the slots asked for are free."""
-
-    slots: int
-    evicted: list[bytes]
-    is_all: bool
-    """Whether there can be no more now; else the search was cut short, and goes on if repeated."""
-
-
-@dataclass(frozen=True, slots=True)
-class Protected:
-    """Chunks that are to be stored and the prefix they follow: not to leave for each other."""
+class ProtectedKeys:
+    """Chunks to be stored and the prefix that they follow: they do not leave for each other."""
 
     keys: Container[bytes]
     prefix: Container[bytes]
@@ -40,222 +77,268 @@ class Protected:
 
 
 class CacheState:
-    """What the pool and the tiers below hold, the promotions that wait, and what is to be done.
+    """What the pool and the tiers below hold, the promotions that wait, and the pending work.
 
-    ``lower`` are the tiers below the pool, the nearest first. ``local_cpu``
-    is LMCache's ``local_cpu``: without it a chunk leaves the pool as soon as
-    it is neither used nor pinned and its puts are over.
+    ``lower`` are the tiers below the pool, the nearest first. ``local_cpu`` is LMCache's
+    ``local_cpu``: without it a chunk leaves the pool as soon as it is neither used nor pinned and
+    its puts have ended.
     """
 
     def __init__(
         self,
-        cpu: CpuIndex,
+        pool: PoolIndex,
         lower: Sequence[LowerIndex],
         *,
         chunk_bytes: int,
         local_cpu: bool = True,
     ) -> None:
-        self.cpu = cpu
-        cpu.on_hidden = self._hidden
+        self.pool = pool
         self.lower = lower
         self.chunk_bytes = chunk_bytes
         self.local_cpu = local_cpu
         self.events = EventLog()
         self.stats = EngineStats()
-        self._todo: Todo | None = None
         self.waiters: dict[bytes, list[Promotion]] = {}
-        # By lower tier; of the pool followers know the ready entries.
-        self._known: dict[str, KnownKeys] = {index.name: KnownKeys() for index in lower}
-        for index in lower:
-            self._known[index.name].add(index.keys())
+        """Promotions by the chunk that they wait for, which is on its way into the pool."""
+        self._work: PendingWork | None = None
+        self._reported: dict[str, ReportedKeys] = {
+            index.name: ReportedKeys(index.keys()) for index in lower
+        }
+        self._reported[CPU] = ReportedKeys()
+        # Of tiers that were cleared whole: keys whose chunks may still be there, hidden.
+        self._cleared: dict[str, deque[Iterator[bytes]]] = {
+            tier: deque() for tier in self._reported
+        }
 
     @property
-    def todo(self) -> Todo:
-        """What is to be done outside the lock, to add to."""
-        if self._todo is None:
-            self._todo = Todo()
-        return self._todo
+    def work(self) -> PendingWork:
+        """The work to do outside the lock, to add to."""
+        if self._work is None:
+            self._work = PendingWork()
+        return self._work
 
-    def take_todo(self) -> Todo | None:
-        """Return what has come up since the last call, None if nothing has."""
-        todo, self._todo = self._todo, None
-        return todo
+    def take_work(self) -> PendingWork | None:
+        """Return the work added since the last call; None if there is none."""
+        work, self._work = self._work, None
+        return work
 
-    # --- what others are told ---
+    def below(self, tier: str) -> LowerIndex | None:
+        """Return the index of a lower tier by its name."""
+        return next((index for index in self.lower if index.name == tier), None)
+
+    def source(self, key: bytes, now_s: float) -> LowerIndex | None:
+        """Return the nearest lower tier that a chunk can be read from."""
+        for index in self.lower:
+            if index.can_read(key, now_s):
+                return index
+        return None
+
+    def is_below(self, key: bytes) -> bool:
+        """Whether a lower tier has a chunk and need not be given it again."""
+        return any(key in index and not index.must_rewrite(key) for index in self.lower)
+
+    # --- events ---
 
     def emit(self, tier: str, *, stored: bool, keys: Collection[bytes]) -> None:
-        """Log what a tier gained or lost; nothing if there are no keys."""
-        if not keys:
-            return
-        self.events.append(tier, stored=stored, keys=tuple(keys))
-        self.todo.has_news = True
-        if tier != CPU:
-            known = self._known[tier]
-            (known.add if stored else known.discard)(keys)
-
-    def emit_cleared(self, tier: str, taken: Sequence[TakenKeys]) -> int:
-        """Log that a tier has lost all its keys; return how many."""
-        count = sum(map(len, taken))
-        if count <= _AT_ONCE:
-            taken_keys: list[Collection[bytes]] = [tuple(key for part in taken for key in part)]
+        """Log which keys a tier gained, or lost; of these the ones that it had gained."""
+        reported = self._reported[tier]
+        if stored:
+            for key in keys:
+                reported.add(key)
         else:
-            taken_keys = [part for part in taken if part]
-        for keys in taken_keys if count else ():
-            self.events.append(tier, stored=False, keys=keys)
-            self.todo.has_news = True
-        return count
+            keys = [*filter(reported.discard, keys)]
+        if keys:
+            self.events.append(tier, stored=stored, keys=tuple(keys))
+            self.work.has_events = True
 
-    def clear_cpu(self) -> int:
-        """Hide all that the pool holds; return how many chunks were found."""
-        self.todo.clears.add(CPU)
-        return self.emit_cleared(CPU, self.cpu.clear())
-
-    def clear_below(self, index: LowerIndex) -> int:
-        """Hide all that a lower tier holds; return how many chunks were found."""
-        index.clear_all()
-        return self._lost_all(index)
-
-    def forget_below(self, index: RemoteIndex) -> int:
-        """Know no more of what a shared tier holds; return of how many chunks."""
-        index.forget_held()
-        return self._lost_all(index)
-
-    def _lost_all(self, index: LowerIndex) -> int:
-        self.todo.clears.add(index.name)
-        return self.emit_cleared(index.name, self._known[index.name].take())
-
-    def listed_keys(self, tier: str, shard: int) -> tuple[list[bytes], int]:
-        """Return some keys of a tier that followers know of, as `Shards.listed_keys` does."""
-        return (self.cpu if tier == CPU else self._known[tier]).listed_keys(shard)
+    def listed_keys(self, tier: str, first: int) -> tuple[list[bytes], int]:
+        """Return some keys that a tier can be asked for, as `ReportedKeys.listed` does."""
+        return self._reported[tier].listed(first)
 
     def gained(self, index: LowerIndex, keys: Sequence[bytes]) -> None:
         """Log what a lower tier gained, and what had to be forgotten for that."""
         self.emit(index.name, stored=True, keys=keys)
         self.emit(index.name, stored=False, keys=index.take_forgotten())
 
-    def settle(self, key: bytes, outcome: Outcome) -> None:
-        """Tell the promotions that wait for a chunk how it ended."""
+    def settle(self, key: bytes, outcome: PromotionOutcome) -> None:
+        """End the wait of all promotions for a chunk."""
         for promotion in self.waiters.pop(key, ()):
-            self.todo.settled.append((promotion, outcome, 1))
+            self.work.settled.append((promotion, outcome, 1))
+
+    # --- clearing a whole tier ---
+
+    def clear_pool(self) -> int:
+        """Hide everything in the pool; return how many chunks could be found."""
+        self.pool.hide_all()
+        for key in [*self.waiters]:
+            self.settle(key, PromotionOutcome.MISSING)
+        count = self._lost_all(CPU)
+        # A small pool is empty at once.
+        self.remove_cleared(PORTION)
+        return count
+
+    def clear_below(self, index: LowerIndex, *, keep: bool) -> int:
+        """Hide everything in a lower tier; return how many chunks could be found.
+
+        ``keep``: the index forgets its chunks, and they stay in the tier.
+        """
+        if keep:
+            index.forget_all()
+        else:
+            index.hide_all()
+        return self._lost_all(index.name)
+
+    def _lost_all(self, tier: str) -> int:
+        """Log that a tier has lost all keys, and have their chunks removed in the background."""
+        parts = self._reported[tier].take()
+        count = sum(map(len, parts))
+        if 0 < count <= _KEYS_AN_EVENT:
+            self.events.append(
+                tier, stored=False, keys=tuple(key for part in parts for key in part)
+            )
+        elif count:
+            for part in parts:
+                self.events.append(tier, stored=False, keys=part)
+        if count:
+            self.work.has_events = True
+            self._cleared[tier] += map(iter, parts)
+            self.work.clears.add(tier)
+        return count
+
+    def _take_cleared(self, tier: str, most: int) -> tuple[list[bytes], bool]:
+        """Return some keys that a tier had when it was cleared, and whether there are more."""
+        waiting = self._cleared[tier]
+        taken: list[bytes] = []
+        while waiting and len(taken) < most:
+            lacking = most - len(taken)
+            part = [*islice(waiting[0], lacking)]
+            taken += part
+            if len(part) < lacking:
+                waiting.popleft()
+        return taken, bool(waiting)
+
+    def remove_cleared(self, most: int) -> bool:
+        """Free slots of a cleared pool, of at most ``most`` chunks; return whether to continue."""
+        keys, is_more = self._take_cleared(CPU, most)
+        for key in keys:
+            self.entry(key)
+        return is_more
+
+    def take_cleared(self, index: LowerIndex, most: int) -> tuple[list[bytes], bool]:
+        """Return chunks of a cleared tier to delete, and whether to continue.
+
+        At most ``most`` chunks are looked at. One that is read or written is deleted after that.
+        `Cascade.deleted` must follow.
+        """
+        keys, is_more = self._take_cleared(index.name, most)
+        return index.take_hidden(keys), is_more
 
     def delete(self, index: LowerIndex, keys: Sequence[bytes]) -> None:
         """Have chunks deleted from a lower tier, then `Cascade.deleted`."""
         if keys:
-            self.todo.deletes.setdefault(index.name, []).extend(keys)
+            self.work.deletes.setdefault(index.name, []).extend(keys)
 
-    # --- operators' pins: they last until they are taken off or the chunks cleared ---
+    # --- the pool's entries ---
 
-    def held_in(self, keys: Sequence[bytes], tier: str) -> int:
-        """Return how many leading chunks a tier is known to hold."""
-        index = self._index(tier)
-        for count, key in enumerate(keys):
-            if index is None or key not in index:
-                return count
-        return len(keys)
+    def entry(self, key: bytes) -> PoolEntry | None:
+        """Return the pool's entry of a key, hidden or not.
 
-    def operator_pin(self, keys: Sequence[bytes], tier: str) -> int:
-        """Pin leading chunks that a tier holds; return how many, fewer where too much is pinned."""
-        index = self._index(tier)
-        for count, key in enumerate(keys):
-            if index is None or key not in index or not index.operator_pin(key):
-                return count
-        return len(keys)
+        A hidden one that is not in use any more is removed first: nothing else has met it since
+        the pool was cleared.
+        """
+        entry = self.pool.get(key)
+        if entry is None or not self.pool.is_hidden(entry):
+            return entry
+        if entry.state is not EntryState.READY or entry.is_busy:
+            return entry
+        self.remove(entry)
+        return None
 
-    def operator_unpin(self, keys: Sequence[bytes], tier: str, now_s: float) -> int:
-        """End the pins of chunks that a tier held; return how many had one."""
-        index = self._index(tier)
-        if index is None:
-            return 0
-        # Backwards, so that the first of a prefix is the most recent.
-        unpinned = sum(map(index.operator_unpin, reversed(keys)))
-        if tier == CPU:
-            for entry in filter(None, map(self.cpu.ready, keys)):
-                self.drop_if_unwanted(entry, now_s)
-        return unpinned
+    def remove(self, entry: PoolEntry) -> None:
+        """Forget a chunk of the pool, and free its slot."""
+        self._count_unused(entry)
+        self.pool.remove(entry)
 
-    def _index(self, tier: str) -> CpuIndex | LowerIndex | None:
-        if tier == CPU:
-            return self.cpu
-        return next((index for index in self.lower if index.name == tier), None)
+    def hide(self, entry: PoolEntry) -> None:
+        """Clear a chunk of the pool, and free its slot if it is not in use."""
+        self._count_unused(entry)
+        self.pool.hide(entry)
+        self.settle(entry.key, PromotionOutcome.MISSING)
+        if entry.state is EntryState.READY and not entry.is_busy:
+            self.pool.remove(entry)
+
+    def remove_if_unwanted(self, entry: PoolEntry, now_s: float) -> None:
+        """Free the slot of an unused chunk that was cleared, or does not stay in the pool."""
+        if entry.state is not EntryState.READY or entry.is_busy:
+            return
+        if self.pool.is_hidden(entry):
+            self.remove(entry)
+        elif not self.local_cpu and not entry.is_pinned(now_s):
+            self.remove(entry)
+            self.emit(CPU, stored=False, keys=[entry.key])
+
+    def _count_unused(self, entry: PoolEntry) -> None:
+        if entry.is_prefetched:
+            self.stats.prefetch_unused_chunks += 1
+            self.stats.prefetch_unused_bytes += self.chunk_bytes
+            entry.is_prefetched = False
 
     # --- room ---
 
-    def make_room(self, count: int, protected: Container[bytes], now_s: float) -> Room:
-        """Evict for so many free slots, or as many as can be found now."""
-        lacking = count - self.cpu.free_slots
-        if lacking > 0 and self.cpu.reap(lacking + PORTION) and count > self.cpu.free_slots:
-            # What was cleared may have more slots to give: none need leave for them.
-            return Room(self.cpu.free_slots, [], is_all=False)
-        if count > self.cpu.free_slots:
-            # First, so that what they kept leaves in its turn.
-            self.end_expired(now_s, most=PORTION)
-        lacking = count - self.cpu.free_slots
-        victims, is_all = self.cpu.next_victims(lacking, protected, now_s)
-        for entry in victims:
-            if entry.seen.pinned_until_s is not None:
-                self.expire(entry, now_s)
-            self._remove(entry)
-        self.stats.evictions += len(victims)
-        evicted = [entry.key for entry in victims]
+    def make_room(
+        self, count: int, protected: Container[bytes], now_s: float
+    ) -> tuple[int, list[bytes]]:
+        """Evict until ``count`` slots are free, or no more can be.
+
+        Returns how many of the slots asked for are free, and which chunks left.
+        """
+        while self.pool.free_slots < count and self.remove_cleared(PORTION):
+            pass  # nothing needs to leave while a cleared pool has slots to give
+        evicted: list[bytes] = []
+        is_more = True
+        while (lacking := count - self.pool.free_slots) > 0 and is_more:
+            # First, so that what expired pins kept leaves in its turn.
+            is_more = self.end_expired(now_s) > 0
+            victims = self.pool.victims(lacking, protected)
+            for entry in victims:
+                self.remove(entry)
+            evicted += [entry.key for entry in victims]
+        self.stats.evictions += len(evicted)
         self.emit(CPU, stored=False, keys=evicted)
-        return Room(min(count, self.cpu.free_slots), evicted, is_all=is_all)
+        return min(count, self.pool.free_slots), evicted
+
+    def has_room(self, now_s: float) -> bool:
+        """Whether a slot is free, or could be."""
+        while not self.pool.free_slots and self.remove_cleared(PORTION):
+            pass
+        if self.pool.free_slots:
+            return True
+        self.end_expired(now_s)
+        return bool(self.pool.victims(1, ()))
 
     def end_expired(self, now_s: float, most: int = PORTION) -> int:
-        """Take off pins whose deadline has passed, of so many chunks; return how many pins."""
+        """Take off pins whose deadline has passed, of at most ``most`` chunks; return how many."""
         ended = 0
-        for entry in self.cpu.expired_pins(now_s, most):
-            ended += self.expire(entry, now_s)
-            self.drop_if_unwanted(entry, now_s)
-        return ended
-
-    def expire(self, entry: Entry, now_s: float) -> int:
-        """Take off the pins whose deadline has passed; return how many."""
-        ended = self.cpu.end_expired(entry, now_s)
-        if entry.seen.pinned_until_s is None:
-            self._count_unused(entry)
+        # Backwards, so that the first chunk of a prefix is the most recent.
+        for entry in reversed(self.pool.expired_pins(now_s, most)):
+            ended += self.pool.end_expired(entry, now_s)
+            if not entry.leases:
+                self._count_unused(entry)
+            self.remove_if_unwanted(entry, now_s)
         self.stats.pins_expired += ended
         return ended
 
-    def drop_if_unwanted(self, entry: Entry, now_s: float) -> None:
-        """Free the slot of an unused chunk that was cleared, or is not to stay in the pool."""
-        self.cpu.tidy(entry)
-        if entry.state is not State.READY or entry.is_busy:
-            return
-        if entry.condemned:
-            self.cpu.remove(entry)
-        elif not self.local_cpu and not entry.is_pinned(now_s):
-            self._remove(entry)
-            self.emit(CPU, stored=False, keys=[entry.key])
-
-    def condemn(self, entry: Entry) -> None:
-        """Hide a chunk of the pool for good, and free its slot if it is unused."""
-        self._count_unused(entry)
-        self.cpu.condemn(entry)
-        self.settle(entry.key, Outcome.MISSING)
-        if entry.state is State.READY and not entry.is_busy:
-            self.cpu.remove(entry)
-
-    def _hidden(self, entry: Entry) -> None:
-        self._count_unused(entry)
-        self.settle(entry.key, Outcome.MISSING)
-
-    def _remove(self, entry: Entry) -> None:
-        self._count_unused(entry)
-        self.cpu.remove(entry)
-
-    def _count_unused(self, entry: Entry) -> None:
-        if entry.seen.prefetched:
-            self.stats.prefetch_unused_chunks += 1
-            self.stats.prefetch_unused_bytes += self.chunk_bytes
-            entry.in_use.prefetched = False
-
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself."""
-        self.cpu.check()
+        self.pool.check()
         for index in self.lower:
             index.check()
-            told = {key for part in self._known[index.name].parts for key in part}
-            assert told == {*index.keys()}, "not what was told"
+        found = {CPU: {*self.pool.ready_keys()}}
+        found |= {index.name: {*index.keys()} for index in self.lower}
+        for tier, reported in self._reported.items():
+            keys = {key for part in reported.parts for key in part}
+            assert keys == found[tier], f"{tier}: not what was reported"
         for key in self.waiters:
-            entry = self.cpu.peek(key)
-            assert entry is not None and entry.state is not State.READY and not entry.condemned
+            waited_for = self.pool.get(key)
+            assert waited_for is not None and waited_for.state is not EntryState.READY
+            assert not self.pool.is_hidden(waited_for)

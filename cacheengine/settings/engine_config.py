@@ -51,8 +51,13 @@ def _parse_policy(value: object) -> str:
     from cacheengine.residency import POLICY_NAMES  # noqa: PLC0415  (it loads slowly)
 
     name = str(value).strip().upper()
+    if name in ("FIFO", "LFU", "MRU"):
+        raise BadValueError(
+            f"{value!r} is not supported",
+            "use ARC (the default: it keeps chunks that are used again) or LRU",
+        )
     if name not in POLICY_NAMES:
-        raise BadValueError(f"{value!r} is unknown", f"use {', '.join(POLICY_NAMES)}")
+        raise BadValueError(f"{value!r} is unknown", f"use {' or '.join(POLICY_NAMES)}")
     return name
 
 
@@ -84,8 +89,9 @@ class EngineConfig:
     (LMCache's default is for ever.)"""
     save_decode_cache: bool = setting(True, parse=parse_bool)
     """Store generated tokens too (LMCache's default is false)."""
-    cache_policy: str = setting("LRU", parse=_parse_policy)
-    """Which chunks leave the CPU pool first: LRU, LFU, FIFO, MRU, ARC."""
+    cache_policy: str = setting("ARC", parse=_parse_policy)
+    """Which chunks leave the CPU pool and the disk first: ARC, which keeps chunks that are used
+    again, or LRU (LMCache's default)."""
     lmcache_instance_id: str = setting("", parse=parse_text)
     """The replica's name; by default its host and agent port."""
     enable_controller: bool = setting(False, parse=parse_bool)

@@ -3,10 +3,14 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from cacheengine.engine.engine import CacheEngine
+from cacheengine.engine.engine_lock import EngineLock
+from cacheengine.engine.tier_io import TierStack
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
+from cacheengine.residency import Decider
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.base import LocalTier, SharedTier
 
@@ -60,6 +64,38 @@ def config(
         max_local_disk_size=disk_items_gb(disk_items) if disk else 0.0,
         put_queue_share=share,
     )
+
+
+class InterruptedLock:
+    """Stands where an engine's `EngineLock` does, for its calls alone; I/O uses the real one.
+
+    After ``after`` loans it does something once, between two portions of a call.
+    """
+
+    def __init__(
+        self, engine: CacheEngine, after: int = 0, meanwhile: Callable[[], object] | None = None
+    ) -> None:
+        self._real = engine._lock
+        self.left = after
+        self.meanwhile = meanwhile
+        self.listeners = self._real.listeners
+        engine._lock = cast("EngineLock", self)
+
+    def __enter__(self) -> Decider:
+        return self._real.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._real.__exit__(kind, *rest)
+        self.left -= 1
+        if self.left == 0 and self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+
+
+def tier_stack(engine: CacheEngine) -> TierStack:
+    """The tiers below an engine's pool and their I/O."""
+    assert isinstance(engine._io, TierStack)
+    return engine._io
 
 
 class ManualThreads:
@@ -135,8 +171,8 @@ class Bench:
         """Return when no chunk is on its way into the pool."""
 
         def all_there() -> bool:
-            with self.engine._lock:
-                return all(entry.is_usable for entry in self.engine._decider.cpu)
+            with self.engine._lock as decider:
+                return all(map(decider.pool.is_ready, decider.pool))
 
         wait_until(all_there)
 

@@ -4,7 +4,6 @@ import gc
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Final
 
 from bench.engine.index import FullTier, key_of, layout
@@ -32,18 +31,15 @@ class TimedLock:
     def _note_collection(self, phase: str, info: dict[str, int]) -> None:
         self._collected |= info["generation"] == 2
 
-    def __enter__(self) -> bool:
+    def acquire(self) -> bool:
+        """Take it."""
         self._lock.acquire()
         self._collected = False
         self._since_s = time.perf_counter()
         return True
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def release(self) -> None:
+        """Give it back, and note how long it was held."""
         held_us = self.collecting_us if self._collected else self.held_us
         held_us.append((time.perf_counter() - self._since_s) * 1e6)
         self._lock.release()
@@ -93,7 +89,7 @@ class Rig:
         for prompt in self.prompts[: int(self.in_pool * 0.74)]:
             self.engine.promote(prompt, pin_s=_PIN_S)
         self.lock = TimedLock()
-        self.engine._deciding.lock = self.engine._lock = self.lock  # type: ignore[assignment]
+        self.engine._lock.lock = self.lock  # type: ignore[assignment]
 
     def _store(self, prompt: Sequence[bytes]) -> None:
         reservation = self.engine.prepare_store(prompt)

@@ -21,7 +21,7 @@ LONG_NS: Final = 1_000_000
 """What no hold should take."""
 _STEPS: Final = 4
 """Bits of a duration that a bucket keeps: its upper end is 6% above its lower one."""
-_OUTSIDE: Final = ("contextlib.py", "lock.py", "deciding.py")
+_OUTSIDE: Final = ("lock.py", "engine_lock.py")
 """Files of what holds the lock for its caller."""
 
 
@@ -80,7 +80,7 @@ class LongHolds:
 
 
 class MeasuredLock:
-    """A `threading.Lock` that counts; for ``with`` alone."""
+    """A `threading.Lock` that counts; for `EngineLock` alone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,7 +98,8 @@ class MeasuredLock:
         self.by_call: dict[str, LongHolds] = {}
         """Which calls have held it for more than a tenth of `LONG_NS`."""
 
-    def __enter__(self) -> bool:
+    def acquire(self) -> bool:
+        """Take it, and note how long that took."""
         asked_ns = time.perf_counter_ns()
         self._lock.acquire()
         cpu_ns = time.thread_time_ns()
@@ -109,7 +110,8 @@ class MeasuredLock:
         self._held_from_ns = time.perf_counter_ns()
         return True
 
-    def __exit__(self, *error: object) -> None:
+    def release(self) -> None:
+        """Give it back, and note how long it was held."""
         held_ns = time.perf_counter_ns() - self._held_from_ns
         cpu_ns = time.thread_time_ns() - self._held_from_cpu_ns
         self.held.add(held_ns)
@@ -152,9 +154,6 @@ def _caller(frame: FrameType | None) -> str:
 def measure_lock(engine: CacheEngine) -> MeasuredLock:
     """Have an engine that nothing calls yet use a measured lock from now on."""
     lock = MeasuredLock()
-    if engine._lock is not engine._deciding.lock:
-        raise TypeError("the engine's lock is not what this measures")
-    # The engine makes its lock itself, as it should: nobody else has use for another one. Both
-    # names of it: with one alone, calls that use the other would no longer be excluded.
-    engine._lock = engine._deciding.lock = cast("threading.Lock", lock)
+    # The engine makes its lock itself, as it should: nobody else has use for another one.
+    engine._lock.lock = cast("threading.Lock", lock)
     return lock

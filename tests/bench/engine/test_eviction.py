@@ -7,12 +7,12 @@ import pytest
 
 from bench.engine import eviction
 from bench.ttft import BenchError
-from cacheengine.residency.eviction import POLICY_NAMES
-from cacheengine.residency.pool_index import CpuIndex
+from cacheengine.residency.eviction_policies import POLICY_NAMES
+from cacheengine.residency.pool_index import PoolIndex
 
 
 def _hits(requests: list[list[int]], slots: int, policy: str = "LRU") -> int:
-    index = CpuIndex(slots, policy)
+    index = PoolIndex(slots, policy)
     hits = eviction.replay(eviction.chunk_keys(requests), index)
     index.check()
     return hits

@@ -112,16 +112,17 @@ def test_a_measured_lock_says_which_call_held_it_long_and_excludes_others() -> N
     lock, entered = MeasuredLock(), threading.Event()
 
     def hold_for_long() -> None:
-        with lock:
-            entered.set()
-            begun_ns = lock._held_from_ns
-            while time.perf_counter_ns() - begun_ns < 2_000_000:
-                pass
+        lock.acquire()
+        entered.set()
+        begun_ns = lock._held_from_ns
+        while time.perf_counter_ns() - begun_ns < 2_000_000:
+            pass
+        lock.release()
 
     def wait_for_it() -> None:
         entered.wait(10)
-        with lock:
-            pass
+        lock.acquire()
+        lock.release()
 
     other = threading.Thread(target=wait_for_it)
     other.start()
@@ -137,7 +138,6 @@ def test_a_measured_lock_says_which_call_held_it_long_and_excludes_others() -> N
 
 
 def test_every_hold_of_an_engines_lock_is_measured() -> None:
-    """The engine has it by two names: replaced under one alone, there would be two locks."""
     engine = Bench(8).engine
     lock = measure_lock(engine)
     for call in (engine.try_hold, engine.lookup):

@@ -199,12 +199,12 @@ async def test_snapshot_then_events_tell_everything(rig: Rig) -> None:
 async def test_events_wait_for_news(rig: Rig) -> None:
     waiting = asyncio.create_task(rig.events("after=0&wait_s=20"))
     # The call has reached the agent when its listener is there.
-    await asyncio.to_thread(wait_until, lambda: len(rig.bench.engine._listeners) == 1)
+    await asyncio.to_thread(wait_until, lambda: len(rig.bench.engine._lock.listeners) == 1)
     await asyncio.to_thread(rig.bench.store, keys(1))
     batch = await waiting
     assert batch.events[0].tier == "cpu"
     assert batch.events[0].stored
-    assert len(rig.bench.engine._listeners) == 0
+    assert len(rig.bench.engine._lock.listeners) == 0
 
 
 async def test_no_news_is_an_empty_batch(rig: Rig) -> None:

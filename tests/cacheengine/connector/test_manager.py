@@ -468,10 +468,10 @@ def test_an_aborted_request_promotes_nothing(scheduler: Scheduler) -> None:
 
 def test_a_request_uses_each_chunk_once(make_bench: MakeBench) -> None:
     """What one request stores and is offered again after a preemption was not used twice."""
-    scheduler = Scheduler(make_bench(4, dataclasses.replace(config(), cache_policy="LFU")))
+    scheduler = Scheduler(make_bench(4, dataclasses.replace(config(), cache_policy="ARC")))
     scheduler.store(1)
     scheduler.store(2)
-    order = scheduler.bench.engine._decider.cpu._policy.order
+    order = scheduler.bench.engine._decider.pool._policy.order
     for _ in range(3):
         scheduler.manager.prepare_store(offload_keys(1), scheduler.context)
     assert list(order()) == [key(1), key(2)]

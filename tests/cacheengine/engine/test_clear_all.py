@@ -16,6 +16,7 @@ from tests.cacheengine.building import (
     keys,
     layout,
     payload,
+    tier_stack,
     wait_until,
 )
 from tests.cacheengine.conftest import MakeBench
@@ -63,7 +64,7 @@ class Still:
         return len(reservation.keys)
 
     def run_io(self) -> None:
-        for io in self.engine._tiers.io:
+        for io in tier_stack(self.engine).io:
             _run(io)
 
 

@@ -16,7 +16,7 @@ from cacheengine.memory import Pool
 from cacheengine.residency import Presence
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.disk.disk import DiskTier
-from tests.cacheengine.building import CHUNK_BYTES, config, key, keys, layout
+from tests.cacheengine.building import CHUNK_BYTES, config, key, keys, layout, tier_stack
 from tests.cacheengine.conftest import MakeBench
 from warmroute_common.config_reader import ConfigError
 
@@ -70,7 +70,7 @@ def test_a_smaller_limit_at_restart_keeps_the_most_recent(
     make_bench: MakeBench, tmp_path: Path
 ) -> None:
     first = make_bench(8, config(tmp_path))
-    tier = first.engine._tiers.local
+    tier = tier_stack(first.engine).local
     assert isinstance(tier, DiskTier)
     for age_s, number in enumerate([1, 2, 3, 4]):
         first.store(keys(number))
@@ -92,7 +92,7 @@ def test_one_flipped_byte_is_a_miss(make_bench: MakeBench, tmp_path: Path) -> No
     bench.store(keys(1, 2, 3))
     bench.finish_puts()
     bench.engine.clear(["cpu"])
-    tier = bench.engine._tiers.local
+    tier = tier_stack(bench.engine).local
     assert isinstance(tier, DiskTier)
     file = tier.path(key(2))
     content = bytearray(file.read_bytes())
@@ -195,5 +195,7 @@ def test_another_model_does_not_see_the_chunks(tmp_path: Path) -> None:
 
 def test_a_limit_below_one_chunk_is_refused(make_bench: MakeBench, tmp_path: Path) -> None:
     tiny = EngineConfig(local_disk=(tmp_path,), max_local_disk_size=1e-6, source="a.yaml")
-    with pytest.raises(ConfigError, match=r"a.yaml: max_local_disk_size: .* not one chunk"):
+    with pytest.raises(
+        ConfigError, match=r"a.yaml: max_local_disk_size: .* smaller than one chunk"
+    ):
         make_bench(4, tiny)

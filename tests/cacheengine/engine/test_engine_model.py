@@ -11,7 +11,7 @@ Calls about several chunks are done in portions of one, and others come between 
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -28,17 +28,19 @@ from hypothesis.stateful import (
 
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
-from cacheengine.residency import Decider, Presence, Promotion
-from cacheengine.residency.lower.shared_index import RemoteIndex
+from cacheengine.residency import POLICY_NAMES, Presence, Promotion
+from cacheengine.residency.shared_index import SharedIndex
 from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
 from tests.cacheengine.building import (
     CHUNK_BYTES,
     FakeClock,
+    InterruptedLock,
     ManualThreads,
     config,
     key,
     layout,
     payload,
+    tier_stack,
 )
 from tests.cacheengine.scripted_tier import Scripted, ScriptedRemote, ScriptedTier
 
@@ -46,11 +48,11 @@ SLOTS = 4
 UNIVERSE = [key(number) for number in range(8)]
 HOLDERS = st.sampled_from([None, "one", "two"])
 SMALL_PORTIONS = [
-    ("engine.long_calls", "PORTION"),
-    ("engine.tier_io", "PORTION"),
-    ("residency.decider", "PORTION"),
-    ("residency.walks", "PORTION"),
-    ("residency.pool_index", "_MOST_KEPT"),
+    "engine.engine",
+    "engine.tier_io",
+    "residency.cascade",
+    "residency.promotions",
+    "residency.state",
 ]
 PREFIXES = st.lists(st.sampled_from(UNIVERSE), min_size=1, max_size=3)
 
@@ -98,13 +100,13 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         disk_items=st.sampled_from([0, 3, 8]),
         has_remote=st.booleans(),
-        policy=st.sampled_from(["LRU", "LFU", "ARC"]),
+        policy=st.sampled_from(POLICY_NAMES),
         batch_chunks=st.sampled_from([1, 3]),
     )
     def start(self, disk_items: int, has_remote: bool, policy: str, batch_chunks: int) -> None:
         self.patches = contextlib.ExitStack()
-        for module, name in SMALL_PORTIONS:
-            self.patches.enter_context(mock.patch(f"cacheengine.{module}.{name}", 1))
+        for module in SMALL_PORTIONS:
+            self.patches.enter_context(mock.patch(f"cacheengine.{module}.PORTION", 1))
         self.clock = FakeClock()
         self.pool = Pool.allocate(SLOTS, CHUNK_BYTES)
         self.tier = InterruptedTier(items=disk_items)
@@ -122,11 +124,9 @@ class EngineMachine(RuleBasedStateMachine):
             remote=self.remote if has_remote else None,
             make_threads=self._make_threads,
         )
-        self.between: Callable[[], None] | None = None
-        self.portions_left = 0
-        self.engine._calls._deciding = self._deciding
-        remote = self.engine._decider.walks._remote
-        self.index = RemoteIndex() if remote is None else remote
+        self.lock = InterruptedLock(self.engine)
+        remote = self.engine._decider.promotions._remote
+        self.index = SharedIndex() if remote is None else remote
         self.reserved: dict[bytes, int] = {}
         self.cancelled: set[bytes] = set()
         self.held: Counter[bytes] = Counter()
@@ -136,16 +136,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.kept: dict[str, set[bytes]] = {"cpu": set(), "disk": set()}
         self.promotions: list[Promotion] = []
         self.events: dict[str, set[bytes]] = {"cpu": set(), "disk": set(), "remote": set()}
-
-    @contextlib.contextmanager
-    def _deciding(self) -> Iterator[Decider]:
-        """Lend the engine's state to a long call, and let others in after some portion."""
-        with self.engine._deciding() as decider:
-            yield decider
-        self.portions_left -= 1
-        if self.portions_left == 0 and self.between is not None:
-            between, self.between = self.between, None
-            between()
 
     def _make_threads(self, name: str, count: int) -> ManualThreads:
         self.threads.append(ManualThreads(name, count))
@@ -240,7 +230,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(chunks=PREFIXES, holder=HOLDERS)
     def hold(self, chunks: list[bytes], holder: str | None) -> None:
-        is_interrupted = self.between is not None
+        is_interrupted = self.lock.meanwhile is not None
         ready = all(self._tier_of(chunk) == "cpu" for chunk in chunks)
         try:
             slots = self.engine.hold(chunks, holder=holder)
@@ -262,8 +252,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.held_slots[chunk] = slot
 
     def _is_hidden(self, chunk: bytes) -> bool:
-        entry = self.engine._decider.cpu.get(chunk)
-        return entry is not None and entry.condemned
+        pool = self.engine._decider.pool
+        entry = pool.get(chunk)
+        return entry is not None and pool.is_hidden(entry)
 
     @rule(
         chunks=PREFIXES,
@@ -289,10 +280,10 @@ class EngineMachine(RuleBasedStateMachine):
         if call == "clear" and meanwhile == "store":
             return  # what is stored meanwhile may stay
         calls_between = {**calls, "clear": lambda _: self.clear(None)}
-        self.between = partial(calls_between[meanwhile], others)
-        self.portions_left = after
+        self.lock.meanwhile = partial(calls_between[meanwhile], others)
+        self.lock.left = after
         calls[call](chunks)
-        self.between = None
+        self.lock.meanwhile = None
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -447,8 +438,8 @@ class EngineMachine(RuleBasedStateMachine):
             for chunk in event.keys:
                 assert (chunk in chunks) != event.stored
                 (chunks.add if event.stored else chunks.remove)(chunk)
-        assert self.events["cpu"] == set(self.engine._decider.cpu.ready_keys())
-        assert self.events["disk"] == set(self.engine._tiers.indexes[0].keys())
+        assert self.events["cpu"] == set(self.engine._decider.pool.ready_keys())
+        assert self.events["disk"] == set(tier_stack(self.engine).indexes[0].keys())
         assert self.events["remote"] == set(self.index.keys())
 
     def teardown(self) -> None:
@@ -467,7 +458,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._run(self.jobs[0])
         self.engine.check()
         assert self.engine.stats().cpu_used_bytes == 0
-        assert self.engine._tiers.indexes[0].used_bytes == 0
+        assert tier_stack(self.engine).indexes[0].used_bytes == 0
         assert not any(self.index.is_known(chunk) for chunk in UNIVERSE)
         assert self.tier.chunks == {}
         self.engine.close()

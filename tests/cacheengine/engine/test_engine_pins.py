@@ -1,5 +1,6 @@
 """Operators' pins, and how much of the pool pins of either kind may take."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_without_local_cpu_a_pinned_chunk_stays_in_the_pool(make_bench: MakeBenc
 
 def test_a_chunk_pinned_on_disk_is_not_evicted_from_it(make_bench: MakeBench) -> None:
     tier = ScriptedTier(items=4)
-    bench = make_bench(16, tier=tier)
+    bench = make_bench(16, replace(config(), cache_policy="LRU"), tier=tier)
     bench.store(keys(1, 2, 3))
     bench.finish_puts()
     assert bench.engine.pin(keys(1, 2, 3), "disk") == 2  # half of four

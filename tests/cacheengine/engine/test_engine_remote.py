@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from cacheengine.engine.io_threads import IoThreads
+from cacheengine.engine.tier_io import IoThreads
 from cacheengine.residency import Presence
 from cacheengine.tiers.base import GetOutcome, PutOutcome
-from tests.cacheengine.building import Bench, config, key, keys, payload, wait_until
+from tests.cacheengine.building import Bench, config, key, keys, payload, tier_stack, wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier
 from warmroute_common.agent_protocol import unpack_keys
@@ -206,7 +206,7 @@ def test_a_remote_that_hangs_keeps_no_request(
 def test_looking_again_asks_for_no_more_work(make_bench: MakeBench, remote: ScriptedRemote) -> None:
     """The scheduler looks all chunks of a waiting request up in each of its steps."""
     bench = make_bench(4, remote=remote)
-    asker = bench.engine._tiers.io[1]._asker
+    asker = tier_stack(bench.engine).io[1]._asker
     assert isinstance(asker, IoThreads)
     remote.finds.clear()
     bench.engine.lookup(key(0))
@@ -334,7 +334,7 @@ def test_closing_ends_what_hangs_in_the_remote(
     make_bench: MakeBench, remote: ScriptedRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closing the tier makes its calls fail; until then they may write into the pool."""
-    monkeypatch.setattr("cacheengine.engine.lower_tiers._END_S", 1.0)
+    monkeypatch.setattr("cacheengine.engine.tier_io._END_S", 1.0)
     bench = make_bench(4, remote=remote)
     remote.gets.clear()
     _put_by_others(remote, 1)

@@ -7,7 +7,7 @@ import pytest
 
 from cacheengine.residency import Presence
 from cacheengine.tiers.base import GetOutcome, PutOutcome
-from tests.cacheengine.building import Bench, config, key, keys, payload, wait_until
+from tests.cacheengine.building import Bench, config, key, keys, payload, tier_stack, wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier
 
@@ -362,7 +362,7 @@ def test_close_is_bounded_when_the_disk_is_slow(make_bench: MakeBench, tier: Scr
     wait_until(lambda: bench.engine.tier_info()["disk"].used_bytes == 2 * tier.item_bytes)
     closing = threading.Thread(target=bench.engine.close, kwargs={"drain_s": 0.0})
     closing.start()
-    wait_until(lambda: not bench.engine._tiers.io[0].is_writing)
+    wait_until(lambda: not tier_stack(bench.engine).io[0].is_writing)
     tier.puts.set()
     closing.join(20)
     assert len(tier.chunks) == 2  # those under way; the rest was given up
@@ -389,7 +389,7 @@ def test_closing_takes_nothing_off_the_disk(make_bench: MakeBench, tier: Scripte
     wait_until(lambda: tier.get_count > 0)
     closing = threading.Thread(target=bench.engine.close)
     closing.start()
-    wait_until(lambda: not bench.engine._tiers.io[0].is_reading)
+    wait_until(lambda: not tier_stack(bench.engine).io[0].is_reading)
     tier.gets.set()
     closing.join(20)
     assert promotion.done

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from cacheengine.engine.io_threads import IoThreads
+from cacheengine.engine.tier_io import IoThreads
 
 
 def test_runs_what_was_queued_before_stop_and_refuses_what_comes_after() -> None:

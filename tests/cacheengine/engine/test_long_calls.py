@@ -1,14 +1,21 @@
 """Calls about more chunks than are decided about at once: the same answers, whatever is between."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from cacheengine.residency import PORTION, Decider, Presence
+from cacheengine.residency import PORTION, Presence
 from cacheengine.tiers.base import GetOutcome
-from tests.cacheengine.building import Bench, config, key, keys, payload
+from tests.cacheengine.building import (
+    Bench,
+    InterruptedLock,
+    config,
+    key,
+    keys,
+    payload,
+    tier_stack,
+)
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier
 
@@ -17,18 +24,8 @@ PREFIX = keys(*range(CHUNKS))
 
 
 def _between(bench: Bench, after: int, meanwhile: Callable[[], object]) -> None:
-    """Do something once, after so many portions of the next long call."""
-    left = [after]
-
-    @contextlib.contextmanager
-    def deciding() -> Iterator[Decider]:
-        with bench.engine._deciding() as decider:
-            yield decider
-        left[0] -= 1
-        if not left[0]:
-            meanwhile()
-
-    bench.engine._calls._deciding = deciding
+    """Do something once, after this many holds of the lock by calls to the engine."""
+    InterruptedLock(bench.engine, after, meanwhile)
 
 
 def _disk_of(chunks: Sequence[bytes]) -> ScriptedTier:
@@ -148,7 +145,7 @@ def test_an_answer_that_comes_before_a_promotion_waits_for_it(make_bench: MakeBe
     bench = make_bench(2 * CHUNKS, remote=remote)
 
     # The job of an earlier question takes along what the promotion has asked for so far.
-    answer = bench.engine._tiers.io[1]._ask_turn
+    answer = tier_stack(bench.engine).io[1]._ask_turn
     # After its touches, the look at the pins, and the first portion of its questions.
     _between(bench, 3 + 1 + 1, answer)
     promotion = bench.engine.promote(PREFIX, pin_s=10.0)

@@ -16,7 +16,7 @@ from bench.engine.index import FullTier, key_of, layout
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
-from tests.cacheengine.building import FakeClock, ManualThreads
+from tests.cacheengine.building import FakeClock, ManualThreads, tier_stack
 
 CHUNKS = 1_000_000
 PINNED = 20_000
@@ -39,7 +39,7 @@ class WatchedLock:
     def _count(self, frame: FrameType, event: str, arg: object) -> None:
         self._calls += event in ("call", "c_call")
 
-    def __enter__(self) -> bool:
+    def acquire(self) -> bool:
         self._lock.acquire()
         if self.is_watching:
             self._calls = 0
@@ -48,7 +48,7 @@ class WatchedLock:
             sys.setprofile(self._count)
         return True
 
-    def __exit__(self, *error: object) -> None:
+    def release(self) -> None:
         if self.is_watching:
             sys.setprofile(None)
             grown_bytes = tracemalloc.get_traced_memory()[1] - self._before_bytes
@@ -94,11 +94,11 @@ class Rig:
         for prompt in self.prompts[PINNED // PROMPT :]:
             self.engine.touch(prompt)
         self.lock = WatchedLock()
-        self.engine._deciding.lock = self.engine._lock = self.lock  # type: ignore[assignment]
+        self.engine._lock.lock = self.lock  # type: ignore[assignment]
 
     def run_jobs(self, most: int) -> None:
         """Do some of what the I/O threads have to do."""
-        for io in self.engine._tiers.io:
+        for io in tier_stack(self.engine).io:
             for threads in (io._readers, io._writers):
                 assert isinstance(threads, ManualThreads)
                 for _ in range(min(most, len(threads.jobs))):

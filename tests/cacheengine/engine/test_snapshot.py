@@ -1,10 +1,6 @@
 """A snapshot is listed in parts; with the events after its number it says what is there."""
 
-import contextlib
-from collections.abc import Iterator
-
-from cacheengine.residency import Decider
-from tests.cacheengine.building import keys
+from tests.cacheengine.building import InterruptedLock, keys
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier
 from warmroute_common.agent_protocol import unpack_keys
@@ -22,23 +18,17 @@ def test_what_changes_while_a_snapshot_is_listed_is_told_by_the_events_after_it(
     bench.finish_puts()
     parts = [0]
 
-    @contextlib.contextmanager
-    def deciding() -> Iterator[Decider]:
-        with bench.engine._deciding() as decider:
-            yield decider
+    def change() -> None:
         parts[0] += 1
         bench.engine.clear(keys=keys(parts[0], parts[0] + 1, MANY - parts[0]))
         bench.store(keys(parts[0] + 1, MANY + parts[0]))
+        lock.left, lock.meanwhile = 1, change
 
-    calls = bench.engine._calls
-    interrupted = type(calls)(deciding, bench.clock)
-    bench.engine._calls = interrupted
     before = bench.engine.last_seq
-    interrupted.clear = calls.clear  # type: ignore[method-assign]
-    interrupted.prepare_store = calls.prepare_store  # type: ignore[method-assign]
-    interrupted.complete_store = calls.complete_store  # type: ignore[method-assign]
+    # The first loan is for the number of the last event.
+    lock = InterruptedLock(bench.engine, 2, change)
     snapshot = bench.engine.snapshot()
-    bench.engine._calls = calls
+    lock.meanwhile = None
     assert parts[0] > 4
     assert snapshot.seq == before
     tiers = {tier: set(unpack_keys(packed)) for tier, packed in snapshot.tiers.items()}
@@ -49,5 +39,5 @@ def test_what_changes_while_a_snapshot_is_listed_is_told_by_the_events_after_it(
         change = tiers[event.tier].update if event.stored else tiers[event.tier].difference_update
         change(unpack_keys(event.keys))
     state = bench.engine._decider.state
-    assert tiers["cpu"] == {key64(each) for each in state.cpu.ready_keys()}
+    assert tiers["cpu"] == {key64(each) for each in state.pool.ready_keys()}
     assert tiers["disk"] == set(map(key64, state.lower[0].keys()))

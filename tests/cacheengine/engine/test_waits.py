@@ -4,10 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from cacheengine.engine.patience import Patience
-from cacheengine.engine.waits import PIN_S, Waits
+from cacheengine.engine.promotion_waits import PIN_S, Patience, PromotionWaits
 from cacheengine.residency import Holder, Presence, Promotion
-from cacheengine.residency.decisions import Outcome
+from cacheengine.residency.decisions import PromotionOutcome
 from tests.cacheengine.building import FakeClock, keys
 
 COMPUTE_S = 2.0
@@ -37,7 +36,7 @@ class Engine:
         taken = min(self.room, len(keys))
         self.room -= taken
         if len(keys) > taken:
-            promotion.settle(Outcome.REFUSED, len(keys) - taken)
+            promotion.settle(PromotionOutcome.REFUSED, len(keys) - taken)
         self.promotions.append(promotion)
         return promotion
 
@@ -57,7 +56,7 @@ class Scheduler:
     def __init__(self) -> None:
         self.engine = Engine()
         self.clock = FakeClock()
-        self.waits = Waits(self.engine, self.clock)
+        self.waits = PromotionWaits(self.engine, self.clock)
 
     def step(self, **requests: Sequence[bytes]) -> dict[str, bool]:
         """Look up requests' chunks, all on disk; return which of them wait."""
@@ -77,7 +76,7 @@ class Scheduler:
     def come(self, promotion: int = -1) -> None:
         """Have all come that a promotion waits for."""
         promoted = self.engine.promotions[promotion]
-        promoted.settle(Outcome.PROMOTED, promoted.counts.pending)
+        promoted.settle(PromotionOutcome.PROMOTED, promoted.counts.pending)
 
 
 @pytest.fixture

@@ -1,16 +1,16 @@
 """What a caller of promote sees."""
 
-from cacheengine.residency.decisions import Outcome, Promotion
+from cacheengine.residency.decisions import Promotion, PromotionOutcome
 
 
 def test_counts_add_up_and_callbacks_come_once() -> None:
     called: list[int] = []
     promotion = Promotion(3)
     promotion.add_done_callback(lambda: called.append(1))
-    promotion.settle(Outcome.RESIDENT)
-    promotion.settle(Outcome.PROMOTED)
+    promotion.settle(PromotionOutcome.RESIDENT)
+    promotion.settle(PromotionOutcome.PROMOTED)
     assert (promotion.counts.pending, called, promotion.wait(0)) == (1, [], False)
-    promotion.settle(Outcome.MISSING)
+    promotion.settle(PromotionOutcome.MISSING)
     counts = promotion.counts
     assert (counts.resident, counts.promoted, counts.pending, counts.missing) == (1, 1, 0, 1)
     assert (called, promotion.wait(0), promotion.done) == ([1], True, True)

@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cacheengine.residency.entry import State
-from cacheengine.residency.eviction import Arc, make_policy
-from cacheengine.residency.pool_index import CpuIndex
+from cacheengine.residency.eviction_policies import Arc, make_policy
+from cacheengine.residency.pool_index import EntryState, PoolIndex
 from tests.cacheengine.building import key, keys
 
 
@@ -95,18 +94,18 @@ def test_what_is_removed_leaves_no_ghost() -> None:
     assert _learned(policy) == 0.0
 
 
-def test_the_index_tells_of_evictions_and_not_of_clearing() -> None:
-    index = CpuIndex(2, "ARC")
+def test_only_evictions_leave_ghosts_and_not_clearing() -> None:
+    index = PoolIndex(2, "ARC")
     policy = index._policy
     assert isinstance(policy, Arc)
-    evicted, cleared = (index.add(key(number), State.STORING) for number in range(2))
+    evicted, cleared = (index.add(key(number), EntryState.STORING) for number in range(2))
     for entry in (evicted, cleared):
         index.publish(entry, now_s=0.0)
     index.remove(evicted)
-    index.condemn(cleared)
+    index.hide(cleared)
     index.remove(cleared)
     assert policy.ghosts == 1
-    index.publish(index.add(key(0), State.STORING), now_s=0.0)
+    index.publish(index.add(key(0), EntryState.STORING), now_s=0.0)
     assert policy.ghosts == 0
     assert _learned(policy) == 1.0
     index.check()

@@ -1,12 +1,12 @@
 """The lower tier's index, to exact outcomes."""
 
-from cacheengine.residency.lower.local_index import TierIndex
+from cacheengine.residency.local_index import LocalIndex
 from cacheengine.tiers.base import GetOutcome
 from tests.cacheengine.building import key, keys
 
 
-def _tier(held: int, capacity: int = 3) -> TierIndex:
-    tier = TierIndex(capacity * 10 + 5, 10)
+def _tier(held: int, capacity: int = 3) -> LocalIndex:
+    tier = LocalIndex(capacity * 10 + 5, 10, policy="LRU")
     for number in range(held):
         assert tier.reserve(key(number)) == []
         assert tier.publish(key(number))
@@ -98,7 +98,7 @@ def test_a_chunk_that_cannot_be_read_may_leave_as_any_other() -> None:
 
 
 def test_adopt_keeps_the_most_recent() -> None:
-    tier = TierIndex(20, 10)
+    tier = LocalIndex(20, 10)
     assert tier.adopt(keys(1, 2, 3)) == keys(1)
     tier.forget(key(1))
     assert tier.keys() == keys(2, 3)
@@ -109,8 +109,7 @@ def test_clear_hides_all_and_deletes_what_is_idle() -> None:
     tier = _tier(2)
     tier.begin_read(key(0))
     tier.reserve(key(2))
-    readable, idle = tier.clear(keys(1, 0, 2))
-    assert (readable, idle) == (keys(1, 0), keys(1))
+    assert tier.hide(keys(1, 0, 2)) == keys(1)
     assert tier.keys() == []
     assert tier.used_bytes == 30  # nothing is gone yet
     tier.check()
@@ -132,7 +131,7 @@ def test_a_limit_below_the_capacity_rotates() -> None:
 
 
 def test_no_capacity_holds_nothing() -> None:
-    assert TierIndex(0, 1).reserve(key(1)) is None
+    assert LocalIndex(0, 1).reserve(key(1)) is None
 
 
 def test_pinned_chunks_are_passed_over_once_and_not_for_every_newcomer() -> None:
@@ -141,10 +140,48 @@ def test_pinned_chunks_are_passed_over_once_and_not_for_every_newcomer() -> None
     assert tier.operator_pin(key(1))
     assert not tier.operator_pin(key(2))  # half is pinned
     assert tier.reserve(key(8)) == keys(2)
-    assert tier.keys() == keys(3, 0, 1)
+    assert tier.keys() == keys(0, 1, 3)
     assert tier.reserve(key(9)) == keys(3)
     assert tier.reserve(key(7)) is None
     assert tier.operator_unpin(key(0))
     assert not tier.operator_unpin(key(0))
     assert tier.reserve(key(7)) == keys(0)
     tier.check()
+
+
+def test_clearing_all_hides_all_in_one_step_and_deletes_a_part_at_a_time() -> None:
+    tier = _tier(4, capacity=6)
+    tier.begin_read(key(0))
+    tier.operator_pin(key(1))
+    tier.reserve(key(4))
+    tier.hide_all()
+    assert tier.keys() == []
+    assert all(map(tier.is_known, keys(0, 1, 2, 3, 4)))
+    tier.check()
+    assert tier.take_hidden(keys(0, 1)) == keys(1)
+    tier.forget(key(1))
+    assert tier.reserve(key(1)) == []
+    assert tier.publish(key(1))
+    assert tier.take_hidden(keys(0, 1, 2, 3, 2)) == keys(2, 3)
+    assert tier.end_read(key(0), GetOutcome.OK, 0.0)
+    assert not tier.publish(key(4))
+    tier.check()
+    for number in (0, 2, 3, 4):
+        tier.forget(key(number))
+    assert tier.keys() == keys(1)
+    assert tier.used_bytes == 10
+    tier.check()
+
+
+def test_by_default_a_scan_leaves_chunks_that_are_used_again() -> None:
+    tier = LocalIndex(40, 10)
+    for number in (1, 2):
+        tier.reserve(key(number))
+        tier.publish(key(number))
+        tier.touch(key(number))
+    for number in range(100, 120):
+        for victim in tier.reserve(key(number)) or ():
+            tier.forget(victim)
+        tier.publish(key(number))
+        tier.check()
+    assert {*keys(1, 2)} < {*tier.keys()}

@@ -1,14 +1,14 @@
 """What is known of a shared tier, to exact outcomes."""
 
-from cacheengine.residency.lower.shared_index import RemoteIndex
+from cacheengine.residency.shared_index import SharedIndex
 from cacheengine.tiers.base import GetOutcome
 from tests.cacheengine.building import key, keys
 
 NOW_S = 100.0
 
 
-def _index(*held: int, max_held: int = 100, max_absent: int = 100) -> RemoteIndex:
-    index = RemoteIndex(max_held=max_held, max_absent=max_absent)
+def _index(*held: int, max_held: int = 100, max_absent: int = 100) -> SharedIndex:
+    index = SharedIndex(max_held=max_held, max_absent=max_absent)
     for number in held:
         assert index.ask(key(number), NOW_S)
     taken = index.take_questions(100)
@@ -133,7 +133,7 @@ def test_an_answer_of_before_a_clear_is_void() -> None:
     index = _index()
     index.ask(key(1), NOW_S)
     taken = index.take_questions(1)
-    assert index.clear(keys(1)) == ([], [])
+    assert index.hide(keys(1)) == []
     assert index.answered(taken, [True], NOW_S) == []
     assert key(1) not in index
     assert index.ask(key(1), NOW_S + 2)  # the others' chunks are found again by asking again
@@ -146,7 +146,7 @@ def test_an_answer_stays_true_when_nothing_is_cleared() -> None:
     index = _index()
     index.ask(key(1), NOW_S)
     taken = index.take_questions(1)
-    assert index.clear([]) == ([], [])
+    assert index.hide([]) == []
     assert index.answered(taken, [True], NOW_S) == keys(1)
     index.check()
 
@@ -155,8 +155,7 @@ def test_clear_deletes_what_is_known_and_idle() -> None:
     index = _index(1, 2, 3)
     index.begin_read(key(2))
     index.reserve(key(4))
-    readable, idle = index.clear(keys(1, 3, 2, 4))
-    assert (readable, idle) == (keys(1, 3, 2), keys(1, 3))
+    assert index.hide(keys(1, 3, 2, 4)) == keys(1, 3)
     assert index.keys() == []
     assert index.is_known(key(1))  # on its way out: not to be put
     assert not index.ask(key(1), NOW_S)
@@ -173,7 +172,7 @@ def test_clear_deletes_what_is_known_and_idle() -> None:
 
 def test_clear_by_keys_leaves_the_others() -> None:
     index = _index(1, 2)
-    assert index.clear(keys(2, 7)) == (keys(2), keys(2))
+    assert index.hide(keys(2, 7)) == keys(2)
     assert index.keys() == keys(1)
     index.check()
 
@@ -194,3 +193,39 @@ def test_nothing_can_be_pinned() -> None:
     index = _index(1)
     assert not index.operator_pin(key(1))
     assert not index.operator_unpin(key(1))
+
+
+def test_clearing_all_hides_all_in_one_step() -> None:
+    index = _index(1, 2, 3)
+    index.begin_read(key(2))
+    index.reserve(key(4))
+    index.ask(key(5), NOW_S)
+    index.hide_all()
+    assert index.keys() == []
+    assert all(map(index.is_known, keys(1, 2, 3, 4)))
+    index.check()
+    assert index.take_hidden(keys(1, 2)) == keys(1)
+    assert index.end_read(key(2), GetOutcome.OK, NOW_S)
+    assert not index.publish(key(4))
+    assert index.answered(index.take_questions(1), [True], NOW_S) == []
+    index.check()
+    assert index.take_hidden(keys(3, 3)) == keys(3)
+    for number in (1, 2, 3, 4):
+        index.forget(key(number))
+    assert not any(map(index.is_known, keys(1, 2, 3, 4)))
+    index.check()
+
+
+def test_forgetting_all_deletes_nothing_and_ends_nothing() -> None:
+    index = _index(1, 2)
+    index.begin_read(key(2))
+    index.reserve(key(3))
+    index.forget_all()
+    assert index.keys() == []
+    assert index.ask(key(1), NOW_S)
+    assert index.answered(index.take_questions(1), [True], NOW_S) == keys(1)
+    assert not index.end_read(key(2), GetOutcome.OK, NOW_S)
+    assert index.publish(key(3))
+    assert index.take_hidden(keys(1, 2)) == []
+    assert index.keys() == keys(1, 3)
+    index.check()

@@ -145,7 +145,22 @@ def test_a_key_that_asks_for_what_is_not_there_is_an_error(tmp_path: Path, key: 
         ("local_disk: redis://x", "local_disk", "file:///path/"),
         ("local_disk: file://", "local_disk", "file:///path/"),
         ("local_disk: [[a]]", "local_disk", "not text"),
-        ("cache_policy: RANDOM", "cache_policy", "LRU, LFU, FIFO, MRU"),
+        ("cache_policy: RANDOM", "cache_policy", "use ARC or LRU"),
+        (
+            "cache_policy: FIFO",
+            "cache_policy",
+            "use ARC (the default: it keeps chunks that are used again) or LRU",
+        ),
+        (
+            "cache_policy: lfu",
+            "cache_policy",
+            "use ARC (the default: it keeps chunks that are used again) or LRU",
+        ),
+        (
+            "cache_policy: MRU",
+            "cache_policy",
+            "use ARC (the default: it keeps chunks that are used again) or LRU",
+        ),
         ("lmcache_worker_port: 70000", "lmcache_worker_port", "from 0 to 65535"),
         ("lmcache_worker_ports: [1, 2]", "lmcache_worker_ports", "write one"),
         ("put_queue_share: 2", "put_queue_share", "up to 1"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.engine.lower_tiers import make_remote
+from cacheengine.engine.tier_io import make_remote
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.base import GetOutcome, PutOutcome
 from cacheengine.tiers.remote.envelope import HEADER_BYTES

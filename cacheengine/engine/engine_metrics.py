@@ -14,15 +14,15 @@ from cacheengine.record import CPU, EngineStats, TierStats
 _PREFIX: Final = "warmroute_engine_"
 _OF_ONE_TIER_ONLY: Final = ("evictions", "asked", "found", "unanswered")
 _TIER_GAUGES: Final = {
-    "capacity_bytes": "What a tier may hold.",
-    "used_bytes": "What a tier holds.",
-    "read_bytes_per_s": "Measured speed towards the model.",
-    "write_bytes_per_s": "Measured speed away from the model.",
+    "capacity_bytes": "Capacity of a tier in bytes; 0 if it is not known.",
+    "used_bytes": "Bytes that a tier holds.",
+    "read_bytes_per_s": "Measured read speed, towards the model.",
+    "write_bytes_per_s": "Measured write speed, away from the model.",
 }
 
 
 class _Collector(Collector):
-    """What one scrape gives: the engine's counts and others' beside."""
+    """One scrape: the engine's counters, and those of others."""
 
     def __init__(self, engine: CacheEngine, others: dict[str, object]) -> None:
         self._engine = engine

@@ -1,0 +1,316 @@
+"""The way up: reads from lower tiers into the pool, for prefixes that were asked for. Pure."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from cacheengine.record import CPU
+from cacheengine.residency.cascade import Cascade
+from cacheengine.residency.decisions import PORTION, Promotion, PromotionOutcome
+from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.pool_index import EntryState, Holder, PoolEntry
+from cacheengine.residency.shared_index import SharedIndex
+from cacheengine.residency.state import CacheState
+from cacheengine.tiers import GetOutcome
+
+
+class Promoter:
+    """Reads from being queued (`PrefixPromotions`) to their end.
+
+    What was read from one tier is put to the tiers nearer than that, by ``cascades``.
+    """
+
+    def __init__(self, state: CacheState, cascades: Mapping[str, Cascade]) -> None:
+        self._state = state
+        self._cascades = cascades
+        self._waiting: dict[str, deque[PoolEntry]] = {index.name: deque() for index in state.lower}
+
+    def begin_get(self, key: bytes, source: LowerIndex) -> PoolEntry:
+        """Take a free slot for a chunk, and queue its read from a tier."""
+        entry = self._state.pool.add(key, EntryState.PROMOTING)
+        self._queue(entry, source)
+        return entry
+
+    def _queue(self, entry: PoolEntry, source: LowerIndex) -> None:
+        source.begin_read(entry.key)
+        self._waiting[source.name].append(entry)
+        self._state.work.gets[source.name] += 1
+
+    def waiting(self, tier: str) -> int:
+        """How many reads from a tier have not begun."""
+        return len(self._waiting[tier])
+
+    def take(self, tier: str, most: int) -> list[PoolEntry]:
+        """Return at most ``most`` entries to read next from a tier; then `end`, or `give_up`."""
+        queue = self._waiting[tier]
+        return [queue.popleft() for _ in range(min(most, len(queue)))]
+
+    def end(
+        self,
+        index: LowerIndex,
+        entries: Sequence[PoolEntry],
+        outcomes: Sequence[GetOutcome],
+        now_s: float,
+    ) -> None:
+        """Note how reads from a tier ended: each chunk is visible, or was never there."""
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            self._count(index, outcome)
+            self._end_read(index, entry.key, outcome, now_s)
+            # The pool may have been cleared while the bytes came.
+            if outcome is GetOutcome.OK and not self._state.pool.is_hidden(entry):
+                self._promoted(entry, index, now_s)
+            else:
+                self._read_failed(entry, now_s)
+
+    def _promoted(self, entry: PoolEntry, source: LowerIndex, now_s: float) -> None:
+        state = self._state
+        entry.is_prefetched = True
+        state.stats.promoted += 1
+        state.stats.promoted_bytes += state.chunk_bytes
+        state.pool.publish(entry, now_s)
+        state.settle(entry.key, PromotionOutcome.PROMOTED)
+        state.emit(CPU, stored=True, keys=[entry.key])
+        for index in state.lower[: state.lower.index(source)]:
+            self._cascades[index.name].queue(entry, now_s)
+        state.remove_if_unwanted(entry, now_s)
+
+    def _read_failed(self, entry: PoolEntry, now_s: float) -> None:
+        state = self._state
+        source = None if state.pool.is_hidden(entry) else state.source(entry.key, now_s)
+        if source is not None:
+            # Another tier has it, too: the one that failed cannot be read for now.
+            self._queue(entry, source)
+            return
+        state.pool.remove(entry)
+        state.settle(entry.key, PromotionOutcome.MISSING)
+
+    def give_up(self, index: LowerIndex, entries: Sequence[PoolEntry], now_s: float) -> None:
+        """End reads that were taken and never begun, which says nothing about the chunks."""
+        for entry in entries:
+            self._end_read(index, entry.key, GetOutcome.OK, now_s)
+            self._state.pool.remove(entry)
+            self._state.settle(entry.key, PromotionOutcome.MISSING)
+
+    def _end_read(self, index: LowerIndex, key: bytes, outcome: GetOutcome, now_s: float) -> None:
+        if index.end_read(key, outcome, now_s):
+            self._state.delete(index, [key])
+        if key not in index:
+            self._state.emit(index.name, stored=False, keys=[key])
+
+    def _count(self, index: LowerIndex, outcome: GetOutcome) -> None:
+        stats = self._state.stats.below(index.name)
+        match outcome:
+            case GetOutcome.OK:
+                stats.gets += 1
+                stats.get_bytes += self._state.chunk_bytes
+            case GetOutcome.MISSING:
+                stats.get_misses += 1
+            case GetOutcome.DAMAGED:
+                stats.corrupt += 1
+            case GetOutcome.FAILED:
+                stats.io_errors += 1
+
+    def check(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself."""
+        queued = [entry for queue in self._waiting.values() for entry in queue]
+        assert len(queued) == len({entry.key for entry in queued}), "read twice"
+        for entry in queued:
+            assert self._state.pool.get(entry.key) is entry
+            assert entry.state is EntryState.PROMOTING
+
+
+@dataclass(slots=True, eq=False)
+class PrefixPromotion:
+    """A promotion on its way along a prefix; it waits where a tier must be asked.
+
+    One thread at a time advances it: the one that began it, until it has asked for everything that
+    follows, then the one with the answer.
+    """
+
+    promotion: Promotion
+    keys: Sequence[bytes]
+    pin_s: float
+    holder: Holder
+    position: int = 0
+    asks_from: int = 0
+    """While it asks the remote tier for what follows: the position of the next question."""
+    protected: frozenset[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.protected = frozenset(self.keys)
+
+    @property
+    def key(self) -> bytes:
+        """The chunk that it has come to."""
+        return self.keys[self.position]
+
+
+class PrefixPromotions:
+    """Promotions from being asked for until each of their chunks is pinned or waited for.
+
+    They share the remote tier's answers with lookups, whose questions go in the same calls.
+    """
+
+    def __init__(self, state: CacheState, promoter: Promoter, remote: SharedIndex | None) -> None:
+        self._state = state
+        self._promoter = promoter
+        self._remote = remote
+        # By the chunk whose answer they wait for; after the answer, in the queue.
+        self._waiting: dict[bytes, list[PrefixPromotion]] = {}
+        self._answered: deque[PrefixPromotion] = deque()
+
+    def begin(self, keys: Sequence[bytes], pin_s: float, holder: Holder) -> PrefixPromotion:
+        """Return a promotion of a prefix, to `advance`; its `Promotion` has the counts."""
+        self._state.stats.prefetches += 1
+        return PrefixPromotion(Promotion(len(keys)), keys, pin_s, holder)
+
+    def advance(self, prefix: PrefixPromotion, now_s: float) -> bool:
+        """Pin ready chunks, join reads under way, begin to read the others; a portion of them.
+
+        Where it is not known whether the remote tier holds a chunk, that tier is asked for it and
+        for all that follow; the promotion continues with the answer (`advance_answered`). Returns
+        whether the caller must advance it again.
+        """
+        if prefix.asks_from:
+            return self._ask_on(prefix, now_s)
+        self._make_room_ahead(prefix, now_s)
+        for _ in range(PORTION):
+            if prefix.position == len(prefix.keys):
+                return False
+            entry, outcome = self._state.entry(prefix.key), PromotionOutcome.MISSING
+            if entry is None:
+                source = self._state.source(prefix.key, now_s)
+                if source is None and self._is_asked(prefix.key, now_s):
+                    prefix.asks_from = prefix.position + 1
+                    return self._ask_on(prefix, now_s)
+                if source is not None:
+                    entry, outcome = self._begin_get(prefix, source), self._refusal(prefix)
+            if entry is None or self._state.pool.is_hidden(entry):
+                self._end(prefix, outcome)
+                return False
+            self._join(entry, prefix, now_s)
+            prefix.position += 1
+        return prefix.position < len(prefix.keys)
+
+    def _refusal(self, prefix: PrefixPromotion) -> PromotionOutcome:
+        """Return the outcome of a chunk that finds no room.
+
+        Beyond as many chunks as can be pinned, waiting for room does not help.
+        """
+        may_wait = prefix.position < self._state.pool.most_pinned
+        return PromotionOutcome.REFUSED if may_wait else PromotionOutcome.MISSING
+
+    def _end(self, prefix: PrefixPromotion, outcome: PromotionOutcome) -> None:
+        rest = len(prefix.keys) - prefix.position
+        self._state.work.settled.append((prefix.promotion, outcome, rest))
+
+    def _join(self, entry: PoolEntry, prefix: PrefixPromotion, now_s: float) -> None:
+        state = self._state
+        if prefix.pin_s > 0 and state.pool.may_pin(entry):
+            state.pool.pin(entry, prefix.pin_s, now_s, prefix.holder)
+        if entry.state is EntryState.READY:
+            state.work.settled.append((prefix.promotion, PromotionOutcome.RESIDENT, 1))
+        else:
+            state.waiters.setdefault(prefix.key, []).append(prefix.promotion)
+
+    def _make_room_ahead(self, prefix: PrefixPromotion, now_s: float) -> None:
+        """Evict for the reads of the next portion."""
+        pool = self._state.pool
+        if pool.free_slots >= PORTION:
+            return
+        wanted: set[bytes] = set()
+        pins_left = pool.pins_left
+        for key in islice(prefix.keys, prefix.position, prefix.position + PORTION):
+            needs_pin = prefix.pin_s > 0 and not pool.has_pin(key)
+            if self._state.entry(key) is None:
+                if self._state.source(key, now_s) is None or (needs_pin and pins_left <= 0):
+                    break
+                wanted.add(key)
+            pins_left -= needs_pin
+        self._state.make_room(len(wanted), prefix.protected, now_s)
+
+    def _begin_get(self, prefix: PrefixPromotion, source: LowerIndex) -> PoolEntry | None:
+        pool = self._state.pool
+        # A chunk without a pin may be evicted before its use; and pins without a limit would
+        # leave stores without room.
+        is_allowed = prefix.pin_s <= 0 or pool.may_pin(None)
+        if not is_allowed or not pool.free_slots:
+            self._state.stats.promote_drops += 1
+            return None
+        return self._promoter.begin_get(prefix.key, source)
+
+    # --- questions ---
+
+    def ask(self, key: bytes, now_s: float) -> bool:
+        """Ask the remote tier for a chunk that no tier is known to hold.
+
+        Returns whether to wait for its answer: not if there is no such tier, it has just answered
+        no, is being left alone, or is slow.
+        """
+        remote = self._remote
+        if remote is None:
+            return False
+        # One job takes all questions there are: a job for each would pile up behind a slow one,
+        # as each step looks everything up again.
+        job_is_queued = remote.has_questions
+        will_be_answered = remote.ask(key, now_s)
+        if remote.has_questions and not job_is_queued:
+            self._state.work.has_questions = True
+        return will_be_answered and not remote.is_late(now_s)
+
+    def _ask_on(self, prefix: PrefixPromotion, now_s: float) -> bool:
+        """Ask for a portion of what follows the chunk that a promotion has come to.
+
+        Returns whether to advance it again: there is more to ask for, or the answer for that
+        chunk has come between two portions, before the promotion waited for it.
+        """
+        assert self._remote is not None
+        until = prefix.asks_from + PORTION
+        for key in islice(prefix.keys, prefix.asks_from, until):
+            if self._state.entry(key) is None and self._state.source(key, now_s) is None:
+                self._remote.ask(key, now_s)
+        if until < len(prefix.keys):
+            prefix.asks_from = until
+            return True
+        prefix.asks_from = 0
+        # Only now, so that all go in one call. The job of another question may have taken some.
+        self._state.work.has_questions |= self._remote.has_questions
+        if not self._remote.is_asked(prefix.key):
+            return True
+        self._waiting.setdefault(prefix.key, []).append(prefix)
+        return False
+
+    def _is_asked(self, key: bytes, now_s: float) -> bool:
+        """Whether the remote tier will answer for a chunk; the question may wait for more."""
+        return self._remote is not None and self._remote.ask(key, now_s)
+
+    def take_questions(self, most: int) -> list[bytes]:
+        """Return chunks to ask the remote tier for; then `answered`."""
+        return [] if self._remote is None else self._remote.take_questions(most)
+
+    def answered(self, keys: Sequence[bytes], found: Sequence[bool] | None, now_s: float) -> None:
+        """Note the remote tier's answer, None if there was none; then `advance_answered`."""
+        assert self._remote is not None
+        stats = self._state.stats.remote
+        stats.asked += len(keys)
+        stats.unanswered += len(keys) if found is None else 0
+        stats.found += sum(found or ())
+        self._state.gained(self._remote, self._remote.answered(keys, found, now_s))
+        for key in keys:
+            self._answered += self._waiting.pop(key, ())
+
+    def advance_answered(self, now_s: float) -> bool:
+        """Advance a promotion that waited for an answer by a portion; return if there is more.
+
+        The first of them is advanced until it ends or waits for another answer.
+        """
+        if self._answered and not self.advance(self._answered[0], now_s):
+            self._answered.popleft()
+        return bool(self._answered)
+
+    def check(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself."""
+        for key, waiting in self._waiting.items():
+            assert self._remote is not None and self._remote.is_asked(key), "no answer will come"
+            assert all(each.key == key and not each.promotion.done for each in waiting)
