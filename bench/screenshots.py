@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from bench.browser import launched
-from router.terminal import answer_of
-from router.terminal.frame import frame
+from router.cli.router_client import answer_of
+from router.cli.top_frame import frame
 
 _IMAGES: Final = Path(__file__).parent.parent / "docs" / "images"
 _WARMROUTE: Final = (sys.executable, "-m", "router")

@@ -1,6 +1,6 @@
 """``python -m router``: the ``warmroute`` command."""
 
-from router.cli import main
+from router.cli.commands import main
 
 if __name__ == "__main__":
     main()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from cacheengine.tiers.stores.redis.channels import Deadline, PlainChannel
 from cacheengine.tiers.stores.redis.resp import Conversation, command
 from tests.processes import ServerProcess

@@ -22,7 +22,7 @@ import click
 from cacheengine.settings import EngineConfig
 from cacheengine.settings.lmcache_file import ALIASES, INERT, REFUSED
 from cacheengine.tiers.stores.mooncake.settings import MooncakeSettings
-from router.cli import main as warmroute
+from router.cli.commands import main as warmroute
 from router.config import RouterConfig
 from router.launch.fleet_file import FleetFile
 from warmroute_common.config_reader import bounds_of, live_settings

@@ -13,7 +13,7 @@ from bench.replica.local import (
     replica_environment,
 )
 from bench.replica.tiers import ReplicaTiers, forget_pages
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.launch.processes import ProcessGroup
 
 _CHUNK_TOKENS: Final = 256

@@ -19,7 +19,7 @@ from bench.replica.local import (
     replica_environment,
 )
 from bench.replica.tiers import Vllm, call, forget_pages, wait_until
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.index import lmcache_chain
 from router.launch.processes import ProcessGroup
 

@@ -17,7 +17,7 @@ from bench.replica.demo import ANSWER_TOKENS, say
 from bench.replica.text import real_text
 from bench.replica.tiers import call, metric, wait_until
 from bench.ttft import Answer, ask
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.launch.processes import ProcessGroup
 
 _SPARE_TOKENS: Final = 512

@@ -18,7 +18,7 @@ from bench.environments import NotInstalledError, installed
 from bench.overhead.prompts import MODEL
 from bench.replica.local import router_command
 from bench.ttft import BenchError
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.config import PickerConfig, ReplicaConfig, RouterConfig, load_router_config
 from router.gateway.envoy_config import envoy_configuration, envoy_program
 from router.launch.processes import ChildFailedError, ProcessGroup, tail

@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.soak.fleet import Replica
 from bench.soak.settings import BODY_S, FIRST_BYTE_S, HOST, WAIT_S
 from bench.ttft import BenchError
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.config import load_router_config
 from router.gateway.envoy_config import envoy_configuration, envoy_program
-from router.launch.plan import WARMROUTE
+from router.launch.fleet_file import WARMROUTE
 from router.launch.processes import ProcessGroup
 from warmroute_common.config_reader import ConfigLocation
 

@@ -19,7 +19,7 @@ from bench.soak.reloads import Reloads
 from bench.soak.settings import Settings
 from bench.soak.verdict import Verdict
 from bench.soak.watch import Watch
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.launch.processes import ProcessGroup
 
 _QUIET_S: Final = 15.0

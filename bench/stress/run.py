@@ -20,7 +20,7 @@ from bench.stress.inside.process import Told
 from bench.stress.settings import CHUNK_BYTES, LONGEST_CHUNKS, Settings, engine_name
 from bench.stress.store import Store
 from bench.stress.troubles import Kind, Trouble, schedule
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 
 _FLIPPED_FILES: Final = 200
 _FLIPPED_VALUES: Final = 100

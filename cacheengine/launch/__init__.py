@@ -7,7 +7,6 @@ Called by the command line and by the connector, which reads what was passed. Im
 settings.
 """
 
-from cacheengine.launch.launch import ReplicaSettings
-from cacheengine.launch.ranks import config_of_rank
+from cacheengine.launch.vllm_launch import ReplicaSettings, config_of_rank
 
 __all__ = ["ReplicaSettings", "config_of_rank"]

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from router.doctor.asking import NoAnswerError, ask, in_words
 from router.doctor.findings import Section
-from router.doctor.replica_checks import Examined, Parts, hash_in_words
+from router.doctor.http_probe import NoAnswerError, ask, in_words
+from router.doctor.replica_checks import CheckContext, Examined, hash_in_words
 from router.feeds import KvEndpoints, KvFeed, KvSubscriber, authorization
 from router.fleet import Fleet, Replica
 from router.index import (
@@ -82,7 +82,7 @@ class Watched:
                     await self._news.wait()
 
 
-async def check_events(parts: Parts, seen: Examined, feed: KvFeed, *, probe: bool) -> None:
+async def check_events(parts: CheckContext, seen: Examined, feed: KvFeed, *, probe: bool) -> None:
     """Follow a replica's events for a while; with ``probe`` send a prompt, and wait for its."""
     section = seen.section
     endpoints = await feed.endpoints()

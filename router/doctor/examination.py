@@ -1,28 +1,279 @@
-"""All checks of a configuration in their order, by the router's own parts."""
+"""What the router needs of the machine that it runs on: ports, open files; and whom it lets in."""
 
 import asyncio
-from typing import Any, Final
+import errno
+import resource
+import socket
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import zmq.asyncio
 
-from router.config import RouterConfig, client_context, load_fleet_secret
-from router.doctor.agent_checks import check_agent
+from router.agent_client import AgentError
+from router.config import RouterConfig, client_context, join_host_port, load_fleet_secret, reachable
 from router.doctor.event_checks import check_events
 from router.doctor.findings import Report, Section, counted
-from router.doctor.fleet_checks import check_fleet
-from router.doctor.own_machine import (
-    check_access,
-    check_open_files,
-    check_ports,
-    running_router,
+from router.doctor.http_probe import NoAnswerError, get
+from router.doctor.replica_checks import (
+    CheckContext,
+    Examined,
+    check_agent,
+    check_replica,
+    check_tokens,
+    hash_in_words,
 )
-from router.doctor.replica_checks import Examined, Parts, check_replica
-from router.doctor.token_checks import check_tokens
 from router.feeds import KvFeed
 from router.fleet import Fleet
+from router.lmcache import LmcacheServer
 from router.prompt import PromptSource
+from warmroute_common.addresses import is_loopback
+from warmroute_common.agent_protocol import InstanceInfo
 from warmroute_common.config_reader import ConfigError
+
+_ANSWER_S: Final = 2.0
+_FILES_A_REQUEST: Final = 2
+"""Its client's connection, and that to a replica."""
+_ROOM_FILES: Final = 256
+"""Libraries, logs, connections to agents."""
+
+
+async def running_router(
+    session: aiohttp.ClientSession, config: RouterConfig, admin_key: str | None
+) -> dict[str, Any] | None:
+    """Return what a router that runs at the configured port says at ``/health``, None if none does.
+
+    With its admin key (or on its machine, where it has none) it tells of each replica.
+    """
+    scheme, host, port = "http" if config.tls is None else "https", config.host, config.port
+    if config.picker is not None:
+        scheme, host, port = "http", config.picker.host, config.picker.http_port
+    headers = None if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
+    url = f"{scheme}://{join_host_port(reachable(host), port)}/health"
+    try:
+        told = (await get(session, url, headers=headers, timeout_s=_ANSWER_S, verify=False)).json()
+    except NoAnswerError:
+        return None
+    return told if isinstance(told, dict) and "first_probes" in told else None
+
+
+def check_ports(config: RouterConfig, section: Section, *, runs: bool) -> None:
+    """See that each port is free, or the running router's."""
+    free = []
+    for key, host, port in _ports(config):
+        if port == 0:
+            continue  # any that is free
+        why = _taken(host, port)
+        if why is None:
+            free.append(f"{port} ({key})")
+        elif not (runs and why == _IN_USE):
+            mend = "end the program that has it, or choose another port"
+            section.trouble("port", f"{key}: {join_host_port(host, port)} {why}", mend)
+    if free and runs:
+        found = f"it has no {', no '.join(free)}: it was started with another file"
+        section.trouble("port", found, "restart it with this one")
+    elif free:
+        section.ok("port", f"free: {', '.join(free)}")
+
+
+_IN_USE: Final = "is in use by another program"
+
+
+def _ports(config: RouterConfig) -> Iterator[tuple[str, str, int]]:
+    """Yield the key, the host and the number of each port that is not chosen freely."""
+    if config.picker is None:
+        yield "port", config.host, config.port
+    else:
+        yield "picker.port", config.picker.host, config.picker.port
+        yield "picker.http_port", config.picker.host, config.picker.http_port
+    if (controller := config.controller) is not None:
+        yield "controller.port", controller.host, controller.port
+        yield "controller.monitor_port", controller.host, controller.monitor_port
+    if (workers := config.lmcache_workers) is not None:
+        for name in ("pull_port", "reply_port", "heartbeat_port"):
+            host = workers.unauthenticated_host
+            yield f"lmcache_workers.{name}", host, getattr(workers, name)
+
+
+def _taken(host: str, port: int) -> str | None:
+    """Return why a port cannot be listened on; None where it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return _IN_USE
+        return f"cannot be listened on here ({error.strerror or error})"
+    return None
+
+
+def check_access(config: RouterConfig, section: Section) -> None:
+    """Tell what callers from other machines may do."""
+    access = config.access
+    if is_loopback(config.host):
+        section.ok("access", f"listens on {config.host}: only this machine reaches it")
+        return
+    if not access.keys:
+        found = f"asks for no key while it listens on {config.host}: whoever reaches it may use it"
+        section.note("keys", found, "give clients keys: 'warmroute key NAME' makes one")
+    if not access.admin_sha256:
+        found = (
+            "has no admin key while it listens on "
+            f"{config.host}: /explain and /metrics answer this machine alone"
+        )
+        section.note("admin-key", found, "'warmroute key --admin' makes one")
+    if access.keys and config.tls is None:
+        found = "has no tls section: clients' keys travel unencrypted"
+        section.note("tls", found, "set tls, or have a load balancer in front that speaks it")
+
+
+def check_open_files(config: RouterConfig, section: Section) -> None:
+    """See that as many requests can be under way as the configuration lets wait."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return
+    requests = max(0, allowed - _ROOM_FILES) // _FILES_A_REQUEST
+    if requests < config.admission.max_waiting:
+        found = f"{allowed} open files are allowed, enough for about {requests} requests at once"
+        section.note("open-files", found, "raise it where more may come: ulimit -n 65536")
+    else:
+        section.ok("open-files", f"{allowed} open files are allowed")
+
+
+# TODO of router.doctor.examination: Whether replicas fit together, and what the file says of all of them fits what they are. Pure.
+
+_NAMED: Final = 5
+
+_Key = TypeVar("_Key", bound=Hashable)
+_T = TypeVar("_T")
+
+
+def check_fleet(config: RouterConfig, replicas: Sequence[Examined], section: Section) -> None:
+    """Compare the replicas that answer with each other and with the file."""
+    seen = [each for each in replicas if each.answers]
+    if not seen:
+        section.trouble("up", "no replica answers: every request is refused with 503")
+        return
+    _check_models(config.model_aliases, seen, section)
+    _check_versions(seen, section)
+    _check_agents(seen, section)
+    _check_stock_hashes(seen, section)
+    _check_lmcache_workers(config, section)
+
+
+def _check_models(aliases: Mapping[str, str], seen: Sequence[Examined], section: Section) -> None:
+    telling = [each for each in seen if each.entries]
+    served = set(chain.from_iterable(each.models for each in telling))
+    for model in sorted(served):
+        missing = [each.name for each in telling if model not in each.models]
+        if missing:
+            found = f"'{model}' is not served by {_listed(missing)}: its requests go to the others"
+            section.note("models-differ", found)
+    if len(telling) < len(seen):
+        return  # what the others serve is not known
+    for alias, real in aliases.items():
+        if real not in served:
+            found = f"model_aliases: '{alias}' stands for '{real}', which no replica serves"
+            section.trouble("alias", found, f"name one that is: {_listed(sorted(served))}")
+        elif alias in served:
+            found = f"model_aliases: '{alias}' hides a model of that name, and stands for '{real}'"
+            section.note("alias", found)
+
+
+def _check_versions(seen: Sequence[Examined], section: Section) -> None:
+    versions = _groups((each.version, each.name) for each in seen if each.version)
+    if len(versions) > 1:
+        found = f"versions of vLLM differ: {_told(versions)}"
+        mend = "finish the upgrade: answers and keys of KV may differ between them"
+        section.trouble("versions", found, mend)
+
+
+def _check_agents(seen: Sequence[Examined], section: Section) -> None:
+    infos = [(each.info, each.name) for each in seen if each.info is not None]
+    for names in _groups((info.incarnation, name) for info, name in infos).values():
+        if len(names) > 1:
+            found = f"{_listed(names)} have one and the same agent"
+            section.trouble("agent-url", found, "give each its own agent_url")
+    for model, of_model in _groups((info.model, (info, name)) for info, name in infos).items():
+        _check_alike(model, of_model, section)
+
+
+def _check_alike(
+    model: str, replicas: Sequence[tuple[InstanceInfo, str]], section: Section
+) -> None:
+    """See that replicas of a model can give each other KV."""
+    hashes = _groups(
+        (hash_in_words(info.hash_algorithm, info.hash_seed), name) for info, name in replicas
+    )
+    sizes = _groups((info.chunk_tokens, name) for info, name in replicas)
+    layouts = _groups((info.layout, name) for info, name in replicas)
+    if len(hashes) > 1:
+        found = f"hash seeds differ between replicas of '{model}': {_told(hashes)}"
+        mend = (
+            "start all with the same PYTHONHASHSEED and --prefix-caching-hash-algo: else none "
+            "can give another its KV"
+        )
+        section.trouble("hash-differs", found, mend)
+    if len(sizes) > 1:
+        found = f"chunk_size differs between replicas of '{model}': {_told(sizes)}"
+        section.trouble("chunk-size", found, "give all the same: else none can give another its KV")
+    elif len(layouts) > 1 and len(hashes) == 1:
+        apart = "; ".join(_listed(names) for names in layouts.values())
+        found = f"replicas of '{model}' lay out KV differently, and can give each other none: "
+        mend = "start all with the same weights, dtype, kv_cache_dtype and parallel sizes"
+        section.trouble("layout", found + apart, mend)
+    without = [name for info, name in replicas if info.transfer_port is None]
+    if len(replicas) > 1 and without:
+        found = f"{_listed(without)} give other replicas no KV: they have no distributed_url"
+        section.note("copies", found, "set it in the replica's file to have KV copied")
+
+
+def _check_stock_hashes(seen: Sequence[Examined], section: Section) -> None:
+    """Compare the hashes that KV events have shown, where there is no agent."""
+    shapes = [(each.replica.shape, each.name) for each in seen if each.info is None]
+    schemes = [(shape.scheme, name) for shape, name in shapes if shape is not None]
+    hashes = _groups(
+        (hash_in_words(scheme.algorithm, scheme.seed), name)
+        for scheme, name in schemes
+        if scheme is not None
+    )
+    if len(hashes) > 1:
+        found = f"hash seeds differ: {_told(hashes)}; the router hashes each prompt for each"
+        section.note("hash-differs", found, "start all with the same PYTHONHASHSEED")
+
+
+def _check_lmcache_workers(config: RouterConfig, section: Section) -> None:
+    workers = config.lmcache_workers
+    if workers is None or workers.pre_caching_hash_algorithm != "builtin":
+        return
+    unknown = [
+        each.name for each in config.replicas if each.agent_url is None and each.hash_seed is None
+    ]
+    if unknown:
+        found = f"LMCache's builtin hash needs the hash_seed of {_listed(unknown)}"
+        mend = "set PYTHONHASHSEED there, and hash_seed in the file, to the same number"
+        section.trouble("lmcache-hash", found, mend)
+
+
+def _groups(pairs: Iterable[tuple[_Key, _T]]) -> dict[_Key, list[_T]]:
+    """Return what belongs to each key, in the order of its first."""
+    found: dict[_Key, list[_T]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def _told(groups: Mapping[_Key, Sequence[str]]) -> str:
+    return "; ".join(f"{key} ({_listed(names)})" for key, names in groups.items())
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+
+
+# TODO of router.doctor.examination: All checks of a configuration in their order, by the router's own parts.
 
 _AT_ONCE: Final = 16
 """Replicas that are examined together."""
@@ -49,7 +300,7 @@ async def examine(
         _check_own(config, router, running)
         prompts = await _prompts(config, router)
         with zmq.asyncio.Context() as context:
-            parts = Parts(config, fleet, session, context, prompts)
+            parts = CheckContext(config, fleet, session, context, prompts)
             turns = asyncio.Semaphore(_AT_ONCE)
 
             async def examined(seen: Examined) -> None:
@@ -57,6 +308,7 @@ async def examine(
                     await _check(parts, seen, probe=probe)
 
             await asyncio.gather(*map(examined, replicas))
+        await _check_coordinator(session, config, router)
     _check_running(running, replicas, router)
     check_fleet(config, replicas, whole)
     return Report([router, *(each.section for each in replicas), whole])
@@ -82,7 +334,7 @@ async def _prompts(config: RouterConfig, router: Section) -> PromptSource | None
         return None
 
 
-async def _check(parts: Parts, seen: Examined, *, probe: bool) -> None:
+async def _check(parts: CheckContext, seen: Examined, *, probe: bool) -> None:
     """Examine one replica: what does not answer is asked no more."""
     config, session = parts.config, parts.session
     is_keyed, timeout_s = bool(config.access.keys), config.timeouts.health_timeout_s
@@ -94,6 +346,24 @@ async def _check(parts: Parts, seen: Examined, *, probe: bool) -> None:
     if parts.prompts is not None:
         await check_tokens(session, seen, parts.prompts)
     await check_events(parts, seen, feed, probe=probe)
+
+
+async def _check_coordinator(
+    session: aiohttp.ClientSession, config: RouterConfig, router: Section
+) -> None:
+    url = config.lmcache_coordinator
+    if url is None:
+        return
+    try:
+        status, _ = await LmcacheServer(session, url).call("GET", "/instances")
+        problem = None if status == 200 else f"answers /instances with {status}"
+    except AgentError as error:
+        problem = f"cannot be asked ({error})"
+    if problem is None:
+        router.ok("lmcache-coordinator", f"LMCache's coordinator answers at {url}")
+    else:
+        mend = "start it, or correct lmcache_coordinator"
+        router.trouble("lmcache-coordinator", f"LMCache's coordinator {problem}", mend)
 
 
 def _check_running(

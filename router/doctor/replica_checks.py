@@ -1,18 +1,22 @@
 """Whether a replica answers, which models it serves, what it runs, how its clock goes."""
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Final
 
 import aiohttp
 import zmq.asyncio
 
+from router.agent_client import AgentClient, AgentError, AgentRefusedError
 from router.config import ReplicaConfig, RouterConfig
-from router.doctor.asking import NoAnswerError, Told, get
 from router.doctor.findings import Section
-from router.feeds import authorization, model_entries
+from router.doctor.http_probe import HttpAnswer, NoAnswerError, get
+from router.feeds import KvFeed, authorization, model_entries, served_models
 from router.fleet import Fleet, Replica
+from router.lmcache import LmcacheServer
 from router.prompt import PromptSource
-from warmroute_common.agent_protocol import InstanceInfo
+from warmroute_common.agent_protocol import InstanceInfo, TierInfo
+from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
 from warmroute_common.keys import DEFAULT_SEED
 
 MOST_AHEAD_S: Final = 2.0
@@ -20,7 +24,7 @@ _MODELS_SHOWN: Final = 5
 
 
 @dataclass(frozen=True)
-class Parts:
+class CheckContext:
     """What replicas are examined by."""
 
     config: RouterConfig
@@ -82,7 +86,7 @@ async def check_replica(
     """
     section, config = seen.section, seen.config
 
-    async def asked(path: str) -> Told:
+    async def asked(path: str) -> HttpAnswer:
         headers = authorization(config)
         return await get(session, config.url + path, headers=headers, timeout_s=timeout_s)
 
@@ -107,7 +111,7 @@ async def check_replica(
     _tell_clock(section, health)
 
 
-def _tell_models(seen: Examined, told: Told, *, is_keyed: bool) -> None:
+def _tell_models(seen: Examined, told: HttpAnswer, *, is_keyed: bool) -> None:
     section, has_key = seen.section, seen.config.api_key is not None
     if told.status in (401, 403):
         if has_key:
@@ -133,7 +137,7 @@ def _tell_models(seen: Examined, told: Told, *, is_keyed: bool) -> None:
         section.ok("models", f"serves {shown}" + (f" and {more} more" if more > 0 else ""))
 
 
-def _tell_clock(section: Section, told: Told) -> None:
+def _tell_clock(section: Section, told: HttpAnswer) -> None:
     ahead_s = told.clock_ahead_s
     if ahead_s is not None and abs(ahead_s) > MOST_AHEAD_S:
         side = "ahead of" if ahead_s > 0 else "behind"
@@ -141,11 +145,158 @@ def _tell_clock(section: Section, told: Told) -> None:
         section.trouble("clock", found, "have both set theirs by NTP")
 
 
-def _entries(told: Told) -> list[dict[str, object]] | None:
+def _entries(told: HttpAnswer) -> list[dict[str, object]] | None:
     return list(model_entries(told.json())) if told.status == 200 else None
 
 
-def _version(told: Told) -> str | None:
+def _version(told: HttpAnswer) -> str | None:
     answer = told.json() if told.status == 200 else None
     version = answer.get("version") if isinstance(answer, dict) else None
     return version if isinstance(version, str) else None
+
+
+# TODO of router.doctor.replica_checks: Whether a replica's agent answers, and is that replica's; and LMCache's server, where it has one.
+#
+# What an agent tells is given to the fleet, as the router's own feed of it does.
+
+_WANTS_SECRET: Final = 401
+_MEND: Final = (
+    "run the replica with 'warmroute replica', correct agent_url, or take it out: until "
+    "then its CPU and disk tiers are not known, and nothing is prefetched"
+)
+
+
+async def check_agent(
+    parts: CheckContext, seen: Examined, feed: KvFeed, secret: FleetSecret | None
+) -> None:
+    """Ask a replica's agent what it is; note it with the replica, the fleet and the feed."""
+    session, fleet = parts.session, parts.fleet
+    section, config = seen.section, seen.config
+    if config.lmcache is not None:
+        await _check_lmcache(session, section, config.lmcache)
+        return
+    if config.agent_url is None:
+        found = "has no agent_url: nothing is prefetched there, or copied from other replicas"
+        section.note("agent", found, "run it with 'warmroute replica' where it should")
+        return
+    try:
+        info = await AgentClient(session, config.agent_url, secret).info()
+    except AgentRefusedError as error:
+        if error.status != _WANTS_SECRET:
+            section.trouble("agent", f"its agent refuses the router ({error})", _MEND)
+            return
+        found = f"its agent asks for the fleet secret, and here {_known(secret)}"
+        section.trouble("fleet-secret", found, HOW_TO_SET)
+        return
+    except AgentError as error:
+        section.trouble("agent", f"its agent cannot be asked ({error})", _MEND)
+        return
+    seen.info = info
+    feed.agent_told(info, fleet.apply_info(seen.replica.id, info))
+    section.ok("agent", _described(info))
+    _check_identity(seen, info)
+    if secret is not None:
+        await _check_asks(session, section, config.agent_url)
+
+
+async def _check_asks(session: aiohttp.ClientSession, section: Section, url: str) -> None:
+    """Note an agent that answers calls without a secret."""
+    try:
+        await AgentClient(session, url).info()
+    except AgentError:
+        section.ok("fleet-secret", "its agent asks for the fleet secret")
+        return
+    found = "its agent answers everyone who reaches it, although the router has a fleet secret"
+    section.note("fleet-secret", found, HOW_TO_SET)
+
+
+def _known(secret: FleetSecret | None) -> str:
+    return "none is set" if secret is None else "another one is set"
+
+
+def _described(info: InstanceInfo) -> str:
+    tiers = "".join(f"; {name} {_filled(tier)}" for name, tier in info.tiers.items())
+    engine = f"warmroute {info.version}" if info.version else "an agent without a version"
+    return f"its agent answers: {engine}, chunks of {info.chunk_tokens} tokens{tiers}"
+
+
+def _filled(tier: TierInfo) -> str:
+    if not tier.capacity_bytes:
+        return f"{_size(tier.used_bytes)} used"
+    return f"{tier.used_bytes / tier.capacity_bytes:.0%} of {_size(tier.capacity_bytes)}"
+
+
+def _size(nbytes: float) -> str:
+    for unit, per_unit in (("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= per_unit:
+            return f"{nbytes / per_unit:.1f} {unit}"
+    return f"{nbytes / 1e3:.1f} kB"
+
+
+def _check_identity(seen: Examined, info: InstanceInfo) -> None:
+    section, named = seen.section, seen.config.instance_id
+    if seen.entries and info.model not in {*seen.roots, *seen.models}:
+        found = f"its agent is one of '{info.model}', which url does not serve"
+        section.trouble("agent-model", found, "let url and agent_url name the same replica")
+    if named is not None and named != info.instance_id:
+        found = f"its agent calls it '{info.instance_id}' (lmcache_instance_id), the file '{named}'"
+        section.note("agent-name", found, "give both the same name")
+    ours = version("warmroute")
+    if info.version and info.version != ours:
+        found = f"its engine is warmroute {info.version}, the router here {ours}"
+        section.trouble("agent-version", found, "install the same version on both")
+
+
+async def _check_lmcache(session: aiohttp.ClientSession, section: Section, url: str) -> None:
+    try:
+        told = await LmcacheServer(session, url).status()
+    except AgentError as error:
+        mend = "start it ('lmcache server --http-port'), or correct lmcache at this replica"
+        section.trouble("lmcache", f"its LMCache server cannot be asked ({error})", mend)
+        return
+    worlds = told.worlds()
+    found = f"its LMCache server answers: chunks of {told.chunk_size}, hash {told.hash_algorithm}"
+    section.ok("lmcache", found)
+    if not worlds:
+        mend = "start vLLM with LMCacheMPConnector and this server's port"
+        section.trouble("lmcache-vllm", "no vLLM has registered with its LMCache server", mend)
+
+
+# TODO of router.doctor.replica_checks: Whether the router's tokens of prompts are those that a replica makes.
+
+_TEXT_FIX = "set tokenizer.path to the tokenizer of the model that runs there"
+_CHAT_FIX = "set tokenizer.chat_template, if the replica runs with --chat-template"
+
+
+async def check_tokens(
+    session: aiohttp.ClientSession, seen: Examined, prompts: PromptSource
+) -> None:
+    """Compare the router's tokens of the probes with those of the replica's ``/tokenize``."""
+    section = seen.section
+    if not seen.entries:
+        return
+    url, headers = seen.config.url, authorization(seen.config)
+    await prompts.learn(served_models(seen.entries), session=session, url=url, headers=headers)
+    readers = {prompts.reader_for(each) for each in seen.models}
+    known = [each for each in readers if each.has_tokenizer]
+    if len(known) < len(readers):
+        found = f"no tokenizer of {_quoted(seen.roots)} is on this machine: it is matched by text"
+        section.note("tokenizer", found, "set tokenizer.path to match by tokens, which is exact")
+    results = [each.compared(url) for each in known]
+    texts, chats = [text for text, _ in results], [chat for _, chat in results]
+    if False in texts:
+        found = "it makes other tokens of the same text than the router: matched by text"
+        section.trouble("tokens", found, _TEXT_FIX)
+    elif False in chats:
+        found = "it makes other tokens of the same chat than the router: matched by text"
+        section.trouble("chat-template", found, _CHAT_FIX)
+    elif None in texts:
+        found = "its tokens could not be compared: its /tokenize does not answer as vLLM's does"
+        section.note("tokens", found, "the router goes by its own")
+    elif known:
+        kinds = "texts and chats" if True in chats else "texts"
+        section.ok("tokens", f"its tokens of {kinds} are those that the router computes")
+
+
+def _quoted(names: set[str]) -> str:
+    return ", ".join(f"'{each}'" for each in sorted(names))

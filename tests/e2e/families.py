@@ -174,7 +174,7 @@ def _make(family: Family, directory: Path) -> Path:
 def _serve(family: Family, directory: Path) -> dict[str, Any]:
     from vllm import LLM
 
-    from cacheengine.launch.launch import free_ports
+    from cacheengine.launch.vllm_launch import free_ports
 
     _make(family, directory / "model")
     (port,) = free_ports(1)

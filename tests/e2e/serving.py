@@ -22,7 +22,7 @@ from bench.replica.local import (
     taken_ports,
 )
 from bench.replica.tiers import ReplicaTiers, call, wait_until
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.launch.processes import ChildNotReadyError, ProcessGroup
 from warmroute_common.keys import HashScheme, chunk_keys
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from bench.replica.tiers import call
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.launch.processes import ProcessGroup
 from tests.e2e.serving import CHUNK_TOKENS, Answer, Replica, fresh_prompt
 

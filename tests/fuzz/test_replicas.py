@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from tests.fuzz.bodies import CHAT
 from tests.fuzz.exchange import ANSWERS_S, Port, request
 from tests.fuzz.json_text import dump, nearly

@@ -16,7 +16,7 @@ from bench.lmcache.replica import LmcacheReplica, start_together
 from bench.replica.local import ROUTER_READY_TIMEOUT_S, router_command
 from bench.replica.model import make_model
 from bench.replica.tiers import call, wait_until
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.launch.processes import ProcessGroup
 from tests.lmcache.helpers import MODEL
 

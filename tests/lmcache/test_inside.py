@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from bench.lmcache.environment import is_installed, python
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.config.settings import (
     ControllerConfig,
     IndexConfig,

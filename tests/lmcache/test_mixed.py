@@ -23,7 +23,7 @@ from bench.replica.local import (
 )
 from bench.replica.model import make_model
 from bench.replica.tiers import Vllm, call, wait_until
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.launch.processes import ProcessGroup
 from tests.lmcache.helpers import MODEL, ask, chat, next_turn
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"),

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cacheengine.launch.cli import replica
-from cacheengine.launch.launch import (
+from cacheengine.launch.replica_command import replica
+from cacheengine.launch.vllm_launch import (
     ReplicaSettings,
     free_ports,
     hash_algorithm_of,
@@ -126,7 +126,7 @@ def test_free_ports_are_none_that_the_kernel_gives_away() -> None:
 def test_a_port_on_which_somebody_listens_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     (taken,) = free_ports(1)
     with socket.create_server(("", taken)):
-        monkeypatch.setattr("cacheengine.launch.launch._PORTS", range(taken, taken + 2))
+        monkeypatch.setattr("cacheengine.launch.vllm_launch._PORTS", range(taken, taken + 2))
         assert free_ports(1) == [taken + 1]
         with pytest.raises(ValueError, match="no 2 free ports"):
             free_ports(2)

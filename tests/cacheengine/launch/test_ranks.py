@@ -7,9 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from cacheengine.launch import config_of_rank
-from cacheengine.launch.cli import replica
-from cacheengine.launch.launch import free_ports
-from cacheengine.launch.ranks import Ranks, ranks_of
+from cacheengine.launch.replica_command import replica
+from cacheengine.launch.vllm_launch import Ranks, free_ports, ranks_of
 from cacheengine.settings import ConfigError, EngineConfig
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cacheengine.launch.cli import replica
+from cacheengine.launch.replica_command import replica
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.settings.lmcache_file import load_engine_config
 from warmroute_common.addresses import join_host_port, split_host_port

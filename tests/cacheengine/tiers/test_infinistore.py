@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
 from cacheengine.tiers.stores.infinistore.infinistore import InfiniStore
 from tests.servers import missing

@@ -13,8 +13,8 @@ import pytest
 from yarl import URL
 
 from router.access import new_key, sha256_of
+from router.cli.explain import ask
 from router.config.settings import AccessConfig, KeyConfig, ReplicaConfig
-from router.explain import ask
 from tests.router.conftest import Fleet, Running
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, stream
 

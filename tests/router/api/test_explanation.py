@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from router.api.explanation import SHOWN, explanation, why
-from router.cli import main
+from router.cli.commands import main
+from router.cli.explain import table
 from router.config.settings import PolicyName
-from router.explain import table
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
 from router.index.prompt_keys import Tier

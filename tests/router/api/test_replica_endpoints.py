@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from router.access import new_key, sha256_of
-from router.cli import main
+from router.cli.commands import main
 from router.config.settings import AccessConfig, BreakerConfig, ReplicaConfig
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.scripted import chat_events, json_answer, stream

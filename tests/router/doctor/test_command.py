@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from router.cli import main
+from router.cli.commands import main
 from router.doctor.findings import Report, Section
 
 CONFIGS = Path(__file__).parents[3] / "configs"

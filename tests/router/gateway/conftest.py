@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from blockbuster import blockbuster_ctx
 
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.config import PickerConfig, ReplicaConfig, RouterConfig, TimeoutsConfig
 from router.gateway.envoy_config import envoy_configuration, envoy_program
 from tests.processes import ServerProcess

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from router.gateway.envoy_config import envoy_program
-from router.launch.fleet_file import load_fleet_file
-from router.launch.plan import FleetPlan, PlannedProcess
+from router.launch.fleet_file import FleetPlan, PlannedProcess, load_fleet_file
 from router.launch.processes import ChildDiedError
 from router.launch.up import commands_text, run
 from tests.servers import missing
@@ -241,7 +240,7 @@ def test_it_tells_how_to_use_it_and_ends_on_sigterm(
     ports = [unused_tcp_port_factory() for _ in range(2)]
     code = (
         "import sys; from pathlib import Path; from router.launch.up import run\n"
-        "from router.launch.plan import FleetPlan, PlannedProcess\n"
+        "from router.launch.fleet_file import FleetPlan, PlannedProcess\n"
         "def part(name, port):\n"
         f"    folder = Path({str(tmp_path)!r})\n"
         f"    argv = (sys.executable, '-c', {SERVER!r}, str(port))\n"

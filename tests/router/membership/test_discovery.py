@@ -22,8 +22,8 @@ from router.config import (
 )
 from router.config.settings import ControllerConfig
 from router.fleet import State
-from router.membership.discovery.dns import DnsWatch, addresses
-from router.membership.members import Source
+from router.membership.discovery import DnsWatch, addresses
+from router.membership.membership import Source
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.membership.kubernetes_api import endpoint, kubernetes_api, slice_of
 from warmroute_common.agent_protocol import Registration
@@ -102,7 +102,7 @@ async def test_a_look_up_that_fails_keeps_the_last_answer_and_is_said_once(
         await eventually(lambda: names.asked > 10)
     assert {part for _, each in names.told for part in each} == {"http://10.0.0.1:8000"}
     assert [each.getMessage() for each in caplog.records] == [
-        "vllm.here:8000 cannot be looked up: no such name"
+        "vllm.here:8000 cannot be resolved: no such name"
     ]
 
 

@@ -10,8 +10,8 @@ import pytest
 from blockbuster import blockbuster_ctx
 
 from router.config import DiscoveredConfig, KubernetesConfig, ReplicaConfig
-from router.membership.discovery.kubernetes import KubernetesWatch
-from router.membership.members import Source
+from router.membership.kubernetes import KubernetesWatch
+from router.membership.membership import Source
 from tests.router.conftest import Wait
 from tests.router.membership.kubernetes_api import Api, endpoint, kubernetes_api, slice_of
 

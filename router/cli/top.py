@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from router.terminal.asking import NoAnswerError, Refused, answer_of
-from router.terminal.options import ADMIN_KEY, ROUTER
+from router.cli.router_client import ADMIN_KEY, ROUTER, NoAnswerError, RouterRefusedError, answer_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +26,7 @@ def top(url: str, admin_key: str | None, once: bool) -> None:
     # rich takes a while to import; no other command needs it.
     from rich.console import Console  # noqa: PLC0415
 
-    from router.terminal.frame import frame  # noqa: PLC0415
+    from router.cli.top_frame import frame  # noqa: PLC0415
 
     console = Console()
     state = _state(url, admin_key)
@@ -42,7 +41,7 @@ def _state(url: str, key: str | None) -> dict[str, Any]:
     state = answer_of(url, "/ui/state", key=key)
     if missing := [name for name in _SHOWN if name not in state]:
         told = f"what answers at {url} is no router, or of another version: it tells no"
-        raise Refused(f"{told} {', '.join(missing)}")
+        raise RouterRefusedError(f"{told} {', '.join(missing)}")
     return state
 
 
@@ -50,7 +49,7 @@ def _watch(console: "Console", url: str, key: str | None, state: dict[str, Any])
     """Show one state after another until Ctrl-C; of a router that is gone, the last one."""
     from rich.live import Live  # noqa: PLC0415
 
-    from router.terminal.frame import frame  # noqa: PLC0415
+    from router.cli.top_frame import frame  # noqa: PLC0415
 
     problem = None
     try:

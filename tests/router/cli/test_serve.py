@@ -212,7 +212,7 @@ def test_it_opens_as_many_files_as_it_may_and_says_if_that_is_few() -> None:
 
 _TELLS_OBJECTS = """
 import atexit, gc, sys
-from router.cli import main
+from router.cli.commands import main
 atexit.register(lambda: print(len(gc.get_objects()), gc.get_freeze_count(), file=sys.stderr))
 main()
 """

@@ -1,23 +1,78 @@
-"""The ``warmroute`` command. Heavy imports wait until a command needs them."""
+"""Commands of other packages beside our own: entry points, imported when they are used."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final
 
 import click
 import yaml
 
+from router.cli.explain import explain
+from router.cli.router_client import drain, resume
+from router.cli.top import top
 from router.config import PickerConfig, RouterConfig, load_router_config, router_config
 from router.doctor import doctor
-from router.explain import explain
 from router.gateway.envoy_config import envoy_configuration
 from router.launch import ChildFailedError, commands_text, load_any, load_fleet_file, run_fleet
-from router.plugins import LazyGroup
-from router.policy import check_gateway
-from router.terminal import drain, resume, top
 from warmroute_common.config_reader import ConfigError, ConfigLocation
+
+_PLUGINS: Final = "warmroute.commands"
+
+
+class LazyGroup(click.Group):
+    """A group whose plugin commands are imported when they are used or listed.
+
+    A plugin that cannot be imported is listed with the reason, and does not
+    take the other commands down.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of our own commands and of the plugins'."""
+        return sorted({*super().list_commands(ctx), *(each.name for each in _plugins())})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, importing it if it is a plugin's."""
+        named = (each for each in _plugins() if each.name == cmd_name)
+        return super().get_command(ctx, cmd_name) or next(map(_load, named), None)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; a configuration that cannot work ends it as a wrong option does."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            click.echo(str(error), err=True)
+            ctx.exit(2)
+
+
+def _plugins() -> Iterable[EntryPoint]:
+    return entry_points(group=_PLUGINS)
+
+
+def _load(plugin: EntryPoint) -> click.Command:
+    try:
+        command = plugin.load()
+        why = f"{plugin.value} is no command"
+    except (ImportError, AttributeError) as error:
+        command, why = None, str(error)
+    if isinstance(command, click.Command):
+        return command
+
+    def fail(args: tuple[str, ...]) -> None:
+        raise click.ClickException(f"'{plugin.name}' cannot be used here: {why}")
+
+    return click.Command(
+        plugin.name,
+        callback=fail,
+        params=[click.Argument(["args"], nargs=-1, type=click.UNPROCESSED)],
+        context_settings={"ignore_unknown_options": True},
+        short_help=f"(unavailable: {why})",
+    )
+
+
+# TODO of router.cli.commands: The ``warmroute`` command. Heavy imports wait until a command needs them.
 
 
 @click.group(
@@ -120,9 +175,7 @@ def picker(
             host=settings.host if host is None else host,
             port=settings.port if port is None else port,
         )
-        config = replace(config, picker=settings)
-        check_gateway(config, ConfigLocation(str(config_path or "--replica")))
-        return config
+        return replace(config, picker=settings)
 
     if print_envoy:
         made = envoy_configuration(
@@ -206,8 +259,8 @@ for each in (doctor, drain, explain, resume, top):
 def _run(read: Callable[[], RouterConfig], path: Path | None, *, picks: bool = False) -> None:
     config = read()
     # aiohttp and uvloop take a while to import; no other command needs them.
+    from router.cli.serve import PortTakenError, run  # noqa: PLC0415
     from router.membership import ConfigFile  # noqa: PLC0415
-    from router.serve import PortTakenError, run  # noqa: PLC0415
 
     file = None if path is None else ConfigFile(path=path, read=read)
     try:

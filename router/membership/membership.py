@@ -1,8 +1,8 @@
-"""The replicas as their sources name them, and how they join and leave the fleet.
+"""Which replicas the fleet has, as sources name them, and how replicas join and leave.
 
-Several sources may name one replica: it is one replica, and the first source's settings count.
-A replica that no source names any more is drained: it gets nothing new, and is removed when its
-requests have ended, or after a time. Requests that are still under way then go on to their ends.
+Several sources may name the same replica; the settings of the first source are used. A replica
+that no source names any longer is drained: it gets no new requests and is removed when its
+requests have finished, or after a time limit. Requests that still run then continue.
 """
 
 import asyncio
@@ -11,22 +11,23 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Final
+from typing import Final, Protocol
 
-from router.config import ReplicaConfig, server_key
+from router.config import DiscoveredConfig, ReplicaConfig
 from router.fleet import Fleet, Replica, State
+from warmroute_common.addresses import join_host_port, server_key
 from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.membership")
 
 _CHECK_S: Final = 0.25
-"""How often draining replicas are looked at."""
+"""How often draining replicas are checked."""
 _FIRST_PROBES_S: Final = 3.0
-"""Replicas are drained when those that have joined were probed once, or after so long without."""
+"""Old replicas are drained once the new ones were probed, or after this time."""
 
 
 class Source(IntEnum):
-    """Where replicas are named; a lower one's settings of a replica count."""
+    """Where replicas are named. If several sources name a replica, the lowest one's settings win."""
 
     FILE = 0
     REGISTRATION = 1
@@ -35,20 +36,48 @@ class Source(IntEnum):
 
 
 _Key = tuple[str, str, int | None, str]
-"""What tells servers apart."""
+"""A server's identity (`server_key`)."""
+
+
+class NameReplicas(Protocol):
+    """Sets all replicas that a source names now: `Membership.name`."""
+
+    def __call__(
+        self, source: Source, replicas: Iterable[ReplicaConfig], *, part: str = ""
+    ) -> None:
+        """``part`` distinguishes several sources of one kind."""
+
+
+def discovered(
+    each: DiscoveredConfig, scheme: str, host: str, port: int, *, name: str | None = None
+) -> ReplicaConfig:
+    """Return the settings of a discovered replica; ``each`` has those that all of them share."""
+
+    def at(scheme: str, port: int | None) -> str | None:
+        return None if port is None else f"{scheme}://{join_host_port(host, port)}"
+
+    return ReplicaConfig(
+        url=f"{scheme}://{join_host_port(host, port)}",
+        instance_id=name,
+        agent_url=at("http", each.agent_port),
+        kv_events=at("tcp", each.kv_events_port),
+        kv_replay=at("tcp", each.kv_replay_port),
+        api_key=each.api_key,
+        hash_seed=each.hash_seed,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """A replica that drains since no source names it any more."""
+    """A replica that is drained because no source names it any longer."""
 
     until_s: float
     was_draining: bool
-    """Whether it drained before, since somebody asked for that."""
+    """Whether an operator was draining it before."""
 
 
-class Members:
-    """Changes the fleet as its sources change, between `start` and `stop`."""
+class Membership:
+    """Keeps the fleet in step with its sources, between `start` and `stop`."""
 
     def __init__(
         self,
@@ -59,9 +88,9 @@ class Members:
         left: Callable[[Replica], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``joined`` is told of each replica that has joined the fleet, and returns what is set
-        when it was probed once; ``left`` of each that is about to be removed, at the latest
-        ``drain_s`` after no source named it any more.
+        """``joined`` is called after a replica has joined the fleet; it returns an event that is set
+        after the replica's first probe. ``left`` is called before a replica is removed, at most
+        ``drain_s`` after the last source stopped naming it.
         """
         self.fleet = fleet
         self._drain_s = drain_s
@@ -70,38 +99,38 @@ class Members:
         self._clock = clock
         replicas = {server_key(each.config.url): each for each in fleet.replicas.values()}
         self._replicas: dict[_Key, Replica] = replicas
-        """Those of the fleet that are named, or drain."""
+        """The fleet's replicas that are named or draining."""
         named = {key: each.config for key, each in replicas.items()}
         self._named: dict[tuple[Source, str], dict[_Key, ReplicaConfig]] = {
             (Source.FILE, ""): named
         }
         self._leaving: dict[_Key, _Leaving] = {}
         self._refused: set[_Key] = set()
-        """Replicas that are named and could not join."""
+        """Replicas that are named but could not join."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.listeners: list[Callable[[], None]] = []
-        """Called whenever replicas have joined or left."""
+        """Called after replicas have joined or left."""
 
     def start(self) -> None:
-        """Begin to change the fleet."""
+        """Begin to apply changes to the fleet."""
         self._task = asyncio.create_task(self._run(), name="membership")
 
     async def stop(self) -> None:
-        """Leave the fleet as it is."""
+        """Stop; the fleet stays as it is."""
         if self._task is not None:
             await end_all([self._task])
 
     def name(self, source: Source, replicas: Iterable[ReplicaConfig], *, part: str = "") -> None:
-        """Note all replicas that a source names now; they join, and others leave, soon after.
+        """Set all replicas that a source names now. They join, and others leave, soon after.
 
-        ``part`` tells sources of one kind apart.
+        ``part`` distinguishes several sources of one kind.
         """
         self._named[source, part] = {server_key(each.url): each for each in replicas}
         self._changed.set()
 
     def source(self, replica: Replica) -> Source | None:
-        """Return where a replica's settings come from; None for one that leaves."""
+        """Return the source of a replica's settings; None for a replica that is leaving."""
         key = server_key(replica.config.url)
         return min(
             (source for (source, _), named in self._named.items() if key in named), default=None
@@ -113,22 +142,22 @@ class Members:
             self._changed.clear()
             try:
                 await self._apply()
-            except Exception:  # else no replica would join or leave any more
+            except Exception:  # otherwise no replica would join or leave any longer
                 log.exception("changing the fleet failed")
 
     async def _apply(self) -> None:
-        """Have replicas join, then those leave that are named no more.
+        """Add new replicas, wait for their first probes, then drain those no longer named.
 
-        In this order, and not before the new ones were probed: else a fleet whose replicas are
-        all replaced at once would have none that is known to be up.
+        In this order: otherwise a fleet whose replicas are all replaced at once would have none
+        that is known to be up.
         """
         before = set(self._replicas.values())
         probed = self._take_in(self._wanted())
         await all_set(probed, _FIRST_PROBES_S)
         self._let_go(self._wanted())
         if before != set(self._replicas.values()):
-            for told in self.listeners:
-                told()
+            for listener in self.listeners:
+                listener()
 
     def _wanted(self) -> dict[_Key, ReplicaConfig]:
         wanted: dict[_Key, ReplicaConfig] = {}
@@ -140,12 +169,10 @@ class Members:
     # --- joining
 
     def _take_in(self, wanted: Mapping[_Key, ReplicaConfig]) -> list[asyncio.Event]:
-        """Have the fleet's replicas be as they are wanted; return what is set when new ones
-        were probed.
-        """
+        """Add and change replicas; return events that are set when the new ones were probed."""
         for key in self._leaving.keys() & wanted.keys():
             self._stay(key)
-        # All of these first: one may have got the name of another.
+        # Remove all changed ones before adding any: replicas may have exchanged their names.
         drained = {key for key, config in wanted.items() if self._replaced(key, config)}
         new = [key for key in wanted if key not in self._replicas]
         self._free({wanted[key].name for key in new}, wanted)
@@ -159,19 +186,19 @@ class Members:
         return probed
 
     def _replaced(self, key: _Key, config: ReplicaConfig) -> bool:
-        """Remove a replica that is configured otherwise now; return whether it was draining.
+        """Remove a replica whose settings have changed; return whether it was draining.
 
-        With its key alone changed it goes on as it is.
+        If only its key has changed, the replica stays.
         """
         replica = self._replicas.get(key)
         if replica is None or replica.config == config:
             return False
         if replace(replica.config, api_key=config.api_key) == config:
             replica.config = config
-            log.info("%s has another api_key", replica.id)
+            log.info("%s: api_key changed", replica.id)
             return False
         is_draining = replica.state is State.DRAINING
-        log.info("%s is configured otherwise: it joins anew", replica.id)
+        log.info("%s: its settings changed; it joins again", replica.id)
         self._remove(key)
         return is_draining
 
@@ -188,7 +215,7 @@ class Members:
         return replica
 
     def _free(self, names: Container[str], wanted: Container[_Key]) -> None:
-        """Remove at once what leaves and has a name of a replica that joins."""
+        """Remove leaving replicas at once whose name a joining replica has."""
         for key, replica in list(self._replicas.items()):
             if key not in wanted and replica.config.name in names:
                 self._remove(key)
@@ -201,7 +228,9 @@ class Members:
             if key not in wanted and key not in self._leaving:
                 was_draining = replica.state is State.DRAINING
                 self._leaving[key] = _Leaving(now_s + self._drain_s, was_draining)
-                log.info("%s leaves the fleet: %d requests there", replica.id, replica.in_flight)
+                log.info(
+                    "%s is leaving the fleet; %d requests run there", replica.id, replica.in_flight
+                )
                 self.fleet.drain(replica.id)
         for key, leaving in list(self._leaving.items()):
             if not self._replicas[key].in_flight or leaving.until_s <= now_s:
@@ -216,4 +245,4 @@ class Members:
         replica = self._replicas.pop(key)
         self._left(replica)
         self.fleet.remove(replica.id)
-        log.info("%s has left the fleet; %d requests go on", replica.id, replica.in_flight)
+        log.info("%s has left the fleet; %d requests still run", replica.id, replica.in_flight)

@@ -20,7 +20,7 @@ _LONGEST_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class HttpAnswer:
     """An answer."""
 
     status: int
@@ -47,7 +47,7 @@ async def get(
     headers: Mapping[str, str] | None = None,
     timeout_s: float,
     verify: bool = True,
-) -> Told:
+) -> HttpAnswer:
     """Return what is answered at a URL, whatever its status; raise `NoAnswerError`."""
     return await ask(session, "GET", url, headers=headers, timeout_s=timeout_s, verify=verify)
 
@@ -61,7 +61,7 @@ async def ask(
     body: bytes | None = None,
     timeout_s: float,
     verify: bool = True,
-) -> Told:
+) -> HttpAnswer:
     """Return what is answered at a URL, whatever its status; raise `NoAnswerError`.
 
     Without ``verify`` any certificate will do: for questions that carry no secret.
@@ -78,7 +78,7 @@ async def ask(
         ) as response:
             ahead_s = _clock_ahead_s(response.headers.get("Date"), (began_s + time.time()) / 2)
             told = await response.content.read(_LONGEST_BYTES)
-            return Told(status=response.status, body=told, clock_ahead_s=ahead_s)
+            return HttpAnswer(status=response.status, body=told, clock_ahead_s=ahead_s)
     except TimeoutError:
         raise NoAnswerError(f"does not answer within {timeout_s:g} s") from None
     except (aiohttp.ClientError, OSError) as error:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import click
 
-from router.terminal import ADMIN_KEY, ROUTER, answer_of
+from router.cli.router_client import ADMIN_KEY, ROUTER, answer_of
 
 _COLUMNS: Final = 100
 _INDENT: Final = 11

@@ -1,19 +1,126 @@
-"""How a vLLM process is started with the engine inside: arguments and environment.
+"""Reading vLLM's own options, as its parser does."""
 
-Pure: the process itself is started by ``cacheengine.launch.cli``.
-"""
-
+import dataclasses
 import json
 import random
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Final
 
-from cacheengine.launch.options import has_option, value_of
+from cacheengine.settings import ConfigError, EngineConfig
+from warmroute_common.addresses import join_host_port
 from warmroute_common.keys import ALGORITHMS
+
+
+def has_option(vllm_args: Sequence[str], *names: str) -> bool:
+    """Whether one of these options is given; short ones, such as ``-dp``, by their names."""
+    return any(_name_of(arg) in names for arg in vllm_args)
+
+
+def value_of(vllm_args: Sequence[str], default: str, *names: str) -> str:
+    """Return the value of an option, the last one where it is given several times."""
+    value = default
+    for index, arg in enumerate(vllm_args):
+        if _name_of(arg) not in names:
+            continue
+        if "=" in arg:
+            value = arg.split("=", 1)[1]
+        elif index + 1 < len(vllm_args):
+            value = vllm_args[index + 1]
+    return value
+
+
+def _name_of(argument: str) -> str | None:
+    """Return the option that vLLM's parser takes an argument for, None if for a value.
+
+    It reads underscores as dashes, and ``--option.key`` as a part of a JSON option.
+    """
+    if not argument.startswith("-"):
+        return None
+    name = argument.split("=", 1)[0]
+    return name.split(".", 1)[0].replace("_", "-") if name.startswith("--") else name
+
+
+# TODO of cacheengine.launch.vllm_launch: The data parallel ranks of one replica: vLLM runs a scheduler for each, so each has an engine.
+#
+# Rank 0 of a machine has what the configuration says. Rank n listens on its ports plus n, keeps
+# its chunks in ``dp<n>`` under its directories, and adds ``_dp<n>`` to its name. Sizes are each
+# rank's.
+
+
+def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
+    """Return the configuration of a data parallel rank, counted from 0 on its machine."""
+    if rank == 0:
+        return config
+    port = config.lmcache_worker_port
+    return dataclasses.replace(
+        config,
+        lmcache_instance_id=f"{config.lmcache_instance_id}_dp{rank}",
+        lmcache_worker_port=port and port + rank,
+        distributed_url=_transfer_url(config, rank),
+        local_disk=tuple(directory / f"dp{rank}" for directory in config.local_disk),
+        # One server answers for all ranks, and rank 0 has told of it.
+        openai_url=None,
+    )
+
+
+def _transfer_url(config: EngineConfig, rank: int) -> str | None:
+    if config.transfer_address is None:
+        return None
+    host, port = config.transfer_address
+    return join_host_port(host, port and port + rank)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many data parallel ranks there are."""
+
+    here: int
+    """Ranks that this command starts."""
+    everywhere: int
+    """Ranks of all machines."""
+
+    def configs(self, config: EngineConfig) -> Iterator[EngineConfig]:
+        """Yield what each rank here is told."""
+        for rank in range(self.here):
+            yield config_of_rank(config, rank)
+
+    def check_memory(self, config: EngineConfig, memory_bytes: int) -> None:
+        """Raise `ConfigError` where the pools of all ranks here cannot be in memory at once."""
+        if self.here * config.max_local_cpu_bytes > memory_bytes:
+            raise ConfigError(
+                config.source,
+                "max_local_cpu_size",
+                f"{config.max_local_cpu_size} GB for each of {self.here} data parallel ranks is "
+                "more than this machine's memory",
+                f"set less than {memory_bytes / self.here / 1024**3:.1f}; the size is each rank's",
+            )
+
+
+def ranks_of(vllm_args: Sequence[str]) -> Ranks:
+    """Return the data parallel ranks that vLLM's own options ask for.
+
+    Raises ValueError for a number that is none.
+    """
+    everywhere = _count(vllm_args, 1, "--data-parallel-size", "-dp")
+    here = _count(vllm_args, everywhere, "--data-parallel-size-local", "-dpl")
+    alone = ("--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe")
+    return Ranks(1 if has_option(vllm_args, *alone) else max(here, 1), everywhere)
+
+
+def _count(vllm_args: Sequence[str], default: int, *names: str) -> int:
+    value = value_of(vllm_args, str(default), *names)
+    if not value.isdigit():
+        raise ValueError(f"{names[0]}: {value!r} is no number of ranks; give one, such as 2")
+    return int(value)
+
+
+# TODO of cacheengine.launch.vllm_launch: How a vLLM process is started with the engine inside: arguments and environment.
+#
+# Pure: the process itself is started by ``cacheengine.launch.replica_command``.
 
 _SETTINGS_KEY: Final = "warmroute"
 _HASH_FLAG: Final = "--prefix-caching-hash-algo"

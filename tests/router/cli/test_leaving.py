@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from router.cli.serve import leave_s
 from router.config.settings import TimeoutsConfig
-from router.serve import leave_s
 from tests.router.scripted import CHAT_ANSWER, Scripted, chat_events, json_answer, scripted, stream
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

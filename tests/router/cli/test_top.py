@@ -19,10 +19,10 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from router.access import new_key, sha256_of
-from router.cli import main
+from router.cli.commands import main
+from router.cli.top_frame import frame
 from router.config.settings import AccessConfig
 from router.fleet.decision import Reason
-from router.terminal.frame import frame
 from router.ui.page import state
 from router.ui.recent import Recent
 from tests.router.conftest import Fleet

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from router import plugins
 from router.access import sha256_of
-from router.cli import main
+from router.cli import commands as plugins
+from router.cli.commands import main
 from router.config import load_router_config
 
 
@@ -137,7 +137,9 @@ def test_plugins_are_commands() -> None:
 
 
 def test_the_light_commands_do_not_load_the_server() -> None:
-    code = "import sys, router.cli; print(sorted({'aiohttp', 'uvloop'} & sys.modules.keys()))"
+    code = (
+        "import sys, router.cli.commands; print(sorted({'aiohttp', 'uvloop'} & sys.modules.keys()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
