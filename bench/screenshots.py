@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from bench.browser import launched
-from router.cli.router_client import answer_of
+from router.cli.router_client import RouterClient
 from router.cli.top_frame import frame
 
 _IMAGES: Final = Path(__file__).parent.parent / "docs" / "images"
@@ -211,7 +211,7 @@ async def _pictures(traffic: Traffic, directory: Path) -> None:
             )
             await page.screenshot(path=directory / f"{name}.png", full_page=True)
             if name == "ui":
-                state = await asyncio.to_thread(answer_of, traffic.url, "/ui/state", key=None)
+                state = await asyncio.to_thread(RouterClient(traffic.url).ask, "/ui/state")
         await _picture_explained(await browser.new_page(), traffic, directory / "ui-explain.png")
         await _picture_terminal(await browser.new_page(), traffic.url, state, directory / "top.png")
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from simulator.fleet import run
 from simulator.model.machine_and_request import Rates, Shape
 from simulator.settings import Settings
 from warmroute_common.fleet_secret import read_fleet_secret
+from warmroute_common.option_types import NumberRange, WholeNumberRange
 
 _F = TypeVar("_F", bound=Callable[..., Any] | click.Command)
 
@@ -33,14 +35,19 @@ _EXIT_CANNOT = 2
 
 def _tokens(name: str, default: int, text: str, *, least: int = 1) -> _Option:
     return click.option(
-        name, type=click.IntRange(least), default=default, metavar="N", show_default=True, help=text
+        name,
+        type=WholeNumberRange(least),
+        default=default,
+        metavar="N",
+        show_default=True,
+        help=text,
     )
 
 
 def _rate(name: str, default: float, text: str) -> _Option:
     return click.option(
         name,
-        type=click.FloatRange(0, min_open=True),
+        type=NumberRange(0, min_open=True),
         default=default,
         metavar="X",
         show_default=True,
@@ -50,7 +57,7 @@ def _rate(name: str, default: float, text: str) -> _Option:
 
 def _number(name: str, default: float, text: str) -> _Option:
     return click.option(
-        name, type=click.FloatRange(0), default=default, metavar="X", show_default=True, help=text
+        name, type=NumberRange(0), default=default, metavar="X", show_default=True, help=text
     )
 
 
@@ -123,7 +130,7 @@ def _number(name: str, default: float, text: str) -> _Option:
 @click.option("--host", default=_FLEET.host, show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
+    type=WholeNumberRange(0, 65535),
     metavar="N",
     default=_FLEET.port,
     show_default=True,
@@ -131,7 +138,7 @@ def _number(name: str, default: float, text: str) -> _Option:
 )
 @click.option(
     "--agent-port",
-    type=click.IntRange(0, 65535),
+    type=WholeNumberRange(0, 65535),
     metavar="N",
     default=_FLEET.agent_port,
     show_default=True,
@@ -170,7 +177,13 @@ def simulate(directory: Path | None, as_json: bool, **given: Any) -> None:
                 where = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="warmroute-")))
             settings = _settings(where.resolve(), given)
             _run(settings, as_json=as_json)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        what = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            what = f"a port is already in use ({error}); choose others with --port and --agent-port"
+        click.echo(f"warmroute simulate: {what}", err=True)
+        sys.exit(_EXIT_CANNOT)
+    except ValueError as error:
         click.echo(f"warmroute simulate: {error}", err=True)
         sys.exit(_EXIT_CANNOT)
 
@@ -191,6 +204,12 @@ def _run(settings: Settings, *, as_json: bool) -> None:
     def ready(where: dict[str, Any]) -> None:
         click.echo(orjson.dumps(where).decode() if as_json else _as_yaml(where))
         sys.stdout.flush()
+        count = len(where["replicas"])
+        click.echo(
+            f"{count} simulated replica{'s are' if count != 1 else ' is'} ready; the router's "
+            "configuration is on standard output. Ctrl-C stops them.",
+            err=True,
+        )
 
     uvloop.run(run(settings, ready))
 

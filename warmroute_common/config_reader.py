@@ -186,7 +186,7 @@ def check_kind(value: Mapping[str, Any], kind: FileKind, at: ConfigLocation) -> 
     """Raise `ConfigError` for another kind of file than the one that is wanted."""
     found: FileKind | None = None
     if "replicas" in value or "discovery" in value:
-        found = "fleet" if "model" in value else "router"
+        found = "fleet" if value.keys() & {"model", "router", "vllm_args"} else "router"
     elif value.keys() & {"chunk_size", "max_local_cpu_size", "lmcache_instance_id", "local_cpu"}:
         found = "replica"
     if found not in (None, kind):

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from cacheengine.launch.vllm_launch import (
+    check_chunk_size,
     free_ports,
     has_option,
     hash_algorithm_of,
@@ -20,6 +21,7 @@ from cacheengine.launch.vllm_launch import (
 )
 from cacheengine.settings import ConfigError, EngineConfig, load_engine_config
 from warmroute_common.addresses import join_host_port, listening_family
+from warmroute_common.option_types import WholeNumberRange
 
 
 @click.command(
@@ -28,28 +30,30 @@ from warmroute_common.addresses import join_host_port, listening_family
     "--model MODEL --port 8001",
 )
 @click.option(
+    "-c",
     "--config",
     "config_path",
     required=True,
+    metavar="FILE",
     type=click.Path(path_type=Path),
-    help="The replica's cache configuration: LMCache's YAML keys (see configs/instance1.yaml). "
-    "LMCACHE_* environment variables override it.",
+    help="The replica's YAML file with LMCache's keys (see configs/instance1.yaml). LMCACHE_* "
+    "environment variables override it.",
 )
 @click.option(
     "--kv-events-port",
-    type=click.IntRange(1, 65535),
-    help="TCP port on which vLLM publishes its KV events; data parallel rank n takes the n-th "
-    "after it.  [default: a free one; the router learns it from the agent]",
+    type=WholeNumberRange(1, 65535),
+    help="TCP port of vLLM's KV events; data parallel rank n uses this port plus n.  "
+    "[default: a free one, which the agent reports to the router]",
 )
 @click.option(
     "--kv-replay-port",
-    type=click.IntRange(1, 65535),
-    help="TCP port on which vLLM repeats KV events that a router missed.  [default: a free one]",
+    type=WholeNumberRange(1, 65535),
+    help="TCP port where routers fetch KV events that they missed.  [default: a free one]",
 )
 @click.option(
     "--print-command",
     is_flag=True,
-    help="Print the vLLM command and what it adds to the environment, and stop.",
+    help="Print the vLLM command and its additional environment variables, and stop.",
 )
 @click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED)
 def replica(
@@ -62,12 +66,13 @@ def replica(
     """Run vLLM with the cache engine inside.
 
     Everything after -- goes to vLLM unchanged; --model is required there. The
-    KV transfer and KV event options are added. This process becomes vLLM, so
-    signals and exit codes are vLLM's own.
+    options for KV transfer and KV events are added. This process becomes vLLM:
+    signals and exit codes are vLLM's.
     """
     try:
         config = load_engine_config(config_path)
         config.check_hash_algorithm(hash_algorithm_of(vllm_args))
+        check_chunk_size(vllm_args, config)
         ranks = ranks_of(vllm_args)
         ranks.check_memory(config, _memory_bytes())
         for config_of_one in ranks.configs(config):
@@ -114,7 +119,7 @@ def _needs_openai_url(config: EngineConfig) -> bool:
 
 
 def _check_ports(config: EngineConfig) -> None:
-    """Find out now, not after the model is loaded, whether the replica can listen."""
+    """Check the ports now instead of after the model has been loaded."""
     _check_port(config, "lmcache_worker_port", (config.agent_host, config.lmcache_worker_port))
     if config.transfer_address is not None:
         _check_port(config, "distributed_url", config.transfer_address)
@@ -132,7 +137,7 @@ def _check_port(config: EngineConfig, key: str, address: tuple[str, int]) -> Non
             config.source,
             key,
             f"cannot listen on {join_host_port(host, port)} ({error.strerror})",
-            "end what listens there, or choose another port of an address of this machine",
+            "stop the program that listens there, or choose another port or address of this machine",
         ) from None
 
 

@@ -1,4 +1,10 @@
-"""Reading vLLM's own options, as its parser does."""
+"""How vLLM is started with the engine inside: its options, data parallel ranks, environment.
+
+vLLM runs one scheduler for each data parallel rank, so each rank has its own engine. Rank 0 of a
+machine uses the configuration as it is. Rank n listens on the configured ports plus n, keeps its
+chunks in ``dp<n>`` below the configured directories, and adds ``_dp<n>`` to its name. Sizes apply
+to each rank.
+"""
 
 import dataclasses
 import json
@@ -14,14 +20,25 @@ from cacheengine.settings import ConfigError, EngineConfig
 from warmroute_common.addresses import join_host_port
 from warmroute_common.keys import ALGORITHMS
 
+_SETTINGS_KEY: Final = "warmroute"
+_HASH_FLAG: Final = "--prefix-caching-hash-algo"
+_VLLM_PORT: Final = "8000"
+_BLOCK_TOKENS: Final = "16"
+"""vLLM's smallest default block size."""
+_KV_REPLAY_STEPS: Final = 100_000
+"""Batches of KV events that vLLM keeps for routers that start later."""
+
+_PORTS: Final = range(20_000, 32_768)
+"""Below the ports that Linux by default gives to programs that ask for any."""
+
 
 def has_option(vllm_args: Sequence[str], *names: str) -> bool:
-    """Whether one of these options is given; short ones, such as ``-dp``, by their names."""
+    """Whether one of these options is given, long or short."""
     return any(_name_of(arg) in names for arg in vllm_args)
 
 
 def value_of(vllm_args: Sequence[str], default: str, *names: str) -> str:
-    """Return the value of an option, the last one where it is given several times."""
+    """Return the value of an option; the last one if it is given several times."""
     value = default
     for index, arg in enumerate(vllm_args):
         if _name_of(arg) not in names:
@@ -34,21 +51,14 @@ def value_of(vllm_args: Sequence[str], default: str, *names: str) -> str:
 
 
 def _name_of(argument: str) -> str | None:
-    """Return the option that vLLM's parser takes an argument for, None if for a value.
+    """Return the option in an argument as vLLM's parser reads it; None for a value.
 
-    It reads underscores as dashes, and ``--option.key`` as a part of a JSON option.
+    The parser reads underscores as dashes, and ``--option.key`` as part of a JSON option.
     """
     if not argument.startswith("-"):
         return None
     name = argument.split("=", 1)[0]
     return name.split(".", 1)[0].replace("_", "-") if name.startswith("--") else name
-
-
-# TODO of cacheengine.launch.vllm_launch: The data parallel ranks of one replica: vLLM runs a scheduler for each, so each has an engine.
-#
-# Rank 0 of a machine has what the configuration says. Rank n listens on its ports plus n, keeps
-# its chunks in ``dp<n>`` under its directories, and adds ``_dp<n>`` to its name. Sizes are each
-# rank's.
 
 
 def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
@@ -62,7 +72,7 @@ def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
         lmcache_worker_port=port and port + rank,
         distributed_url=_transfer_url(config, rank),
         local_disk=tuple(directory / f"dp{rank}" for directory in config.local_disk),
-        # One server answers for all ranks, and rank 0 has told of it.
+        # One server answers for all ranks, and rank 0 reports it.
         openai_url=None,
     )
 
@@ -76,34 +86,35 @@ def _transfer_url(config: EngineConfig, rank: int) -> str | None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many data parallel ranks there are."""
+    """Number of data parallel ranks."""
 
     here: int
     """Ranks that this command starts."""
     everywhere: int
-    """Ranks of all machines."""
+    """Ranks on all machines."""
 
     def configs(self, config: EngineConfig) -> Iterator[EngineConfig]:
-        """Yield what each rank here is told."""
+        """Yield the configuration of each rank on this machine."""
         for rank in range(self.here):
             yield config_of_rank(config, rank)
 
     def check_memory(self, config: EngineConfig, memory_bytes: int) -> None:
-        """Raise `ConfigError` where the pools of all ranks here cannot be in memory at once."""
+        """Raise `ConfigError` if the pools of all ranks here do not fit into memory."""
         if self.here * config.max_local_cpu_bytes > memory_bytes:
+            ranks = f" for each of {self.here} data parallel ranks" if self.here > 1 else ""
+            each = "; the size applies to each rank" if self.here > 1 else ""
             raise ConfigError(
                 config.source,
                 "max_local_cpu_size",
-                f"{config.max_local_cpu_size} GB for each of {self.here} data parallel ranks is "
-                "more than this machine's memory",
-                f"set less than {memory_bytes / self.here / 1024**3:.1f}; the size is each rank's",
+                f"{config.max_local_cpu_size:g} GB{ranks} is more than this machine's memory",
+                f"set less than {memory_bytes / self.here / 1024**3:.1f}{each}",
             )
 
 
 def ranks_of(vllm_args: Sequence[str]) -> Ranks:
     """Return the data parallel ranks that vLLM's own options ask for.
 
-    Raises ValueError for a number that is none.
+    Raises ValueError for a count that is not a number.
     """
     everywhere = _count(vllm_args, 1, "--data-parallel-size", "-dp")
     here = _count(vllm_args, everywhere, "--data-parallel-size-local", "-dpl")
@@ -114,35 +125,21 @@ def ranks_of(vllm_args: Sequence[str]) -> Ranks:
 def _count(vllm_args: Sequence[str], default: int, *names: str) -> int:
     value = value_of(vllm_args, str(default), *names)
     if not value.isdigit():
-        raise ValueError(f"{names[0]}: {value!r} is no number of ranks; give one, such as 2")
+        raise ValueError(f"{names[0]}: {value!r} is not a number of ranks; give one, such as 2")
     return int(value)
-
-
-# TODO of cacheengine.launch.vllm_launch: How a vLLM process is started with the engine inside: arguments and environment.
-#
-# Pure: the process itself is started by ``cacheengine.launch.replica_command``.
-
-_SETTINGS_KEY: Final = "warmroute"
-_HASH_FLAG: Final = "--prefix-caching-hash-algo"
-_VLLM_PORT: Final = "8000"
-_KV_REPLAY_STEPS: Final = 100_000
-"""Batches of KV events that vLLM keeps for a router that starts later."""
-
-_PORTS: Final = range(20_000, 32_768)
-"""Below the ports that Linux, unless told otherwise, gives to programs that ask for any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSettings:
-    """What the launcher tells the engine inside vLLM, beside LMCache's configuration."""
+    """What the launcher passes to the engine inside vLLM, in addition to its configuration."""
 
     kv_events_port: int | None = None
-    """Of data parallel rank 0; vLLM adds the rank."""
+    """Port for data parallel rank 0; vLLM adds the rank."""
     kv_replay_port: int | None = None
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> "ReplicaSettings":
-        """Read them back from ``kv_connector_extra_config``; absent ones have defaults."""
+        """Read them from ``kv_connector_extra_config``; missing ones have defaults."""
         return cls(**extra_config.get(_SETTINGS_KEY, {}))
 
 
@@ -151,8 +148,8 @@ def vllm_arguments(
 ) -> list[str]:
     """Return the command that serves a model with the engine inside.
 
-    ``vllm_args`` are the user's own and come last. Raises ValueError, naming
-    the option, when they set what only the launcher can.
+    ``vllm_args`` are the user's. Raises ValueError, naming the option, if they set an option that
+    only the launcher may set.
     """
     for option in ("--kv-transfer-config", "--kv-events-config", "--no-enable-prefix-caching"):
         if has_option(vllm_args, option):
@@ -185,7 +182,7 @@ def vllm_arguments(
         sys.executable,
         "-m",
         "vllm.entrypoints.openai.api_server",
-        # Answers then say how many prompt tokens were cached: the router learns from it.
+        # Answers then report the cached prompt tokens, which the router learns from.
         "--enable-prompt-tokens-details",
         *_one_kv_group(vllm_args),
         *vllm_args,
@@ -197,12 +194,10 @@ def vllm_arguments(
 
 
 def _one_kv_group(vllm_args: Sequence[str]) -> list[str]:
-    """Return what makes vLLM keep all layers' KV alike, unless the user decides that.
+    """Return the option for one KV group, unless the user sets it.
 
-    The engine keeps one KV group. Models with windows in some layers have
-    several, of which this option makes one that keeps every token; for other
-    models it changes nothing. vLLM does so by itself for connectors that
-    cannot say that they know better.
+    The engine keeps one KV group. Models with sliding windows in some layers have several; this
+    option merges them into one that keeps every token. For other models it changes nothing.
     """
     option = "--disable-hybrid-kv-cache-manager"
     return [] if has_option(vllm_args, option, option.replace("--", "--no-", 1)) else [option]
@@ -217,14 +212,14 @@ def vllm_environment(
 ) -> dict[str, str]:
     """Return the environment of that command, from the launcher's own.
 
-    ``openai_url`` is what the configuration does not say.
+    ``openai_url`` is passed on if the configuration does not set it.
     """
     added = {"LMCACHE_CONFIG_FILE": config_path}
     if openai_url is not None:
         added["LMCACHE_OPENAI_URL"] = openai_url
     if hash_algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in environment:
-        # Without it vLLM's xxhash schemes draw a random seed at each start:
-        # then no disk tier outlives a restart and no router can match.
+        # Without it vLLM's xxhash schemes draw a random seed at each start: then chunks on disk
+        # are useless after a restart, and a router cannot match prompts.
         added["PYTHONHASHSEED"] = "0"
     return {**environment, **added}
 
@@ -240,10 +235,22 @@ def hash_algorithm_of(vllm_args: Sequence[str]) -> str:
     return algorithm
 
 
-def openai_url_of(vllm_args: Sequence[str]) -> str | None:
-    """Return where vLLM will serve, for a router; None where that is no port.
+def check_chunk_size(vllm_args: Sequence[str], config: EngineConfig) -> None:
+    """Raise `ConfigError` for chunks that are not whole blocks of vLLM."""
+    block = value_of(vllm_args, _BLOCK_TOKENS, "--block-size")
+    if block.isdigit() and int(block) and config.chunk_size % int(block):
+        raise ConfigError(
+            config.source,
+            "chunk_size",
+            f"{config.chunk_size} is not a multiple of vLLM's block size, {block}",
+            f"set {-(-config.chunk_size // int(block)) * int(block)}, or vLLM's --block-size",
+        )
 
-    Without a host where that is every address of this machine.
+
+def openai_url_of(vllm_args: Sequence[str]) -> str | None:
+    """Return the URL of vLLM's server for a router; None for a Unix socket.
+
+    The URL has no host if vLLM listens on every address of this machine.
     """
     if has_option(vllm_args, "--uds"):
         return None
@@ -254,13 +261,11 @@ def openai_url_of(vllm_args: Sequence[str]) -> str | None:
 
 
 def free_ports(count: int, *, in_a_row: int = 1) -> list[int]:
-    """Return TCP ports that are free now; raises ValueError where there are too few.
+    """Return TCP ports that are free now; raises ValueError if there are too few.
 
-    With ``in_a_row`` each is the first of so many that are free, and no two share one.
-
-    None that the kernel gives to programs that ask for any: vLLM takes its own only
-    when it has been imported, and another replica that starts meanwhile asks for
-    dozens.
+    With ``in_a_row`` each is the first of that many free ports, and the ranges do not overlap.
+    The ports are outside the range that the kernel gives to programs that ask for any: vLLM binds
+    its ports late, and another replica that starts meanwhile asks for dozens.
     """
     rows = range(_PORTS.start, _PORTS.stop - in_a_row + 1, in_a_row)
     tried = random.SystemRandom().sample(rows, len(rows))

@@ -124,8 +124,11 @@ class Access:
             if (grant := self._grants.get(sha256_of(key))) is not None:
                 return grant
         self.refused["none", "key"] += 1
+        problem = "no known key was sent"
+        if any(map(self.is_admin_key, shown_keys(request))):
+            problem = "an admin key was sent, and this path needs a client's key (access.keys)"
         raise UnauthorizedError(
-            "no known key was sent: the router asks for one, as 'Authorization: Bearer KEY'",
+            f"{problem}: the router asks for one, as 'Authorization: Bearer KEY'",
             code="invalid_api_key",
         )
 

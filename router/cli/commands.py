@@ -1,5 +1,6 @@
-"""Commands of other packages beside our own: entry points, imported when they are used."""
+"""The ``warmroute`` command and its subcommands. Slow imports wait until a command needs them."""
 
+import functools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
@@ -18,28 +19,28 @@ from router.doctor import doctor
 from router.gateway.envoy_config import envoy_configuration
 from router.launch import ChildFailedError, commands_text, load_any, load_fleet_file, run_fleet
 from warmroute_common.config_reader import ConfigError, ConfigLocation
+from warmroute_common.option_types import WholeNumberRange
 
 _PLUGINS: Final = "warmroute.commands"
 
 
 class LazyGroup(click.Group):
-    """A group whose plugin commands are imported when they are used or listed.
+    """A group that also has the commands of other packages, and imports them when they are used.
 
-    A plugin that cannot be imported is listed with the reason, and does not
-    take the other commands down.
+    A plugin command that cannot be imported is listed with the reason; the others still work.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of our own commands and of the plugins'."""
+        """Return the names of all commands."""
         return sorted({*super().list_commands(ctx), *(each.name for each in _plugins())})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, importing it if it is a plugin's."""
+        """Return a command; import it if it belongs to another package."""
         named = (each for each in _plugins() if each.name == cmd_name)
         return super().get_command(ctx, cmd_name) or next(map(_load, named), None)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; a configuration that cannot work ends it as a wrong option does."""
+        """Run a command. A `ConfigError` ends it like a wrong option: one line, exit code 2."""
         try:
             return super().invoke(ctx)
         except ConfigError as error:
@@ -54,7 +55,7 @@ def _plugins() -> Iterable[EntryPoint]:
 def _load(plugin: EntryPoint) -> click.Command:
     try:
         command = plugin.load()
-        why = f"{plugin.value} is no command"
+        why = f"{plugin.value} is not a command"
     except (ImportError, AttributeError) as error:
         command, why = None, str(error)
     if isinstance(command, click.Command):
@@ -72,9 +73,6 @@ def _load(plugin: EntryPoint) -> click.Command:
     )
 
 
-# TODO of router.cli.commands: The ``warmroute`` command. Heavy imports wait until a command needs them.
-
-
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -82,38 +80,54 @@ def _load(plugin: EntryPoint) -> click.Command:
 )
 @click.version_option(package_name="warmroute", prog_name="warmroute")
 def main() -> None:
-    """Send every prompt to the replica that already remembers it.
+    """A KV-cache-aware router for vLLM fleets.
 
-    Warmroute is an OpenAI-compatible router for vLLM fleets that knows which
-    replica holds which prompt's KV cache, and in which tier.
+    Clients use it like one OpenAI server. Each prompt goes to the replica that
+    is predicted to answer first: the one that holds the prompt's KV cache,
+    unless it is too busy.
     """
 
 
-_CONFIG: Final = click.option(
-    "-c",
-    "--config",
-    "config_path",
-    type=click.Path(path_type=Path),
-    help="The router's YAML file (see configs/router.yaml).",
-)
+def config_file(help_text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a command take its YAML file as -c/--config FILE or as an argument: ``config_path``."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_file(*, config: Path | None, file: Path | None, **options: Any) -> None:
+            if config is not None and file is not None:
+                raise click.UsageError("give the file once: as FILE or with --config")
+            command(config_path=config if file is None else file, **options)
+
+        path = click.Path(path_type=Path)
+        option = click.option("-c", "--config", "config", metavar="FILE", type=path, help=help_text)
+        return option(click.argument("file", required=False, type=path)(with_file))
+
+    return decorate
+
+
+_ROUTER_FILE: Final = config_file("The router's YAML file (see configs/router.yaml).")
 _REPLICAS: Final = click.option(
     "-r",
     "--replica",
     "urls",
     multiple=True,
     metavar="URL",
-    help="A replica's base URL; repeat it for each. Instead of, or on top of, the file's.",
+    help="A replica's base URL; repeat it for each. In addition to the file's, if any.",
+)
+_HOST: Final = click.option(
+    "--host", metavar="ADDRESS", help="Address to listen on.  [default: the file's, or 127.0.0.1]"
 )
 
 
 @main.command(short_help="Run the router.")
-@_CONFIG
+@_ROUTER_FILE
 @_REPLICAS
-@click.option("--host", help="Address to listen on.  [default: 127.0.0.1, or the file's]")
+@_HOST
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
-    help="Port to listen on, 0 for a free one.  [default: 8080, or the file's]",
+    metavar="PORT",
+    type=WholeNumberRange(0, 65535),
+    help="Port to listen on, 0 for a free one.  [default: the file's, or 8080]",
 )
 def serve(
     config_path: Path | None, urls: tuple[str, ...], host: str | None, port: int | None
@@ -124,10 +138,10 @@ def serve(
 
         OPENAI_BASE_URL=http://localhost:8080/v1
 
-    Ctrl-C or SIGTERM stops it once running requests have ended
-    (timeouts.drain_s at most); a second one stops it at once. After SIGTERM
-    it first leaves: /health says 503 while requests are still taken
-    (timeouts.leave_s). The file is read again when it changes, and on SIGHUP.
+    Ctrl-C or SIGTERM stops it after running requests have finished, within
+    timeouts.drain_s; a second signal stops it at once. After SIGTERM /health
+    first answers 503 while requests are still accepted (timeouts.leave_s). The
+    file is read again when it changes, and on SIGHUP.
     """
 
     def read() -> RouterConfig:
@@ -141,18 +155,17 @@ def serve(
     _run(read, config_path)
 
 
-@main.command(short_help="Pick replicas for a gateway, like Envoy.")
-@_CONFIG
+@main.command(short_help="Pick replicas for a gateway such as Envoy.")
+@_ROUTER_FILE
 @_REPLICAS
-@click.option("--host", help="Address to listen on.  [default: 127.0.0.1, or the file's]")
+@_HOST
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
-    help="Port for gRPC, 0 for a free one.  [default: 9002, or the file's]",
+    metavar="PORT",
+    type=WholeNumberRange(0, 65535),
+    help="Port for gRPC, 0 for a free one.  [default: the file's, or 9002]",
 )
-@click.option(
-    "--print-envoy", is_flag=True, help="Print a configuration of Envoy that asks it, and stop."
-)
+@click.option("--print-envoy", is_flag=True, help="Print an Envoy configuration and stop.")
 def picker(
     config_path: Path | None,
     urls: tuple[str, ...],
@@ -160,7 +173,7 @@ def picker(
     port: int | None,
     print_envoy: bool,
 ) -> None:
-    """Run the router as the endpoint picker of a gateway, which carries the requests.
+    """Run the endpoint picker for a gateway, which then carries the requests.
 
     It speaks the protocol of the Gateway API Inference Extension (Envoy's
     external processing). Its own /health, /metrics and /explain are at
@@ -178,48 +191,40 @@ def picker(
         return replace(config, picker=settings)
 
     if print_envoy:
-        made = envoy_configuration(
-            read(), ConfigLocation(str(config_path or "--replica"), "replicas")
-        )
+        at = ConfigLocation(str(config_path or "--replica"), "replicas")
+        made = envoy_configuration(read(), at)
         click.echo(yaml.safe_dump(made, sort_keys=False), nl=False)
         return
     _run(read, config_path, picks=True)
 
 
-@main.command("check-config", short_help="Check a YAML file; print what would be used.")
-@click.argument("config_path", type=click.Path(path_type=Path))
-def check_config(config_path: Path) -> None:
-    """Check a router's or a fleet's YAML file and print what would be used.
+@main.command("check-config", short_help="Check a YAML file and print its settings.")
+@config_file("The router's or the fleet's YAML file.")
+def check_config(config_path: Path | None) -> None:
+    """Check a router's or a fleet's YAML file and print all its settings.
 
-    Exit code 0 when it can work; 2, and one line that says what to change, when
-    it cannot.
+    Exit code 0 if the file can be used. Otherwise 2, and one line says what to
+    change.
     """
-    click.echo(json.dumps(load_any(config_path), indent=2, default=_without_secrets))
+    click.echo(json.dumps(load_any(_required(config_path)), indent=2, default=_without_secrets))
 
 
 @main.command(short_help="Run replicas and the router on this machine.")
-@click.option(
-    "-c",
-    "--config",
-    "config_path",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="The fleet's YAML file (see configs/fleet.yaml).",
-)
+@config_file("The fleet's YAML file (see configs/fleet.yaml).")
 @click.option(
     "--gateway",
     type=click.Choice(["envoy"]),
-    help="Let Envoy carry the requests, where the router's port is; the router is its picker.",
+    help="Run Envoy at the router's port; the router becomes its endpoint picker.",
 )
-@click.option("--print-commands", is_flag=True, help="Print what would be started, and stop.")
-def up(config_path: Path, gateway: str | None, print_commands: bool) -> None:
+@click.option("--print-commands", is_flag=True, help="Print the commands and stop.")
+def up(config_path: Path | None, gateway: str | None, print_commands: bool) -> None:
     """Run a whole fleet on this machine: replicas, and the router in front.
 
-    The file (see configs/fleet.yaml) names the model, the replicas with their
-    GPUs, and the router's settings. Everything is ended together: on Ctrl-C,
-    on SIGTERM, or when one of the processes dies.
+    The file names the model, the replicas with their GPUs, and the router's
+    settings. Ctrl-C or SIGTERM stops everything. If one process ends, all are
+    stopped.
     """
-    fleet = load_fleet_file(config_path, by_envoy=gateway == "envoy")
+    fleet = load_fleet_file(_required(config_path), by_envoy=gateway == "envoy")
     if print_commands:
         click.echo(commands_text(fleet))
         return
@@ -229,17 +234,18 @@ def up(config_path: Path, gateway: str | None, print_commands: bool) -> None:
         raise click.ClickException(str(error)) from None
 
 
-@main.command(short_help="Make a key for a client, or for administration.")
+@main.command(short_help="Make a key for a client or an administrator.")
 @click.argument("name", required=False)
 @click.option(
     "--admin",
     is_flag=True,
-    help="For administration: /explain, /metrics, /replicas, /ui, the controller.",
+    help="Make an admin key: for /explain, /metrics, /replicas, /ui and the controller.",
 )
 def key(name: str | None, admin: bool) -> None:
-    """Make a key for the client NAME, and the lines of router.yaml that let it in.
+    """Make a key for the client NAME, and its entry for router.yaml.
 
-    The key is printed this once and kept nowhere: the file has its SHA-256.
+    The key is printed once, on standard error, and stored nowhere. The entry
+    for the file, on standard output, has its SHA-256.
     """
     if admin == (name is not None):
         raise click.UsageError("give the client's NAME, or --admin")
@@ -249,6 +255,8 @@ def key(name: str | None, admin: bool) -> None:
     click.echo(f"key: {made}", err=True)
     entry = {"name": name, "sha256": sha256_of(made)}
     access = {"admin_sha256": [entry["sha256"]]} if admin else {"keys": [entry]}
+    (section,) = access
+    click.echo(f"# If router.yaml has 'access: {section}:' already, add only the entry to it.")
     click.echo(yaml.safe_dump({"access": access}, sort_keys=False), nl=False)
 
 
@@ -256,9 +264,15 @@ for each in (doctor, drain, explain, resume, top):
     main.add_command(each)
 
 
+def _required(path: Path | None) -> Path:
+    if path is None:
+        raise click.UsageError("give the YAML file: FILE or --config FILE")
+    return path
+
+
 def _run(read: Callable[[], RouterConfig], path: Path | None, *, picks: bool = False) -> None:
     config = read()
-    # aiohttp and uvloop take a while to import; no other command needs them.
+    # aiohttp and uvloop are slow to import, and no other command needs them.
     from router.cli.serve import PortTakenError, run  # noqa: PLC0415
     from router.membership import ConfigFile  # noqa: PLC0415
 
@@ -267,7 +281,8 @@ def _run(read: Callable[[], RouterConfig], path: Path | None, *, picks: bool = F
         run(config, file=file, picks=picks)
     except PortTakenError as error:
         where = (str(path), error.key) if path else ("--port", "")
-        raise ConfigError(*where, str(error), "choose another") from None
+        fix = "stop the program that uses it, or choose another port"
+        raise ConfigError(*where, str(error), fix) from None
     except ModuleNotFoundError as error:
         if not picks:
             raise
@@ -278,7 +293,7 @@ def _run(read: Callable[[], RouterConfig], path: Path | None, *, picks: bool = F
 def _config(command: str, path: Path | None, urls: tuple[str, ...]) -> RouterConfig:
     if path is None and not urls:
         fix = "give --config FILE or --replica URL"
-        raise ConfigError(f"warmroute {command}", "", "knows no replica", fix)
+        raise ConfigError(f"warmroute {command}", "", "no replica is configured", fix)
     config = RouterConfig(replicas=()) if path is None else load_router_config(path)
     if urls:
         named = {"replicas": [{"url": url} for url in urls]}
@@ -290,7 +305,7 @@ def _config(command: str, path: Path | None, urls: tuple[str, ...]) -> RouterCon
 
 
 def _without_secrets(settings: Any) -> dict[str, Any]:
-    """Return a dataclass of settings for JSON; fields that no ``repr`` shows are secrets."""
+    """Return a dataclass of settings for JSON; secrets (fields without ``repr``) are hidden."""
     assert is_dataclass(settings)
     shown = {each.name: getattr(settings, each.name) for each in fields(settings)}
     secrets = [each.name for each in fields(settings) if not each.repr and shown[each.name]]

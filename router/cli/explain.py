@@ -1,4 +1,4 @@
-"""``warmroute explain``, and its table of the router's answer."""
+"""``warmroute explain``: asks a running router, and shows its answer as tables."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import click
 
-from router.cli.router_client import ADMIN_KEY, ROUTER, answer_of
+from router.cli.router_client import RouterClient, asks_router, counted
 
 _COLUMNS: Final = 100
 _INDENT: Final = 11
@@ -17,19 +17,17 @@ _LEFT: Final = ("", "replica")
 
 @click.command(short_help="Ask a running router where a prompt would go.")
 @click.argument("prompt", required=False)
-@ROUTER
-@click.option("--model", help="The model; needed where the replicas serve several.")
+@asks_router
+@click.option("--model", help="The model. By default any that the replicas serve.")
 @click.option("--session", help="Ask as this session.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON.")
-@ADMIN_KEY
 def explain(
     *,
     prompt: str | None,
-    url: str,
+    router: RouterClient,
     model: str | None,
     session: str | None,
     as_json: bool,
-    admin_key: str | None,
 ) -> None:
     """Ask a running router where it would send PROMPT, and why.
 
@@ -38,22 +36,22 @@ def explain(
     a replica.
     """
     text = sys.stdin.read() if prompt is None else prompt
-    answer = ask(url, text, model=model, session=session, key=admin_key)
+    if not text.strip():
+        where = "standard input" if prompt is None else "PROMPT"
+        raise click.UsageError(f"{where} is empty; give the text of a prompt")
+    answer = ask(router, text, model=model, session=session)
     click.echo(json.dumps(answer, indent=2) if as_json else table(answer))
 
 
 def ask(
-    url: str, text: str, *, model: str | None, session: str | None, key: str | None
+    router: RouterClient, text: str, *, model: str | None, session: str | None
 ) -> dict[str, Any]:
-    """POST to the router's ``/explain`` and return its answer.
-
-    Raises `click.ClickException` where it cannot be asked, or refuses to answer.
-    """
+    """Return the answer of the router's ``/explain``; raise as `RouterClient.ask` does."""
     body = _body(text, model)
     if session is not None:
-        # The first that is looked for in a body, so before one that stands there.
+        # The router reads this key before the others that can name a session.
         body["prompt_cache_key"] = session
-    return answer_of(url, "/explain", json.dumps(body).encode(), key=key)
+    return router.ask("/explain", json.dumps(body).encode())
 
 
 def _body(text: str, model: str | None) -> dict[str, Any]:
@@ -68,7 +66,7 @@ def _body(text: str, model: str | None) -> dict[str, Any]:
 
 
 def table(answer: dict[str, Any]) -> str:
-    """Return the answer as lines for a terminal: the pick, why, what each replica would cost."""
+    """Return the answer as text: the pick, the reason, and the cost of each replica."""
     candidates = answer["candidates"]
     lines = [*_pick_lines(answer), "", *_cost_lines(candidates, answer["replica"])]
     if answer["left_out"]:
@@ -105,16 +103,16 @@ def _pick_lines(answer: dict[str, Any]) -> list[str]:
 
 def _trust(replica: str, predictions: dict[str, Any] | None) -> str:
     if predictions is None:
-        return f"no streamed answer of {replica} to compare its predictions with"
+        return f"{replica} has given no streamed answer yet to compare predictions with"
     ratio, count = predictions["ratio"], predictions["answers"]
     return (
         f"predictions of {replica} were within {ratio['p50']:.0%} half of the time, "
-        f"{ratio['p90']:.0%} nine times in ten ({count:,} answer{'s' if count != 1 else ''})"
+        f"{ratio['p90']:.0%} nine times in ten ({counted(count, 'answer')})"
     )
 
 
 def _cost_lines(candidates: list[dict[str, Any]], picked: str) -> list[str]:
-    """Return a table with a row for each replica; what is nothing everywhere is left out."""
+    """Return a table with a row for each replica, without columns that are all zero."""
     columns = {
         "": ["*" if each["replica_id"] == picked else "" for each in candidates],
         "replica": [each["replica_id"] for each in candidates],
@@ -128,15 +126,15 @@ def _cost_lines(candidates: list[dict[str, Any]], picked: str) -> list[str]:
     columns["busy"] = [str(each["in_flight"]) for each in candidates]
     told = {name: cells for name, cells in columns.items() if set(cells) != {"0"}}
     return [
-        "What each would take: ms (ttft = base + the longer of queue and fetch + load + prefill),",
-        "tokens of the prompt that it holds or gets, requests under way (busy)",
+        "Predicted times in ms (ttft = base + the longer of queue and fetch + load + prefill), prompt",
+        "tokens that each replica holds in a tier or gets copied, requests in flight (busy)",
         "",
         *_aligned(told),
     ]
 
 
 def _rate_lines(candidates: list[dict[str, Any]]) -> list[str]:
-    """Return a table with each replica's rates, and how good predictions from them were."""
+    """Return a table with each replica's rates and prediction errors."""
     columns = {"replica": [each["replica_id"] for each in candidates]}
     for name, part, key, text in _RATES:
         columns[name] = [
@@ -145,15 +143,15 @@ def _rate_lines(candidates: list[dict[str, Any]]) -> list[str]:
     for quantile in ("p50", "p90"):
         columns[f"{quantile} off"] = [_off(each["predictions"], quantile) for each in candidates]
     return [
-        "What was learned of each, from its answers: tokens/s, what one running decode adds to a",
-        "prefill, bytes/s, how far predictions were off. In brackets: not learned yet",
+        "Learned rates: prefill tokens/s, slowdown of a prefill by one running decode, bytes/s, and",
+        "how far predictions were off. In brackets: not learned yet",
         "",
         *_aligned(columns),
     ]
 
 
 def _rate(rates: dict[str, Any], part: str, text: str) -> str:
-    # A space, so that digits stand under digits.
+    # The space keeps digits below digits: other values end in a bracket.
     return f"{text} " if part in rates["learned"] else f"({text})"
 
 
@@ -162,7 +160,7 @@ def _off(predictions: dict[str, Any] | None, quantile: str) -> str:
 
 
 def _aligned(columns: dict[str, list[str]]) -> list[str]:
-    """Return columns under their names, the replicas' to the left and numbers to the right."""
+    """Return columns under their names: text left, numbers right."""
     lines = [""] * (1 + len(next(iter(columns.values()))))
     for name, cells in columns.items():
         width = max(len(name), *map(len, cells))
@@ -192,4 +190,4 @@ _RATES: Final[Sequence[tuple[str, str, str, Callable[[float], str]]]] = (
     ("remote B/s", "remote", "remote_bytes_per_s", _sized),
     ("copy B/s", "peer", "peer_bytes_per_s", _sized),
 )
-"""Column, the part that is learned, its rate in the answer, how that is written."""
+"""Column, what is learned, the rate's key in the answer, its format."""

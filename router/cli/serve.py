@@ -1,4 +1,4 @@
-"""Running the router until it is told to stop."""
+"""Running the router or the picker until a signal stops it."""
 
 import asyncio
 import errno
@@ -6,6 +6,7 @@ import gc
 import logging
 import resource
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import Awaitable, Callable
@@ -16,11 +17,12 @@ import uvloop
 from aiohttp import web
 
 from router.app import PARTS, create_app
+from router.cli.router_client import counted
 from router.config import PickerConfig, RouterConfig, TimeoutsConfig, join_host_port
 from router.lmcache import Controller
 from router.membership import ConfigFile, Reload
 from router.parts import Parts
-from warmroute_common.addresses import is_loopback
+from warmroute_common.addresses import is_loopback, listening_family
 from warmroute_common.config_reader import describe
 from warmroute_common.http_server import LEAVING, Site
 
@@ -30,11 +32,11 @@ _CONTROLLER_DRAIN_S: Final = 1.0
 _FEW_FILES: Final = 8192
 _STOPS: Final = (signal.SIGINT, signal.SIGTERM)
 _LEAVE_S: Final = 5.0
-"""As long as Kubernetes and common load balancers need to send nothing more."""
+"""Time that Kubernetes and common load balancers need to stop sending requests."""
 
 
 class PortTakenError(Exception):
-    """An address cannot be listened on; ``key`` is its port's in the configuration."""
+    """A port cannot be listened on; ``key`` is its setting."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -44,31 +46,62 @@ class PortTakenError(Exception):
 def run(config: RouterConfig, *, file: ConfigFile | None = None, picks: bool = False) -> None:
     """Serve until SIGINT or SIGTERM, then leave and drain; raise `PortTakenError`.
 
-    The configuration is read again from ``file`` on SIGHUP, and whenever that changes. ``picks``:
-    behind a gateway, as its endpoint picker.
+    ``file`` is read again whenever it changes, and on SIGHUP. ``picks``: run as the endpoint picker
+    of a gateway.
     """
     logging.basicConfig(
         level=config.log_level.upper(),
         stream=sys.stderr,
         format="%(asctime)s %(levelname)-7s %(name)s %(message)s",
     )
+    _check_ports(config, picks=picks)
     _raise_file_limit()
     uvloop.run(_serve(config, file, picks=picks))
 
 
 def _raise_file_limit() -> None:
-    """Let the process open as many files as it may: each connection is one."""
+    """Raise the limit of open files to the hard limit: each connection is one file."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # some systems allow less than they say
+    with suppress(ValueError, OSError):  # some systems allow less than their hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         limit = most
     if limit != resource.RLIM_INFINITY and limit < _FEW_FILES:
         log.warning(
-            "the process may open %d files only, and needs one for each connection of a client "
-            "and one for each to a replica: raise its limit (ulimit -n) to %d or more",
+            "the process may open only %d files, and each connection of a client or to a replica "
+            "is one: raise the limit (ulimit -n) to %d or more",
             limit,
             _FEW_FILES,
         )
+
+
+def _check_ports(config: RouterConfig, *, picks: bool) -> None:
+    """Raise `PortTakenError` before any replica is contacted."""
+    picker, controller = config.picker or PickerConfig(), config.controller
+    ports = [("port", config.host, config.port)]
+    if picks:
+        ports = [
+            ("picker.port", picker.host, picker.port),
+            ("picker.http_port", picker.host, picker.http_port),
+        ]
+    if controller is not None:
+        ports += [
+            ("controller.port", controller.host, controller.port),
+            ("controller.monitor_port", controller.host, controller.monitor_port),
+        ]
+    for key, host, port in ports:
+        try:
+            # As servers do: a port whose last owner has just ended is free.
+            with socket.socket(listening_family(host, port)) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+        except OSError as error:
+            raise _port_taken(error, host, port, key) from None
+
+
+def _port_taken(error: OSError, host: str, port: int, key: str) -> PortTakenError:
+    is_used = error.errno == errno.EADDRINUSE
+    why = "is already in use" if is_used else f"cannot be listened on ({error.strerror})"
+    return PortTakenError(key, f"{join_host_port(host, port)} {why}")
 
 
 async def _serve(config: RouterConfig, file: ConfigFile | None, *, picks: bool) -> None:
@@ -76,9 +109,9 @@ async def _serve(config: RouterConfig, file: ConfigFile | None, *, picks: bool) 
     stop = _stop_signal()
     async with AsyncExitStack() as stack:
         runner = await _setup(app, config.timeouts.drain_s, stack)
-        _keep_for_good()
+        _exempt_from_collection()
         controller = app[PARTS].controller
-        # First: a program that waits for the router's line finds the controller there too.
+        # First: who waits for the router's log line finds the controller running too.
         if controller is not None:
             await _serve_controller(controller, config, stack)
         if picks:
@@ -94,27 +127,27 @@ async def _serve(config: RouterConfig, file: ConfigFile | None, *, picks: bool) 
         if leave is not None:
             await leave()
         await _leave(0.0 if number is signal.SIGINT else leave_s(config.timeouts, host))
-        log.info("stopping: running requests may take %g s more", config.timeouts.drain_s)
+        log.info("stopping: running requests have %g s to finish", config.timeouts.drain_s)
 
 
-def _keep_for_good() -> None:
-    """Have the garbage collector look no more at what is there by now: modules, classes, parts.
+def _exempt_from_collection() -> None:
+    """Exempt all objects that exist now from garbage collection.
 
-    Each full collection halts all requests, and the modules alone are 30 to 50 ms of it.
+    Each full collection halts all requests; the modules alone take 30 to 50 ms of it.
     """
     gc.collect()
     gc.freeze()
 
 
 async def _leave(seconds: float) -> None:
-    """Let load balancers notice, while requests are still taken."""
+    """Give load balancers time to notice, while requests are still accepted."""
     if seconds > 0:
-        log.info("leaving: requests are still taken for %g s, and /health says 503", seconds)
+        log.info("leaving: /health answers 503; requests are accepted for %g s more", seconds)
         await asyncio.sleep(seconds)
 
 
 def leave_s(timeouts: TimeoutsConfig, host: str) -> float:
-    """Return how long a router that listens at ``host`` still takes requests after SIGTERM."""
+    """Return how long a router that listens on ``host`` accepts requests after SIGTERM."""
     if timeouts.leave_s is not None:
         return timeouts.leave_s
     return 0.0 if is_loopback(host) else _LEAVE_S
@@ -123,8 +156,8 @@ def leave_s(timeouts: TimeoutsConfig, host: str) -> float:
 async def _serve_picker(
     parts: Parts, runner: web.AppRunner, stack: AsyncExitStack
 ) -> Callable[[], Awaitable[None]]:
-    """Listen; return what calls the picker not ready."""
-    # An extra of its own, which only gateways need.
+    """Listen; return the function that declares the picker not ready."""
+    # Its packages are an extra that only gateways need.
     from router.gateway.picker_server import CannotListenError, PickerServer  # noqa: PLC0415
 
     config = parts.judge.config
@@ -139,8 +172,8 @@ async def _serve_picker(
         raise PortTakenError(error.key, describe(error)) from None
     stack.push_async_callback(picker.stop, config.timeouts.drain_s)
     log.info(
-        "picking one of %d replicas at %s (policy %s); its own endpoints are at %s",
-        len(config.replicas),
+        "picking one of %s at %s (policy %s); own endpoints at %s",
+        counted(len(config.replicas), "replica"),
         join_host_port(settings.host, port),
         config.policy,
         url,
@@ -153,14 +186,18 @@ async def _serve_clients(
 ) -> None:
     url = await _listen(runner, config, config.host, config.port, "port", tls=tls)
     log.info(
-        "serving %d replicas at %s (policy %s); clients use OPENAI_BASE_URL=%s/v1",
-        len(config.replicas),
+        "serving %s at %s (policy %s); clients use OPENAI_BASE_URL=%s/v1",
+        counted(len(config.replicas), "replica"),
         url,
         config.policy,
-        url,
+        url.replace("//0.0.0.0", f"//{socket.gethostname()}"),
     )
     if not config.access.keys and not is_loopback(config.host):
-        log.warning("access.keys names no key: any client that reaches %s may use it", url)
+        log.warning(
+            "access.keys is empty: every client that reaches %s may use the router; 'warmroute key "
+            "NAME' makes a key",
+            url,
+        )
 
 
 async def _serve_controller(
@@ -182,8 +219,7 @@ async def _serve_controller(
 async def _setup(app: web.Application, drain_s: float, stack: AsyncExitStack) -> web.AppRunner:
     runner = web.AppRunner(
         app,
-        # A client that goes away cancels its handler, and with it the request
-        # to the replica.
+        # A client that disconnects cancels its handler, and with it the request to the replica.
         handler_cancellation=True,
         shutdown_timeout=drain_s,
     )
@@ -206,9 +242,7 @@ async def _listen(
     try:
         await site.start()
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        why = "is in use" if taken else f"cannot be listened on ({error.strerror})"
-        raise PortTakenError(key, f"{host}:{port} {why}") from None
+        raise _port_taken(error, host, port, key) from None
     host, port = runner.addresses[0][:2]
     return f"http{'s' if tls else ''}://{join_host_port(host, port)}"
 
@@ -225,7 +259,7 @@ def _read_again_on_hangup(reload: Reload) -> None:
 
 
 def _stop_signal() -> asyncio.Future[signal.Signals]:
-    """Return what SIGINT or SIGTERM is awaited by; a second one ends the process at once."""
+    """Return a future of the first SIGINT or SIGTERM; a second one ends the process at once."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[signal.Signals] = loop.create_future()
 

@@ -1,11 +1,16 @@
-"""``warmroute top``: what the page at ``/ui`` shows, in a terminal."""
+"""``warmroute top``: the data of the page at ``/ui``, in a terminal."""
 
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from router.cli.router_client import ADMIN_KEY, ROUTER, NoAnswerError, RouterRefusedError, answer_of
+from router.cli.router_client import (
+    NoAnswerError,
+    RouterClient,
+    RouterRefusedError,
+    asks_router,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,38 +20,39 @@ _SHOWN: Final = ("totals", "replicas", "requests", "ttft", "sessions")
 
 
 @click.command(short_help="Watch a running router in the terminal.")
-@ROUTER
-@ADMIN_KEY
-@click.option("--once", is_flag=True, help="Print one frame, for scripts, and stop.")
-def top(url: str, admin_key: str | None, once: bool) -> None:
-    """Watch a running router: its fleet and tiers, and the last requests.
+@asks_router
+@click.option("--once", is_flag=True, help="Print one frame and stop, for scripts.")
+def top(router: RouterClient, once: bool) -> None:
+    """Watch a running router: replicas, tiers, and the latest requests.
 
-    The same as the page at /ui, once a second. Ctrl-C ends it.
+    Shows the same data as the page at /ui, once a second. Ctrl-C ends it.
     """
-    # rich takes a while to import; no other command needs it.
+    # rich is slow to import, and no other command needs it.
     from rich.console import Console  # noqa: PLC0415
 
     from router.cli.top_frame import frame  # noqa: PLC0415
 
     console = Console()
-    state = _state(url, admin_key)
+    state = _state(router)
     if once:
-        console.print(frame(state, url))
+        console.print(frame(state, router.url))
     else:
-        _watch(console, url, admin_key, state)
+        _watch(console, router, state)
 
 
-def _state(url: str, key: str | None) -> dict[str, Any]:
-    """Return the router's state; raise as `answer_of` does."""
-    state = answer_of(url, "/ui/state", key=key)
+def _state(router: RouterClient) -> dict[str, Any]:
+    """Return the router's state; raise as `RouterClient.ask` does."""
+    state = router.ask("/ui/state")
     if missing := [name for name in _SHOWN if name not in state]:
-        told = f"what answers at {url} is no router, or of another version: it tells no"
-        raise RouterRefusedError(f"{told} {', '.join(missing)}")
+        raise RouterRefusedError(
+            f"the server at {router.url} is not a Warmroute router, or is another version: its "
+            f"answer has no {', '.join(missing)}"
+        )
     return state
 
 
-def _watch(console: "Console", url: str, key: str | None, state: dict[str, Any]) -> None:
-    """Show one state after another until Ctrl-C; of a router that is gone, the last one."""
+def _watch(console: "Console", router: RouterClient, state: dict[str, Any]) -> None:
+    """Show each state until Ctrl-C. If the router is gone, keep showing the last one."""
     from rich.live import Live  # noqa: PLC0415
 
     from router.cli.top_frame import frame  # noqa: PLC0415
@@ -55,11 +61,11 @@ def _watch(console: "Console", url: str, key: str | None, state: dict[str, Any])
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                shown = frame(state, url, lines=console.height, problem=problem)
+                shown = frame(state, router.url, lines=console.height, problem=problem)
                 live.update(shown, refresh=True)
                 time.sleep(_EVERY_S)
                 try:
-                    state, problem = _state(url, key), None
+                    state, problem = _state(router), None
                 except NoAnswerError as error:
                     problem = error.message
     except KeyboardInterrupt:

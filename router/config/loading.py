@@ -1,6 +1,7 @@
-"""Reading the router's settings, and checking what no single value shows to be wrong."""
+"""Reading the router's file, and checks that concern several settings, files or addresses."""
 
 import re
+import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from router.config.settings import (
     TracingConfig,
 )
 from warmroute_common.addresses import is_loopback
-from warmroute_common.config_reader import ConfigLocation, build, read_yaml
+from warmroute_common.config_reader import ConfigError, ConfigLocation, build, check_kind, read_yaml
 from warmroute_common.fleet_secret import VARIABLE
 
 _SHA256: Final = re.compile("[0-9a-f]{64}")
@@ -55,6 +56,8 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
     for name, fix in _REMOVED.items():
         if isinstance(value, Mapping) and name in value:
             raise at.at(name).error("was removed", fix)
+    if isinstance(value, Mapping):
+        check_kind(value, "router", at)
     config = build(RouterConfig, value, at)
     replicas = _checked_replicas(config.replicas, at.at("replicas"))
     if not replicas and not config.discovery.is_on:
@@ -97,7 +100,7 @@ def _ports(config: RouterConfig) -> Iterator[tuple[str, int]]:
 
 
 def check_unique(claims: Iterable[tuple[int | str | None, str]], path: str) -> None:
-    """Raise `ConfigError` where two keys have the same port or name; None and 0 are nobody's."""
+    """Raise `ConfigError` if two settings have the same port or name; None and 0 do not count."""
     users: dict[int | str, str] = {}
     for value, key in claims:
         if value in users:
@@ -109,7 +112,7 @@ def check_unique(claims: Iterable[tuple[int | str | None, str]], path: str) -> N
 
 
 def _check_controller(config: RouterConfig, at: ConfigLocation) -> None:
-    """Raise `ConfigError` for a controller open to anyone, or none where LMCache needs it."""
+    """Raise `ConfigError` for an unprotected controller, or a missing one that LMCache needs."""
     controller, fleet_secret = config.controller, load_fleet_secret(config, at)
     if controller is not None:
         if controller.secret == "":
@@ -130,7 +133,7 @@ def _check_controller(config: RouterConfig, at: ConfigLocation) -> None:
                     .item(index)
                     .at("lmcache")
                     .error(
-                        "is set, and there is no controller for LMCache to report to",
+                        "is set, but there is no controller for LMCache to report to",
                         "add 'controller: {}', and start LMCache with --coordinator-url "
                         "http://host:9000 --coordinator-event-reporting",
                     )
@@ -138,26 +141,30 @@ def _check_controller(config: RouterConfig, at: ConfigLocation) -> None:
 
 
 def _check_clients(config: RouterConfig, at: ConfigLocation) -> None:
-    """Raise `ConfigError` for paths and origins that no request can have."""
+    """Raise `ConfigError` for impossible aliases, paths and origins."""
+    for name, model in config.model_aliases.items():
+        if config.model_aliases.get(model, model) != model:
+            found = f"'{model}' is an alias itself"
+            raise at.at("model_aliases").at(name).error(found, "name a model that replicas serve")
     for index, path in enumerate(config.passthrough):
         if not path.startswith("/") or "*" in path[:-1]:
             here = at.at("passthrough").item(index)
             raise here.error(
-                f"'{path}' is no path", "write it like /path, or /path/* for all below"
+                f"'{path}' is not a path", "write it like /path, or /path/* for all below"
             )
     for index, origin in enumerate(config.cors.allow_origins if config.cors else ()):
         parts = urlsplit(origin)
         if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
             here = at.at("cors.allow_origins").item(index)
-            raise here.error(f"'{origin}' is no origin", "write it like https://host, or '*'")
+            raise here.error(f"'{origin}' is not an origin", "write it like https://host, or '*'")
 
 
 def _check_discovery(config: RouterConfig, at: ConfigLocation) -> None:
-    """Raise `ConfigError` for sources of replicas that cannot be asked."""
+    """Raise `ConfigError` for incomplete sources of replicas."""
     discovery = config.discovery
     if discovery.registration and config.controller is None:
         fix = "add 'controller: {}', where they register"
-        raise at.at("registration").error("is on, and there is no controller", fix)
+        raise at.at("registration").error("is on, but there is no controller", fix)
     names = ((f"{each.name}:{each.port}", i) for i, each in enumerate(discovery.dns))
     check_unique(((name, at.at("dns").item(index).key) for name, index in names), at.path)
     kubernetes = discovery.kubernetes
@@ -165,7 +172,7 @@ def _check_discovery(config: RouterConfig, at: ConfigLocation) -> None:
         return
     here = at.at("kubernetes")
     if (kubernetes.service is None) is (kubernetes.selector is None):
-        raise here.error("wants a service or a selector", "set one of the two")
+        raise here.error("needs either a service or a selector", "set one of the two")
     if kubernetes.api_url is not None:
         _normal_url(kubernetes.api_url, here.at("api_url"))
 
@@ -183,23 +190,23 @@ def _checked_replicas(
         _check_endpoint(replica.kv_replay, here.at("kv_replay"))
         lmcache = replica.lmcache and _normal_url(replica.lmcache, here.at("lmcache"))
         if lmcache and agent_url:
-            fix = "a replica has either our engine or LMCache: take one of them out"
-            raise here.at("lmcache").error("is set beside agent_url", fix)
+            fix = "a replica has either our engine or LMCache: remove one of the two"
+            raise here.at("lmcache").error("is set together with agent_url", fix)
         whole = replace(replica, url=url, agent_url=agent_url, lmcache=lmcache)
-        for name in (url, whole.name):
+        for kind, name in (("url", url), ("instance_id", whole.name)):
             if name in seen:
-                found = f"is the same as {seen[name].key} ('{name}')"
-                raise here.error(found, "give each replica its own url and instance_id")
+                found = f"has the same {kind} as {seen[name].key} ('{name}')"
+                raise here.error(found, f"give each replica its own {kind}")
             seen[name] = here
         checked.append(whole)
     return tuple(checked)
 
 
 def _normal_url(url: str, at: ConfigLocation) -> str:
-    """Return a base URL without trailing slash or ``/v1``; raise `ConfigError` if it is none."""
+    """Return a base URL without trailing slash or ``/v1``; raise `ConfigError`."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises when it is no number or out of range
+        _ = parts.port  # raises ValueError if it is not a valid port
         is_http = parts.scheme in ("http", "https") and bool(parts.hostname)
         is_base = is_http and not (parts.query or parts.fragment)
     except ValueError:
@@ -219,13 +226,13 @@ def _check_endpoint(endpoint: str | None, at: ConfigLocation) -> None:
         raise at.error(f"'{endpoint}' is not a ZMQ endpoint", "write it like tcp://host:5557")
     if is_tcp and rest.startswith(("*", "0.0.0.0")):
         fix = "name the replica's host, like tcp://127.0.0.1:5557"
-        raise at.error(f"'{endpoint}' is an address to listen on", fix)
+        raise at.error(f"'{endpoint}' is an address to listen on, not to connect to", fix)
 
 
 def _checked_tokenizer(
     tokenizer: TokenizerConfig, at: ConfigLocation, base: Path
 ) -> TokenizerConfig:
-    """Make the tokenizer's paths absolute (``~`` and the file's own folder understood)."""
+    """Make the tokenizer's paths absolute; they may begin with ``~`` or be relative to the file."""
     return replace(
         tokenizer,
         path=_existing(tokenizer.path, "directory", at.at("path"), base),
@@ -234,13 +241,13 @@ def _checked_tokenizer(
 
 
 def _checked_access(access: AccessConfig, at: ConfigLocation, base: Path) -> AccessConfig:
-    """Return the settings with the keys of ``keys_file`` among them."""
+    """Return the settings, with the keys of ``keys_file`` added."""
     places = [at.at("keys").item(index) for index in range(len(access.keys))]
     file = _existing(access.keys_file, "file", at.at("keys_file"), base)
     keys = access.keys
     if file is not None:
         more = build(_KeysFile, read_yaml(Path(file)), ConfigLocation(file)).keys
-        if not more:  # which must not mean that everyone gets in
+        if not more:  # an empty list would let every client in
             raise ConfigLocation(file, "keys").error(
                 "names no key", "make one with 'warmroute key NAME'"
             )
@@ -250,7 +257,7 @@ def _checked_access(access: AccessConfig, at: ConfigLocation, base: Path) -> Acc
     shas = [(here.at("sha256"), each.sha256) for here, each in zip(places, keys, strict=True)]
     for here, sha256 in [*shas, *admins]:
         if not _SHA256.fullmatch(sha256):
-            fix = "write the 64 that 'warmroute key' printed"
+            fix = "paste the hash that 'warmroute key' printed"
             raise here.error("is not a SHA-256 in lower-case hex digits", fix)
     check_unique(((sha256, here.key) for here, sha256 in [*shas, *admins]), at.path)
     named = zip(places, keys, strict=True)
@@ -259,7 +266,7 @@ def _checked_access(access: AccessConfig, at: ConfigLocation, base: Path) -> Acc
 
 
 def _checked_tls(tls: _Tls, load: Callable[[_Tls], object], at: ConfigLocation, base: Path) -> _Tls:
-    """Make the files' paths absolute, and see that they can be loaded."""
+    """Make the files' paths absolute, and check that they can be loaded."""
     files = {name: value for name, value in vars(tls).items() if name.endswith("_file")}
     found: dict[str, Any] = {
         name: _existing(value, "file", at.at(name), base) for name, value in files.items()
@@ -268,25 +275,54 @@ def _checked_tls(tls: _Tls, load: Callable[[_Tls], object], at: ConfigLocation, 
     try:
         load(tls)
     except OSError as error:
-        fix = "give PEM files: certificates, and a private key that fits and has no password"
-        raise at.error(f"cannot be used ({error.strerror or error})", fix) from None
+        raise _tls_error(tls, error, at) from None
     return tls
 
 
+def _tls_error(
+    tls: TlsConfig | ReplicaTlsConfig, error: OSError, at: ConfigLocation
+) -> ConfigError:
+    """Return which file cannot be used, and why."""
+    if isinstance(tls, ReplicaTlsConfig):
+        found = f"{tls.ca_file} has no certificate ({error.strerror})"
+        return at.at("ca_file").error(found, "name a PEM file of the authority's certificates")
+    name = "cert_file" if tls.key_file is None else "key_file"
+    key_file = Path(tls.key_file or tls.cert_file)
+    try:
+        certificate, key = Path(tls.cert_file).read_text(), key_file.read_text()
+    except (OSError, UnicodeDecodeError):
+        found = f"the files cannot be read ({error.strerror or error})"
+        return at.error(found, "name PEM files that this user may read")
+    if "BEGIN CERTIFICATE" not in certificate:
+        found = f"{tls.cert_file} has no certificate"
+        return at.at("cert_file").error(found, "name a PEM file with 'BEGIN CERTIFICATE'")
+    if "PRIVATE KEY" not in key:
+        found, fix = f"{key_file} has no private key", "name the PEM file of the key as key_file"
+    elif "ENCRYPTED" in key:
+        found = f"the private key in {key_file} has a password"
+        fix = "remove the password: openssl pkey -in KEY -out KEY.plain"
+    elif isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
+        found = f"the private key in {key_file} does not belong to the certificate"
+        fix = "give the certificate and the key that were made together"
+    else:
+        found, fix = f"cannot be used ({error.strerror or error})", "make the files again"
+    return at.at(name).error(found, fix)
+
+
 def _checked_log(log: RequestLogConfig, at: ConfigLocation, base: Path) -> RequestLogConfig:
-    """Make the file's path absolute, and see that it can be there."""
+    """Make the file's path absolute, and check that it can be created."""
     if log.path is None or log.path == "-":
         return log
     path = (base / Path(log.path).expanduser()).resolve()
     if not path.parent.is_dir():
-        raise at.at("path").error(f"there is no directory {path.parent}", "make it first")
+        raise at.at("path").error(f"the directory {path.parent} does not exist", "create it")
     if path.is_dir():
         raise at.at("path").error(f"{path} is a directory", "name a file in it")
     return replace(log, path=str(path))
 
 
 def _checked_tracing(tracing: TracingConfig, at: ConfigLocation) -> TracingConfig:
-    """Make the endpoint the URL that traces are sent to."""
+    """Return the settings with the full URL that traces are sent to."""
     url = _normal_url(tracing.endpoint, at.at("endpoint"))
     whole = url if urlsplit(url).path else f"{url}/v1/traces"
     return replace(tracing, endpoint=whole)
@@ -295,11 +331,11 @@ def _checked_tracing(tracing: TracingConfig, at: ConfigLocation) -> TracingConfi
 def _checked_picker(
     picker: PickerConfig | None, at: ConfigLocation, base: Path
 ) -> PickerConfig | None:
-    """Make the paths of its certificate absolute."""
+    """Make the paths of the certificate and key absolute."""
     if picker is None:
         return None
     if (picker.certificate is None) is not (picker.key is None):
-        raise at.error("certificate and key go together", "set both, or leave both out")
+        raise at.error("certificate and key need each other", "set both, or leave both out")
     return replace(
         picker,
         certificate=_existing(picker.certificate, "file", at.at("certificate"), base),
@@ -310,8 +346,9 @@ def _checked_picker(
 def _existing(value: str | None, kind: str, at: ConfigLocation, base: Path) -> str | None:
     if value is None:
         return None
-    # With its links: what they lead to may be exchanged while the router runs.
+    # Not resolved: a link's target may be replaced while the router runs.
     found = (base / Path(value).expanduser()).absolute()
     if not found.exists():
-        raise at.error(f"'{value}' does not exist", f"name an existing {kind}")
+        where = "" if str(found) == value else f" ({found})"
+        raise at.error(f"'{value}' does not exist{where}", f"name an existing {kind}")
     return str(found)

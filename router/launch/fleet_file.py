@@ -1,4 +1,8 @@
-"""The processes of a fleet on one machine, before any is started."""
+"""The file of ``warmroute up``, and the processes that it describes.
+
+The file's ``router`` section has the keys of ``router.yaml`` except ``replicas``: those are the
+replicas started here. Each becomes an ordinary ``warmroute`` command, as a person would start it.
+"""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +24,10 @@ from router.config import (
     setting,
 )
 from router.gateway.envoy_config import envoy_configuration, envoy_program, merge
-from warmroute_common.config_reader import ConfigLocation
+from warmroute_common.config_reader import ConfigLocation, check_kind
 
 WARMROUTE: Final = (sys.executable, "-m", "router")
-"""How a command line of ours begins."""
+"""The beginning of each ``warmroute`` command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +37,15 @@ class PlannedProcess:
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    """What is added to this process's environment."""
+    """Added to this process's environment."""
     url: str
-    """Its base URL; ``/health`` under it says when it is ready."""
+    """Base URL; its ``/health`` answers 200 once the process is ready."""
     log_path: Path
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetPlan:
-    """What `run` starts."""
+    """All processes that `run` starts."""
 
     replicas: tuple[PlannedProcess, ...]
     router: PlannedProcess
@@ -49,7 +53,7 @@ class FleetPlan:
     log_dir: Path
     ready_timeout_s: float
     gateway: PlannedProcess | None = None
-    """Envoy, where clients' requests go to it: the router then is its picker."""
+    """Envoy, if it carries the requests; the router is then its picker."""
     gateway_settings: dict[str, Any] | None = None
 
     @property
@@ -60,15 +64,12 @@ class FleetPlan:
 
     @property
     def url(self) -> str:
-        """Where clients' requests go."""
+        """The URL for clients."""
         return (self.gateway or self.router).url
 
 
-# TODO of router.launch.fleet_file: The fleet's router as the picker of an Envoy that carries the requests.
-
-
 def router_process(command: str, url: str, log_dir: Path) -> PlannedProcess:
-    """Return the process of our own command that serves clients, or a gateway."""
+    """Return the process of ``warmroute serve`` or ``warmroute picker``."""
     return PlannedProcess(
         name="router",
         argv=(*WARMROUTE, command, "--config", str(log_dir / "router.yaml")),
@@ -81,10 +82,10 @@ def router_process(command: str, url: str, log_dir: Path) -> PlannedProcess:
 def behind_envoy(
     plan: FleetPlan, router: RouterConfig, at: ConfigLocation, *, own: str | None
 ) -> FleetPlan:
-    """Return the plan with an Envoy where its router was, and the router as its picker.
+    """Return the plan with Envoy at the router's port, and the router as its picker.
 
-    ``own`` is a file with settings of Envoy's own, relative to that of the fleet. Raises
-    `ConfigError`; ``at`` is the fleet's file.
+    ``own`` is a file with more settings for Envoy, relative to the fleet's file (``at``). Raises
+    `ConfigError`.
     """
     picker = router.picker
     assert picker is not None
@@ -130,48 +131,48 @@ class StartedReplica:
     """One replica to start."""
 
     config: str
-    """Its cache engine's file, with LMCache's keys (``configs/instance1.yaml``)."""
+    """File of its cache engine, with LMCache's keys (``configs/instance1.yaml``)."""
     port: int = setting(at_least=1, at_most=65535)
-    """Where its OpenAI server listens."""
+    """Port of its OpenAI server."""
     gpus: tuple[int, ...] | None = None
-    """Which GPUs it sees (CUDA_VISIBLE_DEVICES); by default all."""
+    """GPUs that it uses (CUDA_VISIBLE_DEVICES). By default all."""
     vllm_args: tuple[str, ...] = ()
-    """More of vLLM's own arguments, after those for all replicas."""
+    """More vLLM arguments, after those for all replicas."""
     env: dict[str, str] = field(default_factory=dict)
-    """More environment variables, over those for all replicas."""
+    """More environment variables; they override those for all replicas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetFile:
-    """``fleet.yaml`` as it stands in the file."""
+    """All settings of ``fleet.yaml``."""
 
     model: str
     """vLLM's ``--model``: a name on the model hub, or a directory."""
     replicas: tuple[StartedReplica, ...]
     vllm_args: tuple[str, ...] = ()
-    """vLLM's own arguments, for every replica."""
+    """vLLM arguments for all replicas."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment for every replica, on top of this process's."""
+    """Environment variables for all replicas, in addition to this process's."""
     router: dict[str, Any] = field(default_factory=dict)
-    """The keys of `router.yaml`, without ``replicas``: those are the ones above."""
+    """The keys of `router.yaml` except ``replicas``."""
     envoy: str | None = None
-    """Settings of Envoy's own, merged over those that ``--gateway envoy`` makes."""
+    """File with Envoy settings that override those of ``--gateway envoy``."""
     log_dir: str = ".warmroute/logs"
-    """Where each process's output goes; relative to where the command runs."""
+    """Directory for the processes' output, relative to the working directory."""
     ready_timeout_s: float = setting(900.0, above=0)
-    """How long a replica may take to load its model."""
+    """How long a replica may take until it is ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PlannedReplica:
-    """A replica's process, and the ports that its file names."""
+    """A replica's process, and the ports in its file."""
 
     process: PlannedProcess
     agent_port: int | None
     transfer_port: int | None
-    """Where it gives chunks to other replicas."""
+    """Port where other replicas fetch chunks."""
     controller_port: int | None
-    """Where it registers, if that is on this machine."""
+    """Port of the controller that it registers with, if that is on this machine."""
 
 
 def load_any(path: Path) -> RouterConfig | FleetFile:
@@ -189,11 +190,13 @@ def load_any(path: Path) -> RouterConfig | FleetFile:
 def load_fleet_file(path: Path | str, *, by_envoy: bool = False) -> FleetPlan:
     """Read ``fleet.yaml`` and plan its processes; raise `ConfigError`.
 
-    ``by_envoy``: whether an Envoy carries the requests, and the router is its picker.
+    ``by_envoy``: Envoy carries the requests, and the router is its picker.
     """
     path = Path(path)
     at = ConfigLocation(str(path))
-    file = build(FleetFile, read_yaml(path), at)
+    value = read_yaml(path)
+    check_kind(value, "fleet", at)
+    file = build(FleetFile, value, at)
     if not file.replicas:
         raise at.at("replicas").error("names no replica", "add at least one")
     log_dir = Path(file.log_dir).expanduser()
@@ -203,10 +206,10 @@ def load_fleet_file(path: Path | str, *, by_envoy: bool = False) -> FleetPlan:
     settings = _router_settings(file, planned, path)
     router = router_config(settings, path=str(path), key="router", base=path.parent)
     if router.port == 0:
-        raise at.at("router.port").error("0 is no port to wait at", "name one")
+        raise at.at("router.port").error("0 means any free port", "set a fixed port")
     if router.fleet_secret_file is not None:
         settings["fleet_secret_file"] = router.fleet_secret_file
-    # Paths in these are relative to this file, not to the one made here.
+    # Paths in these sections are relative to this file, not to the generated one.
     for name in ("tokenizer", "access", "tls", "replica_tls"):
         if (section := getattr(router, name)) is None or name not in settings:
             continue
@@ -228,12 +231,12 @@ def load_fleet_file(path: Path | str, *, by_envoy: bool = False) -> FleetPlan:
 def _router_settings(
     file: FleetFile, planned: Sequence[_PlannedReplica], path: Path
 ) -> dict[str, Any]:
-    """Return what the router is told; raise `ConfigError` where that and the replicas disagree."""
+    """Return the router's settings; raise `ConfigError` if they contradict the replicas'."""
     at = ConfigLocation(str(path))
     if "replicas" in file.router:
         fix = "leave it out: the replicas above are used"
         raise at.at("router.replicas").error("is not set here", fix)
-    # Two replicas on one port are told of in the words of this file, not of the router's.
+    # Checked without the replicas: errors about those name this file's keys (`check_unique`).
     alone = {**file.router, "replicas": [{"url": "http://127.0.0.1"}]}
     router = router_config(alone, path=str(path), key="router", base=path.parent)
     check_unique(_claims(file, planned, router), str(path))
@@ -276,25 +279,25 @@ def _agent_port(engine: Mapping[str, Any], at: ConfigLocation) -> int | None:
     port = engine.get(_AGENT_PORT_KEY)
     if port is None or (isinstance(port, int) and 0 < port < 1 << 16):
         return port
-    raise at.error(f"{port!r} is no port", "write 1 to 65535")
+    raise at.error(f"{port!r} is not a port", "write 1 to 65535")
 
 
 def _transfer_port(engine: Mapping[str, Any]) -> int | None:
-    """Return the port of ``distributed_url``; whether it is well written the replica says."""
+    """Return the port of ``distributed_url``; the replica checks the URL itself."""
     port = str(engine.get(_TRANSFER_KEY)).rpartition(":")[2]
-    # 0 is any free one, which cannot be another's.
+    # 0 is any free port, so it cannot collide.
     return int(port) or None if port.isascii() and port.isdigit() else None
 
 
 def _controller_port(engine: Mapping[str, Any]) -> int | None:
-    """Return the port of ``controller_url`` if it is in use, and names this machine."""
+    """Return the port of ``controller_url`` if it is enabled and on this machine."""
     if str(engine.get("enable_controller")).lower() != "true":
         return None
     url = f"http://{str(engine.get(_CONTROLLER_KEY)).rpartition('://')[2]}"
     try:
         return urlsplit(url).port if is_loopback_url(url) else None
     except ValueError:
-        return None  # what is wrong with it the replica says
+        return None  # the replica reports the error
 
 
 def _router_entry(planned: _PlannedReplica) -> dict[str, Any]:
@@ -307,7 +310,7 @@ def _router_entry(planned: _PlannedReplica) -> dict[str, Any]:
 def _claims(
     file: FleetFile, planned: Sequence[_PlannedReplica], router: RouterConfig
 ) -> Iterator[tuple[int | str | None, str]]:
-    """Yield each port and name that a process will have, with its key in this file."""
+    """Yield each port and name of a process, with its key in this file."""
     yield router.port, "router.port"
     yield "router", "the router"
     if router.controller is not None:
@@ -328,9 +331,9 @@ def _claims(
 def _check_controller(
     planned: Sequence[_PlannedReplica], monitor_port: int, at: ConfigLocation
 ) -> None:
-    """Raise `ConfigError` where a replica would register with another router's controller."""
+    """Raise `ConfigError` if a replica would register with another router's controller."""
     for index, port in enumerate(each.controller_port for each in planned):
         if port not in (None, monitor_port):
-            names = f"names port {port}, where router.controller.monitor_port is {monitor_port}"
+            names = f"has port {port}, but router.controller.monitor_port is {monitor_port}"
             here = at.item(index).at(f"config: {_CONTROLLER_KEY}")
             raise here.error(names, "make them the same")

@@ -10,12 +10,14 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from click.testing import CliRunner
 
+from router.cli.commands import main
 from router.config import load_router_config
 from router.config.credentials import server_context
 from router.config.settings import ReplicaConfig, ReplicaTlsConfig, TlsConfig
+from tests.router.cli.helpers import serving
 from tests.router.conftest import Fleet
-from tests.router.test_serve import serving
 from warmroute_common.config_reader import ConfigError
 
 
@@ -126,14 +128,32 @@ async def test_a_replicas_certificate_is_verified(  # noqa: PLR0917  (fixtures)
     ("tls", "said"),
     [
         ("tls: {cert_file: none.pem}", "tls.cert_file: 'none.pem' does not exist"),
-        ("tls: {cert_file: cert.pem}", "tls: cannot be used"),
-        ("tls: {cert_file: cert.pem, key_file: locked.pem}", "tls: cannot be used"),
-        ("replica_tls: {ca_file: key.pem}", "replica_tls: cannot be used"),
+        ("tls: {cert_file: cert.pem}", "cert.pem has no private key"),
+        ("tls: {cert_file: cert.pem, key_file: locked.pem}", "locked.pem has a password"),
+        ("replica_tls: {ca_file: key.pem}", "key.pem has no certificate"),
     ],
 )
 def test_files_that_do_not_fit_are_told_at_start(files: Path, tls: str, said: str) -> None:
     path = files / "wrong.yaml"
     path.write_text(f"replicas: [{{url: 'http://a:1'}}]\n{tls}\n")
-    with pytest.raises(ConfigError, match=r"PEM files|existing file") as caught:
+    with pytest.raises(ConfigError, match=r"PEM file|existing file|password") as caught:
         load_router_config(path)
     assert said in str(caught.value)
+
+
+def test_commands_say_how_to_reach_a_router_with_tls(files: Path) -> None:
+    path = files / "commands.yaml"
+    path.write_text(
+        "replicas: [{url: 'http://127.0.0.1:1'}]\nport: 0\n"
+        "tls: {cert_file: cert.pem, key_file: key.pem}\n"
+    )
+
+    def resume(*arguments: str) -> str:
+        return CliRunner().invoke(main, ["resume", "one", *arguments]).output
+
+    with serving("--config", str(path)) as (_, url):
+        plain = f"http{url.removeprefix('https')}"
+        assert f"if it speaks TLS, write --router {url}" in resume("--router", plain)
+        assert "is not trusted (self-signed certificate)" in resume("--router", url)
+        known = resume("--router", url, "--ca-file", str(files / "cert.pem"))
+        assert "Error: " in known and "'one'" in known, "the router itself answers"

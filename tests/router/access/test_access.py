@@ -14,6 +14,7 @@ from yarl import URL
 
 from router.access import new_key, sha256_of
 from router.cli.explain import ask
+from router.cli.router_client import RouterClient
 from router.config.settings import AccessConfig, KeyConfig, ReplicaConfig
 from tests.router.conftest import Fleet, Running
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, stream
@@ -186,10 +187,11 @@ async def test_no_other_spelling_of_a_path_gets_past(
 
 async def test_explain_is_asked_with_the_admin_key(fleet: Fleet) -> None:
     router = await fleet.router(access=AccessConfig(admin_sha256=(sha256_of(ADMIN),)))
-    asked = partial(ask, router.url, "hello", model="m", session=None)
-    assert (await asyncio.to_thread(asked, key=ADMIN))["replica"] == "one"
+    asked = partial(ask, text="hello", model="m", session=None)
+    with_key = RouterClient(router.url, admin_key=ADMIN)
+    assert (await asyncio.to_thread(asked, with_key))["replica"] == "one"
     with pytest.raises(click.ClickException, match="asks for an admin key"):
-        await asyncio.to_thread(asked, key=None)
+        await asyncio.to_thread(asked, RouterClient(router.url))
 
 
 async def test_without_an_admin_key_other_machines_are_told_how_to_set_one(

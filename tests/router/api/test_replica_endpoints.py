@@ -196,7 +196,7 @@ async def test_the_commands_drain_and_resume(fleet: Fleet, eventually: Wait) -> 
         done = await asyncio.to_thread(CliRunner().invoke, main, args)
         return done.exit_code, done.output
 
-    assert await command("drain", "a/b:1") == (0, "a/b:1 is draining, 0 requests run there\n")
+    assert await command("drain", "a/b:1") == (0, "a/b:1 is draining; 0 requests in flight\n")
     assert (await command("resume", "a/b:1"))[0] == 0
     await eventually(lambda: router.parts.fleet.replicas["a/b:1"].state == "up")
     code, said = await command("drain", "nobody")
@@ -212,7 +212,7 @@ async def test_the_command_says_that_requests_still_run(
         await running.content.readany()
         args = ["drain", "one", "--wait-s", "0.1", "--router", router.url]
         done = await asyncio.to_thread(CliRunner().invoke, main, args)
-    assert (done.exit_code, done.output) == (1, "one is draining, 1 requests run there\n")
+    assert (done.exit_code, done.output) == (1, "one is draining; 1 request in flight\n")
 
 
 async def test_other_machines_need_an_admin_key(

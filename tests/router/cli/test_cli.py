@@ -110,7 +110,9 @@ def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path: Path, command: list[st
 def test_serve_needs_a_replica() -> None:
     code, output = invoke("serve")
     assert code == 2
-    assert output == "warmroute serve: knows no replica; give --config FILE or --replica URL\n"
+    assert (
+        output == "warmroute serve: no replica is configured; give --config FILE or --replica URL\n"
+    )
 
 
 def test_serve_refuses_a_bad_url() -> None:

@@ -148,7 +148,7 @@ async def test_ctrl_c_does_not_wait_for_load_balancers(tmp_path: Path) -> None:
 async def test_a_second_signal_ends_it_at_once(tmp_path: Path, second: signal.Signals) -> None:
     async with scripted() as replica, serving(tmp_path, replica, leave_s=3600) as served:
         served.process.send_signal(signal.SIGTERM)
-        await served.logs("leaving: requests are still taken for 3600 s")
+        await served.logs("leaving: /health answers 503; requests are accepted for 3600 s")
         served.process.send_signal(second)
         assert (await served.end())[0] == -second
 

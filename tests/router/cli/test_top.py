@@ -177,4 +177,4 @@ async def test_it_says_that_another_server_is_no_router(fleet: Fleet) -> None:
     done = await top("--router", fleet.one.url)
     assert done.exit_code == 1
     assert "Traceback" not in done.output
-    assert "is no router" in done.output
+    assert "is not a Warmroute router" in done.output

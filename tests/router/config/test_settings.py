@@ -8,7 +8,7 @@ import pytest
 from router.config.credentials import load_fleet_secret
 from router.config.loading import load_router_config
 from router.config.settings import RouterConfig
-from warmroute_common.config_reader import ConfigError
+from warmroute_common.config_reader import ConfigError, live_settings
 
 ONE = "replicas: [{url: 'http://a:1'}]\n"
 
@@ -75,11 +75,11 @@ def test_a_secret_is_not_printed(tmp_path: Path) -> None:
         ("replicas: [{url: 'http://[a'}]", "replicas[0].url: 'http://[a' is not an HTTP"),
         (
             "replicas: [{url: 'http://a'}, {url: 'http://a/'}]",
-            "replicas[1]: is the same as replicas[0] ('http://a'); give each",
+            "replicas[1]: has the same url as replicas[0] ('http://a'); give each replica its own url",
         ),
         (
             "replicas: [{url: 'http://a', kv_events: 'tcp://*:5557'}]",
-            "replicas[0].kv_events: 'tcp://*:5557' is an address to listen on; name the",
+            "replicas[0].kv_events: 'tcp://*:5557' is an address to listen on, not to connect to; name",
         ),
         (
             "replicas: [{url: 'http://a', kv_events: '5557'}]",
@@ -118,13 +118,16 @@ def test_a_secret_is_not_printed(tmp_path: Path) -> None:
             "prefetch.enabled: expected true or false, got the text 'yes'; write true or false",
         ),
         (ONE + "host: ''", "host: is empty; give a value"),
-        (ONE + "passthrough: [x]", "passthrough[0]: 'x' is no path; write it like /path"),
-        (ONE + "passthrough: [/a*/b]", "passthrough[0]: '/a*/b' is no path; write it like /path"),
+        (ONE + "passthrough: [x]", "passthrough[0]: 'x' is not a path; write it like /path"),
+        (
+            ONE + "passthrough: [/a*/b]",
+            "passthrough[0]: '/a*/b' is not a path; write it like /path",
+        ),
         (
             ONE + "cors: {allow_origins: ['https://a.b/']}",
-            "cors.allow_origins[0]: 'https://a.b/' is no origin; write it like https://host",
+            "cors.allow_origins[0]: 'https://a.b/' is not an origin; write it like https://host",
         ),
-        (ONE + "cors: {allow_origins: [a.b]}", "cors.allow_origins[0]: 'a.b' is no origin"),
+        (ONE + "cors: {allow_origins: [a.b]}", "cors.allow_origins[0]: 'a.b' is not an origin"),
         (ONE + "controller:", "controller: is empty; write 'controller: {}' for its defaults"),
         (ONE + "controller: true", "controller: expected settings, got true; write 'key: value'"),
         (ONE + "controller: {ports: 1}", "controller.ports: unknown key; did you mean 'port'?"),
@@ -134,7 +137,37 @@ def test_a_secret_is_not_printed(tmp_path: Path) -> None:
             ONE + "controller: {monitor_port: 9000}",
             "controller.monitor_port: 9000 is also controller.port; choose another",
         ),
-        (ONE + "tokenizer: {path: nowhere}", "tokenizer.path: 'nowhere' does not exist; name an"),
+        (ONE + "tokenizer: {path: nowhere}", "/nowhere); name an existing directory"),
+        (
+            "replicas: [{url: 'http://a', instance_id: x}, {url: 'http://b', instance_id: x}]",
+            "its own instance_id",
+        ),
+        (
+            "port: 1\nhost: a\nport: 2",
+            "'port' is set in line 1 and again in line 3; put both under",
+        ),
+        (
+            ONE + "access: {keys_file: a, keys_file: b}",
+            "'keys_file' is set in line 2 and again in line 2",
+        ),
+        (
+            ONE + "port: ${PORT}",
+            "got the text '${PORT}'; write the value itself: variables such as",
+        ),
+        (
+            "replicas: [{url: 'http://${HOST}:1'}]",
+            "replicas[0].url: 'http://${HOST}:1' has a variable",
+        ),
+        (
+            ONE + "port: !ENV PORT",
+            "line 2: the tag '!ENV' is not supported; write the value itself",
+        ),
+        (
+            ONE + "model_aliases: {a: b, b: a}",
+            "model_aliases.a: 'b' is an alias itself; name a model",
+        ),
+        ("chunk_size: 256", "this is a replica's file, not the router's file; give the router's"),
+        ("model: m\nreplicas: [{config: a}]", "with: warmroute up --config"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_fix(tmp_path: Path, text: str, message: str) -> None:
@@ -271,3 +304,24 @@ def test_fleet_secrets_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WARMROUTE_FLEET_SECRET", "short")
     with pytest.raises(ConfigError, match="WARMROUTE_FLEET_SECRET: the fleet secret has 5"):
         load(tmp_path, ONE)
+
+
+def test_a_file_in_another_encoding_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "router.yaml"
+    path.write_bytes(b"port: 1\n# caf\xe9\n")
+    with pytest.raises(ConfigError) as caught:
+        load_router_config(path)
+    assert str(caught.value) == f"{path}: line 2: byte 0xe9 is not UTF-8; save the file as UTF-8"
+
+
+def test_merged_keys_of_yaml_are_not_set_twice(tmp_path: Path) -> None:
+    text = "replicas:\n- &one {url: 'http://a:1', api_key: k}\n- {<<: *one, url: 'http://b:1'}\n"
+    assert [each.api_key for each in load(tmp_path, text).replicas] == ["k", "k"]
+
+
+def test_live_settings_are_declared_at_their_fields() -> None:
+    """The page of the reference lists them, and `Reload` takes a function for each."""
+    assert live_settings(RouterConfig) == {
+        *("access", "log_level", "model_aliases", "passthrough"),
+        *("replica_tls", "replicas", "tls"),
+    }

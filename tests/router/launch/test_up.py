@@ -116,7 +116,7 @@ def test_a_replica_that_registers_elsewhere_on_this_machine_is_refused(
     fleet = FLEET.replace("policy: session", "controller: {monitor_port: MONITOR}")
     with pytest.raises(ConfigError) as caught:
         load(engines, fleet.replace("MONITOR", "9102"))
-    assert "replicas[1].config: controller_url: names port 9101, where router.controller" in str(
+    assert "replicas[1].config: controller_url: has port 9101, but router.controller" in str(
         caught.value
     )
     assert len(load(engines, fleet.replace("MONITOR", "9101")).replicas) == 2
@@ -187,7 +187,7 @@ def test_what_is_wrong_is_said(engines: Path, change: tuple[str, str], message: 
 
 def test_an_agent_port_that_is_none(engines: Path) -> None:
     (engines / "one.yaml").write_text("lmcache_worker_port: many\n")
-    with pytest.raises(ConfigError, match=r"one\.yaml: lmcache_worker_port: 'many' is no port"):
+    with pytest.raises(ConfigError, match=r"one\.yaml: lmcache_worker_port: 'many' is not a port"):
         load(engines, FLEET)
 
 

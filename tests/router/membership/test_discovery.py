@@ -301,9 +301,15 @@ async def test_a_registration_completes_what_another_source_knows(
     ("text", "problem"),
     [
         ("discovery: {}", "replicas: names no replica"),
-        ("discovery: {registration: true}", "discovery.registration: is on, and there is no contr"),
-        ("discovery: {kubernetes: {}}", "discovery.kubernetes: wants a service or a selector"),
-        ("discovery: {kubernetes: {service: a, selector: b=c}}", "discovery.kubernetes: wants a"),
+        ("discovery: {registration: true}", "discovery.registration: is on, but there is no contr"),
+        (
+            "discovery: {kubernetes: {}}",
+            "discovery.kubernetes: needs either a service or a selector",
+        ),
+        (
+            "discovery: {kubernetes: {service: a, selector: b=c}}",
+            "discovery.kubernetes: needs either",
+        ),
         ("discovery: {kubernetes: {service: a, api_url: x}}", "discovery.kubernetes.api_url: 'x'"),
         ("discovery: {dns: [{name: a}, {name: a}]}", "discovery.dns[1]: a:8000 is also discov"),
     ],
