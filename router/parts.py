@@ -28,7 +28,7 @@ from router.config import (
 from router.feeds import Feeds, HealthMonitor
 from router.fleet import Fleet, Replica
 from router.lmcache import ConfiguredInstance, Controller, Lmcache
-from router.membership import ConfigFile, Discovery, Members, Reload, Source
+from router.membership import ConfigFile, Discovery, Membership, Reload, Source
 from router.prompt import PromptSource
 from router.proxy import FirstByteWaits, Proxy, RequestLifecycle, Retries
 from router.record import Metrics, Outlets, RequestRecord
@@ -58,7 +58,7 @@ class Parts:
     controller: Controller | None
     """None where the configuration has none; its two applications want sites of their own."""
     lmcache: Lmcache
-    members: Members
+    members: Membership
     discovery: Discovery
     reload: Reload
     tls: ssl.SSLContext | None
@@ -105,7 +105,7 @@ def make_parts(
         prompts.forget(replica.config.url)
         admission.wake()
 
-    members = Members(fleet, drain_s=config.timeouts.drain_s, joined=joined, left=left)
+    members = Membership(fleet, drain_s=config.timeouts.drain_s, joined=joined, left=left)
     tls = None if config.tls is None else server_context(config.tls)
     recent = Recent(time.monotonic())
     readers = [recent.observe, outlets.take, *([observe] if observe else [])]
@@ -168,7 +168,7 @@ def make_parts(
 
 def _live(
     fleet: Fleet,
-    members: Members,
+    members: Membership,
     access: Access,
     judge: RequestLifecycle,
     *,
@@ -202,7 +202,7 @@ def _live(
 
 def _controller(
     config: RouterConfig,
-    members: Members,
+    members: Membership,
     session: aiohttp.ClientSession,
     lmcache: Lmcache,
     access: Access,

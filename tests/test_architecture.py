@@ -34,7 +34,7 @@ ROUTER: dict[str, set[str]] = {
     "lmcache": {"config", "access", "index", "fleet", "staging"},
     "membership": {"config", "fleet"},
     "feeds": {"config", "prompt", "index", "fleet", "staging", "record"},
-    "cli": {"config", "access", "controller", "doctor", "gateway", "launch", "membership"},
+    "cli": {"config", "access", "doctor", "gateway", "launch", "lmcache", "membership"},
     "doctor": {
         *("config", "prompt", "index", "fleet", "staging", "lmcache", "feeds", "launch"),
     },

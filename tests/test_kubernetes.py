@@ -16,10 +16,10 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from cacheengine.settings import load_engine_config
+from router.cli.serve import leave_s
 from router.config import RouterConfig
 from router.config.loading import load_router_config
 from router.policy import METHODS, Plane, Policy, check_gateway
-from router.serve import leave_s
 from tools.reference import known_commands
 from warmroute_common.config_reader import ConfigLocation
 

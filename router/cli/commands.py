@@ -18,6 +18,7 @@ from router.config import PickerConfig, RouterConfig, load_router_config, router
 from router.doctor import doctor
 from router.gateway.envoy_config import envoy_configuration
 from router.launch import ChildFailedError, commands_text, load_any, load_fleet_file, run_fleet
+from router.policy import check_gateway
 from warmroute_common.config_reader import ConfigError, ConfigLocation
 from warmroute_common.option_types import WholeNumberRange
 
@@ -188,7 +189,9 @@ def picker(
             host=settings.host if host is None else host,
             port=settings.port if port is None else port,
         )
-        return replace(config, picker=settings)
+        config = replace(config, picker=settings)
+        check_gateway(config, ConfigLocation(str(config_path or "--replica")))
+        return config
 
     if print_envoy:
         at = ConfigLocation(str(config_path or "--replica"), "replicas")

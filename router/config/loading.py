@@ -26,12 +26,6 @@ from warmroute_common.config_reader import ConfigError, ConfigLocation, build, c
 from warmroute_common.fleet_secret import VARIABLE
 
 _SHA256: Final = re.compile("[0-9a-f]{64}")
-_REMOVED: Final = {
-    "lmcache_coordinator": "Warmroute does not ask another coordinator: delete this line, add "
-    "'controller: {}', and start each LMCache server with --coordinator-url http://host:9000 "
-    "--coordinator-event-reporting",
-}
-"""Keys of earlier versions, and what to do instead."""
 _Tls = TypeVar("_Tls", TlsConfig, ReplicaTlsConfig)
 
 
@@ -53,9 +47,6 @@ def router_config(value: object, *, path: str, key: str = "", base: Path = Path(
         if isinstance(value, Mapping) and name in value and value[name] is None:
             fix = f"write '{name}: {{}}' for its defaults, or leave it out for none"
             raise at.at(name).error("is empty", fix)
-    for name, fix in _REMOVED.items():
-        if isinstance(value, Mapping) and name in value:
-            raise at.at(name).error("was removed", fix)
     if isinstance(value, Mapping):
         check_kind(value, "router", at)
     config = build(RouterConfig, value, at)

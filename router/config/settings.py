@@ -471,6 +471,12 @@ class PickerConfig:
 class RouterConfig:
     """All settings of ``router.yaml``."""
 
+    REMOVED: ClassVar[Mapping[str, str]] = {
+        "lmcache_coordinator": "Warmroute does not ask another coordinator: delete this line, add "
+        "'controller: {}', and start each LMCache server with --coordinator-url http://host:9000 "
+        "--coordinator-event-reporting",
+    }
+
     host: str = "127.0.0.1"
     """Address to listen on. Use ``0.0.0.0`` for clients on other machines."""
     port: int = setting(8080, at_least=0, at_most=65535)

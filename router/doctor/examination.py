@@ -11,7 +11,6 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import zmq.asyncio
 
-from router.agent_client import AgentError
 from router.config import RouterConfig, client_context, join_host_port, load_fleet_secret, reachable
 from router.doctor.event_checks import check_events
 from router.doctor.findings import Report, Section, counted
@@ -26,7 +25,6 @@ from router.doctor.replica_checks import (
 )
 from router.feeds import KvFeed
 from router.fleet import Fleet
-from router.lmcache import LmcacheServer
 from router.prompt import PromptSource
 from warmroute_common.addresses import is_loopback
 from warmroute_common.agent_protocol import InstanceInfo
@@ -308,7 +306,6 @@ async def examine(
                     await _check(parts, seen, probe=probe)
 
             await asyncio.gather(*map(examined, replicas))
-        await _check_coordinator(session, config, router)
     _check_running(running, replicas, router)
     check_fleet(config, replicas, whole)
     return Report([router, *(each.section for each in replicas), whole])
@@ -346,24 +343,6 @@ async def _check(parts: CheckContext, seen: Examined, *, probe: bool) -> None:
     if parts.prompts is not None:
         await check_tokens(session, seen, parts.prompts)
     await check_events(parts, seen, feed, probe=probe)
-
-
-async def _check_coordinator(
-    session: aiohttp.ClientSession, config: RouterConfig, router: Section
-) -> None:
-    url = config.lmcache_coordinator
-    if url is None:
-        return
-    try:
-        status, _ = await LmcacheServer(session, url).call("GET", "/instances")
-        problem = None if status == 200 else f"answers /instances with {status}"
-    except AgentError as error:
-        problem = f"cannot be asked ({error})"
-    if problem is None:
-        router.ok("lmcache-coordinator", f"LMCache's coordinator answers at {url}")
-    else:
-        mend = "start it, or correct lmcache_coordinator"
-        router.trouble("lmcache-coordinator", f"LMCache's coordinator {problem}", mend)
 
 
 def _check_running(

@@ -13,7 +13,7 @@ from router.doctor.findings import Section
 from router.doctor.http_probe import HttpAnswer, NoAnswerError, get
 from router.feeds import KvFeed, authorization, model_entries, served_models
 from router.fleet import Fleet, Replica
-from router.lmcache import LmcacheServer
+from router.lmcache import LmcacheServerClient, LmcacheServerError
 from router.prompt import PromptSource
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
@@ -249,13 +249,15 @@ def _check_identity(seen: Examined, info: InstanceInfo) -> None:
 
 async def _check_lmcache(session: aiohttp.ClientSession, section: Section, url: str) -> None:
     try:
-        told = await LmcacheServer(session, url).status()
-    except AgentError as error:
+        status = await LmcacheServerClient(session, url).status()
+    except LmcacheServerError as error:
         mend = "start it ('lmcache server --http-port'), or correct lmcache at this replica"
         section.trouble("lmcache", f"its LMCache server cannot be asked ({error})", mend)
         return
-    worlds = told.worlds()
-    found = f"its LMCache server answers: chunks of {told.chunk_size}, hash {told.hash_algorithm}"
+    worlds = status.world_sizes()
+    found = (
+        f"its LMCache server answers: chunks of {status.chunk_size}, hash {status.hash_algorithm}"
+    )
     section.ok("lmcache", found)
     if not worlds:
         mend = "start vLLM with LMCacheMPConnector and this server's port"

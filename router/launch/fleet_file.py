@@ -24,6 +24,7 @@ from router.config import (
     setting,
 )
 from router.gateway.envoy_config import envoy_configuration, envoy_program, merge
+from router.policy import check_gateway
 from warmroute_common.config_reader import ConfigLocation, check_kind
 
 WARMROUTE: Final = (sys.executable, "-m", "router")
@@ -87,6 +88,7 @@ def behind_envoy(
     ``own`` is a file with more settings for Envoy, relative to the fleet's file (``at``). Raises
     `ConfigError`.
     """
+    check_gateway(router, at.at("router"))
     picker = router.picker
     assert picker is not None
     if 0 in (picker.port, picker.http_port):

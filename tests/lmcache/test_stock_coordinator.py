@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from bench.lmcache.environment import is_installed, python
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from router.launch.processes import ProcessGroup
 from router.lmcache.controller import Controller
 from router.lmcache.lmcache import Lmcache
