@@ -245,7 +245,7 @@ def build(cls: type[T], value: object, at: ConfigLocation) -> T:
     removed: Mapping[str, str] = getattr(cls, "REMOVED", {})
     for name in value:
         if name in removed:
-            raise at.at(name).error("this setting was removed", removed[name])
+            raise at.at(name).error("was removed", removed[name])
         if name not in known:
             raise at.at(name).error("unknown key", suggestion(str(name), known))
     hints = typing.get_type_hints(cls)
