@@ -1,8 +1,8 @@
 """The router: sends every prompt to the replica that already remembers it.
 
 One request: `access` lets it in, `app` gives it to `proxy`, which has its body read by `http` and
-its prompt by `prompt` (tokens or text), and asks `admission` for a place. The `fleet` decides by
-what `residency` knows of its prefix and what `latency` predicts. `staging` has KV promoted or
+its prompt by `prompt` (tokens or text), and asks `scheduling` where and when it goes. That is decided by
+the state of the `fleet` and what `index` knows of its prefix. `staging` has KV promoted or
 copied, `proxy.upstream` forwards, `proxy.relay` passes the answer on, `record` tells of it.
 
 Behind a gateway `picker` stands in for `proxy`: it says where a request goes, and `envoy` has the
@@ -24,8 +24,8 @@ One restart: `cli` reads the `config`, `serve` opens the ports, `app` puts the r
 
 `doctor` examines a configuration and its live fleet by these parts, for a person.
 
-Directions: launch, doctor and the files here -> feeds, picker -> proxy -> admission, staging,
-prompt -> fleet -> latency, residency, failures -> config; lmcache -> staging, access, http;
+Directions: launch, doctor and the files here -> feeds, picker -> proxy -> scheduling, staging,
+prompt -> fleet -> index -> config; lmcache -> staging, access, http;
 membership -> fleet; proxy -> access -> http -> config; ui -> record,
 fleet, http; `tasks` and `terminal` import no other room.
 """

@@ -13,7 +13,6 @@ from typing import Any
 import aiohttp
 
 from router.access import Access
-from router.admission import Admission, Gate
 from router.agent_client import AgentClient
 from router.api.own_endpoints import OwnEndpoints
 from router.api.replica_endpoints import ReplicaEndpoints
@@ -32,6 +31,7 @@ from router.membership import ConfigFile, Discovery, Membership, Reload, Source
 from router.prompt import PromptSource
 from router.proxy import FirstByteWaits, Proxy, RequestLifecycle, Retries
 from router.record import Metrics, Outlets, RequestRecord
+from router.scheduling import AdmissionController, AdmissionQueue, RequestScheduler
 from router.staging import Stager
 from router.ui import Page, Recent
 from warmroute_common.addresses import is_loopback
@@ -43,7 +43,7 @@ class Parts:
     """The router's parts while it runs, for tests and for programs that embed it."""
 
     fleet: Fleet
-    admission: Admission
+    admission: AdmissionController
     feeds: Feeds
     health: HealthMonitor
     prompts: PromptSource
@@ -81,7 +81,8 @@ def make_parts(
     ``replica_tls`` is what ``session`` verifies replicas by. Raises what loading certificates does.
     """
     fleet = Fleet(config, jitter=random.random)
-    admission = Admission(Gate(fleet))
+    scheduler = RequestScheduler(fleet, stopwatch=time.monotonic)
+    admission = AdmissionController(AdmissionQueue(scheduler), time.monotonic)
     lmcache = Lmcache(fleet, session)
     secret = load_fleet_secret(config)
     agents = partial(AgentClient, session, secret=secret)
@@ -117,6 +118,7 @@ def make_parts(
     judge = RequestLifecycle(
         config,
         fleet=fleet,
+        scheduler=scheduler,
         admission=admission,
         prompts=prompts,
         preparer=preparer,
@@ -236,7 +238,7 @@ def _controller(
     )
 
 
-def _sizes(fleet: Fleet, admission: Admission, lmcache: Lmcache) -> dict[str, int]:
+def _sizes(fleet: Fleet, admission: AdmissionController, lmcache: Lmcache) -> dict[str, int]:
     return {
         "index": len(fleet.index),
         "sessions": len(fleet.sessions),

@@ -14,7 +14,7 @@ from bench.discrete.routers.peers import RuleRouter
 from bench.discrete.rules.catalogue import rules
 from bench.workloads.ideal import NO_QUEUE, no_queue
 from bench.workloads.session import Session
-from router.config.judgment import DEFAULT
+from router.config.cost_weights import DEFAULT_WEIGHTS
 from router.config.settings import AdmissionConfig, PrefetchConfig
 
 OURS: Final = "ours"
@@ -49,21 +49,23 @@ def _section(**sections: object) -> Settings:
     return Settings(sections=sections)
 
 
-def _judging(**changes: Any) -> Settings:
-    return Settings(judgment=replace(DEFAULT, **changes))
+def _weighing(**changes: Any) -> Settings:
+    return Settings(weights=replace(DEFAULT_WEIGHTS, **changes))
 
 
 ABLATIONS: Final[Mapping[str, Settings]] = MappingProxyType(
     {
         "ours-without-prefetch": _section(prefetch=PrefetchConfig(enabled=False)),
         "ours-without-copies": Settings(copies=False),
-        "ours-without-busy-weight": _judging(most_behind=0.0),
-        "ours-without-load-in-busy-weight": _judging(most_behind=1.0),
-        "ours-without-nearness": _judging(near_s=0.0),
+        "ours-without-busy-weight": _weighing(most_behind=0.0),
+        "ours-without-load-in-busy-weight": _weighing(most_behind=1.0),
+        "ours-without-nearness": _weighing(near_s=0.0),
         "ours-without-holding": _section(admission=AdmissionConfig(enabled=False)),
         "ours-without-shortest-first": _section(admission=AdmissionConfig(ageing=1e6)),
-        "ours-without-learning": _judging(learns=False),
-        "ours-without-queue-noise": _judging(learning=replace(DEFAULT.learning, queue_noise=0.0)),
+        "ours-without-learning": _weighing(learns=False),
+        "ours-without-queue-noise": _weighing(
+            learning=replace(DEFAULT_WEIGHTS.learning, queue_noise=0.0)
+        ),
         "ours-with-true-rates": Settings(true_rates=True),
     }
 )

@@ -21,10 +21,11 @@ from pathlib import Path
 from bench.command import positive, write_report
 from bench.discrete.prompts import ModelPrompt
 from bench.ttft import machine, percentile
+from router.config.cost_weights import DEFAULT_WEIGHTS
 from router.config.settings import IndexConfig, ReplicaConfig, RouterConfig, SessionConfig
 from router.fleet.fleet import Fleet
-from router.fleet.shortlist import MAX_WEIGHED
 from router.index.prompt_keys import KeyShape, PromptKeyCache, Tier
+from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from warmroute_common.keys import HashScheme
 
 _BLOCK_TOKENS = 16
@@ -101,6 +102,7 @@ def measure(replicas: int, sessions: int, index_keys: int, decisions: int) -> Ro
     documents = fill_index(fleet, index_keys, chooser)
     index_bytes = _resident_bytes() - before_bytes
     fill_sessions(fleet, sessions, replicas)
+    scheduler = RequestScheduler(fleet)
     session_bytes = _resident_bytes() - before_bytes - index_bytes
     for each in list(fleet.replicas.values())[::2]:
         each.queue.join(chooser.uniform(0.1, 5.0), 0.0)
@@ -114,11 +116,11 @@ def measure(replicas: int, sessions: int, index_keys: int, decisions: int) -> Ro
         is_known = number % 4 != 0
         prompt = _prompt(chooser.choice(documents) if is_known else 10**9 + number)
         began = time.perf_counter()
-        keyring = PromptKeyCache(prompt)
-        keyring.of(next(iter(fleet.replicas.values())).shape, {})
+        keys_of_prompt = PromptKeyCache(prompt)
+        keys_of_prompt.of(next(iter(fleet.replicas.values())).shape, {})
         made = time.perf_counter()
         session = f"session-{chooser.randrange(sessions):024d}"
-        decision = fleet.place(keyring, model=None, session=session, now_s=0.0)
+        decision = scheduler.place(PlacementRequest(keys=keys_of_prompt, session=session), 0.0)
         placed = time.perf_counter()
         ticket = fleet.start(decision, 0.0)
         started = time.perf_counter()
@@ -200,8 +202,8 @@ def fill_sessions(fleet: Fleet, sessions: int, replicas: int) -> None:
 
 def print_row(row: Row) -> None:
     """Show one fleet size."""
-    if row.replicas > MAX_WEIGHED:
-        weighed = f"{MAX_WEIGHED} weighed in full"
+    if row.replicas > DEFAULT_WEIGHTS.max_candidates:
+        weighed = f"{DEFAULT_WEIGHTS.max_candidates} scored"
     else:
         weighed = "all weighed in full"
     print(

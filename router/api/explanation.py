@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-from router.config import Judgment, PolicyName
-from router.fleet import Candidate, Decision, Fleet, Reason, State
+from router.config import CostWeights, PolicyName
+from router.fleet import Candidate, CostModel, CostPart, Decision, Fleet, Reason, ReplicaState
 from router.index import Tier
-from router.latency import Part, Rates
 from router.prompt import Prompt
 
 SHOWN: Final = 16
@@ -25,7 +24,7 @@ _WHERE: Final[Mapping[str, str]] = {
 
 _FIXED: Final[Mapping[Reason, str]] = {
     Reason.ONLY_REPLICA: "is the only replica that can take it",
-    Reason.BOUND: "gave the response that this request goes on from",
+    Reason.BOUND: "holds the response that this request continues",
     Reason.RETRY: "is the best of the replicas that were not tried yet",
     Reason.ROUND_ROBIN: "has its turn",
 }
@@ -47,13 +46,15 @@ def explanation(
     shown = _shown(decision)
     names = {each.replica_id for each in shown}
     able = {
-        each.id for each in fleet.replicas.values() if each.state is State.UP and each.serves(model)
+        each.id
+        for each in fleet.replicas.values()
+        if each.state is ReplicaState.UP and each.serves(model)
     }
     return {
         "replica": decision.replica_id,
         "url": decision.url,
         "reason": str(decision.reason),
-        "why": why(decision, fleet.config.policy, fleet.judgment),
+        "why": why(decision, fleet.config.policy, fleet.weights),
         "prompt_tokens": decision.prompt_tokens,
         "exact_tokens": prompt is not None and prompt.exact,
         "matched_tokens": _by_name(decision.matched_tokens),
@@ -67,7 +68,7 @@ def explanation(
     }
 
 
-def why(decision: Decision, policy: PolicyName, judgment: Judgment) -> str:
+def why(decision: Decision, policy: PolicyName, weights: CostWeights) -> str:
     """Return one sentence for a person that says why the pick was made."""
     picked = decision.picked
     holds = _holds(picked, decision.prompt_tokens)
@@ -88,7 +89,7 @@ def why(decision: Decision, policy: PolicyName, judgment: Judgment) -> str:
         head = "answers soonest"
     else:
         head = "answers nearly as soon as any"
-    contrast = _against(picked, other, name, judgment)
+    contrast = _against(picked, other, name, weights)
     return f"{picked.replica_id} {head}: {holds}; {contrast}."
 
 
@@ -113,13 +114,13 @@ def _holds(picked: Candidate, prompt_tokens: int) -> str:
     return ", ".join(told)
 
 
-def _against(picked: Candidate, other: Candidate, name: str, judgment: Judgment) -> str:
+def _against(picked: Candidate, other: Candidate, name: str, weights: CostWeights) -> str:
     """Contrast a pick with one that was not picked."""
     late_s = other.ttft_s - picked.ttft_s
     if late_s >= _NO_LATER_S:
         return f"{name} would take {seconds_text(late_s)} longer"
     sooner = "be as soon" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} sooner"
-    others_s, picked_others_s = other.others_s(judgment), picked.others_s(judgment)
+    others_s, picked_others_s = other.others_s(weights), picked.others_s(weights)
     if others_s - picked_others_s >= _NO_LATER_S:
         return (
             f"{name} would {sooner}, but cost the requests behind it {seconds_text(others_s)} "
@@ -167,8 +168,8 @@ def _candidate(candidate: Candidate, fleet: Fleet) -> dict[str, Any]:
         "fetch_s": cost.fetched_s,
         "load_s": cost.load_s,
         "prefill_s": cost.prefill_s,
-        "others_s": candidate.others_s(fleet.judgment),
-        "score_s": candidate.score_s(fleet.judgment),
+        "others_s": candidate.others_s(fleet.weights),
+        "score_s": candidate.score_s(fleet.weights),
         "rates": _rates(replica.rates),
         "predictions": None if errors is None else asdict(errors),
     }
@@ -178,17 +179,18 @@ def _by_name(tokens: Mapping[Tier, int]) -> dict[str, int]:
     return {str(tier): count for tier, count in tokens.items()}
 
 
-def _rates(rates: Rates) -> dict[str, Any]:
+def _rates(rates: CostModel) -> dict[str, Any]:
     """Return a replica's rates, by the names of the ``rates`` in the configuration."""
     return {
         "answers": rates.observations,
-        "base_s": rates.seconds(Part.BASE),
-        "prefill_tokens_per_s": rates.per_second(Part.PREFILL),
-        "attention_doubles_at_tokens": rates.seconds(Part.PREFILL) / rates.seconds(Part.ATTENTION),
-        "decode_slowdown": rates.seconds(Part.DECODE) / rates.seconds(Part.PREFILL),
-        "cpu_load_bytes_per_s": rates.per_second(Part.LOAD),
-        "disk_bytes_per_s": rates.per_second(Part.DISK),
-        "remote_bytes_per_s": rates.per_second(Part.REMOTE),
-        "peer_bytes_per_s": rates.per_second(Part.PEER),
+        "base_s": rates.seconds(CostPart.BASE),
+        "prefill_tokens_per_s": rates.per_second(CostPart.PREFILL),
+        "attention_doubles_at_tokens": rates.seconds(CostPart.PREFILL)
+        / rates.seconds(CostPart.ATTENTION),
+        "decode_slowdown": rates.seconds(CostPart.DECODE) / rates.seconds(CostPart.PREFILL),
+        "cpu_load_bytes_per_s": rates.per_second(CostPart.LOAD),
+        "disk_bytes_per_s": rates.per_second(CostPart.DISK),
+        "remote_bytes_per_s": rates.per_second(CostPart.REMOTE),
+        "peer_bytes_per_s": rates.per_second(CostPart.PEER),
         "learned": [part.name.lower() for part in rates.learned()],
     }

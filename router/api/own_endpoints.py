@@ -13,7 +13,7 @@ from router.access import GRANT, Access
 from router.api.explanation import explanation
 from router.config import PROMPTED, RouterConfig
 from router.feeds import authorization, fetch_models
-from router.fleet import Fleet, State
+from router.fleet import Fleet, ReplicaState
 from router.membership import Reload
 from router.policy import Plane, json_object
 from router.proxy import RequestLifecycle
@@ -55,9 +55,9 @@ class OwnEndpoints:
         """
         replicas = self.fleet.replicas.values()
         is_leaving = request.app[LEAVING].has_begun
-        is_up = any(each.state is State.UP for each in replicas)
+        is_up = any(each.state is ReplicaState.UP for each in replicas)
         is_ok = is_up and not is_leaving
-        is_probed = all(each.state is not State.UNKNOWN for each in replicas)
+        is_probed = all(each.state is not ReplicaState.UNKNOWN for each in replicas)
         body: dict[str, Any] = {
             "status": "draining" if is_leaving else "ok" if is_up else "no replica is up",
             "first_probes": "done" if is_probed else "under way",
@@ -100,7 +100,7 @@ class OwnEndpoints:
                 timeout_s=self.config.timeouts.health_timeout_s,
             )
             for each in self.fleet.replicas.values()
-            if each.state is State.UP
+            if each.state is ReplicaState.UP
         )
         answers = await asyncio.gather(*asked)
         if all(answer is None for answer in answers):

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from router.fleet import Fleet, Replica, State
+from router.fleet import Fleet, Replica, ReplicaState
 from warmroute_common.api_errors import BadRequestError, ForbiddenError, NotFoundError
 from warmroute_common.http_server import as_json
 
@@ -44,7 +44,7 @@ class ReplicaEndpoints:
         """
         _refuse_other_origins(request)
         wait_s, replica = _wait_s(request), self._named(request)
-        if replica.state is not State.DRAINING:
+        if replica.state is not ReplicaState.DRAINING:
             log.info("%s drains, as the administration asked", replica.id)
         self.fleet.drain(replica.id)
         until_s = time.monotonic() + wait_s
@@ -56,7 +56,7 @@ class ReplicaEndpoints:
         """``POST /replicas/ID/resume``: end `drain`; it gets requests once it is found up."""
         _refuse_other_origins(request)
         replica = self._named(request)
-        if replica.state is State.DRAINING:
+        if replica.state is ReplicaState.DRAINING:
             log.info("%s is resumed, as the administration asked", replica.id)
             self.fleet.resume(replica.id)
             self.look_again(replica)
@@ -74,7 +74,7 @@ class ReplicaEndpoints:
 
 
 def _is_busy(replica: Replica) -> bool:
-    return replica.in_flight > 0 and replica.state is State.DRAINING
+    return replica.in_flight > 0 and replica.state is ReplicaState.DRAINING
 
 
 def _wait_s(request: web.Request) -> float:

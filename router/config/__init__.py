@@ -1,12 +1,12 @@
 """Everything that an operator can set, and how it is read and checked."""
 
+from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights, LearningWeights
 from router.config.credentials import (
     client_context,
     load_certificate,
     load_fleet_secret,
     server_context,
 )
-from router.config.judgment import DEFAULT, Judgment, Learning
 from router.config.loading import check_unique, load_router_config, router_config
 from router.config.requests import MAX_WAIT_HEADER, PROMPTED
 from router.config.settings import (
@@ -42,19 +42,19 @@ from warmroute_common.addresses import (
 from warmroute_common.config_reader import build, read_yaml, setting
 
 __all__ = [
-    "DEFAULT",
+    "DEFAULT_WEIGHTS",
     "MAX_WAIT_HEADER",
     "PROMPTED",
     "AccessConfig",
     "BreakerConfig",
     "CorsConfig",
+    "CostWeights",
     "DiscoveredConfig",
     "DiscoveryConfig",
     "DnsConfig",
-    "Judgment",
     "KeyConfig",
     "KubernetesConfig",
-    "Learning",
+    "LearningWeights",
     "LmcacheWorkersConfig",
     "PickerConfig",
     "PolicyName",

@@ -1,27 +1,35 @@
-"""All replicas, their sessions, and the decision of where a request goes.
+"""The state of the fleet: replicas, what each holds, its load, rates and sessions. Pure."""
 
-`Fleet.place` returns a `Decision` for a prompt: `candidate` says what is minimized,
-`assessment` makes the candidates, `policy` picks one, `placement` puts that together.
-`Fleet.start` returns the `Ticket` of a request in flight, whose end is noted there. A
-`Replica` has a state, a load and rates.
-
-Called by admission, staging, feeds, proxy, doctor. Imports config, failures, residency and
-latency; no I/O, times are passed in.
-"""
-
-from router.fleet.candidate import Candidate
-from router.fleet.decision import Decision, KvCopy, Reason
+from router.fleet.cost_model import (
+    Cost,
+    CostModel,
+    CostPart,
+    ErrorFigures,
+    PredictionErrors,
+    Quantiles,
+    RecentWork,
+    Work,
+)
+from router.fleet.decision import Candidate, Decision, KvCopy, Reason
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
-from router.fleet.replica import Replica, State
+from router.fleet.replica import Replica, ReplicaState
 
 __all__ = [
     "Candidate",
+    "Cost",
+    "CostModel",
+    "CostPart",
     "Decision",
+    "ErrorFigures",
     "Fleet",
     "KvCopy",
+    "PredictionErrors",
+    "Quantiles",
     "Reason",
+    "RecentWork",
     "Replica",
-    "State",
+    "ReplicaState",
     "Ticket",
+    "Work",
 ]

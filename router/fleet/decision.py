@@ -1,11 +1,19 @@
-"""Where a request goes and why. Pure values."""
+"""Candidates for a request, and the decision: where it goes, and why.
+
+`router.scheduling` makes them, and `Fleet.start` acts on a `Decision`. `docs/cost-model.md`
+explains the formula of `Candidate.score_s`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
-from router.fleet.candidate import Candidate
-from router.index import Tier
+from router.config import CostWeights
+from router.fleet.cost_model import Cost, Work
+from router.fleet.replica import SLOW_TIERS, Replica
+from router.fleet.replica_queue import NO_KV, KvNeed
+from router.index import ChunkRun, PromptKeys, Tier
 
 
 class Reason(StrEnum):
@@ -23,15 +31,103 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSource:
+    """Another replica, from which a candidate copies KV that it lacks."""
+
+    replica: Replica
+    runs: tuple[ChunkRun, ...]
+    """The chunks to copy, without a gap, by their tiers at the source."""
+    tokens: int
+    nbytes: float
+    gain_s: float
+    """Seconds that the copy saves over computing those chunks."""
+
+
+@dataclass(slots=True, kw_only=True)  # not frozen: many are made for each decision
+class Candidate:
+    """A replica for one prompt, the source of its KV, and the predicted parts of its TTFT."""
+
+    replica: Replica
+    keys: PromptKeys
+    runs: tuple[ChunkRun, ...] = ()
+    """Matched chunks beyond the GPU, in the replica's tiers."""
+    matched_tokens: Mapping[Tier, int]
+    """By tier; without the tokens to copy from a peer source."""
+    work: Work
+    cost: Cost
+    kv: KvNeed = NO_KV
+    """The KV memory that the prompt takes."""
+    prefetch_gain_s: float = 0.0
+    """Seconds that the chunks on disk and remote save over computing them."""
+    source: PeerSource | None = None
+    waiting: int = 0
+    """Requests at the replica, or reserved for it, without a first token yet."""
+    busy_share: float = 0.0
+    """Share of time that recent requests took: the mean of the replica's own share and the
+    fleet's, since an idle replica's time has value while others are busy. Above 1 the load exceeds
+    the capacity."""
+
+    @property
+    def replica_id(self) -> str:
+        """The replica's id."""
+        return self.replica.id
+
+    @property
+    def in_flight(self) -> int:
+        """Requests in flight at the replica, with those of other routers as far as known."""
+        return self.replica.in_flight + self.replica.others_waiting + self.replica.others_running
+
+    @property
+    def matched(self) -> int:
+        """Matched tokens in all tiers."""
+        return sum(self.matched_tokens.values())
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted time to first token."""
+        return self.cost.ttft_s
+
+    def behind(self, weights: CostWeights) -> float:
+        """Return how many requests are expected to wait behind this one.
+
+        This is the number that waits there now, or the mean queue length ``r / (1 - r)`` of a
+        server that is busy for a share r of its time (M/M/1), whichever is larger, within
+        `CostWeights.least_behind` and `CostWeights.most_behind`.
+        """
+        usual = self.busy_share / (1.0 - self.busy_share) if self.busy_share < 1.0 else inf
+        return min(weights.most_behind, max(weights.least_behind, usual, self.waiting))
+
+    def others_s(self, weights: CostWeights) -> float:
+        """Return what the request costs others: its time, for each request behind it.
+
+        Fetching counts like computing: transfers are shared, and fetched KV evicts KV in CPU
+        RAM that others would find there.
+        """
+        return self.behind(weights) * (self.cost.busy_s + self.cost.fetch_s)
+
+    def score_s(self, weights: CostWeights) -> float:
+        """Return what the picker minimizes: ``ttft + others``."""
+        return self.cost.ttft_s + self.others_s(weights)
+
+    def slow_keys(self) -> tuple[bytes, ...]:
+        """Return the whole digests of the chunks to use that lie only on disk or remote."""
+        if not self.keys.chain:
+            return ()
+        slow_tokens = sum(self.matched_tokens.get(tier, 0) for tier in SLOW_TIERS)
+        runs = (run for run in self.runs if run.tier in SLOW_TIERS)
+        return self.keys.chunks(runs)[: -(-slow_tokens // self.keys.chunk_tokens)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvCopy:
-    """KV that the picked replica should get from another before it is asked."""
+    """KV that the picked replica should copy from another one before the request is sent."""
 
     source_id: str
     keys: tuple[bytes, ...] = field(repr=False)
     """Whole digests of the chunks that the source holds, in any tier, and the picked one lacks."""
     nbytes: int
     expected_gain_s: float
-    """What the copy saves over computing those chunks anew."""
+    """Seconds that the copy saves over computing those chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +138,17 @@ class Decision:
     reason: Reason
     prompt_tokens: int
     candidates: tuple[Candidate, ...] = field(default=(), repr=False)
-    """All that were weighed, the picked one among them."""
+    """All scored candidates, with the picked one."""
     prefetch_keys: tuple[bytes, ...] = field(default=(), repr=False)
     """Whole digests of the matched chunks that lie only on disk or remote, in order."""
     copy: KvCopy | None = None
     home: str | None = None
-    """Id of the session's home when this was decided, if it could take the request."""
+    """Id of the session's home at the time of the decision, if it could take the request."""
     session: str | None = None
     streamed: bool = True
-    """Whether the answer's first token will be seen, since it is streamed."""
+    """Whether the answer is streamed, so that its first token will be seen."""
+    made_in_s: float = field(default=0.0, compare=False, repr=False)
+    """Seconds that making the decision took; 0 where nothing measures that."""
 
     @property
     def replica_id(self) -> str:
@@ -59,25 +157,25 @@ class Decision:
 
     @property
     def url(self) -> str:
-        """Where the picked replica serves."""
+        """URL of the picked replica."""
         return self.picked.replica.config.url
 
     @property
     def matched_tokens(self) -> Mapping[Tier, int]:
-        """What the picked replica holds of the prompt, by tier."""
+        """Tokens of the prompt that the picked replica holds, by tier."""
         return self.picked.matched_tokens
 
     @property
     def predicted_ttft_s(self) -> float:
-        """Seconds."""
+        """Predicted time to first token."""
         return self.picked.ttft_s
 
     @property
     def expected_gain_s(self) -> float:
-        """What the prefetch saves over computing those chunks anew: waiting longer is a loss."""
+        """Seconds that the prefetch saves over computing its chunks: a longer wait is a loss."""
         return self.picked.prefetch_gain_s if self.prefetch_keys else 0.0
 
     @property
     def is_staged(self) -> bool:
-        """Whether KV is to be brought to the replica's CPU RAM before the request is sent."""
+        """Whether KV must be brought to the replica's CPU RAM before the request is sent."""
         return bool(self.prefetch_keys) or self.copy is not None

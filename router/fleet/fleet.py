@@ -1,218 +1,181 @@
-"""All that the router knows and may change: replicas, index, sessions, what is in flight.
+"""The router's state: replicas, prefix index, sessions, requests in flight.
 
-The only mutable centre, and synchronous: between two awaits of its callers no caller sees it
-half changed. It does no I/O and reads no clock: feeds, health checks and proxy tell it of events.
+`Fleet` is the only mutable centre, and synchronous: between two awaits no caller sees it half
+changed. It does no I/O and reads no clock. Feeds, health checks and the proxy report events to it;
+`router.scheduling` reads it to decide where a request goes.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
-from router.config import DEFAULT, Judgment, ReplicaConfig, RouterConfig
-from router.fleet.decision import Decision, Reason
-from router.fleet.eligibility import Roster
-from router.fleet.holdings import Holdings
-from router.fleet.in_flight import Ticket
-from router.fleet.placement import Ask, decide
-from router.fleet.replica import Replica, Replicas, Signal, State
+from router.config import DEFAULT_WEIGHTS, CostWeights, ReplicaConfig, RouterConfig
+from router.fleet.cost_model import CostPart, RecentWork
+from router.fleet.decision import Decision
+from router.fleet.in_flight import PrefillTracker, Ticket
+from router.fleet.replica import Replica, Replicas, ReplicaState, Signal
 from router.fleet.sessions import Sessions
 from router.index import (
+    LOWER_TIERS,
+    BlocksRemoved,
+    BlocksStored,
+    FirstBlocks,
+    GpuCleared,
+    KvBatch,
+    KvEvent,
+    LmcacheKeys,
     PrefixIndex,
-    PromptKeyCache,
-    PromptView,
+    Tier,
 )
-from router.latency import Promised, RecentWork
+from warmroute_common.agent_protocol import EventBatch, InstanceInfo, Snapshot, unpack_keys
 
-_EXPIRED_KEYS_PER_PLACE: Final = 20
-"""Keys whose claims are ended by the way, the last claim whole: never fewer claims than the
-one that a request makes, so that they cannot pile up, and few, so that no request pays for many."""
+_EXPIRED_KEYS: Final = 20
+"""Keys whose speculative entries end per decision, the last entry as a whole: at least as many
+entries as a request makes, so that they do not pile up, and few, so that no request is slow."""
 
 
-class Fleet(Holdings):
-    """The replicas of one router; see the module."""
+class Fleet:
+    """The replicas of one router, what each holds, and the requests in flight."""
 
     def __init__(
         self,
         config: RouterConfig,
-        judgment: Judgment = DEFAULT,
+        weights: CostWeights = DEFAULT_WEIGHTS,
         *,
         jitter: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """``jitter`` returns random numbers from 0 to 1, for the times that breakers are open."""
         self.config = config
-        self.judgment = judgment
-        replicas = Replicas()
+        self.weights = weights
+        self.aliases: Mapping[str, str] = config.model_aliases
+        """By further names that clients may use, the names of models."""
+        self.replicas = Replicas(config.breaker, jitter)
         for each in config.replicas:
-            replicas.add(each, config.rates, judgment)
-        roster = Roster(replicas, config.model_aliases, config.breaker, jitter)
-        super().__init__(replicas, roster, PrefixIndex(config.index.max_keys))
-        self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, judgment)
-        self._turn = 0
-        self._recent = RecentWork(judgment)
+            self.replicas.add(each, config.rates, weights)
+        self.index = PrefixIndex(config.index.max_keys)
+        self.sessions = Sessions(config.sessions.max_sessions, config.sessions.ttl_s, weights)
+        self.prefills = PrefillTracker()
+        self.started = 0
+        """Requests ever started."""
+        self._recent = RecentWork(weights)
 
-    # --- which replicas there are
+    # --- replicas
 
     def add(self, config: ReplicaConfig) -> Replica:
-        """Take in a replica; raise ValueError where another is configured by that name."""
-        replica = self.replicas.add(config, self.config.rates, self.judgment)
-        self._roster.changed()
-        return replica
+        """Add a replica; raise ValueError if another is configured with that name."""
+        return self.replicas.add(config, self.config.rates, self.weights)
 
     def remove(self, replica_id: str) -> None:
-        """Forget a replica; raise KeyError if there is none. Requests under way there go on."""
+        """Forget a replica; raise KeyError if there is none. Its requests in flight continue."""
         replica = self.replicas.remove(replica_id)
         self.index.forget(replica.slot)
-        self._roster.changed()
 
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """By further names that clients may use, the models that replicas get asked for."""
-        return self._roster.aliases
-
-    @aliases.setter
-    def aliases(self, aliases: Mapping[str, str]) -> None:
-        """Use others from now on."""
-        self._roster.aliases = aliases
+    def models(self) -> set[str]:
+        """Return the names of the models that replicas are known to serve, and their aliases."""
+        names = set[str]().union(*(each.models or () for each in self.replicas.values()))
+        return names | {alias for alias, real in self.aliases.items() if real in names}
 
     # --- requests
 
-    def place(
-        self,
-        prompt: PromptView | PromptKeyCache | None,
-        *,
-        model: str | None,
-        session: str | None,
-        bound_to: str | None = None,
-        exclude: Collection[str] = (),
-        among: Collection[str] | None = None,
-        promised: Promised | None = None,
-        streamed: bool = True,
-        now_s: float,
-    ) -> Decision:
-        """Say which replica a request should go to, and change nothing but what time has ended.
+    def pass_time(self, now_s: float) -> None:
+        """Apply what has become due; called before each decision, so it does little at a time."""
+        self.prefills.pass_time(now_s)
+        self.index.expire(now_s, _EXPIRED_KEYS)
+        self.replicas.pass_time(now_s)
 
-        A prompt that may be placed more than once comes as its keyring: its keys are then made
-        once. ``bound_to`` is the only replica that can answer, ``exclude`` are replicas that have
-        failed to, ``among`` all that may be asked, ``promised`` are requests that wait in the
-        router and go before this one, ``streamed`` says whether the answer's first token will be
-        seen. Raises `UnknownModelError`, or `NoReplicaError` when no replica of the model takes requests.
-        """
-        self.unseen.pass_time(now_s)
-        self.index.expire(now_s, _EXPIRED_KEYS_PER_PLACE)
-        self._roster.pass_time(now_s)
-        ask = Ask(
-            keyring=prompt if isinstance(prompt, PromptKeyCache) else PromptKeyCache(prompt),
-            session=session,
-            home=self._home(session, now_s),
-            turn=self._turn,
-            busy_share=self._recent.share(now_s) / max(1, len(self.replicas)),
-            promised=promised or Promised(),
-            streamed=streamed,
-            now_s=now_s,
-        )
-        eligible = self._roster.eligible(model, exclude, bound_to, among)
-        decision = decide(ask, eligible, self.index, self.config, self.judgment)
-        if bound_to is not None:
-            return replace(decision, reason=Reason.BOUND)
-        return replace(decision, reason=Reason.RETRY) if exclude else decision
+    def tick(self, now_s: float) -> None:
+        """Apply what has become due; to be called about once a second."""
+        self.prefills.pass_time(now_s)
+        self.index.tick(now_s)
+        self.replicas.release(self.index.is_clear, now_s)
 
-    @property
-    def roster_version(self) -> int:
-        """Another whenever the replicas that can answer may have changed."""
-        return self._roster.version
+    def home(self, session: str | None, now_s: float) -> Replica | None:
+        """Return a session's home, None if it has none in the fleet."""
+        serial = None if session is None else self.sessions.home(session, now_s)
+        return self.replicas.with_serial(serial)
+
+    def busy_share(self, now_s: float) -> float:
+        """Return the share of all replicas' time that recent requests take; above 1 at overload."""
+        return self._recent.share(now_s) / max(1, len(self.replicas))
 
     def start(self, decision: Decision, now_s: float) -> Ticket:
         """Count a request as in flight, and its prompt as arriving on its replica's GPU."""
         replica, keys = decision.picked.replica, decision.picked.keys
-        claim = None
+        speculative = None
         if keys.keys and not replica.is_removed:
-            ttl_s = self._claim_ttl_s(replica, by_tokens=bool(keys.chain))
-            claim = self.index.believe(replica.slot, keys.keys, now_s + ttl_s)
-        if decision.session is not None:
-            self._note_turn(decision.session, replica, now_s)
-        self._turn += 1
+            ttl_s = self._speculative_ttl_s(replica, by_tokens=bool(keys.chain))
+            speculative = self.index.believe(replica.slot, keys.keys, now_s + ttl_s)
+        if (session := decision.session) is not None:
+            if self.home(session, now_s) is None:
+                self.sessions.forget(session)  # its home may have been removed
+            self.sessions.note(session, replica.serial, now_s)
+        self.started += 1
         for recent in (self._recent, replica.recent):
             recent.note(decision.picked.cost.busy_s, now_s)
-        trial = self._roster.begin(replica, now_s)
         return Ticket(
             decision,
-            self.index,
-            claim,
             now_s,
-            learned=self.replicas.teach,
-            unseen=self.unseen,
-            judgment=self.judgment,
-            trial=trial,
-            ended=partial(self._roster.end_trial, replica, trial) if trial else None,
+            replicas=self.replicas,
+            index=self.index,
+            speculative=speculative,
+            prefills=self.prefills,
+            weights=self.weights,
+            trial=self.replicas.begin(replica, now_s),
         )
 
     def note_result(self, ticket: Ticket, now_s: float, *, ok: bool) -> bool:
-        """Note whether a request was answered as it should be, or failed by its replica's fault.
+        """Note whether a request was answered, or failed because of its replica.
 
         Returns whether that opened or closed the replica's breaker.
         """
-        return self._roster.note_result(ticket.replica, now_s, ok=ok, trial=ticket.trial)
+        return self.replicas.note_result(ticket.replica, now_s, ok=ok, trial=ticket.trial)
 
-    def tick(self, now_s: float) -> None:
-        """End what time has ended; to be called about once a second."""
-        self.unseen.pass_time(now_s)
-        self.index.tick(now_s)
-        self.replicas.release(self.index.is_clear, now_s)
-
-    def _home(self, session: str | None, now_s: float) -> int | None:
-        """Return the slot of a session's home, None if it has none in the fleet (any more)."""
-        serial = None if session is None else self.sessions.home(session, now_s)
-        home = self.replicas.with_serial(serial)
-        return None if home is None else home.slot
-
-    def _note_turn(self, session: str, replica: Replica, now_s: float) -> None:
-        """Note that a turn of a session goes to a replica; a home that was removed is none."""
-        if self._home(session, now_s) is None:
-            self.sessions.forget(session)
-        self.sessions.note(session, replica.serial, now_s)
-
-    def _claim_ttl_s(self, replica: Replica, *, by_tokens: bool) -> float:
-        """Return how long a claim holds; one by text can never be confirmed by an event."""
+    def _speculative_ttl_s(self, replica: Replica, *, by_tokens: bool) -> float:
+        """Return how long a speculative entry holds; KV events never confirm one by text."""
         index = self.config.index
         confirmed = replica.has_events and by_tokens
         return index.speculative_ttl_s if confirmed else index.history_ttl_s
 
-    # --- what health checks find
+    # --- health checks and administration
 
     def up(self, replica_id: str) -> None:
         """Note that a replica answers."""
         replica = self.replicas[replica_id]
-        if replica.state is State.DOWN:
-            self._roster.came_back(replica)
+        if replica.state is ReplicaState.DOWN:
+            self.replicas.came_back(replica)
         replica.is_silent = False
         self._receive(replica, Signal.ANSWERED, why_down="")
 
     def down(self, replica_id: str, why: str = "it does not answer") -> None:
         """Note that a replica does not answer, and why.
 
-        One that tells nothing is forgotten, since it may come back empty; feeds know of the others.
+        If neither KV events nor an agent report its KV, that is forgotten: it may come back empty.
+        Otherwise its feeds note that.
         """
         replica = self.replicas[replica_id]
         self._receive(replica, Signal.FAILED, why_down=why)
         if not (replica.has_events or replica.has_agent):
-            # An LMCache server is a process of its own, and may well go on.
+            # An LMCache server is another process, and may still run.
             self.index.forget(replica.slot, replica.event_tiers)
 
     def drain(self, replica_id: str) -> None:
-        """Give a replica nothing new."""
+        """Send a replica no new requests."""
         self._receive(self.replicas[replica_id], Signal.DRAIN)
 
     def resume(self, replica_id: str) -> None:
         """End `drain`."""
         self._receive(self.replicas[replica_id], Signal.RESUME)
 
+    def rest(self, replica_id: str, rests: bool) -> None:
+        """Send a replica no requests while another is up, or end that."""
+        self.replicas[replica_id].rests = rests
+        self.replicas.changed()
+
     def set_models(
         self, replica_id: str, models: Mapping[str, str | None], roots: Collection[str] = ()
     ) -> None:
-        """Note which models a replica serves, and of LoRA adapters the path; None for others.
+        """Note which models a replica serves: LoRA adapters with their path, others with None.
 
-        ``roots`` is where it has these others from.
+        ``roots`` are the paths of the others.
         """
         replica = self.replicas[replica_id]
         replica.roots = frozenset(roots)
@@ -220,24 +183,126 @@ class Fleet(Holdings):
         adapters = {name: path for name, path in models.items() if path is not None}
         if (names, adapters) != (replica.models, replica.adapters):
             replica.models, replica.adapters = names, adapters
-            self._roster.changed()
+            self.replicas.changed()
 
     def match_by_text(self, replica_ids: Collection[str]) -> None:
-        """Match prompts by their text at these replicas, where tokens differ from the router's."""
+        """Match prompts by text at these replicas only, where tokens differ from the router's."""
         differing = {self.replicas[each].slot for each in replica_ids}
         for replica in self.replicas.values():
             if replica.tokens_differ is not (replica.slot in differing):
                 replica.tokens_differ = not replica.tokens_differ
-                self._roster.changed()
+                self.replicas.changed()
 
     def set_kv_capacity(self, replica_id: str, tokens: int) -> None:
-        """Note how many tokens of KV a replica's GPU holds in all."""
+        """Note how many tokens of KV a replica's GPU holds."""
         self.replicas[replica_id].queue.set_capacity(tokens)
 
     def _receive(self, replica: Replica, signal: Signal, why_down: str | None = None) -> None:
         was_leaving = replica.is_leaving
         if why_down is not None:
             replica.why_down = why_down
-        # Whether a draining replica answers changes no state, but what others may copy.
+        # Whether a draining replica answers does not change its state, but what others may copy.
         if replica.receive(signal) or replica.is_leaving is not was_leaving:
-            self._roster.changed()
+            self.replicas.changed()
+
+    # --- agents and LMCache
+
+    def apply_info(self, replica_id: str, info: InstanceInfo) -> bool:
+        """Apply an agent's report about its replica; return whether the replica has restarted.
+
+        The KV of a restarted replica is forgotten. A replica without a configured id gets the
+        agent's, unless another replica has it.
+        """
+        replica = self.replicas[replica_id]
+        if restarted := replica.take_info(info):
+            self.index.forget(replica.slot)
+            self.replicas.changed()
+        if replica.config.instance_id is None and info.instance_id not in self.replicas:
+            self.replicas.rename(replica.id, info.instance_id)
+        return restarted
+
+    def apply_snapshot(self, replica_id: str, snapshot: Snapshot) -> None:
+        """Replace the known contents of a replica's lower tiers."""
+        self.forget_lower(replica_id)
+        for name, packed in snapshot.tiers.items():
+            self.change_lower(replica_id, _lower_tier(name), unpack_keys(packed), stored=True)
+
+    def apply_events(self, replica_id: str, batch: EventBatch) -> None:
+        """Apply changes of a replica's lower tiers."""
+        for event in batch.events:
+            keys = unpack_keys(event.keys)
+            self.change_lower(replica_id, _lower_tier(event.tier), keys, stored=event.stored)
+
+    def change_lower(
+        self, replica_id: str, tier: Tier, keys: Sequence[int], *, stored: bool
+    ) -> None:
+        """Note that keys were stored in, or have left, one of a replica's lower tiers."""
+        replica = self.replicas[replica_id]
+        if not replica.is_removed:
+            change = self.index.add if stored else self.index.remove
+            change(replica.slot, tier, keys)
+
+    def forget_lower(self, replica_id: str, *tiers: Tier) -> None:
+        """Forget the contents of some of a replica's lower tiers, by default of all."""
+        self.index.forget(self.replicas[replica_id].slot, tiers or LOWER_TIERS)
+
+    def tie_lmcache(self, replica_id: str, keys: LmcacheKeys | None) -> None:
+        """Match a replica's lower tiers by LMCache's chunks from now on; None: no LMCache."""
+        replica = self.replicas[replica_id]
+        replica.lmcache_keys = keys
+        self.forget_lower(replica_id)
+        self.replicas.changed()
+
+    # --- copies between replicas
+
+    def observed_copy(self, replica_id: str, nbytes: int, seconds: float) -> None:
+        """Learn the rate of a replica's copies from another; small copies are ignored."""
+        replica = self.replicas[replica_id]
+        least_bytes = self.weights.least_telling_copy_tokens * replica.kv_bytes_per_token
+        if nbytes >= least_bytes and seconds > 0:
+            replica.rates.observe_rate(CostPart.PEER, nbytes / seconds)
+
+    def copy_failed(self, replica_id: str, now_s: float) -> None:
+        """Note that a copy failed: pause copies from and to that replica."""
+        self.replicas[replica_id].no_copies_until_s = now_s + self.weights.copy_pause_s
+
+    # --- KV events
+
+    def following_kv(self, replica_id: str) -> None:
+        """Note that the router receives a replica's KV events from now on."""
+        self.replicas[replica_id].has_events = True
+
+    def apply_kv(self, replica_id: str, batch: KvBatch, now_s: float) -> None:
+        """Apply a message of vLLM's KV events, for the tiers of `Replica.event_tiers`."""
+        replica = self.replicas[replica_id]
+        replica.heard_s = now_s
+        for event in batch.events:
+            if not isinstance(event, FirstBlocks):
+                self._apply_kv_event(replica, event, now_s)
+            elif replica.check_shape(event):
+                self.replicas.changed()
+
+    def lost_kv(self, replica_id: str) -> None:
+        """Forget what KV events reported: their publisher is gone, restarted, or left a gap."""
+        replica = self.replicas[replica_id]
+        replica.has_events = False
+        self.index.forget(replica.slot, replica.event_tiers)
+        # A stock vLLM may come back with another random seed.
+        replica.shape_checked = False
+
+    def _apply_kv_event(self, replica: Replica, event: KvEvent, now_s: float) -> None:
+        tiers = () if replica.is_removed else replica.event_tiers
+        match event:
+            case GpuCleared():
+                self.index.forget(replica.slot, (Tier.GPU,))
+            case BlocksStored(tier, keys) if tier in tiers:
+                self.index.add(replica.slot, tier, keys, counted=True)
+                if tier is Tier.GPU:
+                    self.prefills.stored(replica.slot, keys, now_s)
+            case BlocksRemoved(tier, keys) if tier in tiers:
+                self.index.remove(replica.slot, tier, keys)
+
+
+def _lower_tier(name: str) -> Tier:
+    """Return the tier that an agent names; an unknown one counts as the slowest."""
+    return Tier(name) if name in LOWER_TIERS else Tier.REMOTE

@@ -1,18 +1,71 @@
-"""One request in flight: counted once at its start, released once at its end."""
+"""One request in flight: its phases, and what is learned from it.
 
-from collections.abc import Callable
+A `Ticket` is counted once at its start and released once at its end. The first token of an answer
+that is not streamed is not seen: its headers come with its last token. `PrefillTracker` ends the
+prefill of such a request by whichever comes first: the replica's KV event for the last block of the
+prompt, the answer itself, or the predicted time. Otherwise seconds of decoding would look like a
+prefill that never ends.
+"""
+
+import heapq
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from enum import StrEnum
 from math import inf
+from types import MappingProxyType
+from typing import Final
 
-from router.config import Judgment
+from router.config import CostWeights
 from router.fleet.decision import Decision
-from router.fleet.phases import NEXT, WAITING, Event, Phase, Prefill, Unseen
-from router.fleet.replica import Replica
+from router.fleet.replica import Replicas
 from router.index import PrefixIndex, SpeculativeEntry
 
 
+class Phase(StrEnum):
+    """Where a request in flight is."""
+
+    FETCHING = "fetching"
+    """Its KV is being brought to the replica's CPU RAM; it has not been sent."""
+    PREFILLING = "prefilling"
+    """Sent: in the replica's queue, or being computed."""
+    DECODING = "decoding"
+    """Its first token has come, or should have come."""
+    ENDED = "ended"
+
+
+class PhaseEvent(StrEnum):
+    """What moves a request to its next phase."""
+
+    SENT = "sent"
+    FIRST_TOKEN = "first token"
+    """The first token of a streamed answer, or the last token of another one."""
+    PROMPT_STORED = "prompt stored"
+    """A KV event: the last block of the prompt is on the GPU."""
+    DUE = "due"
+    """No event came; the predicted time of the first token has passed."""
+    END = "end"
+
+
+NEXT_PHASE: Final[Mapping[tuple[Phase, PhaseEvent], Phase]] = MappingProxyType(
+    {
+        (Phase.FETCHING, PhaseEvent.SENT): Phase.PREFILLING,
+        (Phase.FETCHING, PhaseEvent.FIRST_TOKEN): Phase.DECODING,
+        (Phase.PREFILLING, PhaseEvent.FIRST_TOKEN): Phase.DECODING,
+        (Phase.PREFILLING, PhaseEvent.PROMPT_STORED): Phase.DECODING,
+        (Phase.PREFILLING, PhaseEvent.DUE): Phase.DECODING,
+        (Phase.FETCHING, PhaseEvent.END): Phase.ENDED,
+        (Phase.PREFILLING, PhaseEvent.END): Phase.ENDED,
+        (Phase.DECODING, PhaseEvent.END): Phase.ENDED,
+    }
+)
+"""The next phase; a pair that is not listed changes nothing."""
+
+_WAITING: Final = frozenset({Phase.FETCHING, Phase.PREFILLING})
+"""Phases before the first token."""
+
+
 class Ticket:
-    """Held by the forwarder of the request; made by `Fleet.start`.
+    """A request in flight, held by its forwarder; made by `Fleet.start`.
 
     `finish` must be called on every way out, and may be called more than once.
     """
@@ -20,44 +73,42 @@ class Ticket:
     def __init__(
         self,
         decision: Decision,
-        index: PrefixIndex,
-        claim: SpeculativeEntry | None,
         now_s: float,
         *,
-        learned: Callable[[Replica], None],
-        unseen: Unseen,
-        judgment: Judgment,
+        replicas: Replicas,
+        index: PrefixIndex,
+        speculative: SpeculativeEntry | None,
+        prefills: "PrefillTracker",
+        weights: CostWeights,
         trial: int = 0,
-        ended: Callable[[], None] | None = None,
     ) -> None:
-        """``learned`` is told when the replica's rates have learned from the request.
+        """``speculative`` is what the index assumes to be stored by this request.
 
-        ``unseen`` ends its prefill where the answer will not be streamed. ``trial`` is its number
-        as a trial of a replica whose breaker is half open, 0 if it is none; ``ended`` is called
-        once, at its end.
+        ``trial`` is its number as a trial of a replica whose breaker is half open, 0 if it is not
+        a trial.
         """
         picked = decision.picked
         self.replica = replica = picked.replica
         self.trial = trial
-        self._ended = ended
+        self.last_block = picked.keys.keys[-1] if picked.keys.chain else None
+        """Key of the prompt's last whole block; None if no KV event can report it."""
         self._work = picked.work
         self._kv = picked.kv
-        self._predicted_ttft_s = decision.predicted_ttft_s
-        self._last_block = picked.keys.keys[-1] if picked.keys.chain else None
         self._cost = picked.cost
-        self._judgment = judgment
-        self._learned = learned
+        self._predicted_ttft_s = decision.predicted_ttft_s
+        self._replicas = replicas
         self._index = index
-        self._claim = claim
-        self._unseen = None if decision.streamed else unseen
-        self._unseen_number: int | None = None
-        self._queue_token: int | None = None
+        self._speculative = speculative
+        self._prefills = None if decision.streamed else prefills
+        self._is_tracked = False
+        self._weights = weights
+        self._queue_number: int | None = None
         self.started_s = now_s
         self._lag_s = 0.0
         self._ttft_s: float | None = None
-        """Of an answer that is streamed."""
+        """TTFT of a streamed answer."""
         self._stored_s: float | None = None
-        """When the replica told of the prompt's last block; up to a step before the first token."""
+        """Time of the KV event for the last block: up to a step before the first token."""
         self._has_begun = False
         self._was_alone = not replica.waiting
         replica.waiting += 1
@@ -66,20 +117,20 @@ class Ticket:
         replica.note_work(self._cost.busy_s)
         self._number = replica.started
         self._ready_s = 0.0
-        """When its KV will be there."""
-        # The replica has nothing to compute of a request whose KV is being fetched: taken for
-        # work before them, it held other requests in the router while replicas were idle.
+        """When its KV will be in CPU RAM."""
+        # The replica computes nothing of a request whose KV is being fetched: counted as work
+        # before others, it held them in the router while replicas were idle.
         self.phase = Phase.FETCHING
         if decision.is_staged:
             self._ready_s = replica.fetch(self._cost.fetch_s, now_s)
         else:
-            self._move(Event.SENT, now_s)
+            self._move(PhaseEvent.SENT, now_s)
 
     def sent(self, now_s: float, *, is_staged: bool = True) -> None:
-        """Note that the replica is asked only now: others may have been in the meantime.
+        """Note that the request is sent only now: others may have been sent in the meantime.
 
-        ``is_staged``: whether its KV is in the replica's CPU RAM; else the replica lets others
-        go first until it is.
+        ``is_staged``: whether its KV is in the replica's CPU RAM. If not, the replica lets others
+        overtake until it is.
         """
         if is_staged:
             self._ready_s = 0.0
@@ -87,7 +138,7 @@ class Ticket:
             self._leave_queue(now_s)
             self._join_queue(now_s)
         else:
-            self._move(Event.SENT, now_s)
+            self._move(PhaseEvent.SENT, now_s)
 
     def first_byte(
         self,
@@ -99,10 +150,10 @@ class Ticket:
     ) -> None:
         """Note that the answer has begun; later calls change nothing.
 
-        ``streamed``: whether this was the first token. The headers of an
-        answer that is not streamed come with its last, and teach nothing.
-        ``lag_s``: what the router itself took to send the request, beside what it waited
-        for; that is not the replica's. ``told_s`` is now, where that is later than ``began_s``.
+        ``streamed``: whether this was the first token. The headers of an answer that is not
+        streamed come with its last token, and are not used for learning.
+        ``lag_s``: time that the router itself took to send the request, without intended waits.
+        ``told_s``: the current time, if it is later than ``began_s``.
         """
         if self.phase is Phase.ENDED or self._has_begun:
             return
@@ -112,7 +163,7 @@ class Ticket:
         if streamed:
             self._ttft_s = began_s - self.started_s
         now_s = began_s if told_s is None else told_s
-        self._move(Event.FIRST_TOKEN, now_s)
+        self._move(PhaseEvent.FIRST_TOKEN, now_s)
         self._leave_prefill(now_s, just_now=streamed and told_s is None)
 
     def finish(
@@ -125,46 +176,45 @@ class Ticket:
     ) -> None:
         """Release the request and learn from it; later calls change nothing.
 
-        The numbers of tokens are what the replica's ``usage`` said, if it did.
+        The numbers of tokens are those of the replica's ``usage``, if it reports them.
         """
-        if not self._move(Event.END, now_s):
+        if not self._move(PhaseEvent.END, now_s):
             return
-        if self._ended is not None:
-            self._ended()
+        if self.trial:
+            self._replicas.end_trial(self.replica, self.trial)
         if not self._has_begun:
-            # Nothing was computed, as far as is known: a request that is sent
-            # elsewhere now must not be drawn back by its own claim.
-            if self._claim is not None:
-                self._index.withdraw(self._claim)
+            # Nothing was computed, as far as known: the index must not draw this request, which
+            # may be sent elsewhere now, back to this replica.
+            if self._speculative is not None:
+                self._index.withdraw(self._speculative)
         elif ok:
             ttft_s = self._ttft_s
             if ttft_s is None and output_tokens == 1:
-                # Lengths of longer answers tell too little: what a token took is off by the
-                # prefills that ran beside, and slow fleets were learned as four times slower.
-                # KV events, up to a step early, teach that short prompts take no time.
+                # The duration of a longer answer is not used: the time per token contains
+                # concurrent prefills, and slow fleets were learned as four times slower.
+                # KV events come up to a step early: short prompts would seem to take no time.
                 ttft_s = now_s - self.started_s
             self._note_answer(now_s)
             if ttft_s is not None:
-                # Whatever made the prediction wrong is counted, a match that was not
-                # there and rates not learned yet too; the rates learn from what is
-                # known by now.
+                # The error counts whatever caused it, also a wrong match and rates not learned
+                # yet; the rates learn from what is known now.
                 self.replica.errors.note(self._predicted_ttft_s, ttft_s)
                 self._learn(cached_tokens, ttft_s)
 
     # --- phases
 
-    def _move(self, event: Event, now_s: float) -> bool:
-        """Move to the next phase; return whether that is another one."""
-        before, after = self.phase, NEXT.get((self.phase, event))
+    def _move(self, event: PhaseEvent, now_s: float) -> bool:
+        """Move to the next phase; return whether it changed."""
+        before, after = self.phase, NEXT_PHASE.get((self.phase, event))
         if after is None:
             return False
         self.phase = after
         replica = self.replica
         replica.fetching -= before is Phase.FETCHING
-        if before in WAITING and after not in WAITING:
+        if before in _WAITING and after not in _WAITING:
             replica.waiting -= 1
-            if self._unseen is not None and self._unseen_number is not None:
-                self._unseen.remove(replica.slot, self._unseen_number)
+            if self._prefills is not None and self._is_tracked:
+                self._prefills.remove(self)
         if after is Phase.PREFILLING:
             self._join_queue(now_s)
         replica.decoding += (after is Phase.DECODING) - (before is Phase.DECODING)
@@ -173,60 +223,112 @@ class Ticket:
         return True
 
     def _join_queue(self, now_s: float) -> None:
-        self._queue_token = self.replica.queue.join(
+        self._queue_number = self.replica.queue.join(
             self._cost.busy_s, now_s, kv=self._kv, ready_s=self._ready_s
         )
-        if self._unseen is not None and self._unseen_number is None:
-            prefill = Prefill(
-                last_block=self._last_block, due_s=self._due_s, ended=self._ended_unseen
-            )
-            self._unseen_number = self._unseen.add(self.replica.slot, prefill, now_s)
+        if self._prefills is not None and not self._is_tracked:
+            self._is_tracked = True
+            self._prefills.add(self, now_s)
 
     def _leave_queue(self, now_s: float) -> None:
-        if self._queue_token is not None:
-            self.replica.queue.end(self._queue_token, now_s)
-
-    def _due_s(self, now_s: float) -> float:
-        """Return when the first token is to come, as predicted now; at once if it has, unseen."""
-        token = self._queue_token
-        end_s = None if token is None else self.replica.queue.end_s(token, now_s)
-        return -inf if end_s is None else end_s + self._cost.base_s
-
-    def _ended_unseen(self, event: Event, now_s: float) -> None:
-        if event is Event.PROMPT_STORED:
-            self._stored_s = now_s
-        self._move(event, now_s)
-        self._leave_prefill(now_s, just_now=event is Event.PROMPT_STORED)
+        if self._queue_number is not None:
+            self.replica.queue.end(self._queue_number, now_s)
 
     def _leave_prefill(self, now_s: float, *, just_now: bool) -> None:
-        if self._queue_token is not None:
-            self.replica.queue.leave(self._queue_token, now_s, just_now=just_now)
+        if self._queue_number is not None:
+            self.replica.queue.leave(self._queue_number, now_s, just_now=just_now)
+
+    # --- prefills whose end is not seen, for `PrefillTracker`
+
+    def prefill_due_s(self, now_s: float) -> float:
+        """Return the time of the first token as predicted now; minus infinity if it has come."""
+        number = self._queue_number
+        end_s = None if number is None else self.replica.queue.end_s(number, now_s)
+        return -inf if end_s is None else end_s + self._cost.base_s
+
+    def prefill_ended(self, event: PhaseEvent, now_s: float) -> None:
+        """End the prefill by a KV event, or because it was due."""
+        if event is PhaseEvent.PROMPT_STORED:
+            self._stored_s = now_s
+        self._move(event, now_s)
+        self._leave_prefill(now_s, just_now=event is PhaseEvent.PROMPT_STORED)
 
     # --- learning
 
     def _note_answer(self, now_s: float) -> None:
-        """Tell the replica how long the answer took after its prefill, where its end was told."""
+        """Note how long the answer took after its prefill, if the end of the prefill is known."""
         if self._ttft_s is not None:
             self.replica.note_answer(now_s - self.started_s - self._ttft_s)
         elif self._stored_s is not None:
             self.replica.note_answer(now_s - self._stored_s)
 
     def _learn(self, cached_tokens: int | None, ttft_s: float) -> None:
-        if not self._judgment.learns:
+        if not self._weights.learns:
             return
         work = self._work
         planned = work.new_tokens
         if cached_tokens is not None:
             work = work.with_cached(cached_tokens, self.replica.kv_bytes_per_token)
         low, high = sorted((planned, work.new_tokens))
-        if not self._was_alone and high > self._judgment.learning.other_work * low:
-            # In a burst of one prompt one may compute what it was to wait for, and another
-            # wait for what it was to compute: queues that were not there, or not foreseen.
-            # Taken for real, they would make prefills look twice as fast, or as slow.
+        if not self._was_alone and high > self._weights.learning.other_work * low:
+            # In a burst of one prompt, one request may compute what it should have waited for, and
+            # another wait for what it should have computed: their queues were not predicted.
+            # Learning from them would make prefills look twice as fast, or as slow.
             return
         queue_s = max(0.0, work.queue_s - self._lag_s)
         self.replica.rates.observe(replace(work, queue_s=queue_s), ttft_s - self._lag_s)
-        self._learned(self.replica)
+        self._replicas.teach(self.replica)
 
     def __repr__(self) -> str:
         return f"<Ticket {self.replica.id} {self.phase}>"
+
+
+class PrefillTracker:
+    """The prefills of one fleet whose answers are not streamed."""
+
+    def __init__(self) -> None:
+        self._by_slot: dict[int, dict[int, Ticket]] = {}
+        self._numbers: dict[Ticket, int] = {}
+        self._due: list[tuple[float, int, int]] = []
+        self._last = 0
+
+    def add(self, ticket: Ticket, now_s: float) -> None:
+        """Call the ticket's `Ticket.prefill_ended` when its prefill ends."""
+        self._last += 1
+        slot = ticket.replica.slot
+        self._by_slot.setdefault(slot, {})[self._last] = ticket
+        self._numbers[ticket] = self._last
+        heapq.heappush(self._due, (ticket.prefill_due_s(now_s), slot, self._last))
+
+    def remove(self, ticket: Ticket) -> None:
+        """Forget a prefill that has ended otherwise; nothing if it is not tracked."""
+        if (number := self._numbers.pop(ticket, None)) is not None:
+            del self._by_slot[ticket.replica.slot][number]
+
+    def pass_time(self, now_s: float) -> None:
+        """End the prefills that are due."""
+        while self._due and self._due[0][0] <= now_s:
+            _, slot, number = heapq.heappop(self._due)
+            ticket = self._by_slot[slot].get(number)
+            if ticket is None:
+                continue
+            due_s = ticket.prefill_due_s(now_s)
+            if due_s > now_s:  # those before it took longer than predicted
+                heapq.heappush(self._due, (due_s, slot, number))
+            else:
+                self._end(ticket, PhaseEvent.DUE, now_s)
+
+    def stored(self, slot: int, keys: Iterable[int], now_s: float) -> None:
+        """End the prefills whose last block is now on a replica's GPU."""
+        if not (tickets := self._by_slot.get(slot)):
+            return
+        stored = frozenset(keys)
+        for ticket in [each for each in tickets.values() if each.last_block in stored]:
+            self._end(ticket, PhaseEvent.PROMPT_STORED, now_s)
+
+    def _end(self, ticket: Ticket, event: PhaseEvent, now_s: float) -> None:
+        self.remove(ticket)
+        ticket.prefill_ended(event, now_s)
+
+    def __repr__(self) -> str:
+        return f"<PrefillTracker {len(self._numbers)}>"

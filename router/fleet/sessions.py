@@ -1,4 +1,4 @@
-"""Which replica is a session's home. Pure state, bounded in number and time."""
+"""Which replica is the home of a session: a table bounded in number and time."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -6,40 +6,42 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from router.config import DEFAULT, Judgment
+from router.config import DEFAULT_WEIGHTS, CostWeights
 
 _EVICTION_SLACK: Final = 1024
-"""When full, this fraction is forgotten at once: to find the oldest is to pass
-over all that went before it."""
+"""A full table forgets 1/1024 of its sessions at once: finding the oldest one walks over deleted
+entries."""
 
 _EXPIRIES_PER_TTL: Final = 64
 _EXPIRED_AT_ONCE: Final = 2000
-"""Keeps an expiry at about a millisecond, however many came at the same time."""
+"""Limits one expiry to about a millisecond."""
 
 
 class Sessions:
     """Homes of sessions (`Replica.serial`), the least recently used forgotten first.
 
-    ``evicted`` counts those forgotten for want of room, not of time.
+    ``evicted`` counts the sessions forgotten because the table was full.
     """
 
-    # A home is one integer, see `_pack`: so the garbage collector passes over
-    # the table. To look at a million objects would stop the router for 0.5 s.
+    # A home is one integer, see `_pack`: the garbage collector does not visit integers. Visiting
+    # a million objects would stop the router for 0.5 s.
 
-    def __init__(self, max_sessions: int, ttl_s: float, judgment: Judgment = DEFAULT) -> None:
+    def __init__(
+        self, max_sessions: int, ttl_s: float, weights: CostWeights = DEFAULT_WEIGHTS
+    ) -> None:
         self.max_sessions = max_sessions
         self.ttl_s = ttl_s
         self.evicted = 0
         self._homes: dict[str, int] = {}
         self._at: Counter[int] = Counter()
         self._expire_next_s = -inf
-        self._spills_to_move = judgment.spills_to_move
+        self._spills_to_move = weights.spills_to_move
 
     def __len__(self) -> int:
         return len(self._homes)
 
     def home(self, session: str, now_s: float) -> int | None:
-        """Return a session's home, None if it has none (any more); changes nothing."""
+        """Return a session's home, None if it has none or it has expired; changes nothing."""
         packed = self._homes.get(session)
         if packed is None:
             return None
@@ -51,7 +53,7 @@ class Sessions:
         if now_s >= self._expire_next_s:
             self._expire(now_s)
         home, spills = replica, 0
-        # Taken out and put in again, it stands last.
+        # Removed and inserted again, it is the last in order.
         packed = self._take_out(session)
         if packed is not None and not self._is_over(_unpack(packed)[0], now_s):
             _, former, spilled = _unpack(packed)
@@ -60,14 +62,14 @@ class Sessions:
         self._homes[session] = _pack(now_s, home, spills)
         self._at[home] += 1
         if len(self._homes) > self.max_sessions:
-            self._make_room(now_s)
+            self._evict(now_s)
 
     def forget(self, session: str) -> None:
-        """Forget a session's home: that is gone."""
+        """Forget a session's home."""
         self._take_out(session)
 
     def at_home(self) -> Mapping[int, int]:
-        """Return how many sessions are at home at each replica (`Replica.serial`)."""
+        """Return how many sessions have their home at each replica (`Replica.serial`)."""
         return self._at
 
     def check(self) -> None:
@@ -75,7 +77,7 @@ class Sessions:
         assert len(self._homes) <= self.max_sessions
         homes = [_unpack(packed) for packed in self._homes.values()]
         times = [last_ms for last_ms, _, _ in homes]
-        assert times == sorted(times), "the least recently used does not stand first"
+        assert times == sorted(times), "the least recently used is not first"
         assert self._at == Counter(home for _, home, _ in homes)
         assert all(spills < self._spills_to_move for _, _, spills in homes)
 
@@ -102,7 +104,7 @@ class Sessions:
         if len(over) < _EXPIRED_AT_ONCE:
             self._expire_next_s = now_s + self.ttl_s / _EXPIRIES_PER_TTL
 
-    def _make_room(self, now_s: float) -> None:
+    def _evict(self, now_s: float) -> None:
         self._expire(now_s)
         if len(self._homes) <= self.max_sessions:
             return
@@ -117,5 +119,5 @@ def _pack(last_s: float, replica: int, spills: int) -> int:
 
 
 def _unpack(packed: int) -> tuple[int, int, int]:
-    """Return milliseconds, replica and spills (fewer than two)."""
+    """Return milliseconds, replica and spills (0 or 1)."""
     return packed >> 32, packed >> 1 & 0x7FFF_FFFF, packed & 1

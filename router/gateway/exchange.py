@@ -106,7 +106,7 @@ class Exchange:
 
     def _destinations(self, decision: Decision, most: int) -> Destinations:
         """Return the decision's replica and the next best, by their scores; ``most`` at most."""
-        picked, judgment = decision.picked, self._judge.fleet.judgment
+        picked, weights = decision.picked, self._judge.fleet.weights
         api_key = picked.replica.config.api_key
         others = [
             each
@@ -114,7 +114,7 @@ class Exchange:
             if each is not picked and each.replica.config.api_key == api_key
             if decision.reason is not Reason.BOUND
         ]
-        others.sort(key=lambda each: each.score_s(judgment))
+        others.sort(key=lambda each: each.score_s(weights))
         found = [self._endpoints.known(each.replica) for each in (picked, *others)]
         known = [each for each in found if each is not None][:most]
         return Destinations(endpoints=tuple(known), api_key=api_key)

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Final, Protocol
 
 from router.config import DiscoveredConfig, ReplicaConfig
-from router.fleet import Fleet, Replica, State
+from router.fleet import Fleet, Replica, ReplicaState
 from warmroute_common.addresses import join_host_port, server_key
 from warmroute_common.tasks import all_set, end_all
 
@@ -197,7 +197,7 @@ class Membership:
             replica.config = config
             log.info("%s: api_key changed", replica.id)
             return False
-        is_draining = replica.state is State.DRAINING
+        is_draining = replica.state is ReplicaState.DRAINING
         log.info("%s: its settings changed; it joins again", replica.id)
         self._remove(key)
         return is_draining
@@ -226,7 +226,7 @@ class Membership:
         now_s = self._clock()
         for key, replica in list(self._replicas.items()):
             if key not in wanted and key not in self._leaving:
-                was_draining = replica.state is State.DRAINING
+                was_draining = replica.state is ReplicaState.DRAINING
                 self._leaving[key] = _Leaving(now_s + self._drain_s, was_draining)
                 log.info(
                     "%s is leaving the fleet; %d requests run there", replica.id, replica.in_flight

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from router.fleet import Fleet, Replica, State
+from router.fleet import Fleet, Replica, ReplicaState
 from router.proxy.upstream import AttemptFailedError, Wait
 from router.record import Cause
 
@@ -79,7 +79,7 @@ class FirstByteWaits:
 
     def _has_another(self, waiting: _Movable) -> bool:
         return any(
-            each.state is State.UP
+            each.state is ReplicaState.UP
             and each is not waiting.replica
             and each.id not in waiting.tried
             and each.serves(waiting.model)

@@ -9,18 +9,17 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import Final
 
-from router.admission import Admission, Admitted
 from router.config import RouterConfig
 from router.fleet import Decision, Fleet, Ticket
 from router.index import PromptKeyCache
-from router.latency import Promised
 from router.policy import ParsedRequest, Policy
 from router.prompt import Prompt, PromptSource
 from router.proxy.relay import NO_USAGE, Usage
 from router.record import Cause, FailedTry, Outcome, RequestRecord
+from router.scheduling import AdmissionController, Admitted, PlacementRequest, RequestScheduler
 from router.staging import Stager, StagingResult
 from warmroute_common.api_errors import ApiError, BadRequestError, RateLimitedError
 
@@ -109,7 +108,8 @@ class RequestLifecycle:
         config: RouterConfig,
         *,
         fleet: Fleet,
-        admission: Admission,
+        scheduler: RequestScheduler,
+        admission: AdmissionController,
         prompts: PromptSource,
         preparer: Stager,
         observe: Callable[[RequestRecord], None],
@@ -124,6 +124,7 @@ class RequestLifecycle:
         self.fleet = fleet
         self.policy = Policy(config)
         self.turnstile = OnePerTick()
+        self._scheduler = scheduler
         self._admission = admission
         self._prompts = prompts
         self._preparer = preparer
@@ -179,8 +180,8 @@ class RequestLifecycle:
         prompt = await self._prompt(asked)
         keyring = PromptKeyCache(prompt)
         await self._locate(keyring)
-        place = self._placing(asked, keyring)
-        return prompt, place(now_s=time.monotonic(), streamed=asked.streamed)
+        request = self._to_place(asked, keyring)
+        return prompt, self._scheduler.place(request, time.monotonic())
 
     async def admit(
         self,
@@ -201,26 +202,20 @@ class RequestLifecycle:
         """
         asked_s = time.monotonic()
         failed = tuple(each.replica_id for each in record.failed_tries[forgiven:])
-        bound_to = self.bound_to(asked)
-
-        def place(now_s: float, promised: Promised) -> Decision:
-            began_s = time.monotonic()
-            decision = self._placing(asked, keyring)(
-                exclude=failed,
-                among=among,
-                promised=promised,
-                streamed=asked.streamed and sees_tokens,
-                now_s=now_s,
-            )
-            record.place_s = time.monotonic() - began_s
-            return decision
-
+        request = replace(
+            self._to_place(asked, keyring),
+            exclude=failed,
+            among=among,
+            streamed=asked.streamed and sees_tokens,
+        )
         admitted = await self._admission.admit(
-            place,
-            model=asked.model,
-            at_once=bool(record.failed_tries) or bound_to is not None or not asked.has_prompt,
+            request,
+            at_once=bool(record.failed_tries)
+            or request.bound_to is not None
+            or not asked.has_prompt,
             max_wait_s=asked.max_wait_s,
         )
+        record.place_s = admitted.decision.made_in_s
         record.held_s = (record.held_s or 0.0) + admitted.waited_s
         record.decided(admitted.decision)
         record.step("wait", asked_s)
@@ -343,11 +338,11 @@ class RequestLifecycle:
         except RecursionError:  # orjson reads values that are nested deeper than templates may walk
             raise BadRequestError("the body's values are nested too deeply") from None
 
-    def _placing(self, asked: ParsedRequest, keyring: PromptKeyCache) -> Callable[..., Decision]:
-        return partial(
-            self.fleet.place,
-            keyring,
+    def _to_place(self, asked: ParsedRequest, keys: PromptKeyCache) -> PlacementRequest:
+        return PlacementRequest(
+            keys=keys,
             model=asked.model,
             session=asked.session,
             bound_to=self.bound_to(asked),
+            streamed=asked.streamed,
         )

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.fleet import Fleet, State
+from router.fleet import Fleet, ReplicaState
 from router.fleet.breaker import Circuit
 from router.record.records import RequestRecord
 from router.staging import StagingResult
@@ -221,7 +221,7 @@ class Metrics(Collector):
             gauges[name].add_metric(labels, value)
 
         for each in self._fleet.replicas.values():
-            show("replica_up", each.state is State.UP, each.id, each.state)
+            show("replica_up", each.state is ReplicaState.UP, each.id, each.state)
             show(
                 "breaker_closed", each.breaker.state is Circuit.CLOSED, each.id, each.breaker.state
             )

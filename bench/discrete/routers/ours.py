@@ -1,4 +1,4 @@
-"""Warmroute's own judgment in model time: the fleet, the admission and the staging of a router.
+"""Warmroute's own router in model time: its fleet, scheduling, admission and staging.
 
 Only what they reach by sockets is modelled: agents (`bench.discrete.staging`), event
 streams (replicas tell their listeners) and the answers. Reading a prompt takes no time.
@@ -14,15 +14,13 @@ from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownErro
 from bench.discrete.routers.health import Health
 from bench.discrete.routers.sent import Sent
 from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
-from router.admission.async_gate import Admission
-from router.admission.gate import Gate
-from router.config.judgment import DEFAULT, Judgment
+from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
-from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.index.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
 from router.index.prompt_keys import PromptKeyCache, Tier
-from router.latency.reserved_work import Promised
+from router.scheduling.admission import AdmissionController, AdmissionQueue
+from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.staging.stager import Stager
 from simulator.model.machine_and_request import Machine
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
@@ -43,7 +41,7 @@ class Settings:
     true_rates: bool = False
     """Start from the machine's rates, where others start from the defaults."""
     copies: bool = True
-    judgment: Judgment = DEFAULT
+    weights: CostWeights = DEFAULT_WEIGHTS
 
 
 def _true_rates(machine: Machine) -> RatesConfig:
@@ -75,13 +73,15 @@ class OurRouter:
             **settings.sections,
         )
         self._loop = asyncio.get_running_loop()
-        self.fleet = Fleet(self._config, settings.judgment)
+        self.fleet = Fleet(self._config, settings.weights)
         self.network = Network()
         by_agent = {f"http://r{each.slot}:2": each for each in replicas}
         self._agents = {
             url: ModelAgent(each, by_agent, self.network) for url, each in by_agent.items()
         }
-        self._admission = Admission(Gate(self.fleet), self._loop.time)
+        self._admission = AdmissionController(
+            AdmissionQueue(RequestScheduler(self.fleet)), self._loop.time
+        )
         self._preparer = Stager(self._config, self.fleet, self._agents.__getitem__, self._loop.time)
         self._copies = settings.copies
         self._health = Health(replicas, self._health_changed)
@@ -99,11 +99,11 @@ class OurRouter:
 
     async def answer(self, sent: Sent) -> None:
         """Answer as `router.proxy.Proxy` does: admit, stage, forward, learn."""
-        keyring = PromptKeyCache(sent.prompt)
+        keys = PromptKeyCache(sent.prompt)
         failed: list[str] = []
         try:
             for _ in range(self._config.retries + 1):
-                if await self._try(sent, keyring, failed):
+                if await self._try(sent, keys, failed):
                     return
         except RateLimitedError as refused:
             self._refused += 1
@@ -114,21 +114,13 @@ class OurRouter:
             return
         sent.failed(503, "no replica could be reached", self._loop.time())
 
-    async def _try(self, sent: Sent, keyring: PromptKeyCache, failed: list[str]) -> bool:
+    async def _try(self, sent: Sent, keys: PromptKeyCache, failed: list[str]) -> bool:
         """Send a request to one replica; False while another may still be tried."""
 
-        def place(now_s: float, promised: Promised) -> Decision:
-            return self.fleet.place(
-                keyring,
-                model=None,
-                session=sent.session,
-                exclude=tuple(failed),
-                promised=promised,
-                streamed=sent.streamed,
-                now_s=now_s,
-            )
-
-        admitted = await self._admission.admit(place, at_once=bool(failed))
+        request = PlacementRequest(
+            keys=keys, session=sent.session, exclude=tuple(failed), streamed=sent.streamed
+        )
+        admitted = await self._admission.admit(request, at_once=bool(failed))
         decision, ticket = admitted.decision, admitted.ticket
         replica = self._replicas[decision.picked.replica.slot]
         ok, cached_tokens, output_tokens = False, None, None

@@ -18,7 +18,7 @@ from bench.discrete.routers.ours import OurRouter, Settings, with_sections
 from bench.record import Record
 from bench.workloads.session import Session, Span, Turn, prompt_tokens
 from router.config.settings import AdmissionConfig, SessionConfig
-from router.latency.work import Part
+from router.fleet.cost_model import CostPart
 from simulator.model.machine_and_request import Machine, Rates
 from tests.bench.discrete.building import talk
 
@@ -155,7 +155,7 @@ def test_a_fleet_of_one_token_answers_that_are_not_streamed_learns_its_speed() -
     records = ours.play(never, replace(FLEET, replicas=4, machine=slow))
     assert all(each.ok for each in records)
     for replica in ours.routers[0].fleet.replicas.values():
-        assert replica.rates.per_second(Part.PREFILL) == pytest.approx(2_000, rel=0.25)
+        assert replica.rates.per_second(CostPart.PREFILL) == pytest.approx(2_000, rel=0.25)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -12,9 +12,9 @@ from bench.discrete.routers.ours import Settings
 from bench.discrete.staging import KV_BYTES_PER_TOKEN
 from bench.workloads.session import Span
 from router.config.settings import RatesConfig
+from router.fleet.cost_model import CostPart
 from router.fleet.decision import Reason
 from router.index.prompt_keys import Tier
-from router.latency.work import Part
 from tests.bench.discrete.before_ours import Bench
 from tests.bench.discrete.building import (
     in_model_time,
@@ -117,7 +117,7 @@ async def test_a_spilled_session_has_its_kv_copied_and_the_copys_rate_is_learned
     await asyncio.sleep(2.0)
     home = int((first.record.instance_id or "")[1:])
     away = bench.router.fleet.replicas[f"r{1 - home}"]
-    default = away.rates.per_second(Part.PEER) / KV_BYTES_PER_TOKEN
+    default = away.rates.per_second(CostPart.PEER) / KV_BYTES_PER_TOKEN
     busy = bench.loop.create_task(bench.ask(14_000, session="s"))
     await asyncio.sleep(0.1)
     spilled = await bench.ask(4_020, session="s")
@@ -125,7 +125,7 @@ async def test_a_spilled_session_has_its_kv_copied_and_the_copys_rate_is_learned
     assert spilled.record.instance_id == f"r{1 - home}"
     assert spilled.record.cached_tokens["cpu"] == 4_000
     assert bench.router.counts()["copied_tokens"] == 4_000
-    learned = away.rates.per_second(Part.PEER) / KV_BYTES_PER_TOKEN
+    learned = away.rates.per_second(CostPart.PEER) / KV_BYTES_PER_TOKEN
     assert default < 10_000
     assert 20_000 < learned < 60_000
     await bench.stop()
@@ -139,10 +139,10 @@ async def test_the_speed_of_a_disk_is_told_by_its_replica() -> None:
         await bench.ask(200 * text, text=text)
         await asyncio.sleep(2.0)
     await asyncio.sleep(40.0)
-    assert not rates.knows(Part.DISK)
+    assert not rates.knows(CostPart.DISK)
     await bench.ask(179, text=1)
     await asyncio.sleep(40.0)
-    assert rates.per_second(Part.DISK) == pytest.approx(500 * KV_BYTES_PER_TOKEN, rel=0.01)
+    assert rates.per_second(CostPart.DISK) == pytest.approx(500 * KV_BYTES_PER_TOKEN, rel=0.01)
     await bench.stop()
 
 

@@ -12,7 +12,7 @@ from bench.discrete.play import FleetOptions
 from bench.discrete.routers.health import PROBE_S
 from bench.discrete.routers.ours import Settings, with_sections
 from router.config.settings import AdmissionConfig
-from router.fleet.replica import State
+from router.fleet.replica import ReplicaState
 from tests.bench.discrete.before_ours import Bench
 from tests.bench.discrete.building import in_model_time, machine, talk
 
@@ -28,7 +28,7 @@ async def test_a_request_goes_elsewhere_when_its_replica_has_died() -> None:
     again = await bench.ask(220, session="s")
     assert (again.record.ok, again.record.status) == (True, 200)
     assert again.record.instance_id == f"r{1 - home}"
-    assert bench.router.fleet.replicas[f"r{home}"].state is State.DOWN
+    assert bench.router.fleet.replicas[f"r{home}"].state is ReplicaState.DOWN
     await bench.stop()
 
 

@@ -2,6 +2,7 @@
 
 from bench.discrete.scale import _blocks, _prompt, fill_sessions, make_fleet, measure
 from router.index.prompt_keys import PromptKeyCache, Tier
+from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 
 
 def test_it_measures_and_reports() -> None:
@@ -16,8 +17,7 @@ def test_its_prompts_are_found_where_it_has_put_them() -> None:
     """Else it would time decisions about prompts that nobody knows."""
     fleet = make_fleet(20, index_keys=5_000, sessions=10)
     fleet.index.add(7, Tier.GPU, _blocks(3))
-    keyring = PromptKeyCache(_prompt(3))
-    decision = fleet.place(keyring, model=None, session=None, now_s=0.0)
+    decision = RequestScheduler(fleet).place(PlacementRequest(keys=PromptKeyCache(_prompt(3))), 0.0)
     assert decision.replica_id == "r7"
     assert decision.matched_tokens[Tier.GPU] >= 1_023 * 16
 

@@ -13,12 +13,12 @@ from router.api.explanation import SHOWN, explanation, why
 from router.cli.commands import main
 from router.cli.explain import table
 from router.config.settings import PolicyName
+from router.fleet.cost_model import CostPart, Work
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
 from router.index.prompt_keys import Tier
-from router.latency.work import Part, Work
 from tests.router.conftest import Fleet as Running
-from tests.router.fleet.test_fleet import blocks, chunks, make_fleet, place, snapshot, stored
+from tests.router.fleet.helpers import blocks, chunks, make_fleet, place, snapshot, stored
 from tests.router.prompt.prompts_given import GivenPrompt, tokens
 from tests.router.scripted import chat_events, stream
 
@@ -33,7 +33,7 @@ def told(fleet: Fleet, prompt: GivenPrompt, **more: Any) -> dict[str, Any]:
 
 
 def sentence(fleet: Fleet, prompt: GivenPrompt, **more: Any) -> str:
-    return why(place(fleet, prompt, **more), fleet.config.policy, fleet.judgment)
+    return why(place(fleet, prompt, **more), fleet.config.policy, fleet.weights)
 
 
 def test_the_soonest_says_what_it_holds_and_who_is_next() -> None:
@@ -52,7 +52,7 @@ def test_a_session_at_home_is_told_what_that_costs() -> None:
     decision = place(fleet, prompt, session="s")
     assert decision.home == decision.replica_id
     other = "r1" if decision.replica_id == "r0" else "r0"
-    assert why(decision, "ttft", fleet.judgment) == (
+    assert why(decision, "ttft", fleet.weights) == (
         f"{decision.replica_id} is the session's home: it holds none of the 640 tokens; "
         f"{other}, the next, would be as soon: among equals, sessions stay and equal "
         "beginnings meet."
@@ -75,7 +75,7 @@ def test_equals_are_told_apart() -> None:
     decision = place(fleet, prompt)
     other = "r1" if decision.replica_id == "r0" else "r0"
     assert decision.reason is Reason.NO_INFORMATION
-    assert why(decision, "ttft", fleet.judgment) == (
+    assert why(decision, "ttft", fleet.weights) == (
         f"{decision.replica_id} answers soonest: it holds none of the 640 tokens; {other}, the "
         "next, would be as soon: among equals, sessions stay and equal beginnings meet."
     )
@@ -95,7 +95,7 @@ def test_who_spares_the_fleet_work_may_be_a_little_later() -> None:
     fleet.replicas["r1"].queue.join(alone_s + 0.2, 0.0)
     decision = place(fleet, prompt)
     assert decision.replica_id == "r1"
-    told = why(decision, "ttft", fleet.judgment)
+    told = why(decision, "ttft", fleet.weights)
     assert "r1 answers nearly as soon as any" in told
     assert "r0, the next, would be 0.23 s sooner, but cost the requests behind it 224.8 s" in told
 
@@ -119,7 +119,7 @@ def test_every_reason_has_a_sentence() -> None:
     fleet, prompt = make_fleet(), tokens(640)
     decision = place(fleet, prompt)
     for reason in Reason:
-        text = why(replace(decision, reason=reason), "ttft", fleet.judgment)
+        text = why(replace(decision, reason=reason), "ttft", fleet.weights)
         assert text.startswith(f"{decision.replica_id} "), reason
         assert text.endswith(".")
 
@@ -145,7 +145,7 @@ def test_rates_and_errors_of_each_are_told() -> None:
         known.errors.note(1.0, 1.1)
     new, old = sorted(told(fleet, prompt)["candidates"], key=lambda each: str(each["replica_id"]))
     assert old["rates"]["prefill_tokens_per_s"] == pytest.approx(
-        known.rates.per_second(Part.PREFILL)
+        known.rates.per_second(CostPart.PREFILL)
     )
     assert "prefill" in old["rates"]["learned"]
     assert old["predictions"]["answers"] == 20

@@ -89,7 +89,7 @@ async def test_a_drained_replica_gets_nothing_new_and_finishes_what_it_has(
                 "state": "draining",
                 "breaker": "closed",
                 "in_flight": 1,
-                "why": "it is drained",
+                "why": "it is draining",
             },
         )
         assert (await change(client, router, "one/drain"))[0] == 200, "idempotent"
@@ -137,7 +137,7 @@ async def test_a_drained_replica_that_dies_is_down_once_resumed(
     fleet.one.healthy = False
     replica = router.parts.fleet.replicas["one"]
     await eventually(lambda: bool(replica.why_down))
-    assert (await told(client, router))["one"]["why"] == ("it is drained; /health answers 503")
+    assert (await told(client, router))["one"]["why"] == ("it is draining; /health answers 503")
     await change(client, router, "one/resume")
     await eventually(lambda: replica.state == "down")
 

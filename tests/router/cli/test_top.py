@@ -26,7 +26,7 @@ from router.fleet.decision import Reason
 from router.ui.page import state
 from router.ui.recent import Recent
 from tests.router.conftest import Fleet
-from tests.router.fleet.test_fleet import blocks, make_fleet, place, stored
+from tests.router.fleet.helpers import blocks, make_fleet, place, stored
 from tests.router.prompt.prompts_given import tokens
 from tests.router.scripted import chat_events, stream
 from tests.router.ui.recording import ended, matched

@@ -17,6 +17,7 @@ from router.fleet.fleet import Fleet
 from router.index.prompt_keys import Tier, keys64
 from tests.router.agent_server import AgentServer, serving, until
 from tests.router.feeds.kv_publisher import KvPublisher, publisher, removed, stored
+from tests.router.fleet.helpers import place
 from tests.router.prompt.prompts_given import tokens
 from warmroute_common.keys import HashScheme, chunk_keys, key64
 
@@ -48,7 +49,7 @@ async def feeding(**replica: Any) -> AsyncIterator[Fleet]:
 
 
 def matched(fleet: Fleet) -> dict[str, int]:
-    decision = fleet.place(PROMPT, model=None, session=None, now_s=0.0)
+    decision = place(fleet, PROMPT)
     return {str(tier): count for tier, count in decision.matched_tokens.items()}
 
 

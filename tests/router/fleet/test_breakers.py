@@ -1,28 +1,17 @@
 """Replicas whose breaker is open: what they get while others answer, and when none does."""
 
-from router.fleet.breaker import Circuit
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.index.prompt_keys import Tier
-from tests.router.fleet.test_fleet import blocks, chunks, make_fleet, place, snapshot, stored
-from tests.router.fleet.test_placement import make_fleet as make_copying_fleet
+from tests.router.fleet.helpers import blocks, chunks, fail_at, make_fleet, place, snapshot, stored
 from tests.router.prompt.prompts_given import tokens
+from tests.router.scheduling.helpers import make_copying_fleet
 
 PROMPT = tokens(640)
 
 
 def start(fleet: Fleet, now_s: float = 0.0, **more: object) -> Ticket:
     return fleet.start(place(fleet, PROMPT, now_s, **more), now_s)
-
-
-def fail_at(fleet: Fleet, replica_id: str, now_s: float = 0.0) -> None:
-    """Let requests fail at a replica until its breaker opens."""
-    for _ in range(fleet.config.breaker.failures_in_a_row):
-        ticket = start(fleet, now_s, among=(replica_id,))
-        changed = fleet.note_result(ticket, now_s, ok=False)
-        ticket.finish(now_s, ok=False)
-    assert changed
-    assert fleet.replicas[replica_id].breaker.state is Circuit.OPEN
 
 
 def held_at_r0() -> Fleet:
@@ -90,11 +79,11 @@ def test_a_replica_that_was_down_is_tried_when_it_is_up() -> None:
 
 def test_what_goes_well_changes_nothing() -> None:
     fleet = held_at_r0()
-    before = fleet.roster_version
+    before = fleet.replicas.version
     ticket = start(fleet)
     assert not fleet.note_result(ticket, 1.0, ok=True)
     ticket.finish(1.0, ok=True)
-    assert fleet.roster_version == before
+    assert fleet.replicas.version == before
 
 
 def test_a_draining_replica_that_does_not_answer_gives_no_kv() -> None:

@@ -1,96 +1,38 @@
 """Placing, starting and ending requests: the fleet's state from outside."""
 
-from typing import Any
-
 import pytest
 
 from router.config.settings import (
-    IndexConfig,
     PolicyName,
-    RatesConfig,
     ReplicaConfig,
     RouterConfig,
 )
-from router.fleet.decision import Decision, Reason
+from router.fleet.cost_model import CostPart
+from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
-from router.fleet.replica import State
+from router.fleet.replica import ReplicaState
 from router.index.kv_events import BlocksRemoved, BlocksStored, FirstBlocks, GpuCleared, KvBatch
 from router.index.prompt_keys import Tier, keys64
-from router.latency.work import Part
+from tests.router.fleet.helpers import (
+    BLOCK,
+    CHUNK,
+    blocks,
+    chunks,
+    info,
+    make_fleet,
+    place,
+    snapshot,
+    stored,
+)
 from tests.router.prompt.prompts_given import GivenPrompt, text, tokens
 from warmroute_common.agent_protocol import (
     EventBatch,
-    InstanceInfo,
     KeyEvent,
-    Snapshot,
     TierInfo,
     pack_keys,
 )
 from warmroute_common.api_errors import NoReplicaError, UnknownModelError
-from warmroute_common.keys import DEFAULT_SEED, HashScheme, chunk_keys, key64
-
-SCHEME = HashScheme()
-BLOCK, CHUNK = 16, 64
-
-
-def make_fleet(count: int = 2, *, agents: bool = True, policy: PolicyName = "ttft") -> Fleet:
-    replicas = tuple(
-        ReplicaConfig(
-            url=f"http://host:{8000 + number}",
-            instance_id=f"r{number}",
-            agent_url=f"http://host:{9000 + number}" if agents else None,
-        )
-        for number in range(count)
-    )
-    config = RouterConfig(
-        replicas=replicas,
-        policy=policy,
-        rates=RatesConfig(prefill_tokens_per_s=1000.0, kv_bytes_per_token=1000.0),
-        index=IndexConfig(speculative_ttl_s=30.0, history_ttl_s=600.0),
-    )
-    fleet = Fleet(config)
-    for name in list(fleet.replicas):
-        fleet.up(name)
-        if agents:
-            fleet.apply_info(name, info(name))
-            fleet.following_kv(name)
-    return fleet
-
-
-def info(name: str, **changes: Any) -> InstanceInfo:
-    values: dict[str, Any] = {
-        "instance_id": name,
-        "incarnation": "one",
-        "model": "m",
-        "hash_algorithm": "sha256",
-        "hash_seed": DEFAULT_SEED,
-        "block_tokens": BLOCK,
-        "chunk_tokens": CHUNK,
-        "chunk_bytes": CHUNK * 1000,
-        "tiers": {"disk": TierInfo(capacity_bytes=1, used_bytes=0)},
-    }
-    return InstanceInfo(**(values | changes))
-
-
-def place(fleet: Fleet, prompt: GivenPrompt | None, now_s: float = 0.0, **more: Any) -> Decision:
-    return fleet.place(prompt, **({"model": None, "session": None, "now_s": now_s} | more))
-
-
-def blocks(prompt: GivenPrompt) -> list[int]:
-    return keys64(prompt.chain(SCHEME, BLOCK))
-
-
-def chunks(prompt: GivenPrompt) -> list[bytes]:
-    return chunk_keys(prompt.chain(SCHEME, BLOCK), CHUNK // BLOCK)
-
-
-def stored(fleet: Fleet, name: str, tier: Tier, keys: list[int]) -> None:
-    fleet.apply_kv(name, KvBatch(0, 0.0, [BlocksStored(tier, keys)]), 0.0)
-
-
-def snapshot(fleet: Fleet, name: str, **tiers: list[bytes]) -> None:
-    packed = {tier: pack_keys(map(key64, keys)) for tier, keys in tiers.items()}
-    fleet.apply_snapshot(name, Snapshot(incarnation="one", seq=0, tiers=packed))
+from warmroute_common.keys import HashScheme, chunk_keys, key64
 
 
 def test_the_replica_that_holds_the_prefix_gets_the_request() -> None:
@@ -286,7 +228,7 @@ def test_who_has_not_answered_yet_is_taken_to_be_like_those_who_have() -> None:
     stored(fleet, holder, Tier.GPU, blocks(prompt))
     decision = place(fleet, prompt, 60.0)
     assert decision.replica_id == holder
-    rates = [each.rates.per_second(Part.PREFILL) for each in fleet.replicas.values()]
+    rates = [each.rates.per_second(CostPart.PREFILL) for each in fleet.replicas.values()]
     assert max(rates) < 400
     assert max(rates) == pytest.approx(min(rates))
 
@@ -324,12 +266,12 @@ def test_who_computed_what_it_was_to_wait_for_teaches_nothing() -> None:
     rates = fleet.replicas["r0"].rates
     first = fleet.start(place(fleet, prompt), 0.0)
     second = fleet.start(place(fleet, prompt), 0.0)
-    before = rates.seconds(Part.PREFILL)
+    before = rates.seconds(CostPart.PREFILL)
     second.first_byte(7.2)
     second.finish(8.0, ok=True, cached_tokens=0)
     first.first_byte(7.3)
     first.finish(8.0, ok=True, cached_tokens=6399)
-    assert (rates.observations, rates.seconds(Part.PREFILL)) == (0, before)
+    assert (rates.observations, rates.seconds(CostPart.PREFILL)) == (0, before)
 
 
 def test_what_the_router_took_is_not_the_replicas() -> None:
@@ -338,7 +280,7 @@ def test_what_the_router_took_is_not_the_replicas() -> None:
         ticket = fleet.start(place(fleet, tokens(640)), 0.0)
         ticket.first_byte(0.64 + lag_s, lag_s=lag_s)
         ticket.finish(2.0, ok=True)
-    learned = [each.replicas["r0"].rates.seconds(Part.PREFILL) for each in (slow, fast)]
+    learned = [each.replicas["r0"].rates.seconds(CostPart.PREFILL) for each in (slow, fast)]
     assert learned[0] == pytest.approx(learned[1])
 
 
@@ -353,9 +295,9 @@ def test_of_several_teachers_the_most_experienced_counts() -> None:
 
     for _ in range(20):
         answer("r0", 0.64)
-    taught = fleet.replicas["r2"].rates.seconds(Part.PREFILL)
+    taught = fleet.replicas["r2"].rates.seconds(CostPart.PREFILL)
     answer("r1", 10.0)
-    assert fleet.replicas["r2"].rates.seconds(Part.PREFILL) == taught
+    assert fleet.replicas["r2"].rates.seconds(CostPart.PREFILL) == taught
 
 
 def test_a_session_stays_home_and_spills_when_home_is_busy() -> None:
@@ -394,18 +336,18 @@ def test_a_bound_request_goes_nowhere_else() -> None:
     decision = place(fleet, tokens(64), bound_to="r1")
     assert (decision.replica_id, decision.reason) == ("r1", Reason.BOUND)
     fleet.down("r1")
-    with pytest.raises(NoReplicaError, match="only 'r1' has what this request goes on from"):
+    with pytest.raises(NoReplicaError, match="the previous response is kept by 'r1'"):
         place(fleet, tokens(64), bound_to="r1")
 
 
 def test_models_that_are_told_again_change_nothing() -> None:
     fleet = make_fleet(2)
     fleet.set_models("r0", {"small": None, "tuned": "/adapters/a"})
-    before = fleet.roster_version
+    before = fleet.replicas.version
     fleet.set_models("r0", {"small": None, "tuned": "/adapters/a"})
-    assert fleet.roster_version == before
+    assert fleet.replicas.version == before
     fleet.set_models("r0", {"small": None, "tuned": "/adapters/b"})
-    assert fleet.roster_version > before
+    assert fleet.replicas.version > before
 
 
 def test_models_decide_who_may_answer() -> None:
@@ -422,7 +364,7 @@ def test_models_decide_who_may_answer() -> None:
 
 def test_replicas_not_asked_yet_are_used_only_when_none_is_up() -> None:
     fleet = make_fleet(2)
-    fleet.replicas["r0"].state = State.UNKNOWN
+    fleet.replicas["r0"].state = ReplicaState.UNKNOWN
     stored(fleet, "r0", Tier.GPU, blocks(tokens(640)))
     assert place(fleet, tokens(640)).replica_id == "r1"
     fleet.down("r1")
@@ -436,7 +378,7 @@ def test_a_draining_replica_gets_nothing_until_resumed() -> None:
     assert place(fleet, tokens(64)).replica_id == "r1"
     fleet.resume("r0")
     fleet.up("r0")
-    assert fleet.replicas["r0"].state is State.UP
+    assert fleet.replicas["r0"].state is ReplicaState.UP
 
 
 def test_a_new_incarnation_is_forgotten_at_once() -> None:

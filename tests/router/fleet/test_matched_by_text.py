@@ -4,7 +4,7 @@ import pytest
 
 from router.fleet.fleet import Fleet
 from router.index.prompt_keys import Tier
-from tests.router.fleet.test_fleet import blocks, make_fleet, place, stored
+from tests.router.fleet.helpers import blocks, make_fleet, place, stored
 from tests.router.prompt.prompts_given import GivenPrompt
 
 PROMPT = GivenPrompt(range(1600), "a" * 6400)

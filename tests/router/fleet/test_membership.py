@@ -12,10 +12,10 @@ from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
-from router.fleet.replica import Replica, State
+from router.fleet.replica import Replica, ReplicaState
 from router.index.kv_events import BlocksStored, KvBatch
 from router.index.prompt_keys import Tier, keys64
-from tests.router.fleet.test_fleet import BLOCK, blocks, info, make_fleet, place
+from tests.router.fleet.helpers import BLOCK, blocks, info, make_fleet, place
 from tests.router.prompt.prompts_given import tokens
 from warmroute_common.agent_protocol import Snapshot, pack_keys
 from warmroute_common.api_errors import NoReplicaError
@@ -57,7 +57,7 @@ def test_a_removed_replica_is_not_picked_and_its_requests_end_properly() -> None
 def test_a_fleet_without_replicas_has_none_to_offer() -> None:
     fleet = make_fleet(1)
     fleet.remove("r0")
-    with pytest.raises(NoReplicaError, match="knows no replica"):
+    with pytest.raises(NoReplicaError, match="no replicas are registered"):
         place(fleet, tokens(100))
     joined(fleet, 1)
     assert place(fleet, tokens(100)).replica_id == "new:1"
@@ -208,7 +208,7 @@ class ComingAndGoing(RuleBasedStateMachine):
             config(number, agent_url=agent_url, **named)
         )
         self.held[replica] = set()
-        assert replica.state is State.UNKNOWN
+        assert replica.state is ReplicaState.UNKNOWN
         assert replica.in_flight == 0
 
     @rule(number=st.integers(0, 3))
@@ -267,13 +267,13 @@ class ComingAndGoing(RuleBasedStateMachine):
         self.open.append(Open(self.fleet.start(decision, self.now_s), replica))
 
     def place(self, start: int, session: str | None, exclude: set[int], streamed: bool) -> Decision:
-        return self.fleet.place(
+        return place(
+            self.fleet,
             tokens(100, start=start),
-            model=None,
+            self.now_s,
             session=session,
             exclude=[f"new:{each}" for each in exclude],
             streamed=streamed,
-            now_s=self.now_s,
         )
 
     @precondition(lambda self: self.open)

@@ -9,25 +9,15 @@ from router.fleet.fleet import Fleet
 from router.fleet.in_flight import Ticket
 from router.fleet.replica import Replica
 from router.index.prompt_keys import Tier
-from tests.router.admission.test_gate import Driver
-from tests.router.admission.test_gate import make_fleet as make_learned_fleet
-from tests.router.fleet.test_fleet import blocks, chunks, info, make_fleet, place, stored
+from tests.router.fleet.helpers import blocks, in_cpu_ram, make_fleet, place, stored
 from tests.router.prompt.prompts_given import GivenPrompt, text, tokens
-from warmroute_common.agent_protocol import Snapshot, pack_keys
-from warmroute_common.keys import key64
+from tests.router.scheduling.helpers import Driver, make_learned_fleet
 
 
 def start(fleet: Fleet, prompt: GivenPrompt, now_s: float = 0.0) -> tuple[Ticket, float]:
     """Start a request whose answer is not streamed; return when its first token is to come."""
     decision = place(fleet, prompt, now_s, streamed=False)
     return fleet.start(decision, now_s), now_s + decision.predicted_ttft_s
-
-
-def in_cpu_ram(fleet: Fleet, prompt: GivenPrompt) -> None:
-    """Let the one replica hold a prompt's KV in its CPU RAM, and nowhere else."""
-    fleet.apply_info("r0", info("r0"))
-    packed = {"cpu": pack_keys(map(key64, chunks(prompt)))}
-    fleet.apply_snapshot("r0", Snapshot(incarnation="one", seq=0, tiers=packed))
 
 
 def counts(replica: Replica) -> tuple[int, int]:
@@ -148,7 +138,7 @@ def test_one_that_ends_before_its_time_is_forgotten() -> None:
     for _ in range(3):
         ticket, due_s = start(fleet, tokens(1000))
         ticket.finish(0.1, ok=False)
-    assert repr(fleet.unseen) == "<Unseen 0>"
+    assert repr(fleet.prefills) == "<PrefillTracker 0>"
     fleet.tick(due_s + 1.0)
     assert counts(fleet.replicas["r0"]) == (0, 0)
 

@@ -7,6 +7,7 @@ from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.gateway.endpoints import Endpoints
 from tests.router.conftest import Wait
+from tests.router.fleet.helpers import place
 
 
 @asynccontextmanager
@@ -38,9 +39,7 @@ async def test_a_removed_replica_is_not_picked_and_its_requests_are_still_sent(
     """Picked just before, they know its endpoint; its slot tells nothing of the next one there."""
     async with endpoints("10.0.0.1:80", "10.0.0.2:80") as (fleet, found):
         replica = fleet.replicas["10.0.0.1:80"]
-        ticket = fleet.start(
-            fleet.place(None, model=None, session=None, bound_to=replica.id, now_s=0.0), 0.0
-        )
+        ticket = fleet.start(place(fleet, None, bound_to=replica.id), 0.0)
         fleet.remove(replica.id)
         assert found.at("10.0.0.1:80") is None
         assert found.eligible(["10.0.0.1:80", "10.0.0.2:80"]) == ["10.0.0.2:80"]

@@ -10,7 +10,7 @@ from router.index.kv_events import BlocksStored, FirstBlocks, KvBatch
 from router.index.prompt_keys import Tier
 from router.lmcache.coordinator import MAX_SERVERS, Coordinator, LiveServer, RegisteredServers
 from router.lmcache.coordinator_protocol import ServerRegistration
-from tests.router.fleet.test_fleet import SCHEME, blocks, info, snapshot
+from tests.router.fleet.helpers import SCHEME, blocks, info, place, snapshot
 from tests.router.lmcache.helpers import (
     CHUNK,
     batch,
@@ -29,7 +29,7 @@ from warmroute_common.keys import chunk_keys
 def matched(fleet: Fleet, prompt: GivenPrompt | None = None) -> dict[str, dict[str, int]]:
     """Return what each replica is known to hold of a prompt, by tier."""
     fleet.index.check()
-    decision = fleet.place(prompt or tokens(4 * CHUNK), model=None, session=None, now_s=0.0)
+    decision = place(fleet, prompt or tokens(4 * CHUNK))
     return {
         each.replica_id: {str(tier): count for tier, count in each.matched_tokens.items()}
         for each in decision.candidates
@@ -53,7 +53,7 @@ def test_tiers_are_distinguished_and_slow_chunks_are_prefetched() -> None:
     fleet, coordinator = two_tied()
     coordinator.apply([batch(1, keys=[key(0)]), batch(2, tier="l2", keys=[key(0), key(1), key(2)])])
     assert matched(fleet) == {"r0": {"cpu": 256, "disk": 512}, "r1": {}}
-    decision = fleet.place(tokens(4 * CHUNK), model=None, session=None, now_s=0.0)
+    decision = place(fleet, tokens(4 * CHUNK))
     assert decision.prefetch_keys == (key(1).chunk_hash, key(2).chunk_hash)
     coordinator.apply([batch(3, "delete", "l2", [key(1)])])
     assert matched(fleet)["r0"] == {"cpu": 256}
@@ -259,7 +259,7 @@ def test_one_decision_over_our_engine_lmcache_and_neither() -> None:
     coordinator = coordinator_of(fleet, r1="mp0")
 
     def best() -> tuple[str, dict[Tier, int]]:
-        decision = fleet.place(prompt, model=None, session=None, now_s=0.0)
+        decision = place(fleet, prompt)
         return decision.replica_id, dict(decision.matched_tokens)
 
     snapshot(fleet, "r0", cpu=chunk_keys(prompt.chain(SCHEME, 16), 32)[:1])

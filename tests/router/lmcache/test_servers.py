@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from router.config.settings import ControllerConfig, PrefetchConfig, RatesConfig, ReplicaConfig
-from router.fleet import State
+from router.fleet import ReplicaState
 from router.index.prompt_keys import Tier
 from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running, Wait
@@ -206,7 +206,7 @@ async def test_a_server_that_ends_is_forgotten_and_its_replica_gets_no_requests(
         assert answer.headers["x-warmroute-replica"] == "two"
         assert running.parts.fleet.index.held(one.slot).get(Tier.CPU, 0) == 0
         fleet.two.healthy = False
-        await eventually(lambda: running.parts.fleet.replicas["two"].state is State.DOWN)
+        await eventually(lambda: running.parts.fleet.replicas["two"].state is ReplicaState.DOWN)
         assert (await rig.ask()).headers["x-warmroute-replica"] == "one"
 
 

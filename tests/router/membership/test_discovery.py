@@ -21,7 +21,7 @@ from router.config import (
     load_router_config,
 )
 from router.config.settings import ControllerConfig
-from router.fleet import State
+from router.fleet import ReplicaState
 from router.membership.discovery import DnsWatch, addresses
 from router.membership.membership import Source
 from tests.router.conftest import Fleet, Running, Wait
@@ -134,7 +134,7 @@ async def test_a_router_without_configured_replicas_finds_them(
     )
     running = await fleet.router(replicas=(), discovery=discovery)
     await eventually(
-        lambda: [each.state for each in running.parts.fleet.replicas.values()] == [State.UP]
+        lambda: [each.state for each in running.parts.fleet.replicas.values()] == [ReplicaState.UP]
     )
     assert await ask(client, running) == 200
     assert fleet.one.seen[0].headers["Authorization"] == "Bearer theirs"
@@ -206,7 +206,7 @@ async def test_an_agent_brings_its_replica_and_takes_it_away(
             await eventually(lambda: urls(running) == {fleet.two.url})
             (replica,) = running.parts.fleet.replicas.values()
             assert replica.config.agent_url == "http://127.0.0.1:1"
-            await eventually(lambda: replica.state is State.UP)
+            await eventually(lambda: replica.state is ReplicaState.UP)
             assert await ask(client, running) == 200
             await registrar.leave()
             await eventually(lambda: urls(running) == set())

@@ -14,7 +14,7 @@ import yaml
 from aiohttp import web
 
 from router.config import ReplicaConfig
-from router.fleet import State
+from router.fleet import ReplicaState
 from router.membership import Source
 from tests.router.conftest import Running, Wait
 from tests.router.membership.conftest import Reloading
@@ -127,7 +127,7 @@ async def test_a_replica_that_leaves_answers_what_it_has(
         replica = running.parts.fleet.replicas["r0"]
         reloading.write([two])
         await reload(running)
-        await eventually(lambda: replica.state is State.DRAINING)
+        await eventually(lambda: replica.state is ReplicaState.DRAINING)
         assert await ask(client, running) == 200
         assert len(two.seen) == 1
         gate.set()
@@ -174,10 +174,10 @@ async def test_one_that_comes_back_while_it_drains_stays(
         replica = running.parts.fleet.replicas["r0"]
         reloading.write([two])
         await reload(running)
-        await eventually(lambda: replica.state is State.DRAINING)
+        await eventually(lambda: replica.state is ReplicaState.DRAINING)
         reloading.write([one, two])
         await reload(running)
-        await eventually(lambda: replica.state is State.UP)
+        await eventually(lambda: replica.state is ReplicaState.UP)
         gate.set()
         await response.read()
     assert running.parts.fleet.replicas["r0"] is replica
@@ -217,7 +217,7 @@ async def test_replicas_that_exchange_their_names(
     await eventually(
         lambda: {(each.config.url, each.id) for each in replicas.values()} == set(pair)
     )
-    await eventually(lambda: all(each.state is State.UP for each in replicas.values()))
+    await eventually(lambda: all(each.state is ReplicaState.UP for each in replicas.values()))
 
 
 async def test_a_name_goes_from_one_address_to_another(

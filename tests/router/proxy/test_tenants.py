@@ -14,6 +14,7 @@ from router.index.kv_events import BlocksStored, FirstBlocks, KvBatch
 from router.index.prompt_keys import KeyShape, Tier
 from router.prompt.prompt import Prompt
 from router.prompt.prompt_reader import PromptReader
+from tests.router.fleet.helpers import place as decide
 from tests.router.prompt.test_encoder import LONG
 from tests.router.prompt.test_media import VISION, image
 from tests.router.prompt.tokenizer_makers import llama3, write_model
@@ -148,7 +149,7 @@ def show_shape(made: Fleet, replica: Replica, salt: str | None = None) -> None:
 
 
 def place(made: Fleet, prompt: Prompt, now_s: float = 0.0) -> dict[str, int]:
-    decision = made.place(prompt, model=prompt.model, session=None, now_s=now_s)
+    decision = decide(made, prompt, now_s, model=prompt.model)
     return {each.replica_id: each.matched for each in decision.candidates}
 
 
@@ -191,7 +192,7 @@ def test_what_was_sent_for_one_tenant_is_not_believed_for_another(
     for tenant in tenants:
         prompt = completion(reader, **tenant)
         assert not any(place(made, prompt).values()), tenant
-        decision = made.place(prompt, model=prompt.model, session=None, now_s=0.0)
+        decision = decide(made, prompt, model=prompt.model)
         made.start(decision, 0.0)
         assert any(place(made, completion(reader, **tenant)).values()), tenant
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from router.config.settings import ReplicaConfig, RequestLogConfig, RouterConfig
+from router.fleet.cost_model import CostPart
 from router.fleet.decision import Reason
 from router.fleet.fleet import Fleet
 from router.index.prompt_keys import Tier
-from router.latency.work import Part
 from router.record.metrics import Metrics
 from router.record.records import (
     Cause,
@@ -20,7 +20,7 @@ from router.record.records import (
 )
 from router.record.request_log import RequestLog, text_line
 from router.staging.stager import PrefetchOutcome, StagingResult
-from tests.router.fleet.deciding import candidate, decision
+from tests.router.fleet.helpers import candidate, decision
 
 TWO = RouterConfig(
     replicas=tuple(ReplicaConfig(url=f"http://{id}", instance_id=id) for id in ("one", "two"))
@@ -170,7 +170,7 @@ def test_prediction_errors_and_learned_rates_are_gauges() -> None:
     for observed_s in (1.0, 1.1, 2.0):
         known.errors.note(1.0, observed_s)
     for _ in range(50):
-        known.rates.observe_rate(Part.PEER, 8e9)
+        known.rates.observe_rate(CostPart.PEER, 8e9)
     lines = Metrics(fleet).render().decode().splitlines()
     found = {
         line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if "#" not in line

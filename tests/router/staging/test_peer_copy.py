@@ -15,8 +15,8 @@ from cacheengine.transfer import protocol
 from cacheengine.transfer.protocol import Channel, ChunkProofs
 from router.agent_client import AgentClient
 from router.config.settings import PrefetchConfig
+from router.fleet.cost_model import CostPart
 from router.fleet.decision import Decision, KvCopy, Reason
-from router.latency.work import Part
 from router.staging import stager as peer_copy
 from router.staging.stager import (
     AgentBackoff,
@@ -29,8 +29,8 @@ from router.staging.stager import (
 from tests.cacheengine.building import CHUNK_BYTES, config
 from tests.cacheengine.conftest import MakeBench
 from tests.router.agent_server import until
-from tests.router.fleet.deciding import candidate
-from tests.router.fleet.deciding import decision as made_decision
+from tests.router.fleet.helpers import candidate
+from tests.router.fleet.helpers import decision as made_decision
 from tests.router.real_replicas import CHUNKS, RealFleet, real_fleet
 
 
@@ -271,14 +271,14 @@ async def test_so_many_at_once_and_no_more(
 
 async def test_the_fleet_learns_the_rate_and_rests_from_a_source(real: RealFleet) -> None:
     replica = real.fleet.replicas["two"]
-    assert not replica.rates.knows(Part.PEER)
+    assert not replica.rates.knows(CostPart.PEER)
     small = 100 * replica.kv_bytes_per_token
     real.fleet.observed_copy("two", int(small), 1.0)
-    assert not replica.rates.knows(Part.PEER), "a small copy teaches nothing"
-    before = replica.rates.per_second(Part.PEER)
+    assert not replica.rates.knows(CostPart.PEER), "a small copy teaches nothing"
+    before = replica.rates.per_second(CostPart.PEER)
     for _ in range(5):
         real.fleet.observed_copy("two", int(before), 10.0)
-    assert replica.rates.per_second(Part.PEER) == pytest.approx(before / 10, rel=0.3)
-    assert replica.rates.knows(Part.PEER)
+    assert replica.rates.per_second(CostPart.PEER) == pytest.approx(before / 10, rel=0.3)
+    assert replica.rates.knows(CostPart.PEER)
     real.fleet.copy_failed("one", 100.0)
     assert real.fleet.replicas["one"].no_copies_until_s > 100.0

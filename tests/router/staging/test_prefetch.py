@@ -13,8 +13,8 @@ from router.fleet.decision import Decision
 from router.fleet.fleet import Fleet
 from router.staging.stager import PrefetchOutcome, Stager
 from tests.router.agent_server import AgentServer, serving
-from tests.router.fleet.deciding import candidate
-from tests.router.fleet.deciding import decision as made_decision
+from tests.router.fleet.helpers import candidate
+from tests.router.fleet.helpers import decision as made_decision
 from warmroute_common.agent_protocol import PrefetchReply
 
 KEYS = (bytes(range(32)), bytes(range(1, 33)), bytes(range(2, 34)))

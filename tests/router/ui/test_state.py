@@ -11,9 +11,17 @@ from router.fleet.replica import Replica
 from router.index.prompt_keys import Tier
 from router.ui.page import state
 from router.ui.recent import SLICE_S, Recent
-from tests.router.fleet.test_breakers import fail_at
-from tests.router.fleet.test_fleet import blocks, chunks, info, make_fleet, place, snapshot, stored
-from tests.router.fleet.test_phases import in_cpu_ram
+from tests.router.fleet.helpers import (
+    blocks,
+    chunks,
+    fail_at,
+    in_cpu_ram,
+    info,
+    make_fleet,
+    place,
+    snapshot,
+    stored,
+)
 from tests.router.prompt.prompts_given import text, tokens
 from tests.router.ui.recording import ended, matched
 from warmroute_common.agent_protocol import TierInfo

@@ -1,0 +1,537 @@
+"""One replica as the router knows it (`Replica`), and all of them by id (`Replicas`).
+
+`Fleet` changes them, for the feeds, the health checks and the requests. No I/O, no clock.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from heapq import heappop, heappush
+from math import inf
+from types import MappingProxyType
+from typing import Final
+
+from router.config import (
+    DEFAULT_WEIGHTS,
+    BreakerConfig,
+    CostWeights,
+    RatesConfig,
+    ReplicaConfig,
+)
+from router.fleet.breaker import Breaker, Circuit
+from router.fleet.cost_model import CostModel, CostPart, PredictionErrors, RecentWork
+from router.fleet.replica_queue import ReplicaQueue
+from router.index import (
+    LOWER_TIERS,
+    FirstBlocks,
+    KeyShape,
+    LmcacheKeys,
+    Tier,
+    explains,
+    find_shape,
+)
+from warmroute_common.agent_protocol import MAX_PINNED_SHARE, InstanceInfo
+from warmroute_common.keys import HashScheme
+
+SLOW_TIERS: Final = (Tier.DISK, Tier.REMOTE)
+"""KV in these tiers is first brought to CPU RAM: fetched."""
+_TIERS: Final = (Tier.GPU, *LOWER_TIERS)
+_MEASURED_TIERS: Final = {
+    Tier.CPU: CostPart.LOAD,
+    Tier.DISK: CostPart.DISK,
+    Tier.REMOTE: CostPart.REMOTE,
+}
+_UNKNOWN_KEYS: Final = (
+    "no known hash gives the keys in its KV events: most likely its hash is an xxhash one and "
+    "PYTHONHASHSEED is not set there; set PYTHONHASHSEED on the replica, and the same value as "
+    "hash_seed here. Until then prompts are matched by text there"
+)
+_KEPT_S: Final = 120.0
+"""A removed replica is found by its ids for this long at least: longer than any prefetch or copy
+runs that uses an id."""
+_TEACH_EACH: Final = 64
+"""Answers of a replica that are each passed on to unknown replicas; later ones rarely."""
+
+
+class ReplicaState(StrEnum):
+    """Whether a replica takes requests."""
+
+    UNKNOWN = "unknown"
+    """Not probed yet: used only if no replica is known to be up."""
+    UP = "up"
+    DOWN = "down"
+    DRAINING = "draining"
+    """Finishes its requests and gets no new ones."""
+    REMOVED = "removed"
+    """Not in the fleet; requests that are in flight there run to their ends."""
+
+
+class Signal(StrEnum):
+    """What can change a replica's state."""
+
+    ANSWERED = "answered"
+    FAILED = "failed"
+    DRAIN = "drain"
+    RESUME = "resume"
+    REMOVE = "remove"
+
+
+TRANSITIONS: Final[Mapping[tuple[ReplicaState, Signal], ReplicaState]] = MappingProxyType(
+    {
+        (ReplicaState.UNKNOWN, Signal.ANSWERED): ReplicaState.UP,
+        (ReplicaState.UNKNOWN, Signal.FAILED): ReplicaState.DOWN,
+        (ReplicaState.UNKNOWN, Signal.DRAIN): ReplicaState.DRAINING,
+        (ReplicaState.UP, Signal.FAILED): ReplicaState.DOWN,
+        (ReplicaState.UP, Signal.DRAIN): ReplicaState.DRAINING,
+        (ReplicaState.DOWN, Signal.ANSWERED): ReplicaState.UP,
+        (ReplicaState.DOWN, Signal.DRAIN): ReplicaState.DRAINING,
+        # A draining replica stays so, whether it answers or not, until resumed.
+        (ReplicaState.DRAINING, Signal.RESUME): ReplicaState.UNKNOWN,
+        **{(each, Signal.REMOVE): ReplicaState.REMOVED for each in ReplicaState},
+    }
+)
+"""The next state; a pair that is not listed changes nothing."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Replica:
+    """One replica: its configuration, state, tiers, rates and load."""
+
+    id: str
+    slot: int
+    """Its number in the index; unlike the id it never changes. Another replica may get it after
+    this one was removed and nothing refers to the slot."""
+    config: ReplicaConfig
+    rates: CostModel
+    kv_bytes_per_token: float
+    weights: CostWeights = DEFAULT_WEIGHTS
+    serial: int = 0
+    """Its number among all replicas that were ever in the fleet: unique."""
+    state: ReplicaState = ReplicaState.UNKNOWN
+    models: frozenset[str] | None = None
+    """Names that requests may use; None until the replica reports them."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Paths of its LoRA adapters, by the names that requests use."""
+    roots: frozenset[str] = frozenset()
+    """Paths of its other models (``--model``); empty until the replica reports them."""
+    shape: KeyShape | None = None
+    """How it makes keys; None if unknown: then prompts sent there are remembered by text."""
+    lmcache_keys: LmcacheKeys | None = None
+    """The keys of its LMCache; None if it has none, or if they are not known yet."""
+    tokens_differ: bool = False
+    """Whether it tokenizes differently than the router: prompts are matched by text there."""
+    shape_checked: bool = False
+    """Whether the shape was found to give the keys in its events."""
+    shape_problem: str | None = None
+    """Why its keys are not known, for a person; None if there is no such problem."""
+    incarnation: str | None = None
+    """The agent's; None without an agent, or before it answered."""
+    transfer_port: int | None = None
+    """The port where other replicas fetch its chunks, if its agent allows that."""
+    capacity_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Capacities of its lower tiers by name, as far as reported."""
+    layout: str = ""
+    """Fingerprint of its chunks: only replicas with equal ones can exchange chunks."""
+    max_staged_tokens: float = inf
+    """How many tokens of one prompt it can bring through its CPU RAM to the GPU."""
+    no_copies_until_s: float = 0.0
+    """No copies from or to it until then, since one failed."""
+    rests: bool = False
+    """Whether it gets no requests while another is up, since they would hang."""
+    breaker: Breaker = field(default_factory=Breaker)
+    why_down: str = ""
+    """What a health check or a request found wrong; empty while it answers. Also set for a draining
+    replica, whose state does not show it."""
+    is_silent: bool = False
+    """Whether it accepted several health checks in a row, and answered neither these nor any
+    request: pending requests will not be answered. False if it refuses connections."""
+    heard_s: float = -inf
+    """When it last sent a part of an answer or a KV event."""
+    has_events: bool = False
+    """Whether the router receives its KV events now."""
+    fetching_until_s: float = 0.0
+    """Predicted end of all fetches requested so far: the next fetch begins then."""
+    queue: ReplicaQueue = field(default_factory=ReplicaQueue)
+    recent: RecentWork = field(default_factory=RecentWork)
+    errors: PredictionErrors = field(default_factory=PredictionErrors)
+    """Errors of its predicted TTFTs."""
+    started: int = 0
+    """Requests ever sent there."""
+    work_s: float = 0.0
+    """Mean predicted work of the last requests (`CostWeights.recent_requests`)."""
+    waiting: int = 0
+    """Requests in flight without a first token."""
+    fetching: int = 0
+    """Those of them whose KV is being brought to its CPU RAM."""
+    decoding: int = 0
+    """Requests in flight after their first token."""
+    others_waiting: int = 0
+    """Requests of other routers that it has not begun, as last reported."""
+    others_running: int = 0
+    """Requests of other routers that it has begun."""
+    answers: int = 0
+    """Ended answers whose end of prefill is known."""
+    _answer_s: float = 0.0
+    """Mean time from end of prefill to end of answer, of the last `CostWeights.recent_requests`."""
+
+    @classmethod
+    def new(
+        cls,
+        slot: int,
+        config: ReplicaConfig,
+        rates: RatesConfig,
+        weights: CostWeights = DEFAULT_WEIGHTS,
+        *,
+        serial: int = 0,
+    ) -> "Replica":
+        """Return a replica with nothing known except its configuration."""
+        return cls(
+            id=config.name,
+            slot=slot,
+            serial=serial,
+            config=config,
+            weights=weights,
+            rates=CostModel(rates, weights.learning),
+            recent=RecentWork(weights),
+            kv_bytes_per_token=rates.kv_bytes_per_token,
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this router in flight there."""
+        return self.waiting + self.decoding
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether it has left the fleet: then the index records nothing about it."""
+        return self.state is ReplicaState.REMOVED
+
+    @property
+    def key_shape(self) -> KeyShape | None:
+        """How prompts' keys are made; None if prompts are matched by text."""
+        if self.tokens_differ:
+            return None
+        lmcache = self.lmcache_keys
+        if lmcache is None:
+            return self.shape
+        if self.shape is None:
+            return KeyShape(scheme=None, block_tokens=lmcache.chunk_tokens, lmcache=lmcache)
+        # LMCache makes chunks of whole blocks.
+        step = max(1, lmcache.chunk_tokens // self.shape.block_tokens)
+        return replace(self.shape, blocks_per_chunk=step, lmcache=lmcache)
+
+    @property
+    def event_tiers(self) -> tuple[Tier, ...]:
+        """The tiers taken from KV events: an agent or LMCache reports the lower ones better."""
+        config = self.config
+        has_lmcache = config.lmcache is not None or self.lmcache_keys is not None
+        return (Tier.GPU,) if has_lmcache or config.agent_url is not None else _TIERS
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether it accepts requests to bring KV to CPU RAM."""
+        lmcache = self.lmcache_keys
+        return self.has_agent or (lmcache is not None and lmcache.is_server)
+
+    def reads_late(self, matched: Mapping[Tier, int]) -> bool:
+        """Whether it reads some of these tokens only when it begins with their request."""
+        return not self.can_prefetch and any(matched.get(tier) for tier in SLOW_TIERS)
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether it has an agent that has answered."""
+        return self.incarnation is not None
+
+    def can_give(self, now_s: float) -> bool:
+        """Whether other replicas can copy chunks from it."""
+        return self.transfer_port is not None and self.no_copies_until_s <= now_s
+
+    def take_info(self, info: InstanceInfo) -> bool:
+        """Apply an agent's report; return whether the replica has restarted."""
+        restarted = self.incarnation != info.incarnation
+        if restarted:
+            self.incarnation = info.incarnation
+            self.shape = KeyShape(
+                scheme=HashScheme(info.hash_algorithm, info.hash_seed),
+                block_tokens=info.block_tokens,
+                blocks_per_chunk=info.chunk_tokens // info.block_tokens,
+            )
+            self.shape_checked, self.shape_problem = False, None
+            self.fetching_until_s = self.no_copies_until_s = 0.0
+        self.kv_bytes_per_token = info.chunk_bytes / info.chunk_tokens
+        self.transfer_port, self.layout = info.transfer_port, info.layout
+        if (cpu := info.tiers.get(Tier.CPU.value)) and cpu.capacity_bytes:
+            pinned_bytes = MAX_PINNED_SHARE * cpu.capacity_bytes
+            self.max_staged_tokens = pinned_bytes / self.kv_bytes_per_token
+        self.capacity_bytes = {name: each.capacity_bytes for name, each in info.tiers.items()}
+        for tier, part in _MEASURED_TIERS.items():
+            if measured := info.tiers.get(tier.value):
+                self.rates.measured(part, measured.read_bytes_per_s)
+        return restarted
+
+    def check_shape(self, first: FirstBlocks) -> bool:
+        """Verify the key shape by a KV event, or find the right one; return whether it changed."""
+        if self.shape_checked:
+            return False
+        known = self.shape
+        if known is not None and explains(known, first):
+            self.shape_checked = True
+            return False
+        found = find_shape(first, self.config.hash_seed)
+        if found is None and first.cache_salt is not None:
+            return False  # not conclusive: vLLM versions differ in how salts enter keys
+        self.shape_checked = True
+        step = known.blocks_per_chunk if known is not None else 1
+        self.shape = None if found is None else replace(found, blocks_per_chunk=step)
+        self.shape_problem = _UNKNOWN_KEYS if found is None else None
+        return True
+
+    def fetch(self, seconds: float, now_s: float) -> float:
+        """Note a requested fetch of KV; return its predicted end."""
+        self.fetching_until_s = max(self.fetching_until_s, now_s) + seconds
+        return self.fetching_until_s
+
+    def note_answer(self, seconds: float) -> None:
+        """Note how long an answer took, from its first token to its end."""
+        self.answers += 1
+        self._answer_s += (seconds - self._answer_s) / min(
+            self.answers, self.weights.recent_requests
+        )
+        self.queue.set_answer_s(self._answer_s)
+
+    def note_work(self, busy_s: float) -> None:
+        """Note the predicted work of the request that was just sent there."""
+        self.work_s += (busy_s - self.work_s) / min(self.started, self.weights.recent_requests)
+
+    def note_load(self, running: int, waiting: int, now_s: float) -> None:
+        """Note how many requests it has in all: those beyond this router's come from others.
+
+        It does not report which ones: their share is assumed equal in both states, and their work
+        equal to the mean of this router's requests.
+        """
+        share = max(0.0, 1.0 - self.in_flight / (running + waiting)) if running + waiting else 0.0
+        self.others_waiting, self.others_running = round(share * waiting), round(share * running)
+        self.queue.set_others(share * waiting * self.work_s, now_s)
+
+    def receive(self, signal: Signal) -> bool:
+        """Apply a signal; return whether the state changed."""
+        before = self.state
+        self.state = TRANSITIONS.get((before, signal), before)
+        return self.state is not before
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is draining and answers."""
+        return self.state is ReplicaState.DRAINING and not self.why_down
+
+    @property
+    def is_held_off(self) -> bool:
+        """Whether it gets no requests while another replica can answer."""
+        return self.rests or not self.breaker.admits
+
+    def why_idle(self, now_s: float) -> str | None:
+        """Return why it gets no requests now, for a person; None if it gets some."""
+        breaker = self.breaker
+        match self.state:
+            case ReplicaState.UNKNOWN:
+                return "it has not been probed yet"
+            case ReplicaState.DOWN:
+                return self.why_down
+            case ReplicaState.DRAINING:
+                also = f"; {self.why_down}" if self.why_down else ""
+                return f"it is draining{also}"
+        if breaker.state is Circuit.OPEN:
+            return f"{breaker.why}; it is tried again in {max(0.0, breaker.due_s - now_s):.1f} s"
+        if breaker.state is Circuit.HALF_OPEN:
+            return f"{breaker.why}; one request at a time is tried"
+        return "its LMCache server has ended" if self.rests else None
+
+    def serves(self, model: str | None) -> bool:
+        """Whether a request for a model may go there; yes if its models are not known."""
+        return model is None or self.models is None or model in self.models
+
+    def __repr__(self) -> str:
+        return (
+            f"<Replica {self.id} {self.state} waiting={self.waiting} decoding={self.decoding} "
+            f"shape={self.shape} events={self.has_events}>"
+        )
+
+
+class Replicas(dict[str, Replica]):
+    """Replicas by id. Former ids of a renamed replica find it too.
+
+    So do the ids of a removed one, until nothing refers to it (`release`): only then another
+    replica may get its slot. ``version`` changes with whatever decides which replicas may answer:
+    `changed` must follow each change of a replica's state, models, key shape or id.
+    """
+
+    def __init__(
+        self,
+        breaker: BreakerConfig | None = None,
+        jitter: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """``jitter`` returns random numbers from 0 to 1, for the times that breakers are open."""
+        super().__init__()
+        self.version = 0
+        self._breaker = breaker or BreakerConfig()
+        self._jitter = jitter
+        self._breaker_due_s = inf
+        """When time changes a breaker next."""
+        # The replicas themselves, not ids: another replica may have taken the id.
+        self._former: dict[str, Replica] = {}
+        self._configured: set[str] = set()
+        self._by_serial: dict[int, Replica] = {}
+        self._removed: dict[Replica, float | None] = {}
+        """When each was first seen to be removed."""
+        self._serials = 0
+        self._free_slots: list[int] = []
+        self._teacher_observations = 0
+
+    def __missing__(self, replica_id: str) -> Replica:
+        return self._former[replica_id]
+
+    def find(self, replica_id: str) -> Replica | None:
+        """Return the replica that has or had an id, removed or not; None if the id is not known."""
+        return self.get(replica_id) or self._former.get(replica_id)
+
+    def with_serial(self, serial: int | None) -> Replica | None:
+        """Return the replica with a serial number, None if it was removed."""
+        return None if serial is None else self._by_serial.get(serial)
+
+    def changed(self) -> None:
+        """Note that other replicas may answer now."""
+        self.version += 1
+
+    # --- coming and going
+
+    def add(self, config: ReplicaConfig, rates: RatesConfig, weights: CostWeights) -> Replica:
+        """Add a replica, which starts with the rates that the others have learned.
+
+        Raises ValueError if another is configured with that name. A replica that only got the name
+        from its agent gets its configured name back.
+        """
+        if config.name in self._configured:
+            raise ValueError(f"there is a replica '{config.name}' already")
+        self._configured.add(config.name)
+        self._give_up(config.name)
+        slot = heappop(self._free_slots) if self._free_slots else self._next_slot()
+        replica = Replica.new(slot, config, rates, weights, serial=self._serials)
+        self._serials += 1
+        self[replica.id] = self._by_serial[replica.serial] = replica
+        teacher = max(self.values(), key=lambda each: each.rates.observations)
+        if teacher.rates.observations:
+            replica.rates.take_over(teacher.rates)
+        self.changed()
+        return replica
+
+    def remove(self, replica_id: str) -> Replica:
+        """Remove a replica; raise KeyError if there is none."""
+        replica = self[replica_id]
+        if replica.is_removed:
+            raise KeyError(replica_id)
+        del self[replica.id], self._by_serial[replica.serial]
+        self._configured.remove(replica.config.name)
+        self._former[replica.id] = replica
+        self._removed[replica] = None
+        replica.receive(Signal.REMOVE)
+        self.changed()
+        return replica
+
+    def release(self, is_clear: Callable[[int], bool], now_s: float) -> None:
+        """Forget the removed replicas that nothing refers to.
+
+        A request in flight changes its replica's counts, and the index refers to slots:
+        ``is_clear`` says whether the index does not refer to a slot.
+        """
+        for replica, since_s in list(self._removed.items()):
+            if since_s is None:
+                self._removed[replica] = now_s
+            elif now_s - since_s >= _KEPT_S and not replica.in_flight and is_clear(replica.slot):
+                del self._removed[replica]
+                heappush(self._free_slots, replica.slot)
+                for former in [name for name, each in self._former.items() if each is replica]:
+                    del self._former[former]
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a replica another id; it keeps its position in the order."""
+        renamed = [(new if key == old else key, each) for key, each in self.items()]
+        self.clear()
+        self.update(renamed)
+        self._former[old] = self[new]
+        self[new].id = new
+        self.changed()
+
+    def _give_up(self, name: str) -> None:
+        """Rename a replica that got this name from its agent to its configured name."""
+        if (holder := self.get(name)) is not None:
+            self._give_up(holder.config.name)
+            self.rename(name, holder.config.name)
+
+    def _next_slot(self) -> int:
+        return len(self) + len(self._removed)  # no slot below is free
+
+    # --- breakers
+
+    def pass_time(self, now_s: float) -> None:
+        """Allow trials where the time of an open breaker is over."""
+        if now_s >= self._breaker_due_s:
+            for each in self.values():
+                each.breaker.pass_time(now_s)
+            self._breakers_changed()
+
+    def begin(self, replica: Replica, now_s: float) -> int:
+        """Note that a replica gets a request; return its number as a trial, 0 if it is not one."""
+        if trial := replica.breaker.begin(now_s):
+            self._breakers_changed()
+        return trial
+
+    def end_trial(self, replica: Replica, trial: int) -> None:
+        """Note that a trial has ended, perhaps without a result."""
+        if replica.breaker.end_trial(trial):
+            self._breakers_changed()
+
+    def note_result(self, replica: Replica, now_s: float, *, ok: bool, trial: int) -> bool:
+        """Note the result of a request; return whether that opened or closed the breaker."""
+        changed = replica.breaker.note(
+            ok, now_s, self._breaker, trial=trial, jitter=0.0 if ok else self._jitter()
+        )
+        if changed:
+            self._breakers_changed()
+        return changed
+
+    def came_back(self, replica: Replica) -> None:
+        """Note that a replica was down and is up again."""
+        if replica.breaker.came_back():
+            self._breakers_changed()
+
+    def _breakers_changed(self) -> None:
+        self._breaker_due_s = min((each.breaker.due_s for each in self.values()), default=inf)
+        self.changed()
+
+    # --- rates
+
+    def teach(self, teacher: Replica) -> None:
+        """Copy a replica's rates to the replicas that have not answered yet.
+
+        Otherwise an unknown replica would look faster than a known one, and get prompts whose KV
+        the other holds. Of several teachers the one with the most answers counts.
+        """
+        count = teacher.rates.observations
+        rarely = count > _TEACH_EACH and count & (count - 1)  # then at 128, 256, ...
+        if rarely or count < self._teacher_observations:
+            return
+        self._teacher_observations = count
+        for each in self.values():
+            if each is not teacher and not each.rates.observations:
+                each.rates.take_over(teacher.rates)
+
+    def check(self) -> None:
+        """Raise AssertionError if the replicas contradict each other."""
+        assert all(name == each.id for name, each in self.items())
+        assert self._configured == {each.config.name for each in self.values()}
+        assert not any(each.is_removed for each in self.values())
+        assert all(each.is_removed for each in self._removed)
+        assert set(self._by_serial.values()) == set(self.values())
+        used = [each.slot for each in (*self.values(), *self._removed)]
+        assert sorted(used + self._free_slots) == list(range(len(used) + len(self._free_slots)))
+        assert all(each in self._removed or each.id in self for each in self._former.values())

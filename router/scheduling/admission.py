@@ -1,0 +1,495 @@
+"""Admission: a request is bound to a replica when one can soon begin with it, not before.
+
+Until then it waits in the router, the shortest first, and is placed again with the KV and the
+queues of that moment. `AdmissionQueue` decides who goes and who waits, without a clock or I/O.
+`AdmissionController` drives it with an event loop: one future per waiting request, one timer.
+
+A request enters and leaves in one of these ways:
+
+1. Its replica can soon begin with it, and nobody before it waits for that replica: it is admitted
+   on arrival, and counts as in flight from then on.
+2. The queue is full: 429 on arrival.
+3. It waits, until a dispatch finds its replica ready: it is placed again and admitted.
+4. It waits, until its deadline passes: 429.
+5. It waits, until no replica can take it, or placing it fails: that error.
+6. Its client leaves, or the router stops: it is removed.
+"""
+
+import asyncio
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import Final
+
+from router.fleet.decision import Decision
+from router.fleet.in_flight import Ticket
+from router.fleet.replica import Replica, ReplicaState
+from router.fleet.replica_queue import NO_KV, KvNeed
+from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
+from router.scheduling.scorer import ReservedWork
+from warmroute_common.api_errors import OverloadedError, RateLimitedError
+
+_PLACINGS_PER_DISPATCH: Final = 8
+"""Placings in one dispatch, of ready and of other requests each: nothing else runs meanwhile."""
+_TOLERANCE_S: Final = 1e-6
+"""A queue is too long only by more than this: sums of times are not exact."""
+_RECHECK_S: Final = 0.25
+"""Longest time between dispatches: KV that has arrived, or a replica that is up again, may change
+where a request would go."""
+_DISPATCH_GAP_S: Final = 0.005
+"""Shortest time between dispatches: queues shorten in bursts, and replicas have work until then."""
+_IDLE_GAP: Final = 10.0
+"""Shortest time after a dispatch that admitted nobody, in multiples of its duration: scanning a
+long queue takes at most a tenth of the time."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class WaitingRequest:
+    """A request that waits, and the result of its last placing."""
+
+    request: PlacementRequest
+    arrived_s: float
+    deadline_s: float
+    service_s: float
+    """Predicted time that it will take of the replica."""
+    replica: Replica
+    """The replica that it would go to."""
+    kv: KvNeed = NO_KV
+    """KV memory that it will take."""
+    may_wait_s: float = 0.0
+    """How long it may wait at the replica: a fetch overlaps that, if it is sent this early."""
+    number: int = 0
+    """Order of arrival; set by `WaitingQueue`."""
+
+
+class WaitingQueue:
+    """Waiting requests, shortest first; waiting makes up for length. At most ``max_waiting``.
+
+    The order is that of ``service_s - ageing * waited_s``. All age alike, so two requests never
+    change places by waiting: the order is kept, not computed. No request starves: only requests
+    that arrive within ``service_s / ageing`` seconds after it can overtake it.
+    """
+
+    # Two sorted lists. sortedcontainers' SortedList took 1.2 to 2.6 times as long for up to 1,000
+    # requests, in changes and in reads (docs/decisions/waiting-queue-sorted-lists.md).
+
+    def __init__(self, max_waiting: int, ageing: float) -> None:
+        """``ageing``: seconds of service that a second of waiting makes up for; above 0."""
+        self._max_waiting = max_waiting
+        self._ageing = ageing
+        self._added = 0
+        # The numbers are unique: requests themselves are never compared.
+        self._order: list[tuple[float, int, WaitingRequest]] = []
+        self._deadlines: list[tuple[float, int, WaitingRequest]] = []
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def next_deadline_s(self) -> float:
+        """The earliest deadline; infinite if nobody waits."""
+        return self._deadlines[0][0] if self._deadlines else inf
+
+    def add(self, waiting: WaitingRequest) -> bool:
+        """Add a request; return False, and change nothing, if the queue is full."""
+        if len(self) >= self._max_waiting:
+            return False
+        self._added += 1
+        waiting.number = self._added
+        self._insert(waiting)
+        return True
+
+    def in_order(self, limit: int | None = None) -> Sequence[WaitingRequest]:
+        """Return the first ``limit`` requests, or all; a copy."""
+        return [waiting for _, _, waiting in self._order[:limit]]
+
+    def ahead_of(self, service_s: float, arrived_s: float) -> Sequence[WaitingRequest]:
+        """Return the requests that go before one of this service and arrival."""
+        return self.in_order(bisect_left(self._order, (self._key(service_s, arrived_s),)))
+
+    def revalue(self, waiting: WaitingRequest, service_s: float) -> None:
+        """Move a request to the place of another service time; nothing if it does not wait."""
+        if self.remove(waiting):
+            waiting.service_s = service_s
+            self._insert(waiting)
+
+    def remove(self, waiting: WaitingRequest) -> bool:
+        """Remove a request; return whether it still waited."""
+        key = self._key(waiting.service_s, waiting.arrived_s)
+        return _take(self._order, key, waiting) and _take(
+            self._deadlines, waiting.deadline_s, waiting
+        )
+
+    def expired(self, now_s: float) -> Sequence[WaitingRequest]:
+        """Remove and return the requests whose deadline has passed, the earliest first."""
+        late = []
+        while self.next_deadline_s <= now_s:
+            late.append(self._deadlines[0][2])
+            self.remove(late[-1])
+        return late
+
+    def check(self) -> None:
+        """Raise AssertionError if the two orders do not hold the same requests, in order."""
+        assert self._order == sorted(self._order)
+        assert self._deadlines == sorted(self._deadlines)
+        assert {each for *_, each in self._order} == {each for *_, each in self._deadlines}
+        assert len(self) == len(self._deadlines) <= self._max_waiting
+
+    def _key(self, service_s: float, arrived_s: float) -> float:
+        return service_s + self._ageing * arrived_s
+
+    def _insert(self, waiting: WaitingRequest) -> None:
+        key = self._key(waiting.service_s, waiting.arrived_s)
+        insort(self._order, (key, waiting.number, waiting))
+        insort(self._deadlines, (waiting.deadline_s, waiting.number, waiting))
+
+
+def _take(
+    order: list[tuple[float, int, WaitingRequest]], key: float, waiting: WaitingRequest
+) -> bool:
+    """Remove a request from a sorted list; return whether it was there."""
+    at = bisect_left(order, (key, waiting.number))
+    if at == len(order) or order[at][2] is not waiting:
+        return False
+    del order[at]
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """A request that goes now and counts as in flight; its ``ticket`` must be finished."""
+
+    decision: Decision
+    ticket: Ticket
+    waited_s: float
+
+
+End = Admitted | Exception
+"""How waiting ends; the exception is for the client."""
+
+
+class AdmissionQueue:
+    """Decides which requests go now and which wait.
+
+    Its driver calls `arrive` for each request, and `dispatch` whenever a replica's queue has
+    shortened, and by `next_dispatch_s` at the latest.
+    """
+
+    def __init__(self, scheduler: RequestScheduler) -> None:
+        self._scheduler = scheduler
+        self._fleet = fleet = scheduler.fleet
+        self._config = fleet.config.admission
+        self._queue = WaitingQueue(self._config.max_waiting, self._config.ageing)
+        self._holds = self._config.enabled and fleet.config.policy == "ttft"
+        self._ready_s = inf
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._queue)
+
+    def arrive(
+        self,
+        request: PlacementRequest,
+        now_s: float,
+        *,
+        at_once: bool = False,
+        max_wait_s: float = inf,
+    ) -> Admitted | WaitingRequest:
+        """Admit a request, or let it wait if its replica is busy and it need not go ``at_once``.
+
+        It waits for ``max_wait_s`` or the configured time, whichever is less. Raises
+        `RateLimitedError` if the queue is full, and what `RequestScheduler.place` raises.
+        """
+        decision = self._scheduler.place(request, now_s)
+        may_wait = self._holds and not at_once
+        if may_wait:
+            # Rates differ slightly between replicas: requests of about the same length count too.
+            # Otherwise a burst of equal prompts would all wait for the replica of the last one.
+            about_s = decision.picked.cost.busy_s * (1.0 + self._fleet.weights.alike_share)
+            before = self._queue.ahead_of(about_s, now_s)
+            if any(each.replica.slot == decision.picked.replica.slot for each in before):
+                decision = self._scheduler.place(request, now_s, _reserved(before))
+        picked = decision.picked
+        waiting = WaitingRequest(
+            request=request,
+            arrived_s=now_s,
+            deadline_s=now_s + min(max_wait_s, self._config.max_wait_s),
+            service_s=picked.cost.busy_s,
+            replica=picked.replica,
+            kv=picked.kv,
+            may_wait_s=self._may_wait_s(decision),
+        )
+        if not may_wait or self._may_go(waiting, now_s):  # case 1
+            return self._admit(decision, now_s)
+        if not self._queue.add(waiting):  # case 2
+            raise self._full(waiting.service_s, now_s)
+        wait_s = _predicted_wait_s(waiting.replica, now_s, waiting.kv)
+        self._ready_s = min(self._ready_s, now_s + max(0.0, wait_s - waiting.may_wait_s))
+        return waiting
+
+    def dispatch(self, now_s: float) -> Sequence[tuple[WaitingRequest, End]]:
+        """Return the requests whose waiting ends, in order, each with how it ends.
+
+        Requests whose replica is ready are placed again. While any replica is free, the first of
+        the others are too: they may prefer it by now.
+        """
+        ended: list[tuple[WaitingRequest, End]] = [
+            (each, self._too_late(each, now_s))
+            for each in self._queue.expired(now_s)  # case 4
+        ]
+        reserved, passed = ReservedWork(), _Passed()
+        placings_left = {True: _PLACINGS_PER_DISPATCH, False: _PLACINGS_PER_DISPATCH}
+        free = self._free(now_s)
+        for waiting in self._queue.in_order():
+            is_ready = passed.lets(waiting) and (
+                waiting.replica.is_held_off or self._is_ready(waiting, now_s)
+            )
+            end = None
+            model = waiting.request.model
+            if placings_left[is_ready] and (is_ready or any(each.serves(model) for each in free)):
+                placings_left[is_ready] -= 1
+                end = self._place_again(waiting, reserved, now_s)
+            if end is None:
+                reserved.add(waiting.replica.slot, waiting.service_s)
+                passed.note(waiting)
+            else:
+                self._queue.remove(waiting)
+                ended.append((waiting, end))
+        self._ready_s = self._next_ready_s(now_s)
+        return ended
+
+    def next_dispatch_s(self, now_s: float) -> float:
+        """Return when to `dispatch` at the latest, as seen now; infinite if nobody waits."""
+        if not len(self):
+            return inf
+        return min(self._ready_s, self._queue.next_deadline_s, now_s + _RECHECK_S)
+
+    def leave(self, waiting: WaitingRequest) -> None:
+        """Remove a request (case 6); nothing if its waiting has ended."""
+        self._queue.remove(waiting)
+
+    def _place_again(
+        self, waiting: WaitingRequest, reserved: ReservedWork, now_s: float
+    ) -> End | None:
+        """Place a request again: admit it, or note what it waits for and return None."""
+        try:
+            decision = self._scheduler.place(waiting.request, now_s, reserved)
+        except Exception as error:  # noqa: BLE001  (its client gets it; those behind continue)
+            return error  # case 5
+        picked = decision.picked
+        waiting.replica, waiting.kv = picked.replica, picked.kv
+        waiting.may_wait_s = self._may_wait_s(decision)
+        if self._is_ready(waiting, now_s):  # case 3
+            return self._admit(decision, now_s, waited_s=now_s - waiting.arrived_s)
+        self._queue.revalue(waiting, picked.cost.busy_s)
+        return None
+
+    def _admit(self, decision: Decision, now_s: float, waited_s: float = 0.0) -> Admitted:
+        # Started here, not by the handler that wakes later: the next placing must see it.
+        ticket = self._fleet.start(decision, now_s)
+        return Admitted(decision=decision, ticket=ticket, waited_s=waited_s)
+
+    # --- whether replicas can soon begin
+
+    def _may_wait_s(self, decision: Decision) -> float:
+        return self._config.dispatch_ahead_s + decision.picked.cost.fetched_s
+
+    def _may_go(self, waiting: WaitingRequest, now_s: float) -> bool:
+        """Whether its replica can take a newcomer, and nobody before it waits for that replica."""
+        if not self._is_ready(waiting, now_s):
+            return False
+        before = self._queue.ahead_of(waiting.service_s, now_s)
+        return all(each.replica is not waiting.replica for each in before)
+
+    def _is_ready(self, waiting: WaitingRequest, now_s: float) -> bool:
+        """Whether the request's replica can soon begin with it, or takes no requests."""
+        if waiting.replica.state is not ReplicaState.UP:
+            return True  # it is placed again
+        wait_s = _predicted_wait_s(waiting.replica, now_s, waiting.kv)
+        return wait_s <= waiting.may_wait_s + _TOLERANCE_S
+
+    def _free(self, now_s: float) -> list[Replica]:
+        """Return the replicas that can soon begin with some request."""
+        longest_s = self._config.dispatch_ahead_s + _TOLERANCE_S
+        up = (each for each in self._fleet.replicas.values() if each.state is ReplicaState.UP)
+        return [each for each in up if _predicted_wait_s(each, now_s) <= longest_s]
+
+    def _next_ready_s(self, now_s: float) -> float:
+        """Return when a request's replica, or any busy replica, is predicted to be ready."""
+        if not len(self):
+            return inf
+        first, passed = [], _Passed()
+        for each in self._queue.in_order():
+            if passed.lets(each):
+                first.append(each)
+                passed.note(each)
+        after_s = [
+            _predicted_wait_s(each.replica, now_s, each.kv) - each.may_wait_s for each in first
+        ]
+        free_after_s = (
+            _predicted_wait_s(each, now_s) - self._config.dispatch_ahead_s
+            for each in self._fleet.replicas.values()
+        )
+        after_s += [each for each in free_after_s if each > _TOLERANCE_S]
+        return now_s + max(0.0, min(after_s))
+
+    # --- refusals
+
+    def _full(self, service_s: float, now_s: float) -> RateLimitedError:
+        return RateLimitedError(
+            f"{len(self)} requests wait for a replica, the maximum (admission.max_waiting in the "
+            "router's configuration); send it again later",
+            cause="full",
+            retry_after_s=self._retry_after_s(service_s, now_s),
+        )
+
+    def _too_late(self, waiting: WaitingRequest, now_s: float) -> RateLimitedError:
+        waited_s = waiting.deadline_s - waiting.arrived_s
+        return RateLimitedError(
+            f"no replica could take the request within {waited_s:g} s, the longest wait "
+            "(admission.max_wait_s in the router's configuration, or the client's own limit); "
+            "send it again later",
+            cause="deadline",
+            retry_after_s=self._retry_after_s(waiting.service_s, now_s),
+        )
+
+    def _retry_after_s(self, service_s: float, now_s: float) -> int:
+        """Return the predicted seconds until a newcomer of this service would be dispatched."""
+        before = self._queue.ahead_of(service_s, now_s)
+        up = [each for each in self._fleet.replicas.values() if each.state is ReplicaState.UP]
+        work_s = sum(each.service_s for each in before)
+        work_s += sum(each.queue.wait_s(now_s) for each in up)
+        return max(1, ceil(work_s / max(1, len(up))))
+
+
+class _Passed:
+    """Replicas that requests earlier in the queue wait for: later requests do not overtake them.
+
+    A request whose KV takes longer to fetch may be sent before them: it has to wait longer there in
+    any case, and takes none of the replica's time until then.
+    """
+
+    def __init__(self) -> None:
+        self._may_wait_s: dict[int, float] = {}
+
+    def lets(self, waiting: WaitingRequest) -> bool:
+        """Whether a request may go before the noted ones."""
+        return waiting.may_wait_s > self._may_wait_s.get(waiting.replica.slot, -inf)
+
+    def note(self, waiting: WaitingRequest) -> None:
+        """Note a request that continues to wait."""
+        slot = waiting.replica.slot
+        self._may_wait_s[slot] = max(self._may_wait_s.get(slot, -inf), waiting.may_wait_s)
+
+
+def _reserved(waiting: Sequence[WaitingRequest]) -> ReservedWork:
+    reserved = ReservedWork()
+    for each in waiting:
+        reserved.add(each.replica.slot, each.service_s)
+    return reserved
+
+
+def _predicted_wait_s(replica: Replica, now_s: float, kv: KvNeed = NO_KV) -> float:
+    """Return a newcomer's wait; 0 if no rate was learned yet, so that a guess delays nobody."""
+    return replica.queue.wait_s(now_s, kv) if replica.rates.observations else 0.0
+
+
+class AdmissionController:
+    """Holds requests until the `AdmissionQueue` admits them.
+
+    Interface for the request's lifecycle: `admit` waits and returns an `Admitted`, whose ticket the
+    caller must finish on every way out. After each `Ticket.finish` and each first token it must
+    call `wake`, since the replica's queue has shortened.
+    """
+
+    def __init__(self, queue: AdmissionQueue, clock: Callable[[], float]) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._released: dict[WaitingRequest, asyncio.Future[Admitted]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = inf
+        self._next_dispatch_s = -inf
+        self._closed = False
+
+    def __len__(self) -> int:
+        """How many requests wait."""
+        return len(self._queue)
+
+    async def admit(
+        self, request: PlacementRequest, *, at_once: bool = False, max_wait_s: float = inf
+    ) -> Admitted:
+        """Wait until a request may go; the caller must finish the ticket.
+
+        Raises what `AdmissionQueue.arrive` raises, the error of a later placing, and
+        `OverloadedError` if the router stops meanwhile.
+        """
+        arrived = self._queue.arrive(
+            request, self._clock(), at_once=at_once or self._closed, max_wait_s=max_wait_s
+        )
+        if isinstance(arrived, Admitted):
+            return arrived
+        released: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
+        self._released[arrived] = released
+        self._dispatch_by(self._queue.next_dispatch_s(self._clock()))
+        try:
+            return await released
+        except asyncio.CancelledError:
+            # A dispatch may have admitted the request in this same turn of the loop: then its
+            # ticket has no other owner.
+            if released.done() and not released.cancelled() and released.exception() is None:
+                self._give_back(released.result())
+            raise
+        finally:
+            del self._released[arrived]
+            self._queue.leave(arrived)
+
+    def wake(self) -> None:
+        """Dispatch soon; to be called when a replica's queue has shortened."""
+        self._dispatch_by(-inf)
+
+    def close(self) -> None:
+        """Refuse the waiting requests with 503; later ones do not wait."""
+        self._closed = True
+        for released in self._released.values():
+            if not released.done():
+                released.set_exception(OverloadedError("the router stops; send the request again"))
+
+    def _dispatch_by(self, at_s: float) -> None:
+        at_s = max(at_s, self._next_dispatch_s)
+        if not len(self) or at_s >= self._timer_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_s = at_s
+        delay_s = max(0.0, at_s - self._clock())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._timer, self._timer_s = None, inf
+        began_s = self._clock()
+        ended_any = False
+        try:
+            for waiting, end in self._queue.dispatch(began_s):
+                ended_any = True
+                self._deliver(self._released[waiting], end)
+        finally:
+            now_s = self._clock()
+            gap_s = 0.0 if ended_any else _IDLE_GAP * (now_s - began_s)
+            self._next_dispatch_s = now_s + max(_DISPATCH_GAP_S, gap_s)
+            self._dispatch_by(self._queue.next_dispatch_s(began_s))
+
+    def _deliver(self, released: asyncio.Future[Admitted], end: End) -> None:
+        if released.done():
+            # Its client has left, or the router stops, and its handler has not run since: the
+            # request was still in the queue.
+            if isinstance(end, Admitted):
+                self._give_back(end)
+        elif isinstance(end, Admitted):
+            released.set_result(end)
+        else:
+            released.set_exception(end)
+
+    def _give_back(self, admitted: Admitted) -> None:
+        admitted.ticket.finish(self._clock(), ok=False)
+        self.wake()

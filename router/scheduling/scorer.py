@@ -1,0 +1,260 @@
+"""What one prompt would cost at one replica, for each source of its KV."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from router.config import CostWeights
+from router.fleet.cost_model import CostPart, Work
+from router.fleet.decision import Candidate, PeerSource
+from router.fleet.replica import SLOW_TIERS, Replica
+from router.fleet.replica_queue import KvNeed
+from router.index import ChunkRun, Match, PrefixIndex, PromptKeys, Tier
+
+_RATE_OF: Final = {Tier.DISK: CostPart.DISK, Tier.REMOTE: CostPart.REMOTE}
+
+_KV_PART_TOKENS: Final = 512
+"""Granularity, in tokens, of the KV memory that requests are known to share."""
+
+
+class ReservedWork:
+    """Work that waiting requests will bring to replicas, by the slots of the replicas."""
+
+    def __init__(self) -> None:
+        self._work_s: dict[int, float] = {}
+        self._requests: dict[int, int] = {}
+
+    def work_s(self, slot: int) -> float:
+        """Return the seconds of a replica's time that are reserved."""
+        return self._work_s.get(slot, 0.0)
+
+    def requests(self, slot: int) -> int:
+        """Return how many requests will come to a replica."""
+        return self._requests.get(slot, 0)
+
+    def add(self, slot: int, service_s: float) -> None:
+        """Reserve ``service_s`` of a replica's time for one request."""
+        self._work_s[slot] = self._work_s.get(slot, 0.0) + service_s
+        self._requests[slot] = self._requests.get(slot, 0) + 1
+
+
+class Scorer:
+    """Makes the candidates for one prompt.
+
+    ``sources`` are replicas that hold much of the prompt, each with its number of blocks: others
+    may copy from them what they lack. ``reserved`` is work that goes to replicas before this
+    prompt. ``busy_share`` is the fleet's.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        prompt_tokens: int,
+        *,
+        weights: CostWeights,
+        sources: Sequence[tuple[Replica, int]] = (),
+        reserved: ReservedWork,
+        busy_share: float,
+        now_s: float,
+    ) -> None:
+        self._index = index
+        self._prompt_tokens = prompt_tokens
+        self._weights = weights
+        self._sources = sources
+        self._reserved = reserved
+        self._busy_share = busy_share
+        self._now_s = now_s
+        self._needed: tuple[PromptKeys, KvNeed] | None = None
+
+    def best(self, replica: Replica, keys: PromptKeys, gpu_blocks: int) -> Candidate:
+        """Return the best candidate of a replica whose GPU holds this many blocks of the prompt.
+
+        Its KV may come from the replica's own tiers alone, or also from a peer source.
+        """
+        runs = self._index.runs(replica.slot, keys.chunk_keys, gpu_blocks // keys.blocks_per_chunk)
+        match = Match(gpu_blocks, runs)
+        held = match.tokens(keys.block_tokens, keys.blocks_per_chunk)
+        matched = _usable(held, self._prompt_tokens, replica.max_staged_tokens)
+        reading, *computing = self._from_own_tiers(replica, keys, runs, matched)
+        # A copy is useful only behind all that the replica has, however slow the tier.
+        from_peers = self._from_peers(reading, match) if self._may_copy_to(replica, keys) else []
+        if not (computing or from_peers):
+            return reading
+        # By the whole score: computing may give the first token slightly earlier, but take ten
+        # times as much of the replica's time from the requests behind.
+        candidates = (reading, *computing, *from_peers)
+        return min(candidates, key=lambda each: each.score_s(self._weights))
+
+    def _may_copy_to(self, replica: Replica, keys: PromptKeys) -> bool:
+        return bool(keys.chain) and replica.has_agent and replica.no_copies_until_s <= self._now_s
+
+    def _from_own_tiers(
+        self,
+        replica: Replica,
+        keys: PromptKeys,
+        runs: tuple[ChunkRun, ...],
+        matched: dict[Tier, int],
+    ) -> list[Candidate]:
+        """Return the candidate with all of the replica's tiers, and the one without slow tiers.
+
+        The latter counts only if the speed of the slow tier is known: otherwise a wrong initial
+        rate would keep the tier from being used, and would never be corrected.
+        """
+        deep = self._work(replica, keys, matched)
+        candidate = Candidate(
+            replica=replica,
+            keys=keys,
+            runs=runs,
+            matched_tokens=matched,
+            work=deep,
+            cost=replica.rates.cost(deep),
+            kv=self._kv_need(keys),
+            waiting=replica.waiting
+            + replica.others_waiting
+            + self._reserved.requests(replica.slot),
+            busy_share=(replica.recent.share(self._now_s) + self._busy_share) / 2,
+        )
+        slow = [tier for tier in SLOW_TIERS if matched.get(tier)]
+        if not slow:
+            return [candidate]
+        # Tiers may alternate along a prefix. Chunks in a faster tier behind a slow one are lost
+        # too; that is rare, and not treated separately.
+        shallow = self._work(replica, keys, _before(matched, slow))
+        computing = replace(candidate, work=shallow, cost=replica.rates.cost(shallow))
+        gain_s = computing.cost.busy_s - candidate.cost.busy_s
+        candidate.prefetch_gain_s = max(0.0, gain_s)
+        known = all(replica.rates.knows(_RATE_OF[tier]) for tier in slow)
+        return [candidate, computing] if known else [candidate]
+
+    def _from_peers(self, own: Candidate, match: Match) -> list[Candidate]:
+        """Return a candidate for each peer source that is worth its copy."""
+        blocks = match.blocks(own.keys.blocks_per_chunk)
+        base = self._work(own.replica, own.keys, own.matched_tokens)
+        return [
+            candidate
+            for source, source_blocks in self._sources
+            if source_blocks > blocks and _may_fetch(own.replica, source)
+            if (runs := self._to_copy(source, own, match))
+            if (candidate := self._with_copy(own, base, source, runs)) is not None
+        ]
+
+    def _to_copy(self, source: Replica, own: Candidate, match: Match) -> tuple[ChunkRun, ...]:
+        """Return the chunks of a peer source that are useful behind the end of a match."""
+        keys = own.keys
+        on_gpu = match.gpu_blocks // keys.blocks_per_chunk
+        start = match.runs[-1].stop if match.runs else on_gpu
+        runs = self._index.runs(source.slot, keys.chunk_keys, start)
+        end = on_gpu + own.replica.max_staged_tokens / keys.chunk_tokens
+        usable = [run for run in runs if run.start + 1 <= end]
+        if usable:
+            usable[-1] = replace(usable[-1], stop=int(min(usable[-1].stop, end)))
+        return tuple(usable)
+
+    def _with_copy(
+        self, own: Candidate, base: Work, source: Replica, runs: tuple[ChunkRun, ...]
+    ) -> Candidate | None:
+        """Return the candidate whose KV a copy completes; None if that gains too little.
+
+        All of the replica's own tiers count. The source first reads chunks that lie on its disk or
+        remote; it is assumed to be as fast at that as the replica itself.
+        """
+        replica, keys, matched = own.replica, own.keys, own.matched_tokens
+        reach = min(runs[-1].stop * keys.chunk_tokens, self._prompt_tokens)
+        per_chunk = keys.chunk_tokens * replica.kv_bytes_per_token
+        slow = dict.fromkeys(SLOW_TIERS, 0.0)
+        copied = 0.0
+        for run in runs:
+            nbytes = (run.stop - run.start) * per_chunk
+            copied += nbytes
+            if run.tier in slow:
+                slow[run.tier] += nbytes
+        backlog_s = base.backlog_s
+        if any(slow.values()):
+            backlog_s = max(backlog_s, source.fetching_until_s - self._now_s)
+        new_tokens = self._new_tokens(keys, reach)
+        work = Work(
+            new_tokens=new_tokens,
+            matched_tokens=max(0, self._prompt_tokens - new_tokens),
+            load_bytes=(reach - matched.get(Tier.GPU, 0)) * replica.kv_bytes_per_token,
+            disk_bytes=base.disk_bytes + slow[Tier.DISK],
+            remote_bytes=base.remote_bytes + slow[Tier.REMOTE],
+            peer_bytes=copied,
+            queue_s=base.queue_s,
+            backlog_s=backlog_s,
+            decoding=base.decoding,
+        )
+        cost = replica.rates.cost(work)
+        gain_s = replica.rates.cost(base).busy_s - cost.busy_s
+        if gain_s < self._weights.least_copy_gain_s:
+            return None
+        copied_tokens = reach - sum(matched.values())
+        peer = PeerSource(
+            replica=source, runs=runs, tokens=copied_tokens, nbytes=copied, gain_s=gain_s
+        )
+        return replace(own, work=work, cost=cost, source=peer)
+
+    def _new_tokens(self, keys: PromptKeys, matched_tokens: int) -> int:
+        """Return the tokens to compute: at least the last token, and with it its whole block."""
+        least = 1
+        if keys.chain:
+            least += max(0, self._prompt_tokens - 1) % keys.block_tokens
+        return max(least, self._prompt_tokens - matched_tokens)
+
+    def _kv_need(self, keys: PromptKeys) -> KvNeed:
+        if self._needed is None or self._needed[0] is not keys:
+            self._needed = (keys, _kv_need(keys, self._prompt_tokens))
+        return self._needed[1]
+
+    def _work(self, replica: Replica, keys: PromptKeys, matched: Mapping[Tier, int]) -> Work:
+        total = sum(matched.values())
+        per_token = replica.kv_bytes_per_token
+        new_tokens = self._new_tokens(keys, total)
+        return Work(
+            new_tokens=new_tokens,
+            matched_tokens=max(0, self._prompt_tokens - new_tokens),
+            load_bytes=(total - matched.get(Tier.GPU, 0)) * per_token,
+            disk_bytes=matched.get(Tier.DISK, 0) * per_token,
+            remote_bytes=matched.get(Tier.REMOTE, 0) * per_token,
+            queue_s=replica.queue.wait_s(self._now_s, self._kv_need(keys))
+            + self._reserved.work_s(replica.slot),
+            backlog_s=max(0.0, replica.fetching_until_s - self._now_s),
+            decoding=replica.decoding + replica.others_running,
+            reads_late=replica.reads_late(matched),
+        )
+
+
+def _kv_need(keys: PromptKeys, prompt_tokens: int) -> KvNeed:
+    """Return the KV memory of a prompt, in parts of about `_KV_PART_TOKENS`."""
+    if not keys.chain:
+        return KvNeed(tokens=prompt_tokens)
+    step = max(1, _KV_PART_TOKENS // keys.block_tokens)
+    part = keys.keys[step - 1 :: step]
+    return KvNeed(keys=part, tokens_per_key=step * keys.block_tokens, tokens=prompt_tokens)
+
+
+def _may_fetch(replica: Replica, source: Replica) -> bool:
+    """Whether a replica can use chunks of another."""
+    if source is replica:
+        return False
+    return source.layout == replica.layout and source.key_shape == replica.key_shape
+
+
+def _usable(held: dict[Tier, int], prompt_tokens: int, max_staged_tokens: float) -> dict[Tier, int]:
+    """Cut off what exceeds the prompt, or CPU RAM.
+
+    Token counts of texts are estimates. All tokens that are not on the GPU pass through CPU RAM at
+    the same time.
+    """
+    left: float = prompt_tokens
+    usable: dict[Tier, int] = {}
+    staged_left = max_staged_tokens
+    for tier, count in held.items():
+        usable[tier] = int(min(count, left if tier is Tier.GPU else min(left, staged_left)))
+        left -= usable[tier]
+        staged_left -= 0 if tier is Tier.GPU else usable[tier]
+    return usable
+
+
+def _before(matched: dict[Tier, int], slow: Sequence[Tier]) -> dict[Tier, int]:
+    first = min(list(matched).index(tier) for tier in slow)
+    return dict(list(matched.items())[:first])
