@@ -1,8 +1,8 @@
 """The router: sends every prompt to the replica that already remembers it.
 
 One request: `access` lets it in, `app` gives it to `proxy`, which has its body read by `http` and
-its prompt by `prompt` (tokens or text), and asks `scheduling` where and when it goes. That is decided by
-the state of the `fleet` and what `index` knows of its prefix. `staging` has KV promoted or
+its prompt by `prompt` (tokens or text), and asks `scheduling` where and when it goes. That
+reads the state of the `fleet` and what `index` knows of its prefix. `staging` has KV promoted or
 copied, `proxy.upstream` forwards, `proxy.relay` passes the answer on, `record` tells of it.
 
 Behind a gateway `picker` stands in for `proxy`: it says where a request goes, and `envoy` has the

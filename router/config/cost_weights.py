@@ -60,7 +60,7 @@ class CostWeights:
     recent_requests: int = 50
     """Requests. Window of the averages of answer time and work per request."""
     spills_to_move: int = 2
-    """Turns. After this many turns in a row elsewhere, the session's KV is there: its home moves."""
+    """Turns. After this many turns in a row elsewhere, the session's home moves there."""
     max_candidates: int = 16
     """Replicas whose cost is computed for one request, besides the session's home: bounds the time
     of a decision in a large fleet, and picks as well as if all were scored."""
