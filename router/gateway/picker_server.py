@@ -14,7 +14,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from router.config import PickerConfig, join_host_port
-from router.fleet import State
+from router.fleet import ReplicaState
 from router.gateway import messages
 from router.gateway.endpoints import Endpoints
 from router.gateway.envoy_config import SENDS_ANSWERS
@@ -112,7 +112,7 @@ class PickerServer:
     async def _update_readiness(self) -> None:
         """The picker is ready while a replica is up and it is not leaving."""
         replicas = self._judge.fleet.replicas.values()
-        is_ready = not self._is_leaving and any(each.state is State.UP for each in replicas)
+        is_ready = not self._is_leaving and any(each.state is ReplicaState.UP for each in replicas)
         status = health_pb2.HealthCheckResponse
         for name in _READINESS:
             await self._health.set(name, status.SERVING if is_ready else status.NOT_SERVING)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from router.config import ReplicaConfig
-from router.fleet import Fleet, State
+from router.fleet import Fleet, ReplicaState
 from router.index import LMCACHE_HASH
 from router.lmcache.coordinator import Coordinator, LiveServer, RegisteredServer
 from router.lmcache.server_client import (
@@ -262,7 +262,7 @@ class ServerMonitor:
         paused.until_s = self._clock() + UNNOTICED_S
         self._fleet.rest(name, True)
         others = [each for each in self._fleet.replicas.values() if each.id != name]
-        if any(each.state is State.UP and not each.rests for each in others):
+        if any(each.state is ReplicaState.UP and not each.rests for each in others):
             if paused.hangs is not None:
                 paused.hangs.set_result(None)
             paused.hangs = None
