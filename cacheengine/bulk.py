@@ -1,10 +1,8 @@
-"""Large runs of bytes, hashed and copied without the interpreter's lock (GIL).
+"""Hashing and copying of large buffers without the interpreter's lock (GIL).
 
-Python's own ways hold it: `bytes(view)`, ``view[:] = other``, and the one-call digests of older
-xxhash (3.5 does, 4.1 does not). What holds it for a millisecond keeps the model's scheduler from
-its next step.
-
-Called by tiers and transfer. Imports nothing of the engine.
+Python's own operations hold it: `bytes(view)`, ``view[:] = other``, and the one-call digests of
+older xxhash (3.5 does, 4.1 does not). An operation that holds it for a millisecond delays the
+scheduler's next step.
 """
 
 import contextlib
@@ -16,26 +14,26 @@ from typing import Final
 import xxhash
 
 _LARGE_BYTES: Final = 64 * 1024
-"""Less is copied in microseconds: sooner than the lock is given away and had back."""
+"""Fewer bytes are copied in microseconds: faster than releasing and taking the lock again."""
 _PIECE_BYTES: Final = 512 * 1024
 
 
 def checksum(payload: memoryview) -> bytes:
     """Return the XXH3 digest of 128 bits."""
-    # `update` gives the lock away in every version.
+    # `update` releases the lock in every version.
     digest = xxhash.xxh3_128()
     digest.update(payload)
     return digest.digest()
 
 
 def copy(into: memoryview, source: memoryview | bytes) -> None:
-    """Fill ``into`` from bytes of the same number; raises ValueError where it is another."""
+    """Fill ``into`` with ``source``; raises ValueError if their lengths differ."""
     if len(source) != len(into):
         raise ValueError(f"{len(source)} bytes cannot fill {len(into)}")
     if len(source) < _LARGE_BYTES:
         into[:] = source
     elif isinstance(source, memoryview) and source.readonly:
-        # Its address is not to be had: in pieces, so that no single one takes long.
+        # ctypes cannot get its address: copied in pieces, so that no single one takes long.
         for start in range(0, len(source), _PIECE_BYTES):
             into[start : start + _PIECE_BYTES] = source[start : start + _PIECE_BYTES]
     else:
@@ -45,10 +43,10 @@ def copy(into: memoryview, source: memoryview | bytes) -> None:
 
 
 def private_copy(source: memoryview) -> memoryview:
-    """Return a copy in memory of its own, which is given back with the last view of it."""
-    # Not `bytes`: that takes its memory page by page, and the lock is held for all of it.
+    """Return a copy in memory of its own, which is freed with the last view of it."""
+    # Not `bytes`: that faults in its memory page by page, and holds the lock meanwhile.
     memory = mmap.mmap(-1, max(1, len(source)))
-    with contextlib.suppress(OSError):  # a kernel without large pages for it
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     made = memoryview(memory)[: len(source)]
     copy(made, source)
@@ -56,9 +54,9 @@ def private_copy(source: memoryview) -> memoryview:
 
 
 def let_go(parts: list[memoryview | bytes]) -> None:
-    """Empty a list, giving the lock away after each large object that has memory of its own.
+    """Empty a list, releasing the lock after each large object that has memory of its own.
 
-    The system takes that back in 0.2 ms a megabyte, under the lock.
+    The system takes the memory back in 0.2 ms a megabyte, with the lock held.
     """
     while parts:
         is_large = isinstance(parts[-1], bytes) and len(parts[-1]) >= _LARGE_BYTES

@@ -1,13 +1,10 @@
-"""The CPU pool, one run of memory cut into equal slots, and huge pages to make it of.
+"""The CPU pool: contiguous memory cut into equal slots, optionally made of huge pages.
 
-Which slot holds what is not known here but in `cacheengine.residency`.
+`cacheengine.residency` knows which slot holds which chunk.
 
-The kernel keeps pages of 2 MiB apart (``vm.nr_hugepages``). They are had here as a
-file without a name (`memfd_create`): that needs neither root nor a mounted
-hugetlbfs, and the kernel takes the pages back with the file's last user,
-however that one ends.
-
-Called by engine, settings, connector and simulator. Imports nothing of the engine.
+The kernel reserves pages of 2 MiB separately (``vm.nr_hugepages``). Here they back a file without
+a name (`memfd_create`): that needs neither root nor a mounted hugetlbfs, and the kernel takes the
+pages back when the last process with the file has ended, even after a kill.
 """
 
 import mmap
@@ -20,8 +17,7 @@ from typing import Final
 class Pool:
     """``num_slots`` slots of ``slot_bytes`` each over one writable, contiguous buffer.
 
-    The buffer is its maker's and must outlive the pool; `close`
-    lets go of it.
+    The caller owns the buffer, which must outlive the pool; `close` releases it.
     """
 
     def __init__(
@@ -46,7 +42,7 @@ class Pool:
 
     @classmethod
     def allocate(cls, num_slots: int, slot_bytes: int) -> "Pool":
-        """Make a pool over anonymous memory of its own (for tests and simulation)."""
+        """Return a pool over anonymous memory of its own (for tests and simulation)."""
         return cls(mmap.mmap(-1, num_slots * slot_bytes), num_slots, slot_bytes)
 
     def view(self, slot: int) -> memoryview:
@@ -57,7 +53,7 @@ class Pool:
         return self._bytes[start : start + self.slot_bytes]
 
     def close(self) -> None:
-        """Let go of the buffer, so that its owner can unmap it. Idempotent."""
+        """Release the buffer, so that its owner can unmap it. Idempotent."""
         self._bytes.release()
 
 
@@ -67,12 +63,12 @@ _KERNEL_COUNTS: Final = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
 
 class HugePagesMissingError(Exception):
-    """Too few huge pages here: ``str()`` is one line with how many, and how to have them."""
+    """Too few huge pages: ``str()`` is one line with how many, and how to get them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HugePages:
-    """The kernel's 2 MiB pages: how many there are, are free, and of these are promised."""
+    """The kernel's 2 MiB pages: all, the free ones, and how many of these are reserved."""
 
     total: int
     free: int
@@ -80,7 +76,7 @@ class HugePages:
 
     @classmethod
     def counted(cls, directory: Path = _KERNEL_COUNTS) -> "HugePages | None":
-        """Return the kernel's counts of now; None where it has no such pages."""
+        """Return the kernel's current counts; None if it has no such pages."""
         try:
             total, free, reserved = (
                 int((directory / f"{name}_hugepages").read_text())
@@ -92,11 +88,11 @@ class HugePages:
 
     @property
     def available(self) -> int:
-        """Pages that are neither taken nor promised."""
+        """Pages that are neither used nor reserved."""
         return max(0, self.free - self.reserved)
 
     def why_not(self, pages: int) -> str:
-        """Say why ``pages`` of them could not be had, and what to do."""
+        """Say why ``pages`` of them are not available, and what to do."""
         if pages <= self.available:
             return (
                 f"{pages} huge pages of 2 MiB are needed and {self.available} are free, but not "
@@ -105,41 +101,41 @@ class HugePages:
             )
         return (
             f"{pages} huge pages of 2 MiB are needed and {self.available} are free (of "
-            f"{self.total}, {self.reserved} promised to others); as root: "
+            f"{self.total}, {self.reserved} reserved by others); as root: "
             f"sysctl -w vm.nr_hugepages={self.total + pages - self.available}"
         )
 
 
 def pages_of(size_bytes: int) -> int:
-    """Return how many huge pages hold so many bytes."""
+    """Return how many huge pages hold ``size_bytes``."""
     return -(-size_bytes // HUGE_PAGE_BYTES)
 
 
 def check_huge_pages(size_bytes: int) -> None:
-    """Raise `HugePagesMissingError` when so many bytes of huge pages are not to be had now."""
+    """Raise `HugePagesMissingError` if ``size_bytes`` of huge pages are not available now."""
     os.close(_reserved_file("check", size_bytes))
 
 
 def make_huge_file(name: str, size_bytes: int) -> int:
-    """Return the descriptor of a nameless file of huge pages; ``name`` is for /proc/*/maps.
+    """Return the descriptor of a nameless file of huge pages; ``name`` is shown in /proc/*/maps.
 
-    Its size is ``size_bytes`` rounded up to whole pages. All pages are there
-    already: using a mapping of it never fails. Raises `HugePagesMissingError`.
+    Its size is ``size_bytes`` rounded up to whole pages. All pages are allocated, so using a
+    mapping of it never fails. Raises `HugePagesMissingError`.
     """
     file = _reserved_file(name, size_bytes)
     try:
-        # The reservation does not count against a cgroup's limit of pages in
-        # use; without the pages themselves the first touch could be a SIGBUS.
+        # A reservation does not count against a cgroup's limit of pages in use: without allocated
+        # pages the first access could be a SIGBUS.
         os.posix_fallocate(file, 0, pages_of(size_bytes) * HUGE_PAGE_BYTES)
     except OSError as error:
-        # Given back first: the numbers in the message are to be without them.
+        # Closed first: the counts in the message must not include its pages.
         os.close(file)
         raise _missing(size_bytes, error) from None
     return file
 
 
 def _reserved_file(name: str, size_bytes: int) -> int:
-    """Return a huge file whose pages are promised to it, all or none."""
+    """Return a file of huge pages, all of them reserved, or raise."""
     if not hasattr(os, "memfd_create"):
         raise HugePagesMissingError(
             "this Python cannot make huge files (os.memfd_create); use another"
@@ -151,8 +147,8 @@ def _reserved_file(name: str, size_bytes: int) -> int:
     length = pages_of(size_bytes) * HUGE_PAGE_BYTES
     try:
         os.ftruncate(file, length)
-        # Mapping is what reserves, at once for the whole file: of two replicas
-        # that want the last pages one gets them all. It outlives the mapping.
+        # Mapping reserves the pages of the whole file in one step: of two replicas that want the
+        # last pages, one gets all. The reservation outlives the mapping.
         mmap.mmap(file, length).close()
     except OSError as error:
         os.close(file)

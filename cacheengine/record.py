@@ -1,10 +1,8 @@
-"""What the engine counts and measures, and which keys came and went.
+"""Counters and measured rates of the engine, and the log of keys that tiers gained and lost.
 
-`EngineStats` and `TransferStats` have every counter, defined on its line; `EventLog` keeps
-the last changes of keys with their numbers, for agents' callers and vLLM's stream, and says
-when one has been missed. The caller serializes calls, but for `TransferMeter`'s.
-
-Called by residency, engine, transfer, agent, connector and simulator. Imports keys and wire.
+`EngineStats` and `TransferStats` define every counter. `EventLog` keeps the last events with
+their numbers, for the agent's callers and vLLM's stream, and detects that some were missed. The
+caller serializes calls, except those of `TransferMeter`.
 """
 
 import threading
@@ -22,12 +20,12 @@ CPU: Final = "cpu"
 
 
 def counter(meaning: str) -> int:
-    """Return a dataclass field that counts from 0; ``meaning`` is what ``/metrics`` says of it."""
+    """Return a dataclass field that counts from 0; ``/metrics`` shows ``meaning`` as its help."""
     return field(default=0, metadata={"meaning": meaning, "kind": "counter"})
 
 
 def gauge(meaning: str) -> int:
-    """Return a dataclass field for what is so now."""
+    """Return a dataclass field for a current value."""
     return field(default=0, metadata={"meaning": meaning, "kind": "gauge"})
 
 
@@ -38,22 +36,22 @@ class TierStats:
     puts: int = counter("Chunks written to lower tiers.")
     put_bytes: int = counter("Bytes written to lower tiers.")
     put_drops: int = counter(
-        "Puts dropped: queue or tier full, left alone after an error, or cleared; each time."
+        "Puts dropped: queue or tier full, tier paused after an error, or cleared; each time."
     )
-    put_retries: int = counter("Puts that had been dropped, and were queued again.")
+    put_retries: int = counter("Puts that were dropped, and queued again later.")
     gets: int = counter("Chunks read whole from lower tiers.")
     get_bytes: int = counter("Bytes read from lower tiers.")
-    get_misses: int = counter("Chunks that a lower tier was thought to hold and did not.")
+    get_misses: int = counter("Chunks that a lower tier was believed to hold and did not.")
     corrupt: int = counter("Chunks found damaged on reading, and removed.")
     io_errors: int = counter("Reads and writes that failed otherwise (no space, no answer, ...).")
     evictions: int = counter("Chunks evicted from a lower tier to make room.")
     asked: int = counter("Chunks that a shared tier was asked for.")
     found: int = counter("Chunks asked for that a shared tier held.")
-    unanswered: int = counter("Chunks asked for of which a shared tier could not say.")
+    unanswered: int = counter("Chunks that a shared tier was asked for and gave no answer.")
 
     @property
     def reads_ended(self) -> int:
-        """Reads that the tier has answered, whatever it said."""
+        """Reads that the tier has answered: the chunk, missing, or damaged."""
         return self.gets + self.get_misses + self.corrupt
 
 
@@ -61,22 +59,24 @@ class TierStats:
 class EngineStats:
     """Counts since the engine's start; bytes are payload bytes."""
 
-    lookups: int = counter("Chunks looked up, and those held at once because they were ready.")
+    lookups: int = counter(
+        "Chunks looked up, including those that were held at once because they were ready."
+    )
     hits_cpu: int = counter("Lookups that found the chunk ready in the CPU pool.")
     hits_pending: int = counter("Lookups that found the chunk being stored or promoted.")
     hits_disk: int = counter("Lookups that found the chunk on disk, and not in the CPU pool.")
-    hits_remote: int = counter("Lookups that found the chunk in the remote tier only, if known.")
+    hits_remote: int = counter("Lookups that found the chunk in the remote tier only.")
     lookups_unknown: int = counter("Lookups while the remote tier was being asked.")
     stores: int = counter("Chunks stored from the GPU.")
     store_bytes: int = counter("Bytes stored from the GPU.")
-    store_drops: int = counter("Chunks not stored, for want of room.")
+    store_drops: int = counter("Chunks not stored, because there was no room.")
     store_failures: int = counter("Chunks whose store failed, or was cleared while under way.")
     evictions: int = counter("Chunks evicted from the CPU pool to make room.")
     prefetches: int = counter("Calls to promote.")
     promoted: int = counter("Chunks promoted to the CPU pool.")
     promoted_bytes: int = counter("Bytes promoted to the CPU pool.")
     promote_drops: int = counter(
-        "Chunks not promoted, for want of room or because too much is pinned."
+        "Chunks not promoted, because there was no room or too much was pinned."
     )
     prefetch_unused_chunks: int = counter(
         "Chunks promoted or copied here that were not used while pinned (without a pin: until "
@@ -85,10 +85,10 @@ class EngineStats:
     prefetch_unused_bytes: int = counter("Bytes of those.")
     pins_expired: int = counter("Pins that lasted until their deadline.")
     events_dropped: int = counter("Events that vLLM's stream lost, not taken in time.")
-    cpu_used_bytes: int = gauge("Bytes in the CPU pool, those under way included.")
+    cpu_used_bytes: int = gauge("Bytes in the CPU pool, including chunks on their way into it.")
     cpu_held_bytes: int = gauge("Bytes in the CPU pool that cannot be evicted now.")
     put_queue_bytes: int = gauge(
-        "Bytes whose write to a lower tier is queued or under way, once for each tier."
+        "Bytes whose write to a lower tier is queued or under way, counted once for each tier."
     )
     disk: TierStats = field(default_factory=TierStats)
     remote: TierStats = field(default_factory=TierStats)
@@ -104,7 +104,7 @@ class EngineStats:
         return self.remote if tier == "remote" else self.disk
 
     def copy(self) -> "EngineStats":
-        """Return the counts of this moment, which do not change any more."""
+        """Return a copy of the counts, which does not change any more."""
         return replace(self, disk=replace(self.disk), remote=replace(self.remote))
 
 
@@ -114,12 +114,14 @@ class TransferStats:
 
     sent_chunks: int = counter("Chunks sent to other replicas.")
     sent_bytes: int = counter("Bytes sent to other replicas.")
-    send_missing: int = counter("Chunks asked for by another replica that could not be read here.")
+    send_missing: int = counter("Chunks that another replica asked for and could not be read here.")
     send_refused: int = counter("Connections refused: another layout or version, too many.")
-    send_failures: int = counter("Connections of other replicas that broke or made no sense.")
-    received_chunks: int = counter("Chunks fetched whole from other replicas.")
+    send_failures: int = counter(
+        "Connections of other replicas that broke or violated the protocol."
+    )
+    received_chunks: int = counter("Chunks fetched completely from other replicas.")
     received_bytes: int = counter("Bytes fetched from other replicas.")
-    receive_corrupt: int = counter("Chunks that came damaged, and were not kept.")
+    receive_corrupt: int = counter("Chunks that arrived damaged and were not kept.")
     receive_failures: int = counter("Connections to other replicas that were refused or broke.")
     moves: int = counter("Moves into this replica that were begun.")
     moves_failed: int = counter(
@@ -167,12 +169,12 @@ class BandwidthMeter:
         self._active += 1
 
     def stop(self, now_s: float, moved_bytes: int) -> None:
-        """An operation ends, having moved so much (0: it failed)."""
+        """An operation ends that has moved ``moved_bytes`` (0: it failed)."""
         self._advance(now_s)
         self._active -= 1
         self._bytes += moved_bytes
         if self._busy_s > _WINDOW_S:
-            # Halving both keeps the rate, and lets the old fade.
+            # Halving both keeps the rate, and gives old operations less weight.
             self._busy_s /= 2
             self._bytes /= 2
 
@@ -196,7 +198,7 @@ class KeyEventRecord:
     tier: str
     stored: bool
     keys: Collection[bytes]
-    """They do not change any more."""
+    """The collection does not change any more."""
 
 
 class EventLog:
@@ -210,7 +212,7 @@ class EventLog:
         """Events that left the queue before `take`."""
 
     def append(self, tier: str, *, stored: bool, keys: Collection[bytes]) -> None:
-        """Note an event; none if there are no keys."""
+        """Log an event, unless ``keys`` is empty."""
         if not keys:
             return
         record = KeyEventRecord(tier, stored, keys)
@@ -221,13 +223,13 @@ class EventLog:
         self.last_seq += 1
 
     def take(self) -> list[KeyEventRecord]:
-        """Return the events since the last call, the oldest lost if they were too many."""
+        """Return the events since the last call; if they were too many, the oldest are lost."""
         taken = list(self._untaken)
         self._untaken.clear()
         return taken
 
     def after(self, seq: int) -> list[KeyEventRecord] | None:
-        """Return the events after number ``seq``; None when some of them are gone."""
+        """Return the events after number ``seq``; None if some of them are not kept any more."""
         first = self.last_seq - len(self._history) + 1
         if not first - 1 <= seq <= self.last_seq:
             return None

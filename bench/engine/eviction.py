@@ -138,7 +138,7 @@ def measure(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Result:
-    """Replay a workload so many times, each from an empty pool, and time it."""
+    """Replay a workload ``rounds`` times, each from an empty pool, and time it."""
     accesses = sum(len(request) for request in requests)
     took_s = []
     hits = 0

@@ -438,9 +438,7 @@ class CacheEngine:
         """Return a copy of the counters."""
         with self._lock as decider:
             stats = decider.counts()
-            entries = [*decider.pool]
-        # Without the lock: there may be a hundred thousand.
-        held = self._decider.pool.count_kept(entries, self._clock())
+            held = decider.pool.count_kept(self._clock())
         stats.cpu_held_bytes = held * self._pool.slot_bytes
         return stats
 

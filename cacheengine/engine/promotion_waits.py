@@ -102,7 +102,7 @@ class _Wait:
 class PromotionWaits:
     """Each request's chunks on their way up, and the queue of requests that found no room.
 
-    A promotion that was refused for want of room, or since too much was pinned, is asked for
+    A promotion that was refused because there was no room, or too much was pinned, is asked for
     again for the first request in the queue, once a step; new requests join its end. So at most
     one request has a part of its prompt pinned while it waits for the rest: two of them could
     wait for each other. ``clock`` gives seconds; ``speed`` of these are one second of the engine.

@@ -149,8 +149,8 @@ class Decider:
     # --- stores: chunks from the GPU ---
 
     def protected(self, keys: Sequence[bytes], prefix: Collection[bytes]) -> ProtectedKeys:
-        """Return the chunks that may not leave for ``keys``: these, and of their prefix those that
-        no lower tier has. To be used under the engine's lock only.
+        """Return the chunks that may not leave for ``keys``: these, and of their prefix the chunks
+        that no lower tier has. To be used under the engine's lock only.
         """
         return ProtectedKeys(frozenset(keys), prefix, self.state.is_below)
 

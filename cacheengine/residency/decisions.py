@@ -33,7 +33,7 @@ class Presence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoreReservation:
-    """Reserved slots of the pool: ``slots[i]`` is to be filled with the chunk ``keys[i]``."""
+    """Reserved slots of the pool: ``slots[i]`` is for the chunk ``keys[i]``."""
 
     keys: tuple[bytes, ...]
     slots: tuple[int, ...]

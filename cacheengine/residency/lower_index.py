@@ -102,7 +102,7 @@ class LowerIndex(ABC):
         """End a delete."""
 
     def take_forgotten(self) -> list[bytes]:
-        """Return keys that had to be forgotten, for want of memory, since the last call."""
+        """Return keys that were forgotten since the last call, to bound memory."""
         return []
 
     # --- clearing ---

@@ -149,6 +149,8 @@ class PoolIndex:
         self._entries: dict[bytes, PoolEntry] = {}
         self._policy = make_policy(policy, num_slots)
         self._generation = 0
+        self._unfinished: set[bytes] = set()
+        self._busy: set[bytes] = set()
         self._pinned: dict[bytes, PoolEntry] = {}  # also entries to be pinned when ready
         self._deadlines = PinDeadlines()
         self._operator_pinned: set[bytes] = set()
@@ -203,15 +205,14 @@ class PoolIndex:
         """Whether an entry was cleared: no lookup finds it, and its slot is freed after use."""
         return entry.generation != self._generation
 
-    def count_kept(self, entries: Iterable[PoolEntry], now_s: float) -> int:
-        """Count entries that cannot be evicted at that time: not ready, in use or pinned.
-
-        Others may change them meanwhile: each counts as it was at some moment.
-        """
-        return sum(
-            entry.is_busy or entry.is_pinned(now_s) or entry.state is not EntryState.READY
-            for entry in entries
+    def count_kept(self, now_s: float) -> int:
+        """Count entries that cannot be evicted at that time: not ready, in use or pinned."""
+        others = self._unfinished | self._busy | self._operator_pinned
+        expired = sum(
+            not entry.is_pinned(now_s) and entry.key not in others
+            for entry in self._deadlines.past(now_s)
         )
+        return len(self._pinned) + len(others - self._pinned.keys()) - expired
 
     # --- the life of an entry ---
 
@@ -220,12 +221,14 @@ class PoolIndex:
         assert key not in self._entries
         entry = PoolEntry(key, self._free.pop(), state, self._generation)
         self._entries[key] = entry
+        self._unfinished.add(key)
         return entry
 
     def publish(self, entry: PoolEntry, now_s: float) -> None:
         """Make an entry visible: its bytes are whole. Its pins begin."""
         assert entry.state is not EntryState.READY and not self.is_hidden(entry)
         entry.state = EntryState.READY
+        self._unfinished.remove(entry.key)
         self._policy.add(entry.key)
         if entry.leases:
             leases = {holder: now_s + pin_s for holder, pin_s in entry.leases.items()}
@@ -257,6 +260,7 @@ class PoolIndex:
             # Hidden together with all others: the policy learns nothing from that.
             self._policy.remove(entry.key)
         del self._entries[entry.key]
+        self._unfinished.discard(entry.key)
         self._free.append(entry.slot)
 
     # --- use, eviction ---
@@ -270,6 +274,7 @@ class PoolIndex:
     def hold(self, entry: PoolEntry) -> None:
         """Keep an entry until `release`."""
         entry.holds += 1
+        self._busy.add(entry.key)
 
     def release(self, entry: PoolEntry) -> None:
         """End one `hold`."""
@@ -280,6 +285,7 @@ class PoolIndex:
     def begin_put(self, entry: PoolEntry) -> None:
         """Keep an entry until `end_put`."""
         entry.putting += 1
+        self._busy.add(entry.key)
 
     def end_put(self, entry: PoolEntry) -> None:
         """End one `begin_put`."""
@@ -288,7 +294,10 @@ class PoolIndex:
         self._put_back_if_unused(entry)
 
     def _put_back_if_unused(self, entry: PoolEntry) -> None:
-        if not (entry.is_busy or entry.leases or entry.is_operator_pinned):
+        if entry.is_busy:
+            return
+        self._busy.discard(entry.key)
+        if not (entry.leases or entry.is_operator_pinned):
             self._policy.put_back(entry.key)
 
     def victims(self, count: int, protected: Container[bytes]) -> list[PoolEntry]:
@@ -417,6 +426,10 @@ class PoolIndex:
             if not self.is_hidden(entry):
                 pinned.update([key] if entry.leases else [])
                 by_operator.update([key] if entry.is_operator_pinned else [])
+        entries = self._entries.items()
+        assert self._busy == {key for key, entry in entries if entry.is_busy}
+        unfinished = {key for key, entry in entries if entry.state is not EntryState.READY}
+        assert self._unfinished == unfinished
         order = [*self._policy.order()]
         assert len(order) == len(self._policy) and {*order} == in_policy
         assert pinned == self._pinned.keys()

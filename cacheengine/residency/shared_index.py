@@ -228,7 +228,7 @@ class SharedIndex(LowerIndex):
             del self._absent[oldest]
 
     def take_forgotten(self) -> list[bytes]:
-        """Return what could be found and is forgotten since the last call, for want of memory."""
+        """Return keys that were forgotten since the last call, to bound memory."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 

@@ -51,7 +51,7 @@ def layout(chunk_bytes: int = CHUNK_BYTES, model: str = "m") -> ChunkLayout:
 
 
 def disk_items_gb(items: int, chunk_bytes: int = CHUNK_BYTES) -> float:
-    """A max_local_disk_size that holds exactly so many chunks."""
+    """A max_local_disk_size that holds exactly ``items`` chunks."""
     return items * (chunk_bytes + 4096) / GB
 
 
@@ -143,7 +143,7 @@ class Bench:
         )
 
     def store(self, chunks: Sequence[bytes]) -> tuple[bytes, ...] | None:
-        """Store those that are not there; return their keys, or None without room."""
+        """Store chunks that are not there; return their keys, or None without room."""
         reservation = self.engine.prepare_store(chunks)
         if reservation is None:
             return None

@@ -92,7 +92,7 @@ def test_pages_promised_to_another_are_not_taken() -> None:
         os.ftruncate(other, 2 * HUGE_PAGE_BYTES)
         mmap.mmap(other, 2 * HUGE_PAGE_BYTES).close()
         assert counts().free - counts().reserved == 1
-        with pytest.raises(HugePagesMissingError, match="2 promised to others"):
+        with pytest.raises(HugePagesMissingError, match="2 reserved by others"):
             make_huge_file("a-test", 2 * HUGE_PAGE_BYTES)
         os.close(other)
 

@@ -46,7 +46,7 @@ class TimedLock:
 
 
 class InstantDisk(FullTier):
-    """A disk that holds so many chunks after the first ones, and takes others at once."""
+    """A disk that holds ``chunks`` chunks from number ``first`` on, and takes others at once."""
 
     def __init__(self, first: int, chunks: int) -> None:
         super().__init__(first + chunks)

@@ -1,4 +1,4 @@
-"""What followers of the engine are told: replaying events gives the snapshot."""
+"""Events of the engine: replaying events gives the snapshot."""
 
 from cacheengine.engine.engine import CacheEngine
 from tests.cacheengine.building import keys

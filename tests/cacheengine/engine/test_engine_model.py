@@ -5,7 +5,7 @@ middle of them; in the remote tier others put chunks, and its server drops
 some, at any time. After every step the engine checks itself, and the model
 checks that what can be found has exactly the bytes that were stored.
 
-Calls about several chunks are done in portions of one, and others come between them.
+Calls about several chunks take the lock for one chunk at a time, and others come between.
 """
 
 import contextlib
@@ -465,7 +465,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.patches.close()
 
     def _settled_promotions(self) -> list[Promotion]:
-        """Those that do not wait for a store still under way."""
+        """Promotions that do not wait for a store still under way."""
         return [] if self.reserved else self.promotions
 
 

@@ -262,7 +262,7 @@ def test_what_the_disk_does_not_give_comes_from_the_remote(
     assert bench.has_right_bytes(keys(1))
     bench.finish_puts()
     tier.get_outcome = GetOutcome.OK
-    assert bench.engine.held_in(keys(1), "disk") == 1  # written there anew
+    assert bench.engine.held_in(keys(1), "disk") == 1  # written there again
     assert tier.chunks == {key(1): payload(key(1))}
 
 

@@ -160,7 +160,7 @@ def test_a_pin_ends_with_the_use_of_its_holder(make_bench: MakeBench, tier: Scri
 def test_what_was_promoted_in_vain_is_counted_once(
     make_bench: MakeBench, tier: ScriptedTier
 ) -> None:
-    """When its pin ends, be it used later or evicted; what lay in the pool cost nothing."""
+    """When its pin ends, whether it is used later or evicted. A resident chunk cost nothing."""
     bench = _on_disk(make_bench, tier, 1, 2, 3, slots=6)
     bench.store(keys(4))
     bench.promote(keys(1, 2, 3, 4), pin_s=10, holder="request")

@@ -116,7 +116,7 @@ def test_a_promotion_ends_at_the_first_chunk_without_room(make_bench: MakeBench)
 
 
 def test_much_that_is_pinned_before_the_first_that_may_leave(make_bench: MakeBench) -> None:
-    """The search for room is cut short again and again, and goes on where it was."""
+    """Pinned chunks are not met by the search for room."""
     slots = 1200
     bench = make_bench(slots, tier=_disk_of(keys(*range(5000, 5050))))
     bench.store(keys(*range(slots)))

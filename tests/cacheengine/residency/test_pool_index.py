@@ -150,5 +150,7 @@ def test_what_cannot_be_evicted_is_counted() -> None:
     index.hold(held)
     index.pin(pinned, 10.0, now_s=0.0)
     index.operator_pin(by_operator.key)
-    assert index.count_kept(index, 9.9) == 4
-    assert index.count_kept(index, 10.0) == 3
+    assert index.count_kept(9.9) == 4
+    assert index.count_kept(10.0) == 3
+    index.hold(pinned)
+    assert index.count_kept(10.0) == 4

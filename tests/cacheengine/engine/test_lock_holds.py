@@ -1,4 +1,6 @@
-"""With a million chunks no hold of the engine's lock does more than a bounded amount of work.
+"""No hold of the engine's lock does more than a bounded amount of work.
+
+The engine has 100,000 chunks in the pool and a million on disk.
 
 Counted are the calls, Python's own functions' included, and the bytes allocated: a step over all
 that there is would be many calls or one large allocation. Times are for `bench.engine.holds`.
@@ -18,12 +20,14 @@ from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
 from tests.cacheengine.building import FakeClock, ManualThreads, tier_stack
 
-CHUNKS = 1_000_000
+CHUNKS = 100_000
+ON_DISK = 1_000_000
 PINNED = 20_000
 PROMPT = 400
 MOST_CALLS = 10_000
 """Of 0.1 us or less each: within a millisecond or so."""
-MOST_BYTES = 1_500_000
+MOST_BYTES = 8_000_000
+"""A list of the disk's keys is larger. A dictionary of the pool's keys that grows is smaller."""
 
 
 class WatchedLock:
@@ -69,7 +73,7 @@ class WatchedLock:
 
 
 class Rig:
-    """An engine with a million chunks in the pool and two million on the disk."""
+    """An engine with a full pool and a full disk."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -78,7 +82,7 @@ class Rig:
             layout(1),
             Pool.allocate(CHUNKS, 1),
             clock=self.clock,
-            tier=FullTier(2 * CHUNKS),
+            tier=FullTier(ON_DISK),
             make_threads=ManualThreads,
         )
         self.prompts = [
@@ -113,7 +117,7 @@ def rig() -> Iterator[Rig]:
 
 
 def _new(first: int, chunks: int = PROMPT) -> list[bytes]:
-    return [key_of(3 * CHUNKS + number) for number in range(first, first + chunks)]
+    return [key_of(ON_DISK + number) for number in range(first, first + chunks)]
 
 
 @pytest.mark.slow
