@@ -9,13 +9,13 @@ from typing import Final
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from router.access import Access
+from router.api.access import Access
+from router.api.cors import allow_origins
 from router.config import (
     PROMPTED,
     RouterConfig,
     client_context,
 )
-from router.cors import allow_origins
 from router.fleet import Fleet
 from router.membership import ConfigFile
 from router.parts import Parts, make_parts

@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from router.access import Access
 from router.agent_client import AgentClient
+from router.api.access import Access
 from router.api.own_endpoints import OwnEndpoints
 from router.api.replica_endpoints import ReplicaEndpoints
 from router.config import (

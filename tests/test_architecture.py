@@ -22,7 +22,6 @@ TOP_LEVEL: dict[str, set[str]] = {
 ROUTER: dict[str, set[str]] = {
     "config": set(),
     "index": set(),
-    "access": {"config"},
     "prompt": {"config"},
     "launch": {"config", "gateway"},
     "fleet": {"config", "index"},
@@ -30,19 +29,19 @@ ROUTER: dict[str, set[str]] = {
     "staging": {"config", "fleet"},
     "record": {"config", "index", "fleet", "staging"},
     "ui": {"index", "fleet", "record"},
-    "lmcache": {"config", "access", "index", "fleet", "staging"},
+    "lmcache": {"config", "api", "index", "fleet", "staging"},
     "membership": {"config", "fleet"},
     "feeds": {"config", "prompt", "index", "fleet", "staging", "record"},
-    "cli": {"config", "access", "doctor", "gateway", "launch", "lmcache", "membership"},
+    "cli": {"config", "api", "doctor", "gateway", "launch", "lmcache", "membership"},
     "doctor": {
         *("config", "prompt", "index", "fleet", "staging", "lmcache", "feeds", "launch"),
     },
     "proxy": {
-        *("config", "access", "prompt", "index"),
+        *("config", "api", "prompt", "index"),
         *("fleet", "scheduling", "staging", "record"),
     },
     "api": {
-        *("config", "access", "prompt", "index", "fleet", "membership", "feeds"),
+        *("config", "prompt", "index", "fleet", "membership", "feeds"),
         *("record", "proxy"),
     },
     "gateway": {"config", "index", "fleet", "record", "proxy"},

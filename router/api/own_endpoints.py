@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from router.access import GRANT, Access
+from router.api.access import GRANT, Access
 from router.api.explanation import explanation
 from router.config import PROMPTED, RouterConfig
 from router.feeds import authorization, fetch_models

@@ -252,7 +252,7 @@ def key(name: str | None, admin: bool) -> None:
     """
     if admin == (name is not None):
         raise click.UsageError("give the client's NAME, or --admin")
-    from router.access import new_key, sha256_of  # noqa: PLC0415
+    from router.api.access import new_key, sha256_of  # noqa: PLC0415
 
     made = new_key()
     click.echo(f"key: {made}", err=True)

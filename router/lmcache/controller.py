@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Meta
 
-from router.access import Access
+from router.api.access import Access
 from router.config import AccessConfig
 from router.lmcache.controller_api import AgentCaller, ControllerApi, post_route, read_json
 from router.lmcache.instance_registry import (

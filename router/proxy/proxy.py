@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 import aiohttp
 from aiohttp import web
 
-from router.access import GRANT
+from router.api.access import GRANT
 from router.fleet import Replica, Ticket
 from router.index import PromptKeyCache
 from router.policy import ParsedRequest, Plane, endpoint_label, stores

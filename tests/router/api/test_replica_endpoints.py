@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from click.testing import CliRunner
 
-from router.access import new_key, sha256_of
+from router.api.access import new_key, sha256_of
 from router.cli.commands import main
 from router.config.settings import AccessConfig, BreakerConfig, ReplicaConfig
 from tests.router.conftest import Fleet, Running, Wait

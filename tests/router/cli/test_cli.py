@@ -10,7 +10,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from router.access import sha256_of
+from router.api.access import sha256_of
 from router.cli import commands as plugins
 from router.cli.commands import main
 from router.config import load_router_config

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from router.access import new_key, sha256_of
+from router.api.access import new_key, sha256_of
 from router.cli.commands import main
 from router.cli.top_frame import frame
 from router.config.settings import AccessConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.access import sha256_of
+from router.api.access import sha256_of
 from router.config import AccessConfig
 from router.doctor.findings import Level
 from tests.router.conftest import Fleet

@@ -17,7 +17,7 @@ import zmq.asyncio
 from aiohttp import web
 from blockbuster import blockbuster_ctx
 
-from router.access import Access
+from router.api.access import Access
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.index.lmcache_keys import lmcache_chain

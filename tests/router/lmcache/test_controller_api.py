@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import pytest
 from aiohttp import encode_basic_auth
 
-from router.access import Access, new_key, sha256_of
+from router.api.access import Access, new_key, sha256_of
 from router.config import AccessConfig
 from tests.router.agent_server import serving
 from tests.router.lmcache.helpers import (

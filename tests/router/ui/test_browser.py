@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import Browser, Page, async_playwright, expect
 
 from bench.browser import launched, program
-from router.access import new_key, sha256_of
+from router.api.access import new_key, sha256_of
 from router.config.settings import AccessConfig, ReplicaConfig
 from tests.router.conftest import Fleet, Running
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, stream

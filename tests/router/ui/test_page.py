@@ -8,7 +8,7 @@ import pytest
 from yarl import URL
 
 import router.ui
-from router.access import new_key, sha256_of
+from router.api.access import new_key, sha256_of
 from router.config.settings import AccessConfig, KeyConfig
 from router.ui import FILES
 from tests.router.conftest import Fleet

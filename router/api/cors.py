@@ -1,4 +1,4 @@
-"""Which pages in browsers may ask the router, where they are of another origin (CORS)."""
+"""CORS: pages of other origins that may call the router from a browser."""
 
 from typing import Final
 
@@ -9,17 +9,17 @@ from router.config import CorsConfig
 from router.policy import METHODS
 
 _PREFLIGHT_MAX_AGE_S: Final = 7200
-"""So long may a browser remember what it was allowed; none remembers it for longer."""
+"""How long a browser may cache a preflight's answer; browsers cap it at this."""
 
 
 def allow_origins(app: web.Application, config: CorsConfig) -> None:
-    """Let pages of the configured origins ask an application, and read all of its answers.
+    """Let pages of the configured origins call an application and read its answers.
 
-    Written by the Fetch standard's section 3.3 (CORS protocol); cookies are not allowed for.
+    Source: section 3.3 of the Fetch standard. Cookies are not allowed.
     """
     is_any = "*" in config.allow_origins
 
-    async def tell(request: web.Request, response: web.StreamResponse) -> None:
+    async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         origin = request.headers.get("Origin")
         if not is_any:
             response.headers.add("Vary", "Origin")
@@ -27,8 +27,8 @@ def allow_origins(app: web.Application, config: CorsConfig) -> None:
             response.headers["Access-Control-Allow-Origin"] = "*" if is_any else origin
             response.headers["Access-Control-Expose-Headers"] = "*"
 
-    app.on_response_prepare.append(tell)
-    # Outermost: a preflight has no key, and an error is read by the page too.
+    app.on_response_prepare.append(add_headers)
+    # Outermost: a preflight has no key, and the page must be able to read errors.
     app.middlewares.insert(0, _preflights_answered)
 
 
@@ -39,7 +39,7 @@ async def _preflights_answered(request: web.Request, handler: Handler) -> web.St
         return await handler(request)
     allowed = {
         "Access-Control-Allow-Methods": ", ".join(METHODS),
-        # By name: a * would leave out Authorization.
+        # By name: a * does not include Authorization.
         "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
         "Access-Control-Max-Age": str(_PREFLIGHT_MAX_AGE_S),
     }

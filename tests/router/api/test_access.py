@@ -12,7 +12,7 @@ import openai
 import pytest
 from yarl import URL
 
-from router.access import new_key, sha256_of
+from router.api.access import new_key, sha256_of
 from router.cli.explain import ask
 from router.cli.router_client import RouterClient
 from router.config.settings import AccessConfig, KeyConfig, ReplicaConfig
@@ -72,7 +72,9 @@ async def test_the_libraries_of_clients_get_in_and_understand(fleet: Fleet) -> N
     message: Any = {"role": "user", "content": "hello"}
     async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key=KEY, max_retries=0) as ours:
         await ours.chat.completions.create(model="m", messages=[message])
-        with pytest.raises(openai.PermissionDeniedError, match="not the model 'other'") as caught:
+        with pytest.raises(
+            openai.PermissionDeniedError, match="may not use the model 'other'"
+        ) as caught:
             await ours.chat.completions.create(model="other", messages=[message])
         assert (caught.value.code, caught.value.param) == ("model_not_allowed", "model")
     async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="x", max_retries=0) as none:
@@ -258,3 +260,25 @@ async def test_no_key_and_no_prompt_is_in_the_log(
     assert CHAT in caplog.text and "key=team" in caplog.text
     for each in (said, KEY, OTHER):
         assert each not in caplog.text
+
+
+async def test_a_path_writes_no_lines_of_its_own_into_the_log(
+    fleet: Fleet, client: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    router = await fleet.router(access=AccessConfig(admin_sha256=(sha256_of(ADMIN),)))
+    url = URL(f"{router.url}/replicas/%0a2026-01-01%20ERROR%20fake/drain", encoded=True)
+    async with client.post(url) as response:
+        assert response.status == 401
+    [refused] = [each.getMessage() for each in caplog.records if each.name == "warmroute.access"]
+    assert "\n" not in refused and "%0a2026" in refused.lower()
+
+
+async def test_an_admin_key_sent_as_a_clients_key_is_explained(
+    fleet: Fleet, client: aiohttp.ClientSession
+) -> None:
+    access = AccessConfig(keys=one_key().keys, admin_sha256=(sha256_of(ADMIN),))
+    router = await fleet.router(access=access)
+    status, answer = await status_of(client, router, CHAT, **bearer(ADMIN))
+    assert status == 401
+    assert "an admin key was sent" in answer["error"]["message"]

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from router.access import Grant
+from router.api.access import Grant
 from router.config import KeyConfig
 from warmroute_common.api_errors import RateLimitedError
 
