@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cacheengine.tiers.disk import SEAL_BYTES
+from cacheengine.tiers.chunk_file import SEAL_BYTES
 from simulator.model.machine_and_request import Rates, Shape
 from warmroute_common.fleet_secret import FleetSecret
 

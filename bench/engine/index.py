@@ -15,7 +15,7 @@ from cacheengine.engine.engine import CacheEngine
 from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
-from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome
+from cacheengine.tiers.tier import Chunk, GetOutcome, LocalTier, PutOutcome
 
 LOOKUP_CHUNKS: Final = 64
 LOOKUP_BAR_US: Final = 50.0

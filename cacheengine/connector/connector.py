@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 
 from cacheengine.connector.manager import ComputeRate, WarmrouteManager
 from cacheengine.connector.model_identity import IDENTITY_KEY, identify
-from cacheengine.identity import Adapter
+from cacheengine.identity import LoraAdapter
 from cacheengine.settings import load_engine_config
 
 _HARMLESS: Final = frozenset(
@@ -200,6 +200,6 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         super().shutdown()
 
 
-def adapter_of(lora: LoRARequest | None) -> Adapter | None:
+def adapter_of(lora: LoRARequest | None) -> LoraAdapter | None:
     """Return vLLM's adapter as the engine names it."""
-    return Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id) if lora else None
+    return LoraAdapter(lora.lora_name, lora.lora_path, lora.lora_int_id) if lora else None

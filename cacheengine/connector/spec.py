@@ -47,7 +47,7 @@ from cacheengine.launch import ReplicaSettings, config_of_rank
 from cacheengine.memory import Pool
 from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig, load_engine_config
-from cacheengine.tiers.serde import lossy_name
+from cacheengine.tiers.remote import lossy_name
 from cacheengine.transfer import TransferServer
 from warmroute_common.agent_protocol import ReplicaIdentity
 

@@ -9,7 +9,7 @@ from cacheengine.residency.decisions import PORTION
 from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.residency.pool_index import PoolEntry
 from cacheengine.residency.state import CacheState
-from cacheengine.tiers import LONGEST_BACKOFF_S, PutOutcome, TierBackoff
+from cacheengine.tiers import LONGEST_BACKOFF_S, PutOutcome, tier_backoff
 
 _TRIES: Final = 3
 """Writes of one chunk before it is given up."""
@@ -39,7 +39,7 @@ class Cascade:
         self._index = index
         self._stats = state.stats.below(index.name)
         self._max_queued = max_queued
-        self._backoff = TierBackoff()
+        self._backoff = tier_backoff()
         self._grow_at_s = float("-inf")
         self._waiting: deque[_Put] = deque()
         self._by_key: dict[bytes, _Put] = {}  # puts under way included

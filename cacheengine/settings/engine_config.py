@@ -289,9 +289,9 @@ def _check_remote_url(text: str, extra: Mapping[str, Any]) -> None:
 
     ``extra`` is ``extra_config``, which holds the settings of some stores.
     """
-    from cacheengine.tiers.stores import parse_remote_url  # noqa: PLC0415
-    from cacheengine.tiers.stores.mooncake import mooncake_settings  # noqa: PLC0415
-    from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer  # noqa: PLC0415
+    from cacheengine.tiers.mooncake_store import mooncake_settings  # noqa: PLC0415
+    from cacheengine.tiers.redis_store import REDIS_SCHEMES, RedisServer  # noqa: PLC0415
+    from cacheengine.tiers.remote_url import parse_remote_url  # noqa: PLC0415
 
     url = parse_remote_url(text)
     if url.scheme in REDIS_SCHEMES:
@@ -302,8 +302,8 @@ def _check_remote_url(text: str, extra: Mapping[str, Any]) -> None:
 
 def _check_remote_ready(text: str) -> None:
     """Raise `BadValueError` for packages and files that the URL needs and this machine lacks."""
-    from cacheengine.tiers.stores import parse_remote_url  # noqa: PLC0415
-    from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer  # noqa: PLC0415
+    from cacheengine.tiers.redis_store import REDIS_SCHEMES, RedisServer  # noqa: PLC0415
+    from cacheengine.tiers.remote_url import parse_remote_url  # noqa: PLC0415
 
     url = parse_remote_url(text)
     if url.scheme in REDIS_SCHEMES:
@@ -315,7 +315,7 @@ def _check_remote_ready(text: str) -> None:
 
 
 def _check_serde_name(name: str) -> None:
-    from cacheengine.tiers.serde import SERDE_NAMES  # noqa: PLC0415
+    from cacheengine.tiers.remote import SERDE_NAMES  # noqa: PLC0415
 
     if name not in SERDE_NAMES:
         raise BadValueError(f"{name!r} is unknown", suggestion(name.lower(), SERDE_NAMES))

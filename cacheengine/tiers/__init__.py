@@ -1,14 +1,6 @@
-"""The tiers below the pool, each behind the same few calls (`base`).
+"""The tiers below the CPU pool: `disk`, and `remote` on a server (`store`)."""
 
-Each kind has a face of its own: `disk` writes one file a chunk; `remote` keeps chunks in a
-store (`stores`: Redis, Mooncake, InfiniStore), encoded by a `serde`. This one has what all
-tiers share, and loads none of them: a store's client process imports it too. A tier that
-fails is left alone for a while (`TierBackoff`), and the engine goes on without it.
-
-Called by engine, connector, residency, settings and simulator. Imports keys and values.
-"""
-
-from cacheengine.tiers.base import (
+from cacheengine.tiers.tier import (
     LONGEST_BACKOFF_S,
     Chunk,
     GetOutcome,
@@ -17,7 +9,7 @@ from cacheengine.tiers.base import (
     PutOutcome,
     SharedTier,
     Tier,
-    TierBackoff,
+    tier_backoff,
 )
 
 __all__ = [
@@ -29,5 +21,5 @@ __all__ = [
     "PutOutcome",
     "SharedTier",
     "Tier",
-    "TierBackoff",
+    "tier_backoff",
 ]

@@ -12,7 +12,7 @@ from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.residency import Decider
 from cacheengine.settings.engine_config import EngineConfig
-from cacheengine.tiers.base import LocalTier, SharedTier
+from cacheengine.tiers.tier import LocalTier, SharedTier
 
 CHUNK_BYTES = 8192
 GB = 1024**3

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterable, Sequence
 
-from cacheengine.tiers.base import Chunk, GetOutcome, LocalTier, PutOutcome, SharedTier, Tier
+from cacheengine.tiers.tier import Chunk, GetOutcome, LocalTier, PutOutcome, SharedTier, Tier
 from tests.cacheengine.building import CHUNK_BYTES
 
 

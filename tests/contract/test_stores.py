@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.tiers.stores.base import Blob, BlobStore, StoreError, Target
-from cacheengine.tiers.stores.hosted.hosted import HostedStore
-from cacheengine.tiers.stores.infinistore.infinistore import InfiniStore
-from cacheengine.tiers.stores.mooncake.mooncake import MooncakeStore
-from cacheengine.tiers.stores.redis.redis import RedisStore
-from cacheengine.tiers.stores.redis.redis_server import RedisServer
-from cacheengine.tiers.stores.url import parse_remote_url
+from cacheengine.tiers.hosted_store import HostedStore
+from cacheengine.tiers.infinistore_store import InfiniStore
+from cacheengine.tiers.mooncake_store import MooncakeStore
+from cacheengine.tiers.redis_store import RedisServer, RedisStore
+from cacheengine.tiers.remote_url import parse_remote_url
+from cacheengine.tiers.store import Blob, BlobStore, ReadTarget, StoreError
 from tests.cacheengine.tiers.fake_library import fake_library
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
@@ -94,7 +93,7 @@ def put(store: BlobStore, name: str, whole: bytes) -> None:
 
 def get(store: BlobStore, name: str, room: int = 2 * MIB) -> bytes | None:
     into = memoryview(bytearray(room))
-    (size,) = store.get_many([Target(name, [into[:16], into[16:16], into[16:]])])
+    (size,) = store.get_many([ReadTarget(name, [into[:16], into[16:16], into[16:]])])
     return None if size is None else bytes(into[:size])
 
 
@@ -117,7 +116,7 @@ def test_a_batch_answers_for_each_name_in_its_order(store: BlobStore, name: str)
     asked = [each for held in wholes for each in (held, f"{held}-not")]
     assert store.exists(asked) == [True, False] * 40
     into = {each: bytearray(2000) for each in asked}
-    sizes = store.get_many([Target(each, [memoryview(into[each])]) for each in asked])
+    sizes = store.get_many([ReadTarget(each, [memoryview(into[each])]) for each in asked])
     assert sizes == [each for whole in wholes.values() for each in (len(whole), None)]
     assert all(bytes(into[each][: len(whole)]) == whole for each, whole in wholes.items())
 
@@ -132,8 +131,8 @@ def test_a_blob_larger_than_its_target_tells_its_size(store: BlobStore, name: st
     put(store, f"{name}-next", content("next", 300))
     memory, next_ = bytearray(100) + b"beside", bytearray(300)
     targets = [
-        Target(name, [memoryview(memory)[:100]]),
-        Target(f"{name}-next", [memoryview(next_)]),
+        ReadTarget(name, [memoryview(memory)[:100]]),
+        ReadTarget(f"{name}-next", [memoryview(next_)]),
     ]
     assert store.get_many(targets) == [5000, 300]
     assert next_ == content("next", 300)
@@ -191,7 +190,7 @@ def test_a_closed_store_fails_every_call(kind: str, request: pytest.FixtureReque
     store.close()
     for call in (
         lambda: store.exists(["closing"]),
-        lambda: store.get_many([Target("closing", [memoryview(bytearray(4))])]),
+        lambda: store.get_many([ReadTarget("closing", [memoryview(bytearray(4))])]),
         lambda: store.put_many([Blob("closing", [b"1234"])]),
         lambda: store.remove(["closing"]),
     ):

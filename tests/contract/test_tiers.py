@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from cacheengine.tiers.base import GetOutcome, LocalTier, NullTier, PutOutcome, SharedTier, Tier
-from cacheengine.tiers.disk.disk import DiskTier
-from cacheengine.tiers.remote.remote import RemoteTier
-from cacheengine.tiers.serde.configured import SERDE_NAMES, make_serde
-from cacheengine.tiers.stores.base import BlobStore, StoreError
-from cacheengine.tiers.stores.mooncake.mooncake import MooncakeStore
-from cacheengine.tiers.stores.redis.redis import RedisStore
-from cacheengine.tiers.stores.redis.redis_server import RedisServer
-from cacheengine.tiers.stores.url import parse_remote_url
+from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.mooncake_store import MooncakeStore
+from cacheengine.tiers.redis_store import RedisServer, RedisStore
+from cacheengine.tiers.remote import SERDE_NAMES, RemoteTier, make_serde
+from cacheengine.tiers.remote_url import parse_remote_url
+from cacheengine.tiers.store import BlobStore, StoreError
+from cacheengine.tiers.tier import GetOutcome, LocalTier, NullTier, PutOutcome, SharedTier, Tier
 from tests.cacheengine.building import key, keys, payload, wait_until
 from tests.servers import PATIENT
 

@@ -10,7 +10,7 @@ from bench.engine.index import FullTier, key_of, layout
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
-from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
+from cacheengine.tiers.tier import Chunk, GetOutcome, PutOutcome
 
 PROMPT_CHUNKS: Final = 400
 _PIN_S: Final = 600.0

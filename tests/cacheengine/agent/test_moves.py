@@ -16,7 +16,7 @@ from cacheengine.agent import mover as moving
 from cacheengine.agent.peers import Caller
 from cacheengine.record import TransferMeter
 from cacheengine.residency import Presence
-from cacheengine.tiers.base import PutOutcome
+from cacheengine.tiers.tier import PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.protocol import Channel, ChunkProofs

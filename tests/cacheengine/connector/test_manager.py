@@ -382,11 +382,11 @@ def test_requests_of_an_adapter_have_keys_of_its_files(
 ) -> None:
     from vllm.v1.kv_offload.base import ReqContext
 
-    from cacheengine.identity import Adapter
+    from cacheengine.identity import LoraAdapter
 
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "adapter_config.json").write_text("{}")
-    adapter = Adapter("a", str(tmp_path / "a"), 1)
+    adapter = LoraAdapter("a", str(tmp_path / "a"), 1)
 
     def arrive(req_id: str) -> None:
         scheduler.context = ReqContext(req_id)

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-from cacheengine.identity import Adapter, KvVersions  # noqa: E402
+from cacheengine.identity import KvVersions, LoraAdapter  # noqa: E402
 
 
 class Manager:
@@ -113,8 +113,8 @@ def test_an_adapter_counts_as_its_files_were_when_it_was_loaded(
     (tmp_path / "adapter_config.json").write_text("{}")
     assert watched.core.add_lora(LoRARequest("name", 1, str(tmp_path)))
     (tmp_path / "adapter_config.json").write_text("{ }")
-    adapter = Adapter("name", str(tmp_path), 1)
+    adapter = LoraAdapter("name", str(tmp_path), 1)
     assert not watched.manager.versions.of_request(adapter).is_cached
     assert watched.core.add_lora(LoRARequest("name", 2, str(tmp_path)))
-    again = Adapter("name", str(tmp_path), 2)
+    again = LoraAdapter("name", str(tmp_path), 2)
     assert watched.manager.versions.of_request(again).is_cached

@@ -6,7 +6,7 @@ from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.tier_io import TierIo
 from cacheengine.memory import Pool
 from cacheengine.residency import POLICY_NAMES, PORTION, Presence
-from cacheengine.tiers.base import PutOutcome
+from cacheengine.tiers.tier import PutOutcome
 from tests.cacheengine.building import (
     CHUNK_BYTES,
     FakeClock,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cacheengine.residency import Presence
-from cacheengine.tiers.base import GetOutcome
+from cacheengine.tiers.tier import GetOutcome
 from tests.cacheengine.building import Bench, config, key, keys, payload
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier

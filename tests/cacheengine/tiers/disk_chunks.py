@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.disk.chunk_file import SEAL_BYTES
-from cacheengine.tiers.disk.disk import DiskTier
+from cacheengine.tiers.chunk_file import SEAL_BYTES
+from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.building import CHUNK_BYTES, payload
 
 FINGERPRINT = "0123456789abcdef" * 2

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheengine.tiers.stores.hosted.client_host import StoreClient
-from cacheengine.tiers.stores.hosted.client_process import HostedLibrary
-from cacheengine.tiers.stores.hosted.client_wire import ABSENT, FULL, STORED, UNREAD, ClientError
+from cacheengine.tiers.client_host import ABSENT, FULL, STORED, UNREAD, ClientError, StoreClient
+from cacheengine.tiers.hosted_store import HostedLibrary
 
 
 def fake_library(**settings: Any) -> HostedLibrary:
@@ -45,18 +44,18 @@ class FakeClient(StoreClient):
         return [int(name in self._blobs) for name in names]
 
     def get(
-        self, names: Sequence[str], addresses: Sequence[int], rooms: Sequence[int]
+        self, names: Sequence[str], addresses: Sequence[int], limits: Sequence[int]
     ) -> list[int]:
         self._obey(names)
-        return [self._get(*each) for each in zip(names, addresses, rooms, strict=True)]
+        return [self._get(*each) for each in zip(names, addresses, limits, strict=True)]
 
-    def _get(self, name: str, address: int, room: int) -> int:
+    def _get(self, name: str, address: int, limit: int) -> int:
         if "unread" in name:
             return UNREAD
         blob = self._blobs.get(name)
         if blob is None:
             return ABSENT
-        if len(blob) <= room:
+        if len(blob) <= limit:
             ctypes.memmove(address, blob, len(blob))
         return len(blob)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cacheengine.tiers.stores.base import Blob, BlobStore, StoreError, Target
+from cacheengine.tiers.store import Blob, BlobStore, ReadTarget, StoreError
 
 
 class MemoryStore(BlobStore):
@@ -23,11 +23,11 @@ class MemoryStore(BlobStore):
         self._begin()
         return [name in self.blobs for name in names]
 
-    def get_many(self, targets: Sequence[Target]) -> list[int | None]:
+    def get_many(self, targets: Sequence[ReadTarget]) -> list[int | None]:
         self._begin()
         return [self._get(target) for target in targets]
 
-    def _get(self, target: Target) -> int | None:
+    def _get(self, target: ReadTarget) -> int | None:
         blob = self.blobs.get(target.name)
         if blob is None:
             return None

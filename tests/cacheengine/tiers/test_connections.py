@@ -4,11 +4,9 @@ import threading
 
 import pytest
 
-from cacheengine.tiers.stores.base import StoreError
-from cacheengine.tiers.stores.redis.channels import Deadline
-from cacheengine.tiers.stores.redis.connections import ConnectionPool
-from cacheengine.tiers.stores.redis.resp import Conversation
-from cacheengine.tiers.stores.server_backoff import ServerBackoff
+from cacheengine.tiers.redis_connection import Conversation
+from cacheengine.tiers.redis_store import ConnectionPool
+from cacheengine.tiers.store import Deadline, ServerBackoff, StoreError
 from tests.cacheengine.building import FakeClock, wait_until
 
 
@@ -196,7 +194,7 @@ def test_who_waits_for_a_place_is_woken_by_close(maker: Maker, clock: FakeClock)
 
 
 def test_rests_grow_and_end_with_a_success(clock: FakeClock) -> None:
-    backoff = ServerBackoff(first_s=1, most_s=5, clock=clock, chance=lambda: 0.0)
+    backoff = ServerBackoff(first_s=1, longest_s=5, clock=clock, chance=lambda: 0.0)
     for rest_s in (1, 2, 4, 5, 5):
         assert backoff.admit() == 0
         backoff.failed(backoff.now_s())

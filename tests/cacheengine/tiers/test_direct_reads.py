@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.disk import chunk_file, linux_io
-from cacheengine.tiers.disk.disk import DiskTier
-from cacheengine.tiers.disk.linux_io import why_not_direct
+from cacheengine.tiers import chunk_file
+from cacheengine.tiers.chunk_file import why_not_direct
+from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.building import key, keys, payload
 
 CHUNK_BYTES = 64 * 4096
@@ -43,16 +43,17 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 @pytest.fixture
 def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What `set_direct` was told, call by call."""
-    told: list[bool] = []
-    real = linux_io.set_direct
+    """Each value that `set_direct` was called with, but for the probe of a directory."""
+    values: list[bool] = []
+    real = chunk_file.set_direct
 
     def note(fd: int, direct: bool) -> None:
-        told.append(direct)
+        if not os.readlink(f"/proc/self/fd/{fd}").endswith("/.probe"):
+            values.append(direct)
         real(fd, direct)
 
     monkeypatch.setattr(chunk_file, "set_direct", note)
-    return told
+    return values
 
 
 def _put(tier: DiskTier, chunk: bytes) -> PutOutcome:
@@ -89,7 +90,7 @@ def test_only_what_the_page_cache_does_not_have_is_read_past_it(
 def test_a_put_is_read_rightly_before_it_is_on_the_device(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
 ) -> None:
-    monkeypatch.setattr(linux_io, "cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(chunk_file, "cached_bytes", lambda *_: 0)
     _put(tier, key(1))
     assert _get(tier, key(1)) is GetOutcome.OK
     assert direct_reads == [True]
@@ -153,7 +154,7 @@ def test_chunks_that_are_no_whole_pages_are_never_read_so(
 ) -> None:
     with caplog.at_level("INFO", logger="vllm.warmroute"):
         tier = _open(tmp_path, chunk_bytes=5000)
-    assert "no whole pages" in caplog.text
+    assert "not a multiple of 4096" in caplog.text
     content = payload(key(1), 5000)
     tier.put(key(1), memoryview(content))
     _forget(tier.path(key(1)))
@@ -186,10 +187,10 @@ def test_a_file_system_that_cannot_is_found_out_at_start(
 
     with monkeypatch.context() as patch:
         if where == "cachestat":
-            patch.setattr(linux_io, "cached_bytes", lambda *_: None)
+            patch.setattr(chunk_file, "cached_bytes", lambda *_: None)
         else:
             patch.setattr(
-                *((os, "pwritev") if where == "open" else (linux_io, "set_direct")), refuse
+                *((os, "pwritev") if where == "open" else (chunk_file, "set_direct")), refuse
             )
         with caplog.at_level("INFO", logger="vllm.warmroute"):
             tier = _open(tmp_path)
@@ -206,11 +207,11 @@ def test_a_file_gets_its_blocks_before_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "file"
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     try:
-        if not linux_io.reserve(fd, 1 << 20):
+        if not chunk_file.reserve(fd, 1 << 20):
             pytest.skip("this file system cannot reserve blocks")
         assert os.fstat(fd).st_blocks * 512 >= 1 << 20
         with pytest.raises(OSError, match="large") as caught:
-            linux_io.reserve(fd, 1 << 62)
+            chunk_file.reserve(fd, 1 << 62)
         assert caught.value.errno == errno.EFBIG
     finally:
         os.close(fd)
@@ -220,9 +221,9 @@ def test_what_is_no_file_cannot_reserve() -> None:
     read_end, write_end = os.pipe()
     try:
         with pytest.raises(OSError, match="seek"):
-            linux_io.reserve(write_end, 4096)
+            chunk_file.reserve(write_end, 4096)
         fd = os.open("/dev/null", os.O_WRONLY)
-        assert not linux_io.reserve(fd, 4096)
+        assert not chunk_file.reserve(fd, 4096)
         os.close(fd)
     finally:
         os.close(read_end)
@@ -250,7 +251,7 @@ def _put_aligned(tier: DiskTier, chunk: bytes, *, misaligned_by: int = 0) -> Put
 def _cached_bytes(path: Path) -> int | None:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return linux_io.cached_bytes(fd, 0, os.fstat(fd).st_size)
+        return chunk_file.cached_bytes(fd, 0, os.fstat(fd).st_size)
     finally:
         os.close(fd)
 
@@ -304,7 +305,7 @@ def test_direct_writes_need_nothing_of_the_kernel_but_themselves(
     """A kernel that does not say what the page cache has reads by it, and writes past it."""
     if reason := why_not_direct(tmp_path, reads=False):
         pytest.skip(f"no direct writes here: {reason}")
-    monkeypatch.setattr(linux_io, "cached_bytes", lambda *_: None)
+    monkeypatch.setattr(chunk_file, "cached_bytes", lambda *_: None)
     tier = _open(tmp_path, direct_writes=True)
     assert _put_aligned(tier, key(1)) is PutOutcome.STORED
     assert direct_reads == [True]

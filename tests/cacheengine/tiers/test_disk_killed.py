@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import pytest
 
 from cacheengine import tiers
-from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.disk.disk import DiskTier
+from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.building import key, keys, payload
 
 CHUNK_BYTES = 64 * 1024

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.disk import linux_io
-from cacheengine.tiers.disk.directories import DirectoryInUseError
-from cacheengine.tiers.disk.disk import DiskTier
+from cacheengine.tiers import chunk_file
+from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.disk_space import DirectoryInUseError
+from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
 from tests.cacheengine.tiers.disk_chunks import FINGERPRINT, bytes_under, open_disk, put
 
@@ -275,7 +275,7 @@ def test_a_link_in_the_place_of_the_probe_is_not_written_through(tmp_path: Path)
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / ".probe").symlink_to(victim)
-    linux_io.why_not_direct(tmp_path)
+    chunk_file.why_not_direct(tmp_path)
     assert victim.read_text() == "mine"
     assert not (tmp_path / ".probe").is_symlink()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.disk.disk import DiskTier
+from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.building import key, keys
 from tests.cacheengine.tiers.disk_chunks import ITEM_BYTES, bytes_under, get, open_disk, put
 

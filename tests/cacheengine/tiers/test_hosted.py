@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
-from cacheengine.tiers.stores.hosted.hosted import HostedStore
-from cacheengine.tiers.stores.server_backoff import ServerBackoff
+from cacheengine.tiers.hosted_store import HostedStore
+from cacheengine.tiers.store import Blob, ReadTarget, ServerBackoff, StoreError, StoreFullError
 from tests.cacheengine.building import wait_until
 from tests.cacheengine.tiers.fake_library import fake_library
 
@@ -35,7 +34,7 @@ def open_store() -> Iterator[Open]:
             memory_bytes=4 * LANE_BYTES,
             memory_setting="the memory",
             timeout_s=timeout_s,
-            backoff=ServerBackoff(first_s=0.01, most_s=0.05),
+            backoff=ServerBackoff(first_s=0.01, longest_s=0.05),
             give_up_s=give_up_s,
         )
         opened.append(store)
@@ -74,7 +73,7 @@ def _is_running(pid: int) -> bool:
 
 def _get(store: HostedStore, name: str, room: int = 100) -> bytes | None:
     into = bytearray(room)
-    (size,) = store.get_many([Target(name, [memoryview(into)])])
+    (size,) = store.get_many([ReadTarget(name, [memoryview(into)])])
     return None if size is None else bytes(into[:size])
 
 
@@ -83,7 +82,7 @@ def test_settings_are_in_no_argument(open_store: Open) -> None:
     store = open_store()
     store.exists(["name"])
     words = Path(f"/proc/{_pid(store)}/cmdline").read_bytes().split(b"\0")
-    assert words[1:] == [b"-m", b"cacheengine.tiers.stores.hosted.client_host", b""]
+    assert words[1:] == [b"-m", b"cacheengine.tiers.client_host", b""]
 
 
 def test_a_call_that_hangs_ends_at_its_deadline_and_others_go_on(open_store: Open) -> None:
@@ -99,7 +98,7 @@ def test_calls_that_hang_take_no_more_than_all_lanes(open_store: Open) -> None:
     for _ in range(4):
         with pytest.raises(StoreError, match="no answer"):
             store.exists(["hang"])
-    with pytest.raises(StoreError, match="under way until the deadline"):
+    with pytest.raises(StoreError, match="other calls were running until the deadline"):
         store.exists(["a"])
 
 
@@ -120,7 +119,7 @@ def test_what_a_call_leaves_behind_at_its_deadline_never_reaches_its_buffer(
     store = connected(open_store(timeout_s=0.2, slow_s=2.0))
     into = bytearray(b"mine")
     with pytest.raises(StoreError, match="no answer"):
-        store.get_many([Target("slow", [memoryview(into)])])
+        store.get_many([ReadTarget("slow", [memoryview(into)])])
     assert len(store._free_lanes) == 3, "its memory is the library's until the call has ended"
     wait_until(lambda: len(store._free_lanes) == 4)
     assert into == b"mine"
@@ -220,7 +219,8 @@ def test_a_batch_larger_than_a_lane_goes_in_rounds(open_store: Open) -> None:
     assert store.put_many([Blob(name, [blob]) for name, blob in blobs.items()]) == [True] * 10
     buffers = {name: bytearray(len(blob)) for name, blob in blobs.items()}
     targets = [
-        Target(name, [memoryview(into)[:7], memoryview(into)[7:]]) for name, into in buffers.items()
+        ReadTarget(name, [memoryview(into)[:7], memoryview(into)[7:]])
+        for name, into in buffers.items()
     ]
     assert store.get_many(targets) == [len(blob) for blob in blobs.values()]
     assert {name: bytes(into) for name, into in buffers.items()} == blobs
@@ -232,7 +232,7 @@ def test_a_blob_larger_than_a_lane_is_refused_and_the_setting_named(open_store: 
     with pytest.raises(StoreError, match=f"the memory must be at least {4 * (LANE_BYTES + 64)}"):
         store.put_many([blob])
     with pytest.raises(StoreError, match="the memory must be at least"):
-        store.get_many([Target("a", [memoryview(bytearray(LANE_BYTES + 1))])])
+        store.get_many([ReadTarget("a", [memoryview(bytearray(LANE_BYTES + 1))])])
 
 
 def test_a_blob_smaller_than_its_target_leaves_the_rest_as_it_was(open_store: Open) -> None:
@@ -240,7 +240,7 @@ def test_a_blob_smaller_than_its_target_leaves_the_rest_as_it_was(open_store: Op
     store.put_many([Blob("large", [b"x" * 50]), Blob("small", [b"12345"])])
     assert _get(store, "large") == b"x" * 50  # lay where the small one is to lie
     into = memoryview(bytearray(b"." * 12))
-    targets = [Target("small", [into[:2], into[2:8], into[8:]])]
+    targets = [ReadTarget("small", [into[:2], into[2:8], into[8:]])]
     assert store.get_many(targets) == [5]
     assert bytes(into) == b"12345......."
 
@@ -266,9 +266,12 @@ def test_blobs_that_cannot_be_read_are_missed_unless_none_can(open_store: Open) 
     store = connected(open_store())
     store.put_many([Blob("a", [b"1234"])])
     into = [memoryview(bytearray(10)) for _ in range(2)]
-    assert store.get_many([Target("unread", [into[0]]), Target("a", [into[1]])]) == [None, 4]
-    with pytest.raises(StoreError, match="none of the blobs could be read"):
-        store.get_many([Target("unread", [into[0]])])
+    assert store.get_many([ReadTarget("unread", [into[0]]), ReadTarget("a", [into[1]])]) == [
+        None,
+        4,
+    ]
+    with pytest.raises(StoreError, match="none could be read"):
+        store.get_many([ReadTarget("unread", [into[0]])])
 
 
 def test_close_ends_the_process_and_every_later_call(open_store: Open) -> None:

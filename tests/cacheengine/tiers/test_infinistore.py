@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.launch.vllm_launch import free_ports
-from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
-from cacheengine.tiers.stores.infinistore.infinistore import InfiniStore
+from cacheengine.launch.launch import free_ports
+from cacheengine.tiers.infinistore_store import InfiniStore
+from cacheengine.tiers.store import Blob, ReadTarget, StoreError, StoreFullError
 from tests.servers import missing
 from warmroute_common.config_reader import BadValueError
 
 TESTS = Path(__file__).parents[2]
 STAND_INS = TESTS / "stand_ins"
-CLIENT = TESTS.parent / "cacheengine/tiers/stores/infinistore/client.py"
+CLIENT = TESTS.parent / "cacheengine/tiers/infinistore_store.py"
 MIB = 1024 * 1024
 
 
@@ -121,7 +121,7 @@ def test_settings_that_cannot_work_are_refused(url: str, problem: str) -> None:
 
 
 def test_a_key_of_extra_config_that_looks_like_its_own_is_refused() -> None:
-    with pytest.raises(BadValueError, match="infinistore_device is no known key"):
+    with pytest.raises(BadValueError, match="infinistore_device is not a known key"):
         InfiniStore.connect("infinistore://here:1/", {"infinistore_device": "a"})
 
 
@@ -149,7 +149,7 @@ def test_a_blob_that_does_not_fit_is_not_read(stand_in: None) -> None:
     large = [Blob(name, [bytes(lane_bytes // 2 + 1000)]) for name in ("a", "b")]
     assert store.put_many(large) == [True, True]
     into = [memoryview(bytearray(size)) for size in (lane_bytes // 2 + 1000, 100)]
-    targets = [Target(each.name, [part]) for each, part in zip(large, into, strict=True)]
+    targets = [ReadTarget(each.name, [part]) for each, part in zip(large, into, strict=True)]
     assert store.get_many(targets) == [lane_bytes // 2 + 1000] * 2
     store.close()
 
@@ -161,5 +161,5 @@ def test_a_server_without_room_is_full(stand_in: None) -> None:
     with pytest.raises(StoreFullError):
         store.put_many([Blob("more", [bytes(9 * MIB)])])
     into = memoryview(bytearray(9 * MIB))
-    assert store.get_many([Target("b6", [into]), Target("b7", [into])]) == [9 * MIB, None]
+    assert store.get_many([ReadTarget("b6", [into]), ReadTarget("b7", [into])]) == [9 * MIB, None]
     store.close()

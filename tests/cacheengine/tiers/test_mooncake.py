@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
-from cacheengine.tiers.stores.mooncake.mooncake import MooncakeStore
+from cacheengine.tiers.mooncake_store import MooncakeStore
+from cacheengine.tiers.store import Blob, ReadTarget, StoreError, StoreFullError
 from tests.cacheengine.building import wait_until
 from tests.mooncake_master import MooncakeMaster, check_mooncake, running_master
 
@@ -77,7 +77,7 @@ def is_put(store: MooncakeStore, blob: Blob) -> bool:
 
 def get(store: MooncakeStore, name: str, room: int = BLOB_BYTES) -> bytes | None:
     into = bytearray(room)
-    (size,) = store.get_many([Target(name, [memoryview(into)])])
+    (size,) = store.get_many([ReadTarget(name, [memoryview(into)])])
     return None if size is None else bytes(into[:size])
 
 
@@ -260,11 +260,11 @@ def test_closing_without_a_master_ends(master: MooncakeMaster, open_store: Open)
 def test_all_that_is_called_is_in_the_library() -> None:
     check_mooncake()
     code = (
-        "from cacheengine.tiers.stores.mooncake import client as mooncake_client\n"
+        "from cacheengine.tiers import mooncake_store\n"
         "from mooncake.store import MooncakeDistributedStore as Store, ReplicateConfig\n"
         "ReplicateConfig().preferred_segment = 'a'\n"
         "import ast, inspect\n"
-        "tree = ast.parse(inspect.getsource(mooncake_client))\n"
+        "tree = ast.parse(inspect.getsource(mooncake_store))\n"
         "called = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)\n"
         "          and ast.unparse(n.value) == 'self._store'}\n"
         "assert len(called) >= 9, called\n"

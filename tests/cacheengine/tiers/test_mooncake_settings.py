@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cacheengine.tiers.stores.mooncake.settings import (
+from cacheengine.tiers.mooncake_store import (
     CONFIG_FILE_VARIABLE,
     DEFAULT_BUFFER_BYTES,
     MooncakeSettings,
@@ -89,20 +89,20 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: str | None
 @pytest.mark.parametrize(
     ("key", "value", "problem", "fix"),
     [
-        ("protocol", "udp", "protocol: 'udp' is not served", "tcp or rdma"),
-        ("metadata_server", "localhost", "no metadata server", "P2PHANDSHAKE"),
+        ("protocol", "udp", "protocol: 'udp' is not supported", "tcp or rdma"),
+        ("metadata_server", "localhost", "not a metadata server", "P2PHANDSHAKE"),
         ("global_segment_size", "4GB", "is not a whole number", "write a number"),
-        ("global_segment_size", 4, "too few", "16777216 or more"),
+        ("global_segment_size", 4, "too little", "at least 16777216"),
         ("global_segment_size", True, "is not a whole number", ""),
         ("local_buffer_size", -1, "out of range", "at least 0"),
         ("transfer_timeout", 0, "out of range", "seconds"),
-        ("local_hostname", "two words", "is no name", "without spaces"),
+        ("local_hostname", "two words", "is not a name", "without spaces"),
         ("prefer_local_alloc", "perhaps", "prefer_local_alloc", ""),
-        ("storage_root_dir", "/ssd", "is not served", "mooncake_client"),
-        ("global_segment_sise", 1, "is no known key", "did you mean global_segment_size?"),
-        ("metadata_servers", 1, "is no known key", "did you mean metadata_server?"),
-        ("mooncake_colour", 1, "mooncake_colour is no known key", "use one of"),
-        ("mooncake_page_first_multi_buffer", True, "is not served", "remove it"),
+        ("storage_root_dir", "/ssd", "is not supported", "mooncake_client"),
+        ("global_segment_sise", 1, "is not a known key", "did you mean global_segment_size?"),
+        ("metadata_servers", 1, "is not a known key", "did you mean metadata_server?"),
+        ("mooncake_colour", 1, "mooncake_colour is not a known key", "use one of"),
+        ("mooncake_page_first_multi_buffer", True, "is not supported", "remove it"),
     ],
 )
 def test_what_cannot_work_says_what_to_write(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cacheengine.tiers.remote.outage import OutageLog
-from cacheengine.tiers.stores.base import StoreError
+from cacheengine.tiers.remote import OutageLog
+from cacheengine.tiers.store import StoreError
 from tests.cacheengine.building import FakeClock
 
 
@@ -27,6 +27,6 @@ def test_a_server_that_fails_every_other_call_does_not_fill_the_log(
     log.answered()
     messages = [record.message for record in caplog.records[2:]]
     assert [message.rpartition("h ")[2] for message in messages] == [
-        "fails, so it is missed: gone for good",
+        "fails, and its chunks count as misses: gone for good",
         "answers again after 10.0 s",
     ]

@@ -9,16 +9,20 @@ import pytest
 
 from cacheengine.engine.tier_io import make_remote
 from cacheengine.settings.engine_config import EngineConfig
-from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.remote.remote import RemoteTier
-from cacheengine.tiers.serde.base import NaiveSerde
-from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, Target
-from cacheengine.tiers.stores.redis.channels import Deadline, PlainChannel
-from cacheengine.tiers.stores.redis.redis import RedisStore
-from cacheengine.tiers.stores.redis.redis_server import RedisServer
-from cacheengine.tiers.stores.redis.resp import Conversation, command
-from cacheengine.tiers.stores.server_backoff import ServerBackoff
-from cacheengine.tiers.stores.url import parse_remote_url
+from cacheengine.tiers.redis_connection import Conversation, PlainChannel, command
+from cacheengine.tiers.redis_store import RedisServer, RedisStore
+from cacheengine.tiers.remote import RemoteTier
+from cacheengine.tiers.remote_url import parse_remote_url
+from cacheengine.tiers.serde import NaiveSerde
+from cacheengine.tiers.store import (
+    Blob,
+    Deadline,
+    ReadTarget,
+    ServerBackoff,
+    StoreError,
+    StoreFullError,
+)
+from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.building import CHUNK_BYTES, key, keys, layout, payload
 from tests.cacheengine.tiers.scripted_redis import scripted
 from tests.servers import (
@@ -63,7 +67,7 @@ def open_store() -> Iterator[OpenStore]:
         if "timeout_s" not in url:
             url += f"{'&' if '?' in url else '?'}{PATIENT}"
         server = RedisServer.from_url(parse_remote_url(url))
-        opened.append(RedisStore(server, backoff=ServerBackoff(first_s=1e-9, most_s=1e-9)))
+        opened.append(RedisStore(server, backoff=ServerBackoff(first_s=1e-9, longest_s=1e-9)))
         return opened[-1]
 
     yield open_
@@ -73,7 +77,7 @@ def open_store() -> Iterator[OpenStore]:
 
 def _get(store: RedisStore, name: str, capacity: int) -> tuple[int | None, bytes]:
     buffer = bytearray(capacity)
-    (size,) = store.get_many([Target(name, [memoryview(buffer)])])
+    (size,) = store.get_many([ReadTarget(name, [memoryview(buffer)])])
     return size, bytes(buffer)
 
 
@@ -91,10 +95,10 @@ def test_blobs_come_back_whole_whatever_their_parts(
     assert store.put_many(blobs) == [True, True, True]
     buffers = [memoryview(bytearray(size)) for size in (7, 500_000, 499_996, 1_000_003, 5)]
     targets = [
-        Target("one", buffers[:3]),
-        Target("absent", [memoryview(bytearray(10))]),
-        Target("many", buffers[3:4]),
-        Target("none", buffers[4:]),
+        ReadTarget("one", buffers[:3]),
+        ReadTarget("absent", [memoryview(bytearray(10))]),
+        ReadTarget("many", buffers[3:4]),
+        ReadTarget("none", buffers[4:]),
     ]
     assert store.get_many(targets) == [1_000_003, None, 1_000_003, 0]
     assert b"".join(buffers[:3]) == buffers[3] == content
@@ -107,7 +111,7 @@ def test_a_blob_larger_than_its_target_tells_its_size_and_harms_no_other(
     large, small = payload(key(1), 3_000_000), payload(key(2), 1000)
     store.put_many([Blob("large", [large]), Blob("small", [small])])
     buffers = [memoryview(bytearray(1000)) for _ in range(2)]
-    targets = [Target("large", buffers[:1]), Target("small", buffers[1:])]
+    targets = [ReadTarget("large", buffers[:1]), ReadTarget("small", buffers[1:])]
     assert store.get_many(targets) == [3_000_000, 1000]
     assert buffers[1] == small
     assert _get(store, "small", 1000) == (1000, small)

@@ -11,14 +11,12 @@ import pytest
 
 from cacheengine.engine.tier_io import make_remote
 from cacheengine.settings.engine_config import EngineConfig
-from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.remote.envelope import HEADER_BYTES
-from cacheengine.tiers.remote.remote import RemoteTier
-from cacheengine.tiers.serde.base import NaiveSerde
-from cacheengine.tiers.stores.redis.redis import RedisStore
-from cacheengine.tiers.stores.redis.redis_server import RedisServer
-from cacheengine.tiers.stores.server_backoff import ServerBackoff
-from cacheengine.tiers.stores.url import parse_remote_url
+from cacheengine.tiers.redis_store import RedisServer, RedisStore
+from cacheengine.tiers.remote import HEADER_BYTES, RemoteTier
+from cacheengine.tiers.remote_url import parse_remote_url
+from cacheengine.tiers.serde import NaiveSerde
+from cacheengine.tiers.store import ServerBackoff
+from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.building import FakeClock, key, keys, layout, payload, wait_until
 from tests.cacheengine.tiers.scripted_redis import Answer, scripted
 from tests.servers import PATIENT, RedisProcess, redis_program, running
@@ -447,7 +445,7 @@ def test_a_server_that_does_not_let_us_in_is_said_at_the_start_and_stops_nothing
         tier = make_remote(EngineConfig(remote_url=url), layout())
         assert tier is not None
         tier.close()
-    assert "fails, so it is missed" in caplog.text
+    assert "fails, and its chunks count as misses" in caplog.text
     assert "password" in caplog.text
     assert "hunter2" not in caplog.text
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from cacheengine.identity import ChunkLayout
-from cacheengine.tiers.base import GetOutcome, PutOutcome
-from cacheengine.tiers.remote.envelope import HEADER_BYTES
-from cacheengine.tiers.remote.remote import RemoteTier
-from cacheengine.tiers.serde.base import NaiveSerde, Part, Serde, SerdeError
-from cacheengine.tiers.stores.base import Blob, StoreError, StoreFullError, StoreRestingError
+from cacheengine.tiers.remote import HEADER_BYTES, RemoteTier
+from cacheengine.tiers.serde import NaiveSerde, Part, Serde, SerdeError
+from cacheengine.tiers.store import Blob, StoreError, StoreFullError, StorePausedError
+from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.building import key, keys, layout, payload
 from tests.cacheengine.tiers.memory_store import MemoryStore
 
@@ -282,7 +281,7 @@ def test_an_outage_is_said_once_and_its_end_too(
             tier.find(keys(1))
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
-    assert "fails, so it is missed: gone" in said[0]
+    assert "fails, and its chunks count as misses: gone" in said[0]
     assert "answers again" in said[1]
 
 
@@ -310,7 +309,7 @@ def test_closing_closes_the_store(store: MemoryStore) -> None:
 def test_a_put_while_the_server_is_left_alone_was_not_tried() -> None:
     class Resting(MemoryStore):
         def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
-            raise StoreRestingError("failed lately; asked again in 1.0 s")
+            raise StorePausedError("failed lately; asked again in 1.0 s")
 
     tier = RemoteTier(Resting(), "f" * 32, 8192, NaiveSerde())
     assert tier.put(b"key", memoryview(bytes(8192))) is PutOutcome.NOT_TRIED

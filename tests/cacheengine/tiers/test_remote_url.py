@@ -8,8 +8,8 @@ import pytest
 
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.settings.lmcache_file import load_engine_config
-from cacheengine.tiers.stores.redis.redis_server import RedisServer, TlsSettings
-from cacheengine.tiers.stores.url import parse_remote_url
+from cacheengine.tiers.redis_store import RedisServer, TlsSettings
+from cacheengine.tiers.remote_url import parse_remote_url
 from warmroute_common.config_reader import BadValueError, ConfigError
 
 

@@ -13,12 +13,15 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheengine.tiers.serde.base import NaiveSerde, Serde, SerdeError
-from cacheengine.tiers.serde.cachegen import GROUP, CacheGenSerde
-from cacheengine.tiers.serde.configured import SERDE_NAMES, make_serde
-from cacheengine.tiers.serde.floats import FLOAT_FORMATS
-from cacheengine.tiers.serde.lossless import LosslessSerde
-from cacheengine.tiers.serde.planes import PIECE_BYTES
+from cacheengine.tiers.compression import (
+    FLOAT_FORMATS,
+    GROUP,
+    PIECE_BYTES,
+    CacheGenSerde,
+    LosslessSerde,
+)
+from cacheengine.tiers.remote import SERDE_NAMES, make_serde
+from cacheengine.tiers.serde import NaiveSerde, Serde, SerdeError
 
 DTYPES = ("bfloat16", "float16", "float32", "fp8_e4m3", "int4_per_token_head")
 EXACT = ("naive", "lossless")
@@ -302,7 +305,7 @@ def test_every_name_has_its_serde_and_its_code() -> None:
 
 
 def test_an_unknown_name_is_told_the_names() -> None:
-    with pytest.raises(ValueError, match='"zzz" is none of naive, lossless, cachegen'):
+    with pytest.raises(ValueError, match='"zzz" is not one of naive, lossless, cachegen'):
         make_serde("zzz", "bfloat16")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from cacheengine.record import TransferMeter
 from cacheengine.residency import Presence
-from cacheengine.tiers.base import NullTier
+from cacheengine.tiers.tier import NullTier
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.server import TransferServer

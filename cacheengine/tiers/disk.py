@@ -1,0 +1,385 @@
+"""The disk tier: one file per chunk, on one or several paths.
+
+The file of a chunk is ``<path>/<fingerprint>/<first 2 hex digits>/<key in hex>.kv``; `chunk_file`
+describes its content. A file is written under another name and renamed when it is complete. There
+is no fsync: after a power failure a file may be damaged, which reading it detects.
+
+The key decides on which path a chunk is stored, and which paths are tried next when that one
+fails. So a failing or full path costs only its own chunks, and paths may be added and removed
+from one start to the next.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from cacheengine.tiers.chunk_file import ChunkFile, why_not_direct
+from cacheengine.tiers.disk_space import (
+    DIRECTORY_MODE,
+    FILE_MODE,
+    DiskSpace,
+    OtherLayouts,
+    is_unmounted,
+    lock_directory,
+    make_private,
+)
+from cacheengine.tiers.tier import Chunk, GetOutcome, LocalTier, PutOutcome
+
+logger = logging.getLogger("vllm.warmroute")
+
+_LOCK_WAIT_S: Final = 15.0
+_SUFFIX: Final = ".kv"
+_NAME: Final = re.compile(r"(?P<key>([0-9a-f]{2})+)\.kv(?P<unfinished>(\.\d+)?\.tmp)?")
+_NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class DiskTier(LocalTier):
+    """Files below ``roots``, in directories named by the layout's fingerprint.
+
+    Locks these directories while it lives: two owners would remove each other's unfinished files
+    and exceed the size limit. Raises `disk_space.DirectoryInUseError` when another process holds
+    a lock for ``lock_wait_s`` (long enough for a predecessor to exit), and OSError when a
+    directory cannot be created or written.
+
+    ``capacity_bytes`` is the limit of all paths together. With ``direct``, files that are not in
+    the page cache are read past it where that works. With ``direct_writes``, all files are
+    written past it.
+    """
+
+    name = "disk"
+    batch_chunks = 4
+
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        fingerprint: str,
+        payload_bytes: int,
+        capacity_bytes: int,
+        *,
+        direct: bool = True,
+        direct_writes: bool = False,
+        lock_wait_s: float = _LOCK_WAIT_S,
+    ) -> None:
+        file = ChunkFile(fingerprint, payload_bytes)
+        self.capacity_bytes = capacity_bytes
+        self.item_bytes = file.file_bytes
+        self._space = DiskSpace(capacity_bytes, file.file_bytes)
+        self._paths: list[DiskPath] = []
+        try:
+            for root in dict.fromkeys(each.resolve() for each in roots):
+                path = DiskPath(root, fingerprint, file, self._space, lock_wait_s=lock_wait_s)
+                self._paths.append(path)
+                path.reads_direct = direct and _can_be_direct(path.directory, file, reads=True)
+                path.writes_direct = direct_writes and _can_be_direct(
+                    path.directory, file, reads=False
+                )
+        except OSError:
+            self.close()
+            raise
+        self._seeds = [
+            xxhash.xxh3_64_intdigest(str(path.directory.parent).encode()) for path in self._paths
+        ]
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that our files take, files that could not be removed included; never too few."""
+        return self._space.used_bytes
+
+    @property
+    def directories(self) -> list[Path]:
+        """The directory of each path."""
+        return [path.directory for path in self._paths]
+
+    def path(self, key: bytes) -> Path:
+        """Return the file of a chunk on the path that is tried first."""
+        return self._by_preference(key)[0].file(key)
+
+    def _by_preference(self, key: bytes) -> "Sequence[DiskPath]":
+        """Order the paths for a key by rendezvous hashing.
+
+        Each path gets an equal share of keys, and keeps its keys when paths come and go.
+        """
+        if len(self._paths) == 1:
+            return self._paths
+        weights = [xxhash.xxh3_64_intdigest(key, seed) for seed in self._seeds]
+        order = sorted(range(len(weights)), key=weights.__getitem__)
+        return [self._paths[position] for position in order]
+
+    def scan(self) -> list[bytes]:
+        """Return the keys of complete files, least recently used first; remove the others.
+
+        Then removes the oldest chunks of other layouts that do not fit into the capacity that is
+        left, unless another process owns them.
+        """
+        found: dict[bytes, StoredFile] = {}
+        for path in self._paths:
+            for file in path.scan():
+                first = found.setdefault(file.key, file)
+                if first is not file:
+                    # Written to another path while the first one failed.
+                    found[file.key] = max(first, file, key=_time_of_use)
+                    older = min(first, file, key=_time_of_use)
+                    self._space.remove_leftover(older.path, self.item_bytes)
+        others = OtherLayouts(self.directories)
+        self._space.start_with(((file.path, file.key) for file in found.values()), others)
+        return [file.key for file in sorted(found.values(), key=_time_of_use)]
+
+    def put_many(self, chunks: Sequence[Chunk]) -> list[PutOutcome]:
+        """Write each file under a temporary name, then rename it."""
+        return [self._put(key, payload) for key, payload in chunks]
+
+    def _put(self, key: bytes, payload: memoryview) -> PutOutcome:
+        outcome = PutOutcome.FAILED
+        paths = self._by_preference(key)
+        for path in paths:
+            ended = path.put(key, payload)
+            if ended is PutOutcome.STORED:
+                for other in paths:
+                    if other is not path:
+                        other.remove(key)
+                return ended
+            if ended is PutOutcome.NO_SPACE:
+                outcome = ended
+        return outcome
+
+    def get_many(self, chunks: Sequence[Chunk]) -> list[GetOutcome]:
+        """Read files into the buffers and compare each with its seal."""
+        return [self._get(key, into) for key, into in chunks]
+
+    def _get(self, key: bytes, into: memoryview) -> GetOutcome:
+        outcome = GetOutcome.MISSING
+        for path in self._by_preference(key):
+            ended = path.get(key, into)
+            if ended is GetOutcome.OK:
+                return ended
+            if outcome is GetOutcome.MISSING:
+                outcome = ended
+        return outcome
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Remove files. One that cannot be removed stays counted and is tried again later."""
+        for key in keys:
+            for path in self._paths:
+                path.remove(key)
+
+    def close(self) -> None:
+        """Remove spare files and unlock the directories."""
+        self._space.remove_spares()
+        for path in self._paths:
+            path.close()
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A complete file that an earlier process left."""
+
+    used_ns: int
+    key: bytes
+    path: str
+
+
+def _time_of_use(file: StoredFile) -> tuple[int, bytes]:
+    return file.used_ns, file.key
+
+
+def _can_be_direct(directory: Path, file: ChunkFile, *, reads: bool) -> bool:
+    kind = "reads" if reads else "writes"
+    if not file.can_be_direct:
+        logger.info(
+            "disk tier: all %s use the page cache: the chunk size is not a multiple of 4096 bytes",
+            kind,
+        )
+        return False
+    reason = why_not_direct(directory, reads=reads)
+    if reason is not None:
+        logger.info("disk tier: all %s of %s use the page cache: %s", kind, directory, reason)
+    return reason is None
+
+
+class DiskPath:
+    """Chunk files in ``<root>/<fingerprint>``. The directory is locked until `close`."""
+
+    def __init__(
+        self, root: Path, fingerprint: str, file: ChunkFile, space: DiskSpace, *, lock_wait_s: float
+    ) -> None:
+        self.directory = root / fingerprint
+        self._prefix = f"{self.directory}/"
+        self.reads_direct = False
+        """Whether files that are not in the page cache are read with direct I/O."""
+        self.writes_direct = False
+        """Whether files are written with direct I/O."""
+        self._file = file
+        self._space = space
+        self._failing: set[str] = set()
+        # Guards _lock_fd: two puts may find the directory removed at the same time.
+        self._relocking = threading.Lock()
+        self._is_closed = False
+        make_private(self.directory)
+        self._lock_fd: int | None = lock_directory(self.directory, lock_wait_s)
+
+    def file(self, key: bytes) -> Path:
+        """Return the path of a chunk's file, whether it exists or not."""
+        return Path(self._name(key))
+
+    def _name(self, key: bytes) -> str:
+        # Text, not a Path: creating one takes as long as opening the file. See also `disk_space`.
+        name = key.hex()
+        return f"{self._prefix}{name[:2]}/{name}{_SUFFIX}"
+
+    def scan(self) -> Iterator[StoredFile]:
+        """Yield the complete files; remove unfinished ones and files of another size."""
+        for subdirectory in os.scandir(self.directory):
+            if subdirectory.is_dir(follow_symlinks=False) and len(subdirectory.name) == 2:
+                for entry in os.scandir(subdirectory.path):
+                    found = self._examine(entry)
+                    if found is not None:
+                        yield found
+
+    def _examine(self, entry: "os.DirEntry[str]") -> StoredFile | None:
+        name = _NAME.fullmatch(entry.name)
+        if name is None:
+            return None
+        stat = entry.stat(follow_symlinks=False)
+        # The writer of an unfinished file is gone: we hold the directory's lock.
+        if name["unfinished"] or stat.st_size != self._file.file_bytes:
+            self._space.remove_leftover(entry.path, stat.st_size)
+            return None
+        return StoredFile(stat.st_mtime_ns, bytes.fromhex(name["key"]), entry.path)
+
+    def put(self, key: bytes, payload: memoryview) -> PutOutcome:
+        """Write a file under a temporary name, then rename it."""
+        path = self._name(key)
+        draft = self._space.take(path)
+        if draft is None:
+            return PutOutcome.NO_SPACE
+        outcome = PutOutcome.FAILED
+        exists = draft.is_spare
+        try:
+            fd = self._open_new(draft.path)
+            exists = True
+            try:
+                self._file.write(fd, key, payload, may_be_direct=self.writes_direct)
+            finally:
+                os.close(fd)  # may report what writing did not
+            self._rename(draft.path, path)
+            outcome = PutOutcome.STORED
+        except OSError as error:
+            self._report("write", error)
+            if error.errno in _NO_SPACE_ERRORS:
+                outcome = PutOutcome.NO_SPACE
+        finally:
+            if outcome is PutOutcome.STORED:
+                self._space.stored(path, key)
+            else:
+                self._space.failed(path, draft, exists=exists)
+        if outcome is PutOutcome.STORED:
+            self._report("write", None)
+        return outcome
+
+    def _open_new(self, path: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        if self._lock_fd is None:
+            self._restore_directory()
+        try:
+            return os.open(path, flags, FILE_MODE)
+        except FileNotFoundError:
+            self._make_parent(path)
+            return os.open(path, flags, FILE_MODE)
+
+    def _rename(self, temporary: str, path: str) -> None:
+        try:
+            os.replace(temporary, path)
+        except FileNotFoundError:
+            self._make_parent(path)
+            os.replace(temporary, path)
+
+    def _make_parent(self, path: str) -> None:
+        """Create a subdirectory for its first chunk, or after the tree was removed."""
+        self._restore_directory()
+        Path(path.rpartition("/")[0]).mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+
+    def _restore_directory(self) -> None:
+        """Create and lock the directory again if it was removed.
+
+        Raises `disk_space.DirectoryInUseError` when another process was faster.
+        """
+        with self._relocking:
+            if self._lock_fd is not None:
+                if os.fstat(self._lock_fd).st_nlink:
+                    return
+                os.close(self._lock_fd)
+                self._lock_fd = None
+            if not self._is_closed:
+                make_private(self.directory)
+                self._lock_fd = lock_directory(self.directory, 0.0)
+
+    def get(self, key: bytes, into: memoryview) -> GetOutcome:
+        """Read a file into the buffer and compare it with its seal. A damaged file is removed."""
+        name = self._name(key)
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError as error:
+            if not self._is_unmounted():
+                self._space.vanished(name, key)
+                return GetOutcome.MISSING
+            self._report("read", error)
+            return GetOutcome.FAILED
+        except OSError as error:
+            self._report("read", error)
+            return GetOutcome.FAILED
+        try:
+            is_whole = self._file.read(fd, key, into, may_be_direct=self.reads_direct)
+            if is_whole:
+                _mark_used(fd)
+        except OSError as error:
+            self._report("read", error)
+            return GetOutcome.FAILED
+        finally:
+            os.close(fd)
+        self._report("read", None)
+        if is_whole:
+            return GetOutcome.OK
+        logger.warning("disk tier: removed the damaged file %s", name)
+        self._space.remove(name, key)
+        return GetOutcome.DAMAGED
+
+    def _is_unmounted(self) -> bool:
+        """Whether missing files may return, because their file system is unmounted."""
+        with self._relocking:
+            return self._lock_fd is not None and is_unmounted(self.directory, self._lock_fd)
+
+    def remove(self, key: bytes) -> None:
+        """Remove a file; one that cannot be removed is tried again later."""
+        self._space.recycle(self._name(key), key)
+
+    def close(self) -> None:
+        """Unlock the directory. Idempotent."""
+        with self._relocking:
+            self._is_closed = True
+            if self._lock_fd is not None:
+                os.close(self._lock_fd)
+                self._lock_fd = None
+
+    def _report(self, operation: str, error: OSError | None) -> None:
+        """Log the first error of a kind, and when that operation works again."""
+        if error is not None and operation not in self._failing:
+            self._failing.add(operation)
+            logger.warning("disk tier: cannot %s in %s: %s", operation, self.directory, error)
+        elif error is None and operation in self._failing:
+            self._failing.discard(operation)
+            logger.info("disk tier: can %s in %s again", operation, self.directory)
+
+
+def _mark_used(fd: int) -> None:
+    """Record the time of use for the next start, where the file system allows it."""
+    with contextlib.suppress(OSError):
+        os.utime(fd)

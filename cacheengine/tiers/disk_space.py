@@ -1,0 +1,380 @@
+"""The disk tier's space: its files are counted and removed here, its directories locked.
+
+The engine counts the chunks it knows. It cannot know of files that could not be removed, nor of
+chunks of models that are no longer served: both are counted here.
+
+The file of a removed chunk is kept as a spare and overwritten with a new chunk. A new file needs
+an inode and blocks, and a file system that has just removed many files finds these slowly (ext4
+checks the inodes that it freed in the last seconds one by one).
+
+Files are named by text, not by `Path`: a `Path` puts each part of a name into the interpreter's
+table of interned strings. Short-lived names make that table, which has megabytes, be rebuilt
+after some ten thousand of them, on whichever thread comes next.
+"""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import itertools
+import logging
+import os
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+logger = logging.getLogger("vllm.warmroute")
+
+_TEMPORARY_SUFFIX: Final = ".tmp"
+_MOST_SPARES: Final = 16
+_RETRIES_A_PUT: Final = 2
+_MOST_REMEMBERED: Final = 100_000
+
+_LAYOUT_NAME: Final = re.compile("[0-9a-f]{32}")
+_LOCK_NAME: Final = ".lock"
+_LOCK_POLL_S: Final = 0.05
+DIRECTORY_MODE: Final = 0o700
+FILE_MODE: Final = 0o600
+"""For this user only: the text of prompts can be computed from their chunks."""
+
+
+@dataclass(frozen=True)
+class DraftFile:
+    """A file to write a chunk into, under a temporary name."""
+
+    path: str
+    is_spare: bool
+    """Whether the file exists, with the size of a chunk's file."""
+
+
+class DiskSpace:
+    """Counts the files of all paths of one tier, and removes them. Thread-safe.
+
+    ``used_bytes`` is never less than our files take. A file that somebody else removes stays
+    counted until a read, a put or a removal of it finds out. The engine keeps the limit; so puts
+    are refused here only while there are files that cannot be removed.
+    """
+
+    def __init__(self, capacity_bytes: int, item_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._item_bytes = item_bytes
+        # Held during removals, too: otherwise two puts could count on the same space.
+        self._lock = threading.Lock()
+        self._used_bytes = 0
+        # The counted chunks whose files have their final names, by directory. The keys are the
+        # engine's own objects.
+        self._held: defaultdict[str, set[bytes]] = defaultdict(set)
+        self._others = OtherLayouts([])
+        self._spares: defaultdict[str, list[str]] = defaultdict(list)
+        self._spare_numbers = itertools.count()
+        # Files that could not be removed, with their sizes, in the order of the attempts.
+        self._stuck: dict[str, int] = {}
+        # Those of them that a put is overwriting: they must not be removed now.
+        self._being_written: set[str] = set()
+        self._has_lost_some = False
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that our files take, including spares and files that could not be removed."""
+        with self._lock:
+            return self._used_bytes
+
+    def start_with(self, held: Iterable[tuple[str, bytes]], others: "OtherLayouts") -> None:
+        """Count what is on disk. Other layouts may use the space that this one leaves."""
+        with self._lock:
+            for path, key in held:
+                self._held[_directory_of(path)].add(key)
+                self._used_bytes += self._item_bytes
+            self._others = others
+            self._shrink_others()
+
+    def take(self, path: str) -> DraftFile | None:
+        """Count a chunk's file before it is written; return None if there is no space.
+
+        The caller must call `stored` or `failed` afterwards.
+        """
+        with self._lock:
+            self._retry()
+            spares = self._spares[_directory_of(path)]
+            if spares:
+                draft = DraftFile(spares.pop(), is_spare=True)
+            elif self._may_grow():
+                draft = DraftFile(path + _TEMPORARY_SUFFIX, is_spare=False)
+            else:
+                return None
+            if path in self._stuck:
+                self._being_written.add(path)
+            return draft
+
+    def _may_grow(self) -> bool:
+        """Count one more file, and free space for it if possible."""
+        self._used_bytes += self._item_bytes
+        for spare in [each for spares in self._spares.values() for each in spares]:
+            if self._used_bytes <= self._capacity_bytes:
+                break
+            self._spares[_directory_of(spare)].remove(spare)
+            self._remove(spare, self._item_bytes)
+        self._shrink_others()
+        if self._used_bytes + self._others.used_bytes <= self._capacity_bytes:
+            return True
+        if not self._stuck and not self._has_lost_some and not self._others.used_bytes:
+            return True
+        self._used_bytes -= self._item_bytes
+        return False
+
+    def stored(self, path: str, key: bytes) -> None:
+        """Record that a chunk's file was written and renamed."""
+        with self._lock:
+            self._being_written.discard(path)
+            # The rename replaced the file that was there.
+            self._used_bytes -= self._stuck.pop(path, 0)
+            self._forget(path, key)
+            self._held[_directory_of(path)].add(key)
+
+    def vanished(self, path: str, key: bytes) -> None:
+        """Record that a chunk's file does not exist, although it may be counted."""
+        with self._lock:
+            self._forget(path, key)
+
+    def _forget(self, path: str, key: bytes) -> None:
+        """Subtract a file that is gone, if it is counted."""
+        held = self._held[_directory_of(path)]
+        if key in held:
+            held.remove(key)
+            self._used_bytes -= self._item_bytes
+
+    def failed(self, path: str, draft: DraftFile, *, exists: bool) -> None:
+        """Record that a file was not written; remove its draft."""
+        with self._lock:
+            self._being_written.discard(path)
+            if not exists or not self._remove(draft.path, self._item_bytes):
+                self._used_bytes -= self._item_bytes
+
+    def recycle(self, path: str, key: bytes) -> None:
+        """Remove an intact chunk; its file may be kept as a spare."""
+        with self._lock:
+            spares = self._spares[_directory_of(path)]
+            if len(spares) < _MOST_SPARES:
+                number = next(self._spare_numbers)
+                spare = f"{path}.{number}{_TEMPORARY_SUFFIX}"
+                try:
+                    os.rename(path, spare)
+                except FileNotFoundError:
+                    self._forget(path, key)
+                    return
+                except OSError:
+                    pass  # removing it below fails, too, most likely, and is then logged
+                else:
+                    spares.append(spare)
+                    self._held[_directory_of(path)].discard(key)
+                    return
+            self._remove_chunk(path, key)
+
+    def remove(self, path: str, key: bytes) -> None:
+        """Remove a chunk's file. If that fails, it stays counted and is tried again later."""
+        with self._lock:
+            self._remove_chunk(path, key)
+
+    def _remove_chunk(self, path: str, key: bytes) -> None:
+        if self._remove(path, self._item_bytes):
+            self._held[_directory_of(path)].discard(key)
+        else:
+            self._forget(path, key)
+
+    def remove_leftover(self, path: str, size_bytes: int) -> None:
+        """Remove, in the same way, a file of any size that is not counted yet."""
+        with self._lock:
+            self._used_bytes += size_bytes
+            self._remove(path, size_bytes)
+
+    def remove_spares(self) -> None:
+        with self._lock:
+            for spares in self._spares.values():
+                while spares:
+                    self._remove(spares.pop(), self._item_bytes)
+
+    def _remove(self, path: str, size_bytes: int) -> bool:
+        """Remove a file and subtract its size; return False if there was no file."""
+        try:
+            if not _unlink(path):
+                return False
+        except OSError as error:
+            if not self._stuck:
+                logger.warning("disk tier: cannot remove %s, will try again: %s", path, error)
+            if len(self._stuck) < _MOST_REMEMBERED:
+                self._stuck[path] = size_bytes
+            else:
+                self._has_lost_some = True
+        else:
+            self._used_bytes -= size_bytes
+        return True
+
+    def _retry(self) -> None:
+        resting = (path for path in self._stuck if path not in self._being_written)
+        for path in list(itertools.islice(resting, _RETRIES_A_PUT)):
+            # One that fails again goes to the end, so that the others are tried, too.
+            self._remove(path, self._stuck.pop(path))
+
+    def _shrink_others(self) -> None:
+        budget_bytes = max(0, self._capacity_bytes - self._used_bytes)
+        if self._others.used_bytes > budget_bytes:
+            self._others.shrink_to(budget_bytes)
+
+
+def _directory_of(file: str) -> str:
+    return file.rsplit("/", 2)[0]
+
+
+def _unlink(path: str) -> bool:
+    """Remove a file; return False if there was none. OSError if the file still exists."""
+    try:
+        os.unlink(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        # A read-only file system raises this for names that do not exist, too.
+        if _is_known_to_be_absent(path):
+            return False
+        raise
+    return True
+
+
+def _is_known_to_be_absent(path: str) -> bool:
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+class DirectoryInUseError(OSError):
+    """Another process uses this directory; each replica needs its own."""
+
+
+def lock_directory(directory: Path, wait_s: float) -> int:
+    """Lock a directory; return a descriptor that holds the lock until it is closed.
+
+    Raises `DirectoryInUseError` if another process holds the lock for longer than ``wait_s``.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(directory / _LOCK_NAME, flags, FILE_MODE)
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline_s:
+                time.sleep(_LOCK_POLL_S)
+                continue
+            os.close(fd)
+            raise DirectoryInUseError(
+                errno.EBUSY,
+                "local_disk is in use by another replica; give each replica a directory of its own",
+                os.fspath(directory),
+            ) from None
+        return fd
+
+
+def make_private(directory: Path) -> None:
+    """Create a directory for this user only; also restrict one that is open to others.
+
+    Directories above it, which the operator names, are not changed.
+    """
+    directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # another user's directory: its owner decides
+        directory.chmod(DIRECTORY_MODE)
+
+
+def is_unmounted(directory: Path, lock_fd: int) -> bool:
+    """Whether a locked directory still exists, but not under its name.
+
+    That is so while its file system is unmounted: the files are not lost.
+    """
+    try:
+        lock = os.fstat(lock_fd)
+        return lock.st_nlink > 0 and not os.path.samestat(lock, (directory / _LOCK_NAME).stat())
+    except OSError:
+        return True
+
+
+class OtherLayouts:
+    """The chunks of layouts that are not served now, in directories next to our own.
+
+    They may stay while there is space. Directories of other processes, and directories that no
+    engine made, are neither counted nor touched. Not thread-safe.
+    """
+
+    def __init__(self, own: Sequence[Path]) -> None:
+        self._files: list[tuple[int, int, Path]] = []
+        for directory in own:
+            try:
+                self._collect(directory)
+            except OSError as error:
+                logger.warning("disk tier: cannot list the chunks of other models: %s", error)
+        self._files.sort(reverse=True)  # the oldest is popped first
+        self.used_bytes = sum(size_bytes for _, size_bytes, _ in self._files)
+        """Bytes that they take, including files that could not be removed."""
+
+    def _collect(self, own: Path) -> None:
+        for directory in _other_layouts(own):
+            with _locks() as is_locked:
+                if is_locked(directory):
+                    self._files += _chunk_files(directory)
+
+    def shrink_to(self, budget_bytes: int) -> None:
+        """Remove the oldest files until the rest take at most this, as far as possible."""
+        before_bytes = self.used_bytes
+        with _locks() as is_locked:
+            while self.used_bytes > budget_bytes and self._files:
+                _, size_bytes, path = self._files.pop()
+                # A directory that its owner uses again counts against the owner's limit.
+                if not is_locked(path.parent.parent) or _is_removed(path):
+                    self.used_bytes -= size_bytes
+        if self.used_bytes < before_bytes:
+            removed_bytes = before_bytes - self.used_bytes
+            logger.info("disk tier: removed %d bytes of other models' chunks", removed_bytes)
+
+
+def _is_removed(path: Path) -> bool:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("disk tier: cannot remove %s: %s", path, error)
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _locks() -> Iterator[Callable[[Path], bool]]:
+    """Yield a function that locks a directory, tried once each, until the block ends."""
+    with contextlib.ExitStack() as held:
+
+        @functools.cache
+        def is_locked(directory: Path) -> bool:
+            try:
+                held.callback(os.close, lock_directory(directory, 0.0))
+            except OSError:
+                return False
+            return True
+
+        yield is_locked
+
+
+def _other_layouts(own: Path) -> Iterator[Path]:
+    for directory in own.parent.iterdir():
+        is_layout = _LAYOUT_NAME.fullmatch(directory.name) and (directory / _LOCK_NAME).exists()
+        if is_layout and directory.name != own.name and not directory.is_symlink():
+            yield directory
+
+
+def _chunk_files(directory: Path) -> Iterator[tuple[int, int, Path]]:
+    for path in directory.glob("??/*.kv*"):
+        stat = path.lstat()
+        yield stat.st_mtime_ns, stat.st_size, path

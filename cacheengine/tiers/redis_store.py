@@ -1,0 +1,477 @@
+"""Where a Redis or Valkey server is, and how it is spoken to."""
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeVar
+
+from cacheengine.tiers.redis_connection import (
+    MAX_VALUE_BYTES,
+    Conversation,
+    PlainChannel,
+    Refusal,
+    RespError,
+    ServerChannel,
+    TlsChannel,
+    command,
+    set_command,
+)
+from cacheengine.tiers.remote_url import RemoteUrl
+from cacheengine.tiers.store import (
+    Blob,
+    BlobStore,
+    Deadline,
+    ReadTarget,
+    ServerBackoff,
+    StoreError,
+    StoreFullError,
+    StorePausedError,
+)
+from warmroute_common.config_reader import BadValueError, parse_bool, parse_int, parse_seconds
+
+REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
+_TLS_SCHEMES: Final = ("rediss", "valkeys")
+_TLS_OPTIONS: Final = ("tls_verify", "tls_ca_file", "tls_cert_file", "tls_key_file")
+_OPTIONS: Final = ("connect_timeout_s", "timeout_s", "connections")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsSettings:
+    """How the server proves its identity, and the replica its own if asked."""
+
+    verify: bool = True
+    """Whether the certificate must be valid, and for this host."""
+    ca_file: Path | None = None
+    """The authorities that are trusted; None: the system's."""
+    cert_file: Path | None = None
+    """The replica's own certificate."""
+    key_file: Path | None = None
+    """Its key, when that is not in the same file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedisServer:
+    """A server and the limits of what is waited for."""
+
+    host: str = ""
+    port: int = 6379
+    socket_path: str = ""
+    """A unix socket, instead of host and port."""
+    user: str = ""
+    password: str = field(default="", repr=False)
+    database: int = 0
+    tls: TlsSettings | None = None
+    connect_timeout_s: float = 2.0
+    timeout_s: float = 2.0
+    """For an answer; the time that its bytes take is added."""
+    connections: int = 8
+    """At most so many at once."""
+    ttl_s: int = 0
+    """How long it keeps what is put; 0: until it has no room."""
+
+    @classmethod
+    def from_url(cls, url: RemoteUrl, *, ttl_s: int = 0) -> "RedisServer":
+        """Read a URL's path and options.
+
+        The database is the path, or for a unix socket the option
+        ``database``. Raises `BadValueError` for what cannot be meant.
+        """
+        is_unix, is_tls = url.scheme == "unix", url.scheme in _TLS_SCHEMES
+        extra = ("database",) if is_unix else _TLS_OPTIONS if is_tls else ()
+        url.check_options((*_OPTIONS, *extra))
+        if url.user and not url.password:
+            raise BadValueError("names a user and no password", "write user:password@, or neither")
+        return cls(
+            host=url.host,
+            port=url.port,
+            socket_path=url.path if is_unix else "",
+            user=url.user,
+            password=url.password,
+            database=_database(url.options.get("database", "0") if is_unix else url.path or "0"),
+            tls=_tls(url) if is_tls else None,
+            connect_timeout_s=url.option("connect_timeout_s", parse_seconds, 2.0),
+            timeout_s=url.option("timeout_s", parse_seconds, 2.0),
+            connections=url.option("connections", parse_int(minimum=1, maximum=1024), 8),
+            ttl_s=ttl_s,
+        )
+
+    def check_files(self) -> None:
+        """Raise `BadValueError` for a file of certificates or keys that cannot be read."""
+        for path in (self.tls.ca_file, self.tls.cert_file, self.tls.key_file) if self.tls else ():
+            if path is None:
+                continue
+            try:
+                path.open("rb").close()
+            except OSError as error:
+                problem = f"{path} cannot be read ({error.strerror})"
+                raise BadValueError(problem, "name a PEM file that this user may read") from None
+
+
+def _database(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise BadValueError(f"{text!r} is no database number", "write redis://host:port/0")
+    return int(text)
+
+
+def _tls(url: RemoteUrl) -> TlsSettings:
+    ca_file, cert_file, key_file = (_file(url.options.get(name)) for name in _TLS_OPTIONS[1:])
+    if key_file and not cert_file:
+        raise BadValueError("tls_key_file without tls_cert_file", "name both, or none")
+    return TlsSettings(
+        verify=url.option("tls_verify", parse_bool, True),
+        ca_file=ca_file,
+        cert_file=cert_file,
+        key_file=key_file,
+    )
+
+
+def _file(text: str | None) -> Path | None:
+    return Path(text).expanduser().absolute() if text else None
+
+
+# TODO of cacheengine.tiers.redis_store: A bounded pool of connections to one server, which fails fast while the server does.
+
+
+class ConnectionPool:
+    """At most ``limit`` connections, each lent to one thread at a time.
+
+    ``connect`` makes one within the deadline. A connection in whose use
+    anything was raised is closed, never lent again: an answer that comes late
+    would be taken for the answer to the next question.
+    """
+
+    def __init__(
+        self, connect: Callable[[Deadline], Conversation], limit: int, backoff: ServerBackoff
+    ) -> None:
+        self._connect = connect
+        self._backoff = backoff
+        self._condition = threading.Condition()
+        self._idle: list[Conversation] = []
+        self._lent: list[Conversation] = []
+        self._free = limit
+        self._closed = False
+
+    @contextlib.contextmanager
+    def lend(self, deadline: Deadline) -> Iterator[Conversation]:
+        """Lend a connection for the time of the block.
+
+        Raises `StorePausedError` while the server is left alone after a failure, `StoreError`
+        when no connection came free in time; what ``connect`` raises otherwise.
+        """
+        self._take_place(deadline)
+        connection: Conversation | None = None
+        is_sound = False
+        # After the wait for a place: a call that began before a failure does not count as another.
+        began_s = self._backoff.now_s()
+        try:
+            connection = self._sound_connection(deadline)
+            yield connection
+            is_sound = True
+        finally:
+            self._give_back(connection, is_sound)
+            if is_sound:
+                self._backoff.succeeded()
+            else:
+                self._backoff.failed(began_s)
+
+    def _take_place(self, deadline: Deadline) -> None:
+        with self._condition:
+            while not self._free and not self._closed:
+                if not self._condition.wait(deadline.wait_s()):
+                    raise StoreError("all connections were in use until the deadline")
+            if self._closed:
+                raise StoreError("closed")
+            rest_s = self._backoff.admit()
+            if rest_s:
+                # Further waiters for a place need not wait: wake the next to find the same.
+                self._condition.notify()
+                raise StorePausedError(f"failed lately; asked again in {rest_s:.1f} s")
+            self._free -= 1
+
+    def _sound_connection(self, deadline: Deadline) -> Conversation:
+        connection = self._from_idle() or self._connect(deadline)
+        with self._condition:
+            if self._closed:
+                # `close` came while it was made, and knows nothing of it.
+                connection.close()
+                raise StoreError("closed")
+            self._lent.append(connection)
+        return connection
+
+    def _from_idle(self) -> Conversation | None:
+        while True:
+            with self._condition:
+                if not self._idle:
+                    return None
+                # The one used last: those beyond need are left to the server's idle timeout.
+                connection = self._idle.pop()
+            if not connection.is_stale():
+                return connection
+            connection.close()
+
+    def _give_back(self, connection: Conversation | None, is_sound: bool) -> None:
+        with self._condition:
+            self._free += 1
+            self._condition.notify()
+            if connection is None:
+                return
+            self._lent.remove(connection)
+            if is_sound and not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    @property
+    def size(self) -> int:
+        """How many connections there are, idle and in use."""
+        with self._condition:
+            return len(self._idle) + len(self._lent)
+
+    def close(self) -> None:
+        """Close the idle connections, and make the calls under way fail. Idempotent."""
+        with self._condition:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            lent = list(self._lent)
+            # Under the lock: afterwards its borrower may have closed it, and the
+            # system may have given its number to another file.
+            for connection in lent:
+                connection.abort()
+            self._condition.notify_all()
+        for connection in idle:
+            connection.close()
+
+
+# TODO of cacheengine.tiers.redis_store: Redis and Valkey, and what speaks their protocol.
+#
+# A small client of our own: it sends chunks from where they lie and receives
+# them where they shall be, with one call to the system for most of a chunk.
+
+T = TypeVar("T")
+
+_SLOWEST_BYTES_S: Final = 10e6
+"""So slow may the network be at worst before a batch is given up."""
+_NAMES_AT_ONCE: Final = 1024
+
+_EXPLAINED: Final = {
+    "NOAUTH": "wants a password: write scheme://:password@host:port",
+    "WRONGPASS": "does not accept the user and the password",
+    "NOPERM": "forbids it to this user: allow ping, set, get, exists, unlink on warmroute:*",
+    "DENIED": "is in protected mode, and answers its own machine only",
+    "MOVED": "is part of a cluster, which is not served: name one server",
+    "ASK": "is part of a cluster, which is not served: name one server",
+    "CLUSTERDOWN": "is part of a cluster, which is not served: name one server",
+    "READONLY": "is a replica that takes no writes: name its master",
+    "LOADING": "is still reading its data from disk",
+    "OOM": "is at its maxmemory, and evicts nothing that would help",
+    "MISCONF": "takes no writes while it cannot save to its disk: its log says why",
+}
+"""What the errors of a server mean here, by their first word."""
+
+_NO_WRITES: Final = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS", "NOPERM"})
+"""Refusals of a put by a server that can be read from all the same."""
+
+
+class RedisStore(BlobStore):
+    """Blobs as string values of one Redis or Valkey server.
+
+    Each call is one pipeline on one connection of a bounded pool. While the
+    server fails, calls raise `StoreError` at once, but one now and then.
+    """
+
+    def __init__(self, server: RedisServer, *, backoff: ServerBackoff | None = None) -> None:
+        """Connect to nothing yet. Raises `StoreError` for TLS files that cannot be used."""
+        self._server = server
+        self._tls = _tls_context(server.tls) if server.tls else None
+        self._pool = ConnectionPool(self._connect, server.connections, backoff or ServerBackoff())
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        """Ask with one EXISTS for each name: that of several would only give their sum."""
+        found: list[bool] = []
+        for start in range(0, len(names), _NAMES_AT_ONCE):
+            found += self._exists(names[start : start + _NAMES_AT_ONCE])
+        return found
+
+    def _exists(self, names: Sequence[str]) -> list[bool]:
+        def talk(server: Conversation) -> list[bool]:
+            server.send([b"".join(command("EXISTS", name) for name in names)])
+            return [bool(_granted(server.integer())) for _ in names]
+
+        return self._call(0, talk)
+
+    def get_many(self, targets: Sequence[ReadTarget]) -> list[int | None]:
+        """Read with one GET for each name."""
+        if not targets:
+            return []
+
+        def talk(server: Conversation) -> list[int | None]:
+            server.send([b"".join(command("GET", target.name) for target in targets)])
+            return [_size(server.value(target.parts)) for target in targets]
+
+        return self._call(sum(target.size_bytes for target in targets), talk)
+
+    def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
+        """Store with one SET for each name; the server makes each visible when it is whole."""
+        if not blobs:
+            return []
+        largest_bytes = max(blob.size_bytes for blob in blobs)
+        if largest_bytes > MAX_VALUE_BYTES:
+            raise StoreFullError(
+                f"a chunk of {largest_bytes} bytes is more than the {MAX_VALUE_BYTES} that a "
+                "value may have: lower chunk_size"
+            )
+
+        def talk(server: Conversation) -> list[Refusal | None]:
+            ttl_s = self._server.ttl_s
+            sets = (set_command(blob.name, blob.parts, ttl_s=ttl_s) for blob in blobs)
+            server.send([part for each in sets for part in each])
+            return [_stored(server.simple()) for _ in blobs]
+
+        refusals = self._call(sum(blob.size_bytes for blob in blobs), talk)
+        # Outside of the call: its connection is as sound as any, and gets need not rest.
+        if (refused := refusals[0]) and None not in refusals:
+            raise StoreFullError(f"it {_explained(refused.code, f'answers: {refused.text}')}")
+        return [refusal is None for refusal in refusals]
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove with UNLINK: a DEL of large values would halt the server for all others."""
+        for start in range(0, len(names), _NAMES_AT_ONCE):
+            self._remove(names[start : start + _NAMES_AT_ONCE])
+
+    def _remove(self, names: Sequence[str]) -> None:
+        def talk(server: Conversation) -> None:
+            server.send([command("UNLINK", *names)])
+            _granted(server.integer())
+
+        self._call(0, talk)
+
+    @property
+    def open_connections(self) -> int:
+        """How many connections there are, idle and in use."""
+        return self._pool.size
+
+    def close(self) -> None:
+        """Close all connections; calls under way fail."""
+        self._pool.close()
+
+    def _call(self, size_bytes: int, talk: Callable[[Conversation], T]) -> T:
+        deadline = Deadline(self._server.timeout_s + size_bytes / _SLOWEST_BYTES_S)
+        try:
+            with self._pool.lend(deadline) as conversation:
+                conversation.deadline = deadline
+                return talk(conversation)
+        except RespError as error:
+            raise StoreError(f"does not speak as a Redis server does: {error}") from None
+        except TimeoutError:
+            raise StoreError(f"no answer in {deadline.timeout_s:.1f} s") from None
+        except (OSError, UnicodeError) as error:  # a host name may be none that DNS can hold
+            reason = error.strerror if isinstance(error, OSError) else None
+            raise StoreError(reason or str(error)) from None
+
+    def _connect(self, deadline: Deadline) -> Conversation:
+        """Return a connection that has been let in, and has answered."""
+        sooner = deadline.at_most(self._server.connect_timeout_s)
+        try:
+            channel = self._channel(sooner)
+            conversation = Conversation(channel, sooner, drain_bytes_s=_SLOWEST_BYTES_S)
+            try:
+                self._introduce(conversation)
+            except BaseException:
+                channel.close()
+                raise
+        except TimeoutError:
+            raise StoreError(f"no connection in {sooner.timeout_s:.1f} s") from None
+        return conversation
+
+    def _introduce(self, conversation: Conversation) -> None:
+        """Log in, choose the database, and wait for a sign of life."""
+        server = self._server
+        if server.password:
+            user = [server.user] if server.user else []
+            conversation.send([command("AUTH", *user, server.password)])
+            answer = conversation.simple()
+            if isinstance(answer, Refusal):
+                # Without its text: some servers repeat in it what they were sent.
+                reason = _explained(answer.code, "refuses the login: does it want a password?")
+                raise StoreError(f"{reason} ({answer.code})")
+        if server.database:
+            conversation.send([command("SELECT", str(server.database))])
+            _granted(conversation.simple())
+        conversation.send([command("PING")])
+        _granted(conversation.simple())
+
+    def _channel(self, deadline: Deadline) -> ServerChannel:
+        connected = self._dial(deadline)
+        try:
+            if self._tls is None:
+                return PlainChannel(connected)
+            connected.settimeout(deadline.left_s())
+            return TlsChannel(self._tls.wrap_socket(connected, server_hostname=self._server.host))
+        except BaseException:
+            connected.close()
+            raise
+
+    def _dial(self, deadline: Deadline) -> socket.socket:
+        if self._server.socket_path:
+            return _connected(socket.AF_UNIX, self._server.socket_path, deadline.left_s())
+        found = socket.getaddrinfo(self._server.host, self._server.port, type=socket.SOCK_STREAM)
+        for number, (family, _, _, _, address) in enumerate(found):
+            last = number == len(found) - 1
+            # A share for each: one that does not answer must not take the time of all.
+            share_s = deadline.left_s() / (len(found) - number)
+            with contextlib.nullcontext() if last else contextlib.suppress(OSError):
+                return _connected(family, address, share_s)
+        raise StoreError("its name has no address")
+
+
+def _connected(family: int, address: object, timeout_s: float) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.settimeout(timeout_s)
+        made.connect(address)  # type: ignore[arg-type]  # whatever the family has
+        if family != socket.AF_UNIX:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _tls_context(settings: TlsSettings) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=settings.ca_file)
+        if settings.cert_file:
+            context.load_cert_chain(settings.cert_file, settings.key_file)
+    except (OSError, ssl.SSLError) as error:
+        raise StoreError(f"its TLS files cannot be used: {error}") from None
+    if not settings.verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _granted(reply: T | Refusal) -> T:
+    if isinstance(reply, Refusal):
+        raise StoreError(_explained(reply.code, f"answers: {reply.text}"))
+    return reply
+
+
+def _explained(code: str, otherwise: str) -> str:
+    return _EXPLAINED.get(code, otherwise)
+
+
+def _size(reply: int | Refusal | None) -> int | None:
+    if isinstance(reply, Refusal) and reply.code == "WRONGTYPE":
+        return 0  # something has this name that no put of ours made
+    return _granted(reply)
+
+
+def _stored(reply: str | Refusal) -> Refusal | None:
+    if isinstance(reply, Refusal) and reply.code in _NO_WRITES:
+        return reply
+    _granted(reply)
+    return None
