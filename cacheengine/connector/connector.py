@@ -81,7 +81,9 @@ class WeightWatch:
     def _add_lora(
         self, original: Callable[..., Any], core: EngineCore, lora_request: LoRARequest
     ) -> Any:
-        adapter = Adapter(lora_request.lora_name, lora_request.lora_path, lora_request.lora_int_id)
+        adapter = LoraAdapter(
+            lora_request.lora_name, lora_request.lora_path, lora_request.lora_int_id
+        )
         before = self._manager.keys.versions.adapter_states(adapter)
         added = original(core, lora_request)
         self._manager.keys.versions.adapter_loaded(

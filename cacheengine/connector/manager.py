@@ -134,7 +134,7 @@ class RefusedOffers:
 class _Weights:
     """Which weights make a request's KV; for all its life."""
 
-    adapter: Adapter | None
+    adapter: LoraAdapter | None
     version: KvVersion
 
 
@@ -146,9 +146,9 @@ class RequestKeys:
 
     def __init__(self, versions: KvVersions) -> None:
         self.versions = versions
-        self._arriving: dict[str, Adapter | None] = {}
+        self._arriving: dict[str, LoraAdapter | None] = {}
 
-    def expect(self, req_id: str, adapter: Adapter | None) -> None:
+    def expect(self, req_id: str, adapter: LoraAdapter | None) -> None:
         """Note which adapter a request uses that is about to `begin`."""
         self._arriving[req_id] = adapter
 
