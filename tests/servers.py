@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from cacheengine.launch.vllm_launch import free_ports
-from cacheengine.tiers.stores.redis.channels import Deadline, PlainChannel
-from cacheengine.tiers.stores.redis.resp import Conversation, command
+from cacheengine.tiers.redis_connection import Conversation, Deadline, PlainChannel, command
 from tests.processes import ServerProcess
 
 

@@ -21,7 +21,7 @@ import click
 
 from cacheengine.settings import EngineConfig
 from cacheengine.settings.lmcache_file import ALIASES, INERT, REFUSED
-from cacheengine.tiers.stores.mooncake.settings import MooncakeSettings
+from cacheengine.tiers.mooncake_store import MooncakeSettings
 from router.cli.commands import main as warmroute
 from router.config import RouterConfig
 from router.launch.fleet_file import FleetFile

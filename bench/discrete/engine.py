@@ -16,7 +16,7 @@ from cacheengine.record import CPU, BandwidthMeter, KeyEventRecord
 from cacheengine.residency.decisions import PORTION, PendingWork
 from cacheengine.residency.local_index import LocalIndex
 from cacheengine.settings.engine_config import EngineConfig
-from cacheengine.tiers.base import GetOutcome, PutOutcome
+from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from simulator.model.machine_and_request import Machine
 from warmroute_common import agent_protocol as wire
 

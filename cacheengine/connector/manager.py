@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cacheengine.engine import CacheEngine, PromotionWaits
-from cacheengine.identity import Adapter, KvVersion, KvVersions
+from cacheengine.identity import KvVersion, KvVersions, LoraAdapter
 from cacheengine.record import CPU
 from cacheengine.residency import Presence
 

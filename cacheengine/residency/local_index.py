@@ -6,7 +6,7 @@ from typing import Final
 
 from cacheengine.residency.eviction_policies import DEFAULT_POLICY, make_policy
 from cacheengine.residency.lower_index import Activity, LowerIndex
-from cacheengine.tiers import GetOutcome, TierBackoff
+from cacheengine.tiers import GetOutcome, tier_backoff
 
 _OPERATOR_SHARE: Final = 0.5
 _CLEARED: Final = -1
@@ -48,7 +48,7 @@ class LocalIndex(LowerIndex):
         self._replaced: set[bytes] = set()
         self._pinned: set[bytes] = set()
         # Of chunks whose last read failed.
-        self._backoffs: dict[bytes, TierBackoff] = {}
+        self._backoffs: dict[bytes, Backoff] = {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -166,7 +166,7 @@ class LocalIndex(LowerIndex):
         assert self._busy.pop(key) is Activity.READING
         if outcome is GetOutcome.FAILED:
             # Without a pause every lookup would find it, and every read fail again.
-            self._backoffs.setdefault(key, TierBackoff()).failed(now_s)
+            self._backoffs.setdefault(key, tier_backoff()).failed(now_s)
         else:
             self._backoffs.pop(key, None)
         if outcome in (GetOutcome.MISSING, GetOutcome.DAMAGED):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from cacheengine.residency.lower_index import Activity, LowerIndex
-from cacheengine.tiers import GetOutcome, TierBackoff
+from cacheengine.tiers import GetOutcome, tier_backoff
 
 _MAX_HELD: Final = 1_000_000
 _MAX_ABSENT: Final = 131_072
@@ -54,7 +54,7 @@ class SharedIndex(LowerIndex):
         self._asked: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
         self._to_ask: dict[bytes, None] = {}
         self._forgotten: list[bytes] = []
-        self._backoff = TierBackoff()
+        self._backoff = tier_backoff()
 
     def __len__(self) -> int:
         return len(self._held)

@@ -15,7 +15,7 @@ from cacheengine.identity import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.residency import Presence
 from cacheengine.settings.engine_config import EngineConfig
-from cacheengine.tiers.disk.disk import DiskTier
+from cacheengine.tiers.disk import DiskTier
 from tests.cacheengine.building import CHUNK_BYTES, config, key, keys, layout, tier_stack
 from tests.cacheengine.conftest import MakeBench
 from warmroute_common.config_reader import ConfigError

@@ -30,7 +30,7 @@ from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
 from cacheengine.residency import POLICY_NAMES, Presence, Promotion
 from cacheengine.residency.shared_index import SharedIndex
-from cacheengine.tiers.base import Chunk, GetOutcome, PutOutcome
+from cacheengine.tiers.tier import Chunk, GetOutcome, PutOutcome
 from tests.cacheengine.building import (
     CHUNK_BYTES,
     FakeClock,

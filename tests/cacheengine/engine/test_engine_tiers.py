@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from cacheengine.residency import Presence
-from cacheengine.tiers.base import GetOutcome, PutOutcome
+from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.building import Bench, config, key, keys, payload, tier_stack, wait_until
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedTier

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cacheengine.residency import PORTION, Presence
-from cacheengine.tiers.base import GetOutcome
+from cacheengine.tiers.tier import GetOutcome
 from tests.cacheengine.building import (
     Bench,
     InterruptedLock,

@@ -1,7 +1,7 @@
 """The lower tier's index, to exact outcomes."""
 
 from cacheengine.residency.local_index import LocalIndex
-from cacheengine.tiers.base import GetOutcome
+from cacheengine.tiers.tier import GetOutcome
 from tests.cacheengine.building import key, keys
 
 

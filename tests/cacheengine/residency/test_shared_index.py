@@ -1,7 +1,7 @@
 """What is known of a shared tier, to exact outcomes."""
 
 from cacheengine.residency.shared_index import SharedIndex
-from cacheengine.tiers.base import GetOutcome
+from cacheengine.tiers.tier import GetOutcome
 from tests.cacheengine.building import key, keys
 
 NOW_S = 100.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.launch.launch import free_ports
+from cacheengine.launch.vllm_launch import free_ports
 from cacheengine.tiers.infinistore_store import InfiniStore
 from cacheengine.tiers.store import Blob, ReadTarget, StoreError, StoreFullError
 from tests.servers import missing
