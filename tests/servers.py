@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from cacheengine.launch.vllm_launch import free_ports
-from cacheengine.tiers.redis_connection import Conversation, Deadline, PlainChannel, command
+from cacheengine.tiers.redis_connection import Conversation, PlainChannel, command
+from cacheengine.tiers.store import Deadline
 from tests.processes import ServerProcess
 
 

@@ -37,12 +37,13 @@ from cacheengine.tiers import (
     Tier,
 )
 from cacheengine.tiers.disk import DiskTier
-from cacheengine.tiers.remote import RemoteTier
-from cacheengine.tiers.serde import SERDE_NAMES, Serde, make_serde
-from cacheengine.tiers.stores import BlobStore, RemoteUrl, StoreError, parse_remote_url
-from cacheengine.tiers.stores.infinistore import InfiniStore
-from cacheengine.tiers.stores.mooncake import MooncakeStore
-from cacheengine.tiers.stores.redis import REDIS_SCHEMES, RedisServer, RedisStore
+from cacheengine.tiers.infinistore_store import InfiniStore
+from cacheengine.tiers.mooncake_store import MooncakeStore
+from cacheengine.tiers.redis_store import REDIS_SCHEMES, RedisServer, RedisStore
+from cacheengine.tiers.remote import SERDE_NAMES, RemoteTier, make_serde
+from cacheengine.tiers.remote_url import RemoteUrl, parse_remote_url
+from cacheengine.tiers.serde import Serde
+from cacheengine.tiers.store import BlobStore, StoreError
 from warmroute_common import agent_protocol as wire
 from warmroute_common.config_reader import BadValueError
 
