@@ -17,8 +17,8 @@ import yaml
 from simulator.fleet import run
 from simulator.model.machine_and_request import Rates, Shape
 from simulator.settings import Settings
+from warmroute_common.command_line import NumberRange, WholeNumberRange
 from warmroute_common.fleet_secret import read_fleet_secret
-from warmroute_common.option_types import NumberRange, WholeNumberRange
 
 _F = TypeVar("_F", bound=Callable[..., Any] | click.Command)
 

@@ -21,7 +21,7 @@ from cacheengine.launch.vllm_launch import (
 )
 from cacheengine.settings import ConfigError, EngineConfig, load_engine_config
 from warmroute_common.addresses import join_host_port, listening_family
-from warmroute_common.option_types import WholeNumberRange
+from warmroute_common.command_line import WholeNumberRange
 
 
 @click.command(

@@ -1,4 +1,4 @@
-"""The engine's configuration: its values, and which of them cannot go together."""
+"""A replica's settings, and the checks that concern several of them or this machine."""
 
 import importlib.util
 import logging
@@ -63,86 +63,90 @@ def _parse_policy(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What a replica's engine is told. Names and defaults are LMCache's unless said otherwise.
+    """Settings of a replica's engine. Names and defaults are LMCache's unless stated otherwise.
 
     Raises `ConfigError` when the values contradict each other.
     """
 
     chunk_size: int = setting(256, parse=parse_int(minimum=1))
-    """Tokens in a chunk; a multiple of vLLM's block size."""
+    """Tokens per chunk. Must be a multiple of vLLM's block size."""
     local_cpu: bool = setting(True, parse=parse_bool)
-    """Keep chunks in CPU RAM after their use; else it only stages for the disk tier."""
+    """Keep chunks in CPU RAM after their use. If false, CPU RAM only stages chunks for the other
+    tiers."""
     max_local_cpu_size: float = setting(5.0, parse=parse_gb)
-    """GB of the CPU pool, reserved at start; more than 0 in every case."""
+    """Size of the CPU pool in GB, reserved at start. Must be more than 0 in every case."""
     local_cpu_use_hugepages: bool = setting(False, parse=parse_bool)
-    """Make the pool of 2 MiB pages; of ordinary ones, with a warning, where too few are free."""
+    """Use 2 MiB pages for the pool. If too few are free, ordinary pages are used, with a
+    warning."""
     local_disk: tuple[Path, ...] = setting((), parse=parse_directories)
-    """Directories of the disk tier, chunks spread over them; off without any."""
+    """Directories of the disk tier; chunks are spread over them. Off without any."""
     max_local_disk_size: float = setting(0.0, parse=parse_gb)
-    """GB of files under them together."""
+    """Size of the disk tier in GB, for all directories together."""
     remote_url: str | None = setting(None, repr=False, parse=parse_text)
-    """Server of the remote tier, ``scheme://host:port``; off without one. May hold a password."""
+    """Server of the remote tier, ``scheme://host:port``. Off without one. May contain a
+    password."""
     remote_serde: str = setting("naive", parse=parse_text)
-    """How chunks are written for the remote tier (`tiers.serde` has the names)."""
+    """Encoding of chunks in the remote tier (`tiers.serde` lists the names)."""
     remote_ttl: int = setting(_WEEK_S, parse=parse_int(minimum=0, maximum=_MOST_TTL_S))
-    """Seconds that a Redis or Valkey server keeps what is put there; 0: as long as it has room.
-    (LMCache's default is for ever.)"""
+    """Seconds that a Redis or Valkey server keeps a chunk; 0: until the server needs the memory.
+    (LMCache's default has no limit.)"""
     save_decode_cache: bool = setting(True, parse=parse_bool)
-    """Store generated tokens too (LMCache's default is false)."""
+    """Store the KV of generated tokens too (LMCache's default is false)."""
     cache_policy: str = setting("ARC", parse=_parse_policy)
     """Which chunks leave the CPU pool and the disk first: ARC, which keeps chunks that are used
     again, or LRU (LMCache's default)."""
     lmcache_instance_id: str = setting("", parse=parse_text)
-    """The replica's name; by default its host and agent port."""
+    """The replica's name. By default host:port of its agent."""
     enable_controller: bool = setting(False, parse=parse_bool)
     """Register with the controller (the router's monitor port) and send it heartbeats."""
     controller_url: str | None = setting(None, repr=False, parse=parse_http_address)
-    """Where that is: ``host:port``, or ``http://host:port``. Where the router asks for its
+    """Address of the controller: ``host:port`` or ``http://host:port``. If the router requires its
     secret there, ``http://any:SECRET@host:port``."""
     lmcache_worker_port: int = setting(8090, parse=parse_port)
-    """Port of the agent; 0 takes any free one."""
+    """Port of the agent. 0 picks a free port."""
     distributed_url: str | None = setting(None, parse=parse_host_port)
-    """``host:port`` on which other replicas fetch chunks from this one (port 0: any
-    free one); without it they cannot. Beyond loopback it wants a fleet secret."""
+    """``host:port`` where other replicas fetch chunks from this one; port 0 picks a free port.
+    Without it they cannot. An address beyond loopback requires a fleet secret."""
     lmcache_worker_heartbeat_time: float = setting(10.0, parse=parse_seconds)
     """Seconds between heartbeats."""
     extra_config: Mapping[str, Any] = setting(default_factory=dict, parse=parse_mapping)
-    """Further settings, of the remote store (Mooncake)."""
+    """Further settings of the remote store (Mooncake)."""
 
     # Ours, not LMCache's.
     openai_url: str | None = setting(None, parse=parse_own_address)
-    """Where the router reaches this replica's OpenAI server, ``http://host:port``, told when it
-    registers: a router with ``discovery.registration`` then sends requests there. Without a host
-    (``http://:8000``), the address that the registration comes from. ``warmroute replica`` knows
-    it from vLLM's options."""
+    """URL where the router reaches this replica's OpenAI server, ``http://host:port``. The agent
+    sends it when it registers: a router with ``discovery.registration`` then sends requests there.
+    Without a host (``http://:8000``) the router uses the address that the registration comes from.
+    ``warmroute replica`` derives it from vLLM's options."""
     fleet_secret_file: Path | None = setting(None, parse=parse_file)
-    """File with the secret that router and replicas share, or the variable WARMROUTE_FLEET_SECRET
-    instead: with it the agent answers callers that know it, and chunks are exchanged with
-    replicas that prove it."""
+    """File with the secret that router and replicas share. The variable WARMROUTE_FLEET_SECRET can
+    hold the secret instead. With a secret the agent answers only callers that know it, and replicas
+    exchange chunks only with replicas that prove it."""
     fleet_secret: FleetSecret | None = field(default=None, repr=False, compare=False)
-    """What is in it; read with the configuration."""
+    """The secret, read with the configuration."""
     agent_host: str = setting("127.0.0.1", parse=parse_text)
-    """Address the agent listens on; beyond loopback it wants a fleet secret."""
+    """Address that the agent listens on. An address beyond loopback requires a fleet secret."""
     disk_direct_reads: bool = setting(True, parse=parse_bool)
-    """Read files that are not in the page cache past it (O_DIRECT), where that works."""
+    """Read files with O_DIRECT, bypassing the page cache, unless they are in it already."""
     disk_direct_writes: bool = setting(False, parse=parse_bool)
-    """Write files past the page cache (O_DIRECT), where that works: less processor time,
-    and memory stays free, but a put takes as long as the device, and what has left the CPU pool
-    is never read from the page cache. With four ``disk_write_threads``."""
+    """Write files with O_DIRECT, bypassing the page cache. This saves CPU time and memory, but a
+    write takes as long as the device needs, and no later read is served by the page cache. Use four
+    ``disk_write_threads`` with it."""
     disk_read_threads: int = setting(4, parse=parse_int(minimum=1, maximum=256))
-    """Threads that read from the disk tier, 256 at most."""
+    """Threads that read from the disk tier, at most 256."""
     disk_write_threads: int = setting(2, parse=parse_int(minimum=1, maximum=256))
-    """Threads that write to the disk tier, 256 at most."""
+    """Threads that write to the disk tier, at most 256."""
     put_queue_share: float = setting(0.5, parse=parse_share)
-    """Share of the CPU pool that may wait for the disk at once; beyond it puts are dropped."""
+    """Share of the CPU pool that may wait to be written to disk. Beyond it chunks are not
+    written."""
 
     single_tenant: bool = setting(False, parse=parse_bool)
-    """All prompts, of this replica and of those it shares KV with, come from one tenant. Permits
-    vLLM's ``--prefix-caching-hash-algo xxhash``, with which a prompt can be made that is answered
-    from another's KV."""
+    """All prompts of this replica, and of the replicas that it shares KV with, come from one
+    tenant. This permits vLLM's ``--prefix-caching-hash-algo xxhash``, with which one can construct
+    a prompt that is answered from another prompt's KV."""
 
     source: str = field(default="", compare=False)
-    """Where it came from, for messages."""
+    """File or environment that the settings come from, for messages."""
 
     def __post_init__(self) -> None:
         if not self.lmcache_instance_id:
@@ -151,19 +155,19 @@ class EngineConfig:
         if self.max_local_cpu_size <= 0:
             raise self._error(
                 "max_local_cpu_size",
-                f"{self.max_local_cpu_size} leaves no room to stage chunks in",
+                f"{self.max_local_cpu_size:g} GB is too little to stage chunks",
                 "give it some GB, at least a few chunks, even with local_cpu: false",
             )
         if self.local_disk and self.max_local_disk_size <= 0:
             raise self._error(
                 "max_local_disk_size",
-                f"{self.max_local_disk_size} although local_disk is set",
+                f"is {self.max_local_disk_size:g} although local_disk is set",
                 "give the disk tier some GB, or remove local_disk",
             )
         if not self.local_cpu and not self.local_disk and not self.remote_url:
             raise self._error(
                 "local_cpu",
-                "false, and there is no other tier, so nothing would be cached",
+                "is false and there is no other tier, so nothing would be cached",
                 "set local_cpu: true, or local_disk and max_local_disk_size, or remote_url",
             )
         self._check_remote()
@@ -171,31 +175,31 @@ class EngineConfig:
         if self.enable_controller and not self.controller_url:
             raise self._error(
                 "enable_controller",
-                "true, and controller_url does not say where the controller is",
+                "is true, but controller_url is not set",
                 "set controller_url, such as localhost:9001, or remove enable_controller",
             )
 
     def _check_listening(self) -> None:
-        """Raise `ConfigError` where anyone on a network could take and change KV."""
+        """Raise `ConfigError` if anyone on the network could read and change KV."""
         if self.fleet_secret is not None:
             return
         transfer_host = self.transfer_address[0] if self.transfer_address else "localhost"
         for key, host in (("agent_host", self.agent_host), ("distributed_url", transfer_host)):
             if not is_loopback(host):
-                found = f"{host} is open to other machines, and there is no fleet secret"
+                found = f"{host} can be reached from other machines, and there is no fleet secret"
                 raise self._error(key, found, f"{HOW_TO_SET}, or listen on 127.0.0.1")
 
     def check_ready(self) -> None:
-        """Raise `ConfigError` for what this machine cannot do: memory, directory, packages.
+        """Raise `ConfigError` for memory, directories or packages that this machine lacks.
 
-        Creates the disk tier's directory. Warns when huge pages are missing:
-        the pool does without them.
+        Creates the disk tier's directories. Logs a warning if huge pages are missing; the pool
+        works without them.
         """
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if self.max_local_cpu_bytes > memory_bytes:
             raise self._error(
                 "max_local_cpu_size",
-                f"{self.max_local_cpu_size} GB is more than this machine's memory",
+                f"{self.max_local_cpu_size:g} GB is more than this machine's memory",
                 f"set less than {memory_bytes / _GB:.1f}; sizes are in GB",
             )
         if self.local_cpu_use_hugepages:
@@ -203,7 +207,7 @@ class EngineConfig:
                 check_huge_pages(self.max_local_cpu_bytes)
             except HugePagesMissingError as missing:
                 logger.warning(
-                    "%s: local_cpu_use_hugepages: %s. Until then the pool is of ordinary pages",
+                    "%s: local_cpu_use_hugepages: %s. Until then ordinary pages are used",
                     self.source,
                     missing,
                 )
@@ -212,18 +216,18 @@ class EngineConfig:
         self.check_remote_ready()
 
     def check_hash_algorithm(self, algorithm: str) -> None:
-        """Raise `ConfigError` for keys that can be forged, unless there is nobody to forge them."""
+        """Raise `ConfigError` for hash keys that can be forged, unless there is a single tenant."""
         if algorithm not in CRYPTOGRAPHIC and not self.single_tenant:
             raise self._error(
                 "single_tenant",
-                f"false, and vLLM's --prefix-caching-hash-algo is {algorithm}, with which a prompt "
-                "can be made that is answered from another tenant's KV",
+                f"is false, and with vLLM's --prefix-caching-hash-algo {algorithm} one can construct "
+                "a prompt that is answered from another tenant's KV",
                 f"start vLLM with {' or '.join(CRYPTOGRAPHIC)}, or set single_tenant: true where "
                 "all prompts are one tenant's",
             )
 
     def check_remote_ready(self) -> None:
-        """Raise `ConfigError` for what the remote tier needs and this machine has not."""
+        """Raise `ConfigError` for packages and files of the remote tier that this machine lacks."""
         if self.remote_url:
             self._check("remote_url", _check_remote_ready, self.remote_url)
 
@@ -242,7 +246,7 @@ class EngineConfig:
     def _check_directory(self, directory: Path) -> None:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Permission bits do not tell all (read-only mounts, the superuser).
+            # Permission bits are not enough: read-only mounts, the superuser.
             with tempfile.TemporaryFile(dir=directory):
                 pass
         except OSError as error:
@@ -257,7 +261,7 @@ class EngineConfig:
 
     @property
     def controller_base_url(self) -> str | None:
-        """The controller's URL, or None when it is not to be registered with."""
+        """The controller's URL; None without registration."""
         if not self.enable_controller or self.controller_url is None:
             return None
         return (

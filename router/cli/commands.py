@@ -19,8 +19,8 @@ from router.doctor import doctor
 from router.gateway.envoy_config import envoy_configuration
 from router.launch import ChildFailedError, commands_text, load_any, load_fleet_file, run_fleet
 from router.policy import check_gateway
+from warmroute_common.command_line import WholeNumberRange
 from warmroute_common.config_reader import ConfigError, ConfigLocation
-from warmroute_common.option_types import WholeNumberRange
 
 _PLUGINS: Final = "warmroute.commands"
 
@@ -94,13 +94,15 @@ def config_file(help_text: str) -> Callable[[Callable[..., None]], Callable[...,
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def with_file(*, config: Path | None, file: Path | None, **options: Any) -> None:
-            if config is not None and file is not None:
+        def with_file(*, config_path: Path | None, file: Path | None, **options: Any) -> None:
+            if config_path is not None and file is not None:
                 raise click.UsageError("give the file once: as FILE or with --config")
-            command(config_path=config if file is None else file, **options)
+            command(config_path=config_path if file is None else file, **options)
 
         path = click.Path(path_type=Path)
-        option = click.option("-c", "--config", "config", metavar="FILE", type=path, help=help_text)
+        option = click.option(
+            "-c", "--config", "config_path", metavar="FILE", type=path, help=help_text
+        )
         return option(click.argument("file", required=False, type=path)(with_file))
 
     return decorate

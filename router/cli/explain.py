@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import click
 
-from router.cli.router_client import RouterClient, asks_router, counted
+from router.cli.router_client import RouterClient, asks_router
+from warmroute_common.command_line import counted
 
 _COLUMNS: Final = 100
 _INDENT: Final = 11
@@ -126,8 +127,8 @@ def _cost_lines(candidates: list[dict[str, Any]], picked: str) -> list[str]:
     columns["busy"] = [str(each["in_flight"]) for each in candidates]
     told = {name: cells for name, cells in columns.items() if set(cells) != {"0"}}
     return [
-        "Predicted times in ms (ttft = base + the longer of queue and fetch + load + prefill), prompt",
-        "tokens that each replica holds in a tier or gets copied, requests in flight (busy)",
+        "Predicted ms (ttft = base + the longer of queue and fetch + load + prefill),",
+        "tokens of the prompt that it holds or gets copied, requests in flight (busy)",
         "",
         *_aligned(told),
     ]
@@ -143,8 +144,8 @@ def _rate_lines(candidates: list[dict[str, Any]]) -> list[str]:
     for quantile in ("p50", "p90"):
         columns[f"{quantile} off"] = [_off(each["predictions"], quantile) for each in candidates]
     return [
-        "Learned rates: prefill tokens/s, slowdown of a prefill by one running decode, bytes/s, and",
-        "how far predictions were off. In brackets: not learned yet",
+        "Learned rates: prefill tokens/s, slowdown of a prefill by one running decode, bytes/s,",
+        "and how far predictions were off. In brackets: not learned yet",
         "",
         *_aligned(columns),
     ]

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlsplit
 
 import click
 
-from warmroute_common.option_types import NumberRange
+from warmroute_common.command_line import NumberRange, counted
 
 _WITHIN_S: Final = 30.0
 
@@ -138,11 +138,6 @@ def asks_router(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_OPTIONS):
         with_client = option(with_client)
     return with_client
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun: "1 request", "2 requests"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 @click.command(short_help="Take a replica out of service.")

@@ -17,12 +17,12 @@ import uvloop
 from aiohttp import web
 
 from router.app import PARTS, create_app
-from router.cli.router_client import counted
 from router.config import PickerConfig, RouterConfig, TimeoutsConfig, join_host_port
 from router.lmcache import Controller
 from router.membership import ConfigFile, Reload
 from router.parts import Parts
 from warmroute_common.addresses import is_loopback, listening_family
+from warmroute_common.command_line import counted
 from warmroute_common.config_reader import describe
 from warmroute_common.http_server import LEAVING, Site
 

@@ -19,7 +19,7 @@ _COLOURS: Final[dict[Level | None, dict[str, Any]]] = {
     None: {"bold": True},
     Level.OK: {"fg": "green"},
     Level.NOTE: {"fg": "yellow"},
-    Level.TROUBLE: {"fg": "red"},
+    Level.PROBLEM: {"fg": "red"},
 }
 
 
@@ -59,7 +59,7 @@ def doctor(
     as_json: bool,
     admin_key: str | None,
 ) -> None:
-    """Check a configuration and its live fleet; say what is wrong and how to mend it.
+    """Check a configuration and its live fleet; say what is wrong and how to fix it.
 
     Each replica is asked what it is: whether it answers, which models it
     serves, whether its agent and its KV events can be followed, whether its
@@ -90,7 +90,7 @@ def _report(
     except ConfigError as error:
         section = Section(about="the router", at=source)
         where = ": ".join(filter(None, (error.path, error.key)))
-        section.trouble("file", f"the settings do not load: {where}: {error.problem}", error.fix)
+        section.problem("file", f"the settings do not load: {where}: {error.problem}", error.fix)
         return Report([section])
     # The rooms that are asked take a while to import.
     import asyncio  # noqa: PLC0415

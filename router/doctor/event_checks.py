@@ -90,8 +90,8 @@ async def check_events(parts: CheckContext, seen: Examined, feed: KvFeed, *, pro
         _tell_none(seen)
         return
     if (why := await _unreachable(endpoints.events)) is not None:
-        mend = "is the port that of vLLM's --kv-events-config, and does a firewall let it through?"
-        section.trouble("kv-events", f"its KV events do not come: {why}", mend)
+        fix = "is the port that of vLLM's --kv-events-config, and does a firewall let it through?"
+        section.problem("kv-events", f"its KV events do not come: {why}", fix)
         return
     await _check_replay(section, endpoints)
     reader = KvEventReader()
@@ -101,7 +101,7 @@ async def check_events(parts: CheckContext, seen: Examined, feed: KvFeed, *, pro
     try:
         await _first_of(following, watched.is_following)
         if not watched.is_following.is_set():
-            section.trouble("kv-events", _why_not(following, endpoints), _ENABLE)
+            section.problem("kv-events", _why_not(following, endpoints), _ENABLE)
             return
         section.ok("kv-events", f"its KV events are followed at {endpoints.events}")
         if probe and parts.prompts is not None and seen.models:
@@ -116,20 +116,20 @@ def _tell_none(seen: Examined) -> None:
         found = "publishes no KV events: what it holds is guessed from what it was sent"
         seen.section.note("kv-events", found)
         return
-    mend = "restart it with 'warmroute replica', which has vLLM publish them"
+    fix = "restart it with 'warmroute replica', which has vLLM publish them"
     if seen.config.agent_url is None:
-        mend = _ENABLE
+        fix = _ENABLE
     found = "publishes no KV events, so that what its GPU holds is only guessed"
-    seen.section.trouble("kv-events", found, mend)
+    seen.section.problem("kv-events", found, fix)
 
 
 async def _check_replay(section: Section, endpoints: KvEndpoints) -> None:
-    mend = "add replay_endpoint to vLLM's --kv-events-config, or correct kv_replay"
+    fix = "add replay_endpoint to vLLM's --kv-events-config, or correct kv_replay"
     if endpoints.replay is None:
         found = "repeats no KV events: what was published before the router starts is not known"
-        section.note("kv-replay", found, mend)
+        section.note("kv-replay", found, fix)
     elif (why := await _unreachable(endpoints.replay)) is not None:
-        section.trouble("kv-replay", f"its KV events cannot be repeated: {why}", mend)
+        section.problem("kv-replay", f"its KV events cannot be repeated: {why}", fix)
 
 
 async def _unreachable(endpoint: str) -> str | None:
@@ -167,7 +167,7 @@ def _why_not(following: asyncio.Task[None], endpoints: KvEndpoints) -> str:
 def _tell_keys(seen: Examined, *, probed: bool) -> None:
     section, replica = seen.section, seen.replica
     if replica.shape_problem is not None:
-        section.trouble("hash", replica.shape_problem)
+        section.problem("hash", replica.shape_problem)
     elif not replica.shape_checked:
         if not probed:
             found = "no KV event has shown its hash yet"
@@ -183,10 +183,10 @@ def _tell_keys(seen: Examined, *, probed: bool) -> None:
                 f"its agent says {hash_in_words(info.hash_algorithm, info.hash_seed)}, "
                 "and its events have other keys"
             )
-            section.trouble("hash", found, "restart it: agent and vLLM are not of one start")
+            section.problem("hash", found, "restart it: agent and vLLM are not of one start")
         if told is not None and told != scheme.seed:
             found = f"hash_seed is '{told}' in the file, and its keys have '{scheme.seed}'"
-            section.trouble("hash-seed", found, "correct it there, or take it out")
+            section.problem("hash-seed", found, "correct it there, or take it out")
 
 
 # --- the probe
@@ -205,7 +205,7 @@ async def _probe(
     body = {"model": seen.models[0], "prompt": text, "max_tokens": 1, "temperature": 0}
     watched.stored.clear()
     if (why := await _send(session, seen, body)) is not None:
-        section.trouble("probe", f"a prompt of {len(text)} characters {why}")
+        section.problem("probe", f"a prompt of {len(text)} characters {why}")
         return
     # The first blocks show how a stock vLLM makes its keys: until then none can be computed.
     await watched.until(lambda: bool(watched.stored) and replica.shape_checked, _PROBE_EVENTS_S)
@@ -215,8 +215,8 @@ async def _probe(
     await watched.until(lambda: wanted <= watched.stored, _PROBE_EVENTS_S)
     came = len(watched.stored)
     if not came:
-        mend = "is prefix caching on, and enable_kv_cache_events set?"
-        section.trouble("probe", "it answered a prompt, and no KV event came", mend)
+        fix = "is prefix caching on, and enable_kv_cache_events set?"
+        section.problem("probe", "it answered a prompt, and no KV event came", fix)
     elif not wanted:
         found = f"a prompt's {came} blocks came as KV events; their keys cannot be checked"
         section.note("probe", found, "see what is said of its tokens and its hash")
@@ -224,7 +224,7 @@ async def _probe(
         section.ok("probe", f"a prompt's {len(wanted)} blocks came, with the keys computed here")
     else:
         found = f"a prompt was answered, and {came} blocks came with other keys than computed here"
-        section.trouble("probe", found, "see what is said of its tokens and its hash")
+        section.problem("probe", found, "see what is said of its tokens and its hash")
 
 
 def _unseen_text(tokens: int) -> str:

@@ -1,4 +1,4 @@
-"""What the router needs of the machine that it runs on: ports, open files; and whom it lets in."""
+"""The whole examination: the router's own machine, each replica, and the fleet together."""
 
 import asyncio
 import errno
@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from router.config import RouterConfig, client_context, join_host_port, load_fleet_secret, reachable
 from router.doctor.event_checks import check_events
-from router.doctor.findings import Report, Section, counted
+from router.doctor.findings import Report, Section
 from router.doctor.http_probe import NoAnswerError, get
 from router.doctor.replica_checks import (
     CheckContext,
@@ -28,21 +28,22 @@ from router.fleet import Fleet
 from router.prompt import PromptSource
 from warmroute_common.addresses import is_loopback
 from warmroute_common.agent_protocol import InstanceInfo
+from warmroute_common.command_line import counted
 from warmroute_common.config_reader import ConfigError
 
 _ANSWER_S: Final = 2.0
 _FILES_A_REQUEST: Final = 2
-"""Its client's connection, and that to a replica."""
+"""The connection of its client, and the one to a replica."""
 _ROOM_FILES: Final = 256
-"""Libraries, logs, connections to agents."""
+"""For libraries, logs and connections to agents."""
 
 
 async def running_router(
     session: aiohttp.ClientSession, config: RouterConfig, admin_key: str | None
 ) -> dict[str, Any] | None:
-    """Return what a router that runs at the configured port says at ``/health``, None if none does.
+    """Return the ``/health`` of a router that runs at the configured port; None without one.
 
-    With its admin key (or on its machine, where it has none) it tells of each replica.
+    With its admin key (or on its machine, if it has none) the answer has each replica.
     """
     scheme, host, port = "http" if config.tls is None else "https", config.host, config.port
     if config.picker is not None:
@@ -57,7 +58,7 @@ async def running_router(
 
 
 def check_ports(config: RouterConfig, section: Section, *, runs: bool) -> None:
-    """See that each port is free, or the running router's."""
+    """Check that each port is free, or belongs to the running router."""
     free = []
     for key, host, port in _ports(config):
         if port == 0:
@@ -66,11 +67,11 @@ def check_ports(config: RouterConfig, section: Section, *, runs: bool) -> None:
         if why is None:
             free.append(f"{port} ({key})")
         elif not (runs and why == _IN_USE):
-            mend = "end the program that has it, or choose another port"
-            section.trouble("port", f"{key}: {join_host_port(host, port)} {why}", mend)
+            fix = "stop the program that uses it, or choose another port"
+            section.problem("port", f"{key}: {join_host_port(host, port)} {why}", fix)
     if free and runs:
-        found = f"it has no {', no '.join(free)}: it was started with another file"
-        section.trouble("port", found, "restart it with this one")
+        found = f"it does not listen on {', '.join(free)}: it was started with another file"
+        section.problem("port", found, "restart it with this one")
     elif free:
         section.ok("port", f"free: {', '.join(free)}")
 
@@ -79,7 +80,7 @@ _IN_USE: Final = "is in use by another program"
 
 
 def _ports(config: RouterConfig) -> Iterator[tuple[str, str, int]]:
-    """Yield the key, the host and the number of each port that is not chosen freely."""
+    """Yield key, host and number of each configured port."""
     if config.picker is None:
         yield "port", config.host, config.port
     else:
@@ -95,7 +96,7 @@ def _ports(config: RouterConfig) -> Iterator[tuple[str, str, int]]:
 
 
 def _taken(host: str, port: int) -> str | None:
-    """Return why a port cannot be listened on; None where it can."""
+    """Return why a port cannot be listened on; None if it can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -107,39 +108,37 @@ def _taken(host: str, port: int) -> str | None:
 
 
 def check_access(config: RouterConfig, section: Section) -> None:
-    """Tell what callers from other machines may do."""
+    """Report what callers from other machines may do."""
     access = config.access
     if is_loopback(config.host):
         section.ok("access", f"listens on {config.host}: only this machine reaches it")
         return
     if not access.keys:
-        found = f"asks for no key while it listens on {config.host}: whoever reaches it may use it"
+        found = f"listens on {config.host} without keys: every client that reaches it may use it"
         section.note("keys", found, "give clients keys: 'warmroute key NAME' makes one")
     if not access.admin_sha256:
         found = (
-            "has no admin key while it listens on "
-            f"{config.host}: /explain and /metrics answer this machine alone"
+            f"listens on {config.host} without an admin key: /explain and /metrics answer this "
+            "machine only"
         )
         section.note("admin-key", found, "'warmroute key --admin' makes one")
     if access.keys and config.tls is None:
-        found = "has no tls section: clients' keys travel unencrypted"
-        section.note("tls", found, "set tls, or have a load balancer in front that speaks it")
+        found = "has no tls section: clients' keys are sent unencrypted"
+        section.note("tls", found, "set tls, or use a load balancer that ends TLS in front")
 
 
 def check_open_files(config: RouterConfig, section: Section) -> None:
-    """See that as many requests can be under way as the configuration lets wait."""
+    """Check that the limit of open files allows as many requests as may wait."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return
     requests = max(0, allowed - _ROOM_FILES) // _FILES_A_REQUEST
     if requests < config.admission.max_waiting:
         found = f"{allowed} open files are allowed, enough for about {requests} requests at once"
-        section.note("open-files", found, "raise it where more may come: ulimit -n 65536")
+        section.note("open-files", found, "raise the limit: ulimit -n 65536")
     else:
         section.ok("open-files", f"{allowed} open files are allowed")
 
-
-# TODO of router.doctor.examination: Whether replicas fit together, and what the file says of all of them fits what they are. Pure.
 
 _NAMED: Final = 5
 
@@ -151,7 +150,7 @@ def check_fleet(config: RouterConfig, replicas: Sequence[Examined], section: Sec
     """Compare the replicas that answer with each other and with the file."""
     seen = [each for each in replicas if each.answers]
     if not seen:
-        section.trouble("up", "no replica answers: every request is refused with 503")
+        section.problem("up", "no replica answers: every request is refused with 503")
         return
     _check_models(config.model_aliases, seen, section)
     _check_versions(seen, section)
@@ -173,7 +172,7 @@ def _check_models(aliases: Mapping[str, str], seen: Sequence[Examined], section:
     for alias, real in aliases.items():
         if real not in served:
             found = f"model_aliases: '{alias}' stands for '{real}', which no replica serves"
-            section.trouble("alias", found, f"name one that is: {_listed(sorted(served))}")
+            section.problem("alias", found, f"name one that is: {_listed(sorted(served))}")
         elif alias in served:
             found = f"model_aliases: '{alias}' hides a model of that name, and stands for '{real}'"
             section.note("alias", found)
@@ -183,8 +182,8 @@ def _check_versions(seen: Sequence[Examined], section: Section) -> None:
     versions = _groups((each.version, each.name) for each in seen if each.version)
     if len(versions) > 1:
         found = f"versions of vLLM differ: {_told(versions)}"
-        mend = "finish the upgrade: answers and keys of KV may differ between them"
-        section.trouble("versions", found, mend)
+        fix = "finish the upgrade: answers and keys of KV may differ between them"
+        section.problem("versions", found, fix)
 
 
 def _check_agents(seen: Sequence[Examined], section: Section) -> None:
@@ -192,7 +191,7 @@ def _check_agents(seen: Sequence[Examined], section: Section) -> None:
     for names in _groups((info.incarnation, name) for info, name in infos).values():
         if len(names) > 1:
             found = f"{_listed(names)} have one and the same agent"
-            section.trouble("agent-url", found, "give each its own agent_url")
+            section.problem("agent-url", found, "give each its own agent_url")
     for model, of_model in _groups((info.model, (info, name)) for info, name in infos).items():
         _check_alike(model, of_model, section)
 
@@ -208,19 +207,19 @@ def _check_alike(
     layouts = _groups((info.layout, name) for info, name in replicas)
     if len(hashes) > 1:
         found = f"hash seeds differ between replicas of '{model}': {_told(hashes)}"
-        mend = (
+        fix = (
             "start all with the same PYTHONHASHSEED and --prefix-caching-hash-algo: else none "
             "can give another its KV"
         )
-        section.trouble("hash-differs", found, mend)
+        section.problem("hash-differs", found, fix)
     if len(sizes) > 1:
         found = f"chunk_size differs between replicas of '{model}': {_told(sizes)}"
-        section.trouble("chunk-size", found, "give all the same: else none can give another its KV")
+        section.problem("chunk-size", found, "give all the same: else none can give another its KV")
     elif len(layouts) > 1 and len(hashes) == 1:
         apart = "; ".join(_listed(names) for names in layouts.values())
         found = f"replicas of '{model}' lay out KV differently, and can give each other none: "
-        mend = "start all with the same weights, dtype, kv_cache_dtype and parallel sizes"
-        section.trouble("layout", found + apart, mend)
+        fix = "start all with the same weights, dtype, kv_cache_dtype and parallel sizes"
+        section.problem("layout", found + apart, fix)
     without = [name for info, name in replicas if info.transfer_port is None]
     if len(replicas) > 1 and without:
         found = f"{_listed(without)} give other replicas no KV: they have no distributed_url"
@@ -250,8 +249,8 @@ def _check_lmcache_workers(config: RouterConfig, section: Section) -> None:
     ]
     if unknown:
         found = f"LMCache's builtin hash needs the hash_seed of {_listed(unknown)}"
-        mend = "set PYTHONHASHSEED there, and hash_seed in the file, to the same number"
-        section.trouble("lmcache-hash", found, mend)
+        fix = "set PYTHONHASHSEED there, and hash_seed in the file, to the same number"
+        section.problem("lmcache-hash", found, fix)
 
 
 def _groups(pairs: Iterable[tuple[_Key, _T]]) -> dict[_Key, list[_T]]:
@@ -270,8 +269,6 @@ def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_NAMED])
     return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
 
-
-# TODO of router.doctor.examination: All checks of a configuration in their order, by the router's own parts.
 
 _AT_ONCE: Final = 16
 """Replicas that are examined together."""
@@ -327,7 +324,7 @@ async def _prompts(config: RouterConfig, router: Section) -> PromptSource | None
     try:
         return await asyncio.to_thread(PromptSource, config.tokenizer)
     except ConfigError as error:
-        router.trouble("tokenizer", str(error))
+        router.problem("tokenizer", str(error))
         return None
 
 
@@ -363,12 +360,12 @@ def _check_running(
         state = states.pop(each.config.url, None)
         if state is None:
             found = "the running router does not know it"
-            each.section.trouble("running", found, "reload or restart the router with this file")
+            each.section.problem("running", found, "reload or restart the router with this file")
         elif each.answers and state not in ("up", "draining"):
             found = f"it answers here, and the running router says it is {state}"
-            each.section.trouble("running", found, "look into the router's log")
+            each.section.problem("running", found, "look into the router's log")
         elif state == "draining":
             each.section.note("running", "the running router drains it: it gets nothing new")
     for url in states:
         found = f"the running router has a replica at {url}, which the file does not name"
-        router.trouble("running", found, "reload or restart it with this file")
+        router.problem("running", found, "reload or restart it with this file")

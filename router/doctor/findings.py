@@ -1,4 +1,4 @@
-"""What was found: one line each, under what it is about. Pure."""
+"""The findings of ``warmroute doctor``, and their report as text and JSON."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -6,32 +6,34 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from warmroute_common.command_line import counted
+
 
 class Level(StrEnum):
-    """How much a finding matters."""
+    """Severity of a finding."""
 
     OK = "ok"
     NOTE = "note"
-    """Works, and may be meant so."""
-    TROUBLE = "trouble"
-    """Wants to be mended."""
+    """Works, and may be intended."""
+    PROBLEM = "problem"
+    """Must be fixed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line."""
+    """One finding, shown as one line."""
 
     check: str
-    """What was looked at: a word that programs may rely on."""
+    """Identifier of the check; programs may rely on it."""
     level: Level
     what: str
-    mend: str | None = None
-    """What to do about it; None where nothing is to be done."""
+    fix: str | None = None
+    """How to fix it; None if there is nothing to fix."""
 
     @property
     def line(self) -> str:
-        """What was found and how to mend it, as one line: replicas' own words may have several."""
-        whole = self.what if self.mend is None else f"{self.what}; {self.mend}"
+        """The finding and its fix, joined into one line: replicas' messages may have several."""
+        whole = self.what if self.fix is None else f"{self.what}; {self.fix}"
         return " ".join(whole.split())
 
 
@@ -45,36 +47,36 @@ class Section:
     findings: list[Finding] = field(default_factory=list)
 
     def ok(self, check: str, what: str) -> None:
-        """Add what is well."""
+        """Add a passed check."""
         self.findings.append(Finding(check=check, level=Level.OK, what=what))
 
-    def note(self, check: str, what: str, mend: str | None = None) -> None:
-        """Add what is worth knowing."""
-        self.findings.append(Finding(check=check, level=Level.NOTE, what=what, mend=mend))
+    def note(self, check: str, what: str, fix: str | None = None) -> None:
+        """Add something that may be intended."""
+        self.findings.append(Finding(check=check, level=Level.NOTE, what=what, fix=fix))
 
-    def trouble(self, check: str, what: str, mend: str | None = None) -> None:
-        """Add what is wrong."""
-        self.findings.append(Finding(check=check, level=Level.TROUBLE, what=what, mend=mend))
+    def problem(self, check: str, what: str, fix: str | None = None) -> None:
+        """Add a problem."""
+        self.findings.append(Finding(check=check, level=Level.PROBLEM, what=what, fix=fix))
 
 
 @dataclass(frozen=True)
 class Report:
-    """All sections, in the order in which they are read."""
+    """All sections, in the order of the report."""
 
     sections: Sequence[Section]
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing wants to be mended."""
-        return not self.count(Level.TROUBLE)
+        """Whether there is no problem."""
+        return not self.count(Level.PROBLEM)
 
     def count(self, level: Level) -> int:
-        """Return how many findings are of a level."""
+        """Return the number of findings of a level."""
         levels = Counter(each.level for section in self.sections for each in section.findings)
         return levels[level]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for programs."""
+        """Return the report for programs."""
         return {
             "well": self.is_well,
             "counts": {str(level): self.count(level) for level in Level},
@@ -85,7 +87,7 @@ class Report:
                     "check": each.check,
                     "level": str(each.level),
                     "what": each.what,
-                    "mend": each.mend,
+                    "fix": each.fix,
                 }
                 for section in self.sections
                 for each in section.findings
@@ -93,7 +95,7 @@ class Report:
         }
 
     def lines(self) -> Iterator[tuple[Level | None, str]]:
-        """Yield the lines for a person with their levels; headings have none."""
+        """Yield the lines of the report with their levels; headings have none."""
         for section in self.sections:
             if section.findings:
                 yield None, f"{section.about}  {section.at}".rstrip()
@@ -103,13 +105,8 @@ class Report:
         yield None, self._verdict()
 
     def _verdict(self) -> str:
-        troubles, notes = self.count(Level.TROUBLE), self.count(Level.NOTE)
-        told = [counted(troubles, "trouble")] if troubles else ["Nothing is wrong"]
+        problems, notes = self.count(Level.PROBLEM), self.count(Level.NOTE)
+        verdict = [counted(problems, "problem")] if problems else ["No problem found"]
         if notes:
-            told.append(counted(notes, "note"))
-        return ", ".join(told) + "."
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+            verdict.append(counted(notes, "note"))
+        return ", ".join(verdict) + "."

@@ -1,4 +1,4 @@
-"""Whether a replica answers, which models it serves, what it runs, how its clock goes."""
+"""Checks of one replica: server, models, version, clock, agent, LMCache server and tokens."""
 
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,54 +25,54 @@ _MODELS_SHOWN: Final = 5
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What replicas are examined by."""
+    """What the checks use."""
 
     config: RouterConfig
     fleet: Fleet
     session: aiohttp.ClientSession
     context: zmq.asyncio.Context
     prompts: PromptSource | None
-    """None where the configured tokenizer does not load."""
+    """None if the configured tokenizer does not load."""
 
 
 @dataclass(kw_only=True)
 class Examined:
-    """A replica, and what it has told."""
+    """A replica, and what it has reported."""
 
     replica: Replica
-    """As the fleet knows it, which the checks tell what they find."""
+    """The replica in the fleet, which the checks update."""
     section: Section
     answers: bool = False
     entries: list[dict[str, object]] | None = None
-    """Of its ``/v1/models``; None where it does not tell."""
+    """From its ``/v1/models``; None if it has none."""
     version: str | None = None
-    """Of vLLM; None where it does not tell, as other servers do not."""
+    """Version of vLLM; None for other servers."""
     info: InstanceInfo | None = None
-    """Its agent's."""
+    """From its agent."""
 
     @property
     def config(self) -> ReplicaConfig:
-        """What the file says of it."""
+        """Its settings."""
         return self.replica.config
 
     @property
     def name(self) -> str:
-        """As the file has it."""
+        """Its name in the file."""
         return self.config.name
 
     @property
     def models(self) -> list[str]:
-        """The names of what it serves."""
+        """The names of the models that it serves."""
         return [str(each["id"]) for each in self.entries or []]
 
     @property
     def roots(self) -> set[str]:
-        """Where its models come from."""
+        """The root models of those that it serves."""
         return {str(each.get("root") or each["id"]) for each in self.entries or []}
 
 
 def hash_in_words(algorithm: str, seed: str) -> str:
-    """Return how keys are made, as a person sets it."""
+    """Return the hash settings in words."""
     set_to = "not set" if seed == DEFAULT_SEED else seed
     return f"{algorithm} with PYTHONHASHSEED {set_to}"
 
@@ -80,9 +80,9 @@ def hash_in_words(algorithm: str, seed: str) -> str:
 async def check_replica(
     session: aiohttp.ClientSession, seen: Examined, *, is_keyed: bool, timeout_s: float
 ) -> None:
-    """Ask a replica how it is, and note what it tells.
+    """Ask a replica for its health, models and version, and note the findings.
 
-    ``is_keyed``: whether the router asks clients for keys of its own.
+    ``is_keyed``: the router requires keys of its own from clients.
     """
     section, config = seen.section, seen.config
 
@@ -95,17 +95,17 @@ async def check_replica(
         seen.answers = health.status < 500
         models, version = await asked("/v1/models"), await asked("/version")
     except NoAnswerError as error:
-        mend = "start it, or correct its url: until then it gets no requests"
-        section.trouble("health", str(error), mend)
+        fix = "start it, or correct its url; until then it gets no requests"
+        section.problem("health", str(error), fix)
         seen.answers = False
         return
     if not seen.answers:
-        mend = "look into its log: vLLM says so when its engine has died"
-        section.trouble("health", f"answers /health with {health.status}", mend)
+        fix = "look into its log: vLLM reports there that its engine has died"
+        section.problem("health", f"answers /health with {health.status}", fix)
         return
     seen.version = _version(version)
     seen.entries = _entries(models)
-    runs = "a server that tells no version" if seen.version is None else f"vLLM {seen.version}"
+    runs = "a server without a version" if seen.version is None else f"vLLM {seen.version}"
     section.ok("health", f"answers, and runs {runs}")
     _tell_models(seen, models, is_keyed=is_keyed)
     _tell_clock(section, health)
@@ -115,22 +115,22 @@ def _tell_models(seen: Examined, told: HttpAnswer, *, is_keyed: bool) -> None:
     section, has_key = seen.section, seen.config.api_key is not None
     if told.status in (401, 403):
         if has_key:
-            mend = "correct api_key at this replica"
-            section.trouble("key", f"refuses the router's key ({told.status})", mend)
+            fix = "correct api_key at this replica"
+            section.problem("key", f"refuses the router's key ({told.status})", fix)
         elif is_keyed:
-            found = f"asks for a key ({told.status}), and the router forwards none of the clients'"
-            section.trouble("key", found, "set api_key at this replica")
+            found = f"requires a key ({told.status}), and clients' keys are not forwarded"
+            section.problem("key", found, "set api_key at this replica")
         else:
             found = (
-                f"asks for a key ({told.status}): clients' own are forwarded, but the router has "
-                "none, and knows neither its models nor its tokens"
+                f"requires a key ({told.status}): clients' keys are forwarded, but the router has "
+                "none itself, so it does not know the replica's models and tokens"
             )
-            section.trouble("key", found, "set api_key at this replica")
+            section.problem("key", found, "set api_key at this replica")
     elif seen.entries is None:
         found = f"does not list its models (/v1/models: {told.status})"
-        section.trouble("models", found, "is url that of an OpenAI server, without a path?")
+        section.problem("models", found, "check that url is an OpenAI server's, without a path")
     elif not seen.entries:
-        section.trouble("models", "lists no model at /v1/models", "look into its log")
+        section.problem("models", "lists no model at /v1/models", "look into its log")
     else:
         shown = ", ".join(f"'{each}'" for each in seen.models[:_MODELS_SHOWN])
         more = len(seen.models) - _MODELS_SHOWN
@@ -142,7 +142,7 @@ def _tell_clock(section: Section, told: HttpAnswer) -> None:
     if ahead_s is not None and abs(ahead_s) > MOST_AHEAD_S:
         side = "ahead of" if ahead_s > 0 else "behind"
         found = f"its clock is {abs(ahead_s):.0f} s {side} this machine's: logs do not line up"
-        section.trouble("clock", found, "have both set theirs by NTP")
+        section.problem("clock", found, "synchronize both clocks with NTP")
 
 
 def _entries(told: HttpAnswer) -> list[dict[str, object]] | None:
@@ -155,14 +155,10 @@ def _version(told: HttpAnswer) -> str | None:
     return version if isinstance(version, str) else None
 
 
-# TODO of router.doctor.replica_checks: Whether a replica's agent answers, and is that replica's; and LMCache's server, where it has one.
-#
-# What an agent tells is given to the fleet, as the router's own feed of it does.
-
 _WANTS_SECRET: Final = 401
-_MEND: Final = (
-    "run the replica with 'warmroute replica', correct agent_url, or take it out: until "
-    "then its CPU and disk tiers are not known, and nothing is prefetched"
+_FIX: Final = (
+    "run the replica with 'warmroute replica', correct agent_url, or remove it: until then "
+    "the router does not know its CPU and disk tiers, and prefetches nothing"
 )
 
 
@@ -176,20 +172,20 @@ async def check_agent(
         await _check_lmcache(session, section, config.lmcache)
         return
     if config.agent_url is None:
-        found = "has no agent_url: nothing is prefetched there, or copied from other replicas"
-        section.note("agent", found, "run it with 'warmroute replica' where it should")
+        found = "has no agent_url: nothing is prefetched or copied there"
+        section.note("agent", found, "run it with 'warmroute replica' for that")
         return
     try:
         info = await AgentClient(session, config.agent_url, secret).info()
     except AgentRefusedError as error:
         if error.status != _WANTS_SECRET:
-            section.trouble("agent", f"its agent refuses the router ({error})", _MEND)
+            section.problem("agent", f"its agent refuses the router ({error})", _FIX)
             return
         found = f"its agent asks for the fleet secret, and here {_known(secret)}"
-        section.trouble("fleet-secret", found, HOW_TO_SET)
+        section.problem("fleet-secret", found, HOW_TO_SET)
         return
     except AgentError as error:
-        section.trouble("agent", f"its agent cannot be asked ({error})", _MEND)
+        section.problem("agent", f"its agent cannot be asked ({error})", _FIX)
         return
     seen.info = info
     feed.agent_told(info, fleet.apply_info(seen.replica.id, info))
@@ -206,7 +202,7 @@ async def _check_asks(session: aiohttp.ClientSession, section: Section, url: str
     except AgentError:
         section.ok("fleet-secret", "its agent asks for the fleet secret")
         return
-    found = "its agent answers everyone who reaches it, although the router has a fleet secret"
+    found = "its agent answers every caller, although the router has a fleet secret"
     section.note("fleet-secret", found, HOW_TO_SET)
 
 
@@ -236,23 +232,26 @@ def _size(nbytes: float) -> str:
 def _check_identity(seen: Examined, info: InstanceInfo) -> None:
     section, named = seen.section, seen.config.instance_id
     if seen.entries and info.model not in {*seen.roots, *seen.models}:
-        found = f"its agent is one of '{info.model}', which url does not serve"
-        section.trouble("agent-model", found, "let url and agent_url name the same replica")
+        found = f"its agent belongs to a replica of '{info.model}', which url does not serve"
+        section.problem(
+            "agent-model", found, "correct url or agent_url: both must be one replica's"
+        )
     if named is not None and named != info.instance_id:
         found = f"its agent calls it '{info.instance_id}' (lmcache_instance_id), the file '{named}'"
-        section.note("agent-name", found, "give both the same name")
+        fix = "give both the same name; if agent_url is another replica's, correct it"
+        section.note("agent-name", found, fix)
     ours = version("warmroute")
     if info.version and info.version != ours:
         found = f"its engine is warmroute {info.version}, the router here {ours}"
-        section.trouble("agent-version", found, "install the same version on both")
+        section.problem("agent-version", found, "install the same version on both")
 
 
 async def _check_lmcache(session: aiohttp.ClientSession, section: Section, url: str) -> None:
     try:
         status = await LmcacheServerClient(session, url).status()
     except LmcacheServerError as error:
-        mend = "start it ('lmcache server --http-port'), or correct lmcache at this replica"
-        section.trouble("lmcache", f"its LMCache server cannot be asked ({error})", mend)
+        fix = "start it ('lmcache server --http-port'), or correct lmcache at this replica"
+        section.problem("lmcache", f"its LMCache server cannot be asked ({error})", fix)
         return
     worlds = status.world_sizes()
     found = (
@@ -260,11 +259,9 @@ async def _check_lmcache(session: aiohttp.ClientSession, section: Section, url: 
     )
     section.ok("lmcache", found)
     if not worlds:
-        mend = "start vLLM with LMCacheMPConnector and this server's port"
-        section.trouble("lmcache-vllm", "no vLLM has registered with its LMCache server", mend)
+        fix = "start vLLM with LMCacheMPConnector and this server's port"
+        section.problem("lmcache-vllm", "no vLLM has registered with its LMCache server", fix)
 
-
-# TODO of router.doctor.replica_checks: Whether the router's tokens of prompts are those that a replica makes.
 
 _TEXT_FIX = "set tokenizer.path to the tokenizer of the model that runs there"
 _CHAT_FIX = "set tokenizer.chat_template, if the replica runs with --chat-template"
@@ -282,22 +279,24 @@ async def check_tokens(
     readers = {prompts.reader_for(each) for each in seen.models}
     known = [each for each in readers if each.has_tokenizer]
     if len(known) < len(readers):
-        found = f"no tokenizer of {_quoted(seen.roots)} is on this machine: it is matched by text"
+        found = (
+            f"no tokenizer of {_quoted(seen.roots)} on this machine: prompts are matched by text"
+        )
         section.note("tokenizer", found, "set tokenizer.path to match by tokens, which is exact")
     results = [each.compared(url) for each in known]
     texts, chats = [text for text, _ in results], [chat for _, chat in results]
     if False in texts:
-        found = "it makes other tokens of the same text than the router: matched by text"
-        section.trouble("tokens", found, _TEXT_FIX)
+        found = "its tokens of a text differ from the router's: prompts are matched by text"
+        section.problem("tokens", found, _TEXT_FIX)
     elif False in chats:
-        found = "it makes other tokens of the same chat than the router: matched by text"
-        section.trouble("chat-template", found, _CHAT_FIX)
+        found = "its tokens of a chat differ from the router's: prompts are matched by text"
+        section.problem("chat-template", found, _CHAT_FIX)
     elif None in texts:
         found = "its tokens could not be compared: its /tokenize does not answer as vLLM's does"
-        section.note("tokens", found, "the router goes by its own")
+        section.note("tokens", found, "the router uses its own")
     elif known:
         kinds = "texts and chats" if True in chats else "texts"
-        section.ok("tokens", f"its tokens of {kinds} are those that the router computes")
+        section.ok("tokens", f"its tokens of {kinds} equal the router's")
 
 
 def _quoted(names: set[str]) -> str:

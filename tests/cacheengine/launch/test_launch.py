@@ -183,7 +183,7 @@ def test_a_taken_agent_port_is_found_before_vllm_starts(tmp_path: Path) -> None:
         (
             "chunk_size: 256",
             ["--model", "M", "--prefix-caching-hash-algo", "xxhash"],
-            "single_tenant: false, and vLLM's --prefix-caching-hash-algo is xxhash",
+            "single_tenant: is false, and with vLLM's --prefix-caching-hash-algo xxhash",
         ),
         ("chunk_size: 256", ["--model", "M", "--kv-events-config", "{}"], "--kv-events-config:"),
     ],

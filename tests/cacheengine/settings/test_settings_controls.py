@@ -77,7 +77,7 @@ def test_without_distributed_url_nothing_is_served(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("enable_controller: true", "controller_url does not say where .* localhost:9001"),
+        ("enable_controller: true", "controller_url is not set; .* localhost:9001"),
         ("controller_url: localhost", "does not end in a colon and a port"),
         ("openai_url: localhost:8000", "is not an HTTP URL"),
         ("openai_url: http://localhost", "does not end in a colon and a port"),
@@ -146,7 +146,7 @@ def test_listening_to_others_wants_a_secret(tmp_path: Path, key: str) -> None:
     host = "0.0.0.0" if key == "agent_host" else "10.0.0.1"
     assert refused.value.key == key
     assert str(refused.value).endswith(
-        f"{key}: {host} is open to other machines, and there is no fleet secret; set "
+        f"{key}: {host} can be reached from other machines, and there is no fleet secret; set "
         "fleet_secret_file, or the variable WARMROUTE_FLEET_SECRET, to the same at router and "
         "replicas, or listen on 127.0.0.1"
     )

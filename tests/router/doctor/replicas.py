@@ -76,7 +76,7 @@ async def examined(
     return await examine(config, source="router.yaml", probe=probe, admin_key=key)
 
 
-def found(report: Report, level: Level = Level.TROUBLE) -> dict[tuple[str, str], str]:
+def found(report: Report, level: Level = Level.PROBLEM) -> dict[tuple[str, str], str]:
     """Return the findings of a level, by what they are about and their check."""
     return {
         (section.about, each.check): each.line

@@ -27,7 +27,7 @@ def test_trouble_is_told_in_lines_and_by_the_exit_code() -> None:
     lines = output.splitlines()
     assert "127.0.0.1:1  http://127.0.0.1:1" in lines
     assert (
-        "  trouble  nothing listens at 127.0.0.1:1 (connection refused); start it, or correct its "
+        "  problem  nothing listens at 127.0.0.1:1 (connection refused); start it, or correct its "
         "url: until then it gets no requests"
     ) in lines
     assert re.fullmatch(r"2 troubles(, \d notes?)?\.", lines[-1])
@@ -39,11 +39,11 @@ def test_json_is_for_programs() -> None:
     code, output = invoke("--replica", "http://127.0.0.1:1", "--json")
     told = json.loads(output)
     assert (code, told["well"]) == (1, False)
-    assert told["counts"]["trouble"] == len(
-        [each for each in told["findings"] if each["level"] == "trouble"]
+    assert told["counts"]["problem"] == len(
+        [each for each in told["findings"] if each["level"] == "problem"]
     )
     (health,) = [each for each in told["findings"] if each["check"] == "health"]
-    assert health["mend"].startswith("start it") and health["at"] == "http://127.0.0.1:1"
+    assert health["fix"].startswith("start it") and health["at"] == "http://127.0.0.1:1"
 
 
 @pytest.mark.parametrize("text", ["replicass: []\n", "replicas: [", "policy: ttft\n"])
@@ -52,7 +52,7 @@ def test_a_file_that_does_not_load_is_a_finding(tmp_path: Path, text: str) -> No
     path.write_text(text)
     code, output = invoke("--config", str(path))
     assert code == 1
-    assert f"  trouble  the settings do not load: {path}: " in output
+    assert f"  problem  the settings do not load: {path}: " in output
     assert output.endswith("1 trouble.\n")
 
 
@@ -76,7 +76,7 @@ def test_a_bad_url_is_a_finding() -> None:
 def test_a_report_without_trouble() -> None:
     section = Section(about="the router", at="file")
     section.ok("port", "free")
-    assert list(Report([section]).lines())[-1] == (None, "Nothing is wrong.")
+    assert list(Report([section]).lines())[-1] == (None, "No problem found.")
     section.note("keys", "several\n\nlines", "do this")
     report = Report([section, Section(about="empty")])
     assert [line for _, line in report.lines()] == [
@@ -84,11 +84,11 @@ def test_a_report_without_trouble() -> None:
         "  ok       free",
         "  note     several lines; do this",
         "",
-        "Nothing is wrong, 1 note.",
+        "No problem found, 1 note.",
     ]
     assert report.is_well
-    section.trouble("port", "taken")
-    assert not report.is_well and list(report.lines())[-1][1] == "1 trouble, 1 note."
+    section.problem("port", "taken")
+    assert not report.is_well and list(report.lines())[-1][1] == "1 problem, 1 note."
 
 
 def test_nothing_but_findings_is_printed() -> None:

@@ -46,7 +46,7 @@ async def test_who_may_reach_it() -> None:
 
     assert not {check for _, check in await notes()} & {"keys", "admin-key", "tls"}
     open_to_all = await notes(host="0.0.0.0")
-    assert "asks for no key while it listens on 0.0.0.0" in open_to_all["the router", "keys"]
+    assert "listens on 0.0.0.0 without keys" in open_to_all["the router", "keys"]
     assert "warmroute key --admin" in open_to_all["the router", "admin-key"]
     access = {"keys": [{"name": "team", "sha256": 64 * "a"}], "admin_sha256": [64 * "b"]}
     keyed = await notes(host="0.0.0.0", access=access)
@@ -57,7 +57,7 @@ async def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
     report = await examined(NOWHERE)
     line = found(report, Level.NOTE)["the router", "open-files"]
-    assert "enough for about 384 requests at once; raise it" in line
+    assert "enough for about 384 requests at once; raise the limit" in line
     report = await examined(NOWHERE, admission={"max_waiting": 300})
     assert ("the router", "open-files") in found(report, Level.OK)
 
@@ -108,4 +108,4 @@ async def test_a_port_that_the_running_router_has_not(fleet: Fleet) -> None:
         free = other.getsockname()[1]
     controller = {"port": free, "monitor_port": 0}
     report = await examined(NOWHERE, port=port, controller=controller)
-    assert f"it has no {free} (controller.port)" in _port(report)
+    assert f"it does not listen on {free} (controller.port)" in _port(report)

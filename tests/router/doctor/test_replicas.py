@@ -81,7 +81,7 @@ async def test_keys_that_replicas_refuse() -> None:
         one.key = other.key = "secret"
         report = await examined({**first, "api_key": "other"}, second)
         assert "refuses the router's key (401)" in found(report)["one", "key"]
-        assert "clients' own are forwarded" in found(report)["two", "key"]
+        assert "clients' keys are forwarded" in found(report)["two", "key"]
         report = await examined({**first, "api_key": "secret"}, second, access=KEYED)
         assert ("one", "key") not in found(report)
         assert "forwards none of the clients'" in found(report)["two", "key"]
@@ -118,7 +118,7 @@ async def test_versions_and_clocks() -> None:
         report = await examined(*entries)
         assert "60 s behind" in found(report)["one", "clock"]
         assert ("the fleet", "versions") not in found(report)
-        assert "tells no version" in found(report, Level.OK)["one", "health"]
+        assert "a server without a version" in found(report, Level.OK)["one", "health"]
 
 
 # --- agents
@@ -152,7 +152,10 @@ async def test_an_agent_that_is_another_replicas() -> None:
     async with two(one=AgentServer(model="another")) as (_, _, (first, second)):
         second["agent_url"] = f"{first['agent_url']}/"
         troubles = found(await examined(first, second))
-    assert "one of 'another', which url does not serve" in troubles["one", "agent-model"]
+    assert (
+        "its agent belongs to a replica of 'another', which url does not serve"
+        in troubles["one", "agent-model"]
+    )
     assert "one, two have one and the same agent" in troubles["the fleet", "agent-url"]
 
 
@@ -243,4 +246,4 @@ async def test_an_agent_that_asks_for_none_is_noted(
     async with two(one=AgentServer()) as (_, _, entries):
         report = await examined(*entries)
     told = found(report, Level.NOTE)["one", "fleet-secret"]
-    assert "answers everyone who reaches it" in told
+    assert "answers every caller" in told
