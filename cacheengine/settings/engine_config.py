@@ -220,8 +220,8 @@ class EngineConfig:
         if algorithm not in CRYPTOGRAPHIC and not self.single_tenant:
             raise self._error(
                 "single_tenant",
-                f"is false, and with vLLM's --prefix-caching-hash-algo {algorithm} one can construct "
-                "a prompt that is answered from another tenant's KV",
+                f"is false, and with vLLM's --prefix-caching-hash-algo {algorithm} one can "
+                "construct a prompt that is answered from another tenant's KV",
                 f"start vLLM with {' or '.join(CRYPTOGRAPHIC)}, or set single_tenant: true where "
                 "all prompts are one tenant's",
             )

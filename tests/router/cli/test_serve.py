@@ -110,7 +110,7 @@ def test_a_controllers_port_in_use_is_one_line(
             check=False,
         )
     assert done.returncode == 2
-    said = f"router.yaml: controller.{key}: 127.0.0.1:{port} is already in use; stop the program that uses it, or choose another port"
+    said = f"router.yaml: controller.{key}: 127.0.0.1:{port} is already in use; stop the program"
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 

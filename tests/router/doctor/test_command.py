@@ -28,7 +28,7 @@ def test_trouble_is_told_in_lines_and_by_the_exit_code() -> None:
     assert "127.0.0.1:1  http://127.0.0.1:1" in lines
     assert (
         "  problem  nothing listens at 127.0.0.1:1 (connection refused); start it, or correct its "
-        "url: until then it gets no requests"
+        "url; until then it gets no requests"
     ) in lines
     assert re.fullmatch(r"2 troubles(, \d notes?)?\.", lines[-1])
     logging.getLogger("warmroute").warning("logging goes on after it")
@@ -53,7 +53,7 @@ def test_a_file_that_does_not_load_is_a_finding(tmp_path: Path, text: str) -> No
     code, output = invoke("--config", str(path))
     assert code == 1
     assert f"  problem  the settings do not load: {path}: " in output
-    assert output.endswith("1 trouble.\n")
+    assert output.endswith("1 problem.\n")
 
 
 def test_a_fleets_file_is_the_router_s_with_its_replicas() -> None:
