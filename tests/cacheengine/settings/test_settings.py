@@ -199,7 +199,9 @@ def test_false_in_every_spelling(text: str) -> None:
 
 
 def test_an_error_in_a_variable_names_the_variable(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"environment: LMCACHE_MAX_LOCAL_CPU_SIZE: 0 GB is too little"):
+    with pytest.raises(
+        ConfigError, match=r"environment: LMCACHE_MAX_LOCAL_CPU_SIZE: 0 GB is too little"
+    ):
         _load(tmp_path, "chunk_size: 256", LMCACHE_MAX_LOCAL_CPU_SIZE="0")
     with pytest.raises(ConfigError, match="did you mean 'LMCACHE_CHUNK_SIZE"):
         _load(tmp_path, "", LMCACHE_CHUNKSIZE="1")

@@ -30,7 +30,7 @@ def test_trouble_is_told_in_lines_and_by_the_exit_code() -> None:
         "  problem  nothing listens at 127.0.0.1:1 (connection refused); start it, or correct its "
         "url; until then it gets no requests"
     ) in lines
-    assert re.fullmatch(r"2 troubles(, \d notes?)?\.", lines[-1])
+    assert re.fullmatch(r"2 problems(, \d notes?)?\.", lines[-1])
     logging.getLogger("warmroute").warning("logging goes on after it")
     assert logging.root.manager.disable == logging.NOTSET
 
