@@ -65,7 +65,7 @@ class Scripted(Tier):
 
 
 class ScriptedTier(Scripted, LocalTier):
-    """A local tier of so many chunks."""
+    """A local tier of ``items`` chunks."""
 
     name = "disk"
 

@@ -39,7 +39,7 @@ def test_a_kernel_without_them_has_no_counts(tmp_path: Path) -> None:
 def test_the_number_that_would_do_is_told(
     total: int, free: int, reserved: int, needed_total: int
 ) -> None:
-    """What others have or are promised stays theirs: only the shortfall is added."""
+    """Pages that others use or have reserved stay theirs: only the shortfall is added."""
     why = HugePages(total=total, free=free, reserved=reserved).why_not(10)
     assert f"sysctl -w vm.nr_hugepages={needed_total}" in why
     assert "10 huge pages of 2 MiB are needed" in why
