@@ -1,8 +1,8 @@
-"""A circuit breaker: a replica whose requests fail is left alone for a while, and then tried.
+"""A circuit breaker: a replica whose requests fail gets none for a while, and is then tried.
 
-It watches what becomes of requests. Health checks may find a replica well that answers 503 to
-each of them. Failures in a row, or a large share of them within a window, open it for a time that
-doubles while trials fail; then one request at a time goes through as a trial, until one succeeds.
+It counts the results of requests, since health checks may pass at a replica that answers every
+request with 503. Failures in a row, or a large share of failures within a window, open it. The time
+doubles while trials fail. Then one request at a time is sent as a trial, until one succeeds.
 """
 
 from collections import deque
@@ -17,12 +17,12 @@ from router.config import BreakerConfig
 _TELLING: Final = 10
 """Results in the window, below which a share of failures says little."""
 _SLICES: Final = 10
-"""Parts of the window, of which the oldest is dropped at a time."""
+"""Parts of the window; the oldest one is dropped at a time."""
 _TRIAL_S: Final = 5.0
-"""After so long without a verdict another trial may go: answers that are not streamed begin with
-their last token, and a fleet is not to wait for that."""
+"""Seconds without a result after which another trial may start: answers that are not streamed
+begin with their last token, and the fleet must not wait for that."""
 _JITTER: Final = 0.25
-"""Share of the time that chance takes off: several routers are not to try at the same moment."""
+"""Random share by which the time is shortened, so that several routers do not try at once."""
 
 
 class Circuit(StrEnum):
@@ -30,9 +30,9 @@ class Circuit(StrEnum):
 
     CLOSED = "closed"
     OPEN = "open"
-    """They do not, while another replica can answer."""
+    """No requests, while another replica can answer."""
     HALF_OPEN = "half-open"
-    """One does at a time."""
+    """One request at a time."""
 
 
 class Sign(StrEnum):
@@ -60,7 +60,7 @@ TRANSITIONS: Final[Mapping[tuple[Circuit, Sign], Circuit]] = MappingProxyType(
 
 
 class Breaker:
-    """That of one replica; it is closed at first."""
+    """The breaker of one replica; initially closed."""
 
     __slots__ = (
         "_closed_s",
@@ -87,7 +87,7 @@ class Breaker:
         self._in_a_row = 0
         self._results = _Window()
         self._doublings = 0
-        """Of the time that it is open."""
+        """How often the open time was doubled."""
         self._closed_s = -inf
         """When a trial closed it last."""
         self._trials = 0
@@ -205,7 +205,7 @@ class Breaker:
 
 
 class _Window:
-    """How many of the requests of late have failed."""
+    """How many of the recent requests have failed."""
 
     __slots__ = ("_slices", "count", "failed")
 

@@ -146,14 +146,12 @@ class Ticket:
         *,
         streamed: bool = True,
         lag_s: float = 0.0,
-        told_s: float | None = None,
     ) -> None:
         """Note that the answer has begun; later calls change nothing.
 
         ``streamed``: whether this was the first token. The headers of an answer that is not
         streamed come with its last token, and are not used for learning.
         ``lag_s``: time that the router itself took to send the request, without intended waits.
-        ``told_s``: the current time, if it is later than ``began_s``.
         """
         if self.phase is Phase.ENDED or self._has_begun:
             return
@@ -162,9 +160,8 @@ class Ticket:
         self._was_alone &= self.replica.started == self._number
         if streamed:
             self._ttft_s = began_s - self.started_s
-        now_s = began_s if told_s is None else told_s
-        self._move(PhaseEvent.FIRST_TOKEN, now_s)
-        self._leave_prefill(now_s, just_now=streamed and told_s is None)
+        self._move(PhaseEvent.FIRST_TOKEN, began_s)
+        self._leave_prefill(began_s, just_now=streamed)
 
     def finish(
         self,

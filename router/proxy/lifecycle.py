@@ -244,19 +244,18 @@ class RequestLifecycle:
         began_s: float,
         streamed: bool,
         lag_s: float = 0.0,
-        told_s: float | None = None,
     ) -> None:
         """Note when an answer began: its first token if it is ``streamed``, else its headers.
 
-        ``lag_s`` is what the router took to send the request, beside what it waited for;
-        ``told_s`` is now, where that is later. Later calls for the same request change nothing.
+        ``lag_s`` is the time that the router took to send the request, without intended waits.
+        Later calls for the same request change nothing.
         """
         if record.first_byte_s is not None:
             return
         record.streamed, record.first_byte_s = streamed, began_s
         # Without a prompt, neither the time to the first byte nor `usage` tells of prefills.
         is_token = streamed and bool(record.prompt_tokens)
-        ticket.first_byte(began_s, streamed=is_token, lag_s=lag_s, told_s=told_s)
+        ticket.first_byte(began_s, streamed=is_token, lag_s=lag_s)
         self._note_result(ticket, ok=True)
         self._admission.wake()
 

@@ -37,7 +37,7 @@ class Settings:
     """How our router is set up: what an ablation changes."""
 
     sections: dict[str, Any] = field(default_factory=dict)
-    """Of the router's configuration, beside its replicas."""
+    """Sections of the router's configuration, without its replicas."""
     true_rates: bool = False
     """Start from the machine's rates, where others start from the defaults."""
     copies: bool = True

@@ -117,7 +117,7 @@ def test_a_decode_slowdown_is_found_where_none_was_configured() -> None:
 
 
 def test_a_replica_that_changes_is_followed() -> None:
-    """Though robust: one that is three times slower for good is no outlier."""
+    """Though robust: one that is three times slower for good is not an outlier."""
     rates, work = CostModel(CONFIG), Work(new_tokens=2000)
     for _ in range(500):
         rates.observe(work, 1.0)
@@ -147,7 +147,7 @@ def test_a_rate_that_had_no_part_is_left_alone() -> None:
 
 
 def test_a_long_queue_teaches_little() -> None:
-    """Who waited says little of what computing takes, however wrong the queue was."""
+    """A request that waited says little about computing, however wrong the queue was."""
     rates = CostModel(CONFIG)
     rates.observe(Work(new_tokens=1000, queue_s=50.0), 500.0)
     assert rates.per_second(CostPart.PREFILL) == pytest.approx(1000, rel=0.15)

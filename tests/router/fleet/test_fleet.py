@@ -261,7 +261,7 @@ def test_cached_tokens_tell_what_a_ttft_was_for() -> None:
 
 
 def test_who_computed_what_it_was_to_wait_for_teaches_nothing() -> None:
-    """Of two with one prompt the second came first: its queue was not there, the other's was."""
+    """The second of two equal prompts came first: it had no queue, and the other one had."""
     fleet, prompt = make_fleet(1), tokens(6400)
     rates = fleet.replicas["r0"].rates
     first = fleet.start(place(fleet, prompt), 0.0)

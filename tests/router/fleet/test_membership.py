@@ -235,7 +235,7 @@ class ComingAndGoing(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3), start=st.integers(0, 3), stored=st.booleans())
     def lower_tier(self, number: int, start: int, stored: bool) -> None:
-        """Of a replica by its configured name, which may long be gone, as LMCache's ties do."""
+        """By the configured name of a replica that may have left, as LMCache does."""
         keys = keys64(tokens(64, start=start).chain(HashScheme(), BLOCK))
         name = f"new:{number}"
         if (replica := self.fleet.replicas.find(name)) is None:

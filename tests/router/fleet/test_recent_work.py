@@ -1,4 +1,4 @@
-"""How busy a replica has been of late."""
+"""How busy a replica was recently."""
 
 import pytest
 

@@ -121,7 +121,10 @@ class Driver:
         max_wait_s: float = float("inf"),
         model: str | None = None,
     ) -> bool:
-        """Let a request arrive (of so many seconds, unlike all others); return whether it goes."""
+        """Let a request arrive; return whether it is admitted.
+
+        A number is the length of a prompt in seconds; the prompt shares nothing with others.
+        """
         if not isinstance(prompt, GivenPrompt):
             start = 10**9 * (1 + len(self.admitted) + len(self.waiting))
             prompt = tokens(round(prompt * 1000), start=start)
@@ -135,7 +138,7 @@ class Driver:
         return False
 
     def dispatch(self, now_s: float) -> str:
-        """Return the names of those that go, in order."""
+        """Return the names of the requests that are admitted, in order."""
         went = []
         for waiting, end in self.queue.dispatch(now_s):
             (name,) = [key for key, each in self.waiting.items() if each is waiting]

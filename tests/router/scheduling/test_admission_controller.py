@@ -196,7 +196,7 @@ async def test_a_deadline_that_is_none(
     assert router.in_flight() == 0
 
 
-# --- trouble
+# --- faults
 
 
 async def test_a_client_that_leaves_while_waiting(
@@ -338,7 +338,7 @@ async def waiting_turns() -> tuple[Turns, asyncio.Task[None], asyncio.Task[None]
 
 
 async def test_cancelled_after_its_release_and_before_it_wakes() -> None:
-    """The pump has taken its ticket; the client leaves before its handler runs again."""
+    """A dispatch has started its ticket; the client leaves before its handler runs again."""
     turns, first, second = await waiting_turns()
     turns.admission._dispatch()
     assert turns.in_flight() == 1 and len(turns.admission) == 1
@@ -351,7 +351,7 @@ async def test_cancelled_after_its_release_and_before_it_wakes() -> None:
 
 
 async def test_released_after_its_cancellation_and_before_that_is_seen() -> None:
-    """The client has left, but its handler has not run: the pump still finds it in the line."""
+    """The client has left, but its handler has not run: a dispatch still finds it in the queue."""
     turns, first, second = await waiting_turns()
     first.cancel()
     turns.admission._dispatch()

@@ -1,4 +1,4 @@
-"""Who goes now and who waits: the gate in front of a fleet, to exact outcomes.
+"""Which requests go now and which wait: the admission queue, with exact outcomes.
 
 A thousand tokens take a second here, and a little more: that is attention.
 """
@@ -36,7 +36,7 @@ def test_the_shortest_goes_when_its_replica_is_nearly_done() -> None:
     driver = Driver(make_learned_fleet())
     assert driver.ask("a", 2.0)
     assert not driver.ask("b", 3.0) and not driver.ask("c", 1.0)
-    assert driver.queue.next_dispatch_s(0.0) == 0.25, "the line is looked at in any case"
+    assert driver.queue.next_dispatch_s(0.0) == 0.25, "the queue is checked at least this often"
     ready_s = 2.0 - 0.5 + 0.061
     assert driver.queue.next_dispatch_s(1.5) == pytest.approx(ready_s, abs=0.01)
     assert driver.dispatch(1.5) == ""
@@ -141,7 +141,7 @@ def test_a_request_that_is_given_up_while_its_kv_is_fetched_leaves_nothing() -> 
 
 
 def test_nobody_waits_for_a_guess() -> None:
-    """Of a replica from which nothing was learned the queue is not known."""
+    """The queue of a replica is not known before its rates were learned."""
     driver = Driver(make_learned_fleet(learned=False))
     assert all(driver.ask(name, 5.0) for name in "abcdef")
 
@@ -310,7 +310,7 @@ def test_a_burst_of_equal_prompts_is_computed_once() -> None:
 
 
 def test_a_burst_spreads_where_replicas_differ_a_little() -> None:
-    """Who prefers one replica sees also those who wait for the others."""
+    """A request that prefers one replica also counts the requests that wait for others."""
     driver = Driver(make_learned_fleet(4))
     for number, each in enumerate(driver.fleet.replicas.values()):
         each.rates.measured(CostPart.PREFILL, 1000.0 + 5.0 * number)
@@ -336,7 +336,7 @@ SECONDS = st.floats(min_value=0.05, max_value=5.0)
 def test_nobody_is_lost_and_no_replica_idles_while_one_waits(
     asks: Sequence[tuple[float, float, float]], replicas: int
 ) -> None:
-    """A plain event loop drives the gate; real prefills take other times than predicted."""
+    """A plain event loop drives the queue; real prefills take other times than predicted."""
     driver = Driver(make_learned_fleet(replicas, max_wait_s=1000.0))
     coming = []
     at_s = 0.0

@@ -90,7 +90,7 @@ def test_nearly_equal_costs_go_to_the_least_loaded() -> None:
 
 
 def test_a_request_waits_for_no_replica_while_another_is_sooner_with_as_much_work() -> None:
-    """However busy that one was of late."""
+    """However busy that replica was recently."""
     busy = candidate("busy", prefill_s=5.0, busy_share=0.63)
     queue = candidate("queue", prefill_s=5.0, queue_s=0.6, busy_share=0.54)
     holder = candidate("holder", prefill_s=1.0, queue_s=6.0, busy_share=0.54, matched=900)

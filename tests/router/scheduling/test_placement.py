@@ -1,4 +1,4 @@
-"""Who is weighed in a large fleet, whom KV is copied from, and where new sessions go."""
+"""Which replicas are scored in a large fleet, sources of copies, and homes of new sessions."""
 
 import random
 from dataclasses import replace
@@ -98,11 +98,11 @@ def test_nothing_is_copied_where_that_is_switched_off() -> None:
     make_busy(fleet, "r0", 20.0)
     decision = place(fleet, prompt)
     assert (decision.replica_id, decision.copy) == ("r1", None)
-    assert decision.predicted_ttft_s > 6.4, "it is computed anew, and that is predicted"
+    assert decision.predicted_ttft_s > 6.4, "it is computed again, and that is predicted"
 
 
 def test_what_is_still_being_computed_is_not_copied_in_part() -> None:
-    """Those who wait where it is computed have all of it when a copy of the first half arrives."""
+    """Requests that wait where it is computed have all of it when a copy of half of it arrives."""
     fleet, prompt = make_copying_fleet(2), tokens(6400)
     fleet.start(place(fleet, prompt), 0.0)
     (busy,) = (each for each in fleet.replicas.values() if each.in_flight)
@@ -126,7 +126,7 @@ def test_a_draining_replica_gives_its_kv_to_others() -> None:
 
 
 def test_reading_goes_before_computing_that_is_a_little_sooner_but_takes_more_from_others() -> None:
-    """Computing would give its first token 0.13 s sooner, and let four requests wait for 7 s."""
+    """Computing would give its first token 0.13 s earlier, and let four requests wait for 7 s."""
     fleet, prompt = make_copying_fleet(1), tokens(6400)
     snapshot(fleet, "r0", disk=chunks(prompt))
     replica = fleet.replicas["r0"]
@@ -236,10 +236,10 @@ def test_the_home_is_weighed_in_a_large_fleet_whatever_it_costs() -> None:
 
 
 def test_what_many_hold_is_found_in_a_large_fleet() -> None:
-    """A crowd that holds the prompt has a little to do; all others are idle and hold nothing."""
+    """The 20 holders of the prompt have a little to do; all others are idle and hold nothing."""
     fleet, prompt = make_copying_fleet(60, transfer_port=None), tokens(6400)
-    crowd = {f"r{at}" for at in range(20)}
-    for name in sorted(crowd):
+    holders = {f"r{at}" for at in range(20)}
+    for name in sorted(holders):
         stored(fleet, name, Tier.GPU, blocks(prompt))
         make_busy(fleet, name, 0.2 if name == "r13" else 0.5)
     decision = place(fleet, prompt)

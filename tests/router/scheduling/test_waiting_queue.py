@@ -1,4 +1,4 @@
-"""The order of those who wait, and that nobody waits for ever."""
+"""The order of waiting requests; none waits for ever."""
 
 from collections.abc import Iterable
 
