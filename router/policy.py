@@ -68,7 +68,7 @@ _MODEL_PART: Final = re.compile(
 
 
 class Plane(Enum):
-    """Who carries the bytes of a request."""
+    """The process that carries the bytes of a request."""
 
     PROXY = "proxy"
     """The router itself (``warmroute serve``)."""
@@ -425,7 +425,7 @@ def _json_type(value: object) -> str:
 def check_gateway(config: RouterConfig, at: ConfigLocation) -> None:
     """Raise `ConfigError` for a setting that would not hold behind a gateway.
 
-    ``picker.waive`` names those that the gateway enforces itself, or that need not hold.
+    ``picker.waive`` names the settings that the gateway enforces itself, or that need not hold.
     """
     picker = config.picker
     waived = () if picker is None else picker.waive

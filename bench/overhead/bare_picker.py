@@ -1,6 +1,6 @@
 """The least that a picker in Python does: it reads each question and gives one answer to all.
 
-What ours costs above it is reading, placing and accounting for the request.
+Ours costs more than this by reading, placing and accounting for the request.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Who gets in: clients by their keys, each within its models and rates, administrators by theirs.
+"""Access control: client keys with their models and rates, and admin keys.
 
 `Access.guard` is the middleware that admits or refuses each request. The `Grant` of a client's key
 is attached to its requests; the proxy asks it once the model and the prompt are known.

@@ -38,7 +38,7 @@ class Exchange:
 
     def __init__(
         self,
-        judge: RequestLifecycle,
+        lifecycle: RequestLifecycle,
         endpoints: Endpoints,
         method: str,
         path: str,
@@ -62,10 +62,10 @@ class Exchange:
             method=self.method,
             endpoint=endpoint_label(self.path),
             path=raw_path,
-            trace=trace_context(headers.get("traceparent"), _sample_ratio(judge)),
+            trace=trace_context(headers.get("traceparent"), _sample_ratio(lifecycle)),
             started_s=time.monotonic(),
         )
-        self._judge = judge
+        self._lifecycle = lifecycle
         self._endpoints = endpoints
         self._headers = headers
         self._subset = subset
@@ -87,26 +87,26 @@ class Exchange:
 
     async def pick(self, body: bytes) -> Destinations:
         """Return where the request goes, once it may go; raise `ApiError`."""
-        await self._judge.turnstile.enter()
-        policy = self._judge.policy
+        await self._lifecycle.turnstile.enter()
+        policy = self._lifecycle.policy
         policy.check(Plane.GATEWAY, self.method, self.path, self._headers)
         asked = policy.parse(Plane.GATEWAY, self.method, self.path, self._headers, body)
-        keyring = await self._judge.read(asked, self.record)
+        keyring = await self._lifecycle.read(asked, self.record)
         among = self._endpoints.eligible(self._subset)
         if among is not None and not among:
             raise NoReplicaError("none of the endpoints in the gateway's subset is a replica")
-        admitted = await self._judge.admit(
+        admitted = await self._lifecycle.admit(
             asked, keyring, self.record, among=among, sees_tokens=self._sees_tokens
         )
         self._ticket, self._asked = admitted.ticket, (asked, keyring)
         self._replica = admitted.decision.picked.replica
-        await self._judge.prepare(admitted, self.record)
+        await self._lifecycle.prepare(admitted, self.record)
         self._picked_s = time.monotonic()
         return self._destinations(admitted.decision, policy.replicas(asked))
 
     def _destinations(self, decision: Decision, most: int) -> Destinations:
         """Return the decision's replica and the next best, by their scores; ``most`` at most."""
-        picked, weights = decision.picked, self._judge.fleet.weights
+        picked, weights = decision.picked, self._lifecycle.fleet.weights
         api_key = picked.replica.config.api_key
         others = [
             each
@@ -183,7 +183,7 @@ class Exchange:
         How an answer ended is known once all of it has passed: `close` notes the rest.
         """
         ended: BaseException | None = None
-        with self._judge.noting_end(self.record):
+        with self._lifecycle.noting_end(self.record):
             try:
                 yield
             except (asyncio.CancelledError, ConnectionResetError) as error:
@@ -199,13 +199,13 @@ class Exchange:
         record, ticket = self.record, self._ticket
         record.end(Outcome.CLIENT_GONE if record.status is None else Outcome.ENDED)
         if ticket is not None and record.status is None:
-            self._judge.release(ticket)
+            self._lifecycle.release(ticket)
         elif ticket is not None:
             if self._is_ok:
                 # Its first token was not seen: it did begin, but it is not known when.
                 ticket.first_byte(time.monotonic(), streamed=False)
-            self._judge.finish(ticket, record, self._reader.read(), ok=self._is_ok)
-        self._judge.hand_out(record)
+            self._lifecycle.finish(ticket, record, self._reader.read(), ok=self._is_ok)
+        self._lifecycle.hand_out(record)
 
     @property
     def _is_ok(self) -> bool:
@@ -215,7 +215,7 @@ class Exchange:
         if self._ticket is not None:
             lag_s = self._picked_s - self._ticket.started_s - self.record.prepared.waited_s
             # Where the gateway asked another replica, it is not known when: that teaches nothing.
-            self._judge.began(
+            self._lifecycle.began(
                 self._ticket,
                 self.record,
                 began_s=began_s,
@@ -231,9 +231,9 @@ class Exchange:
         if self._ticket is None:
             return
         if status in RETRYABLE:
-            self._judge.failed(self._ticket, record, Cause.STATUS, f"answered {status}")
+            self._lifecycle.failed(self._ticket, record, Cause.STATUS, f"answered {status}")
         else:
-            self._judge.answered(self._ticket, status)
+            self._lifecycle.answered(self._ticket, status)
 
     async def _note_served(self, served: str | None) -> None:
         """Move the request to the replica that answers, where that is not the picked one."""
@@ -244,11 +244,11 @@ class Exchange:
             return
         self._ticket, self._was_moved = None, True
         detail = f"the gateway then tried {replica.id}"
-        self._judge.failed(ticket, self.record, Cause.GATEWAY, detail)
-        self._judge.release(ticket)
+        self._lifecycle.failed(ticket, self.record, Cause.GATEWAY, detail)
+        self._lifecycle.release(ticket)
         asked, keyring = self._asked
         try:
-            admitted = await self._judge.admit(
+            admitted = await self._lifecycle.admit(
                 asked, keyring, self.record, among=(replica.id,), sees_tokens=self._sees_tokens
             )
         except ApiError:
@@ -257,6 +257,6 @@ class Exchange:
         self._picked_s = admitted.ticket.started_s
 
 
-def _sample_ratio(judge: RequestLifecycle) -> float | None:
-    tracing = judge.config.tracing
+def _sample_ratio(lifecycle: RequestLifecycle) -> float | None:
+    tracing = lifecycle.config.tracing
     return None if tracing is None else tracing.sample_ratio

@@ -29,7 +29,7 @@ _LIVENESS: Final = ("", "liveness")
 _READINESS: Final = ("readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 _CHECK_S: Final = 0.5
 _OVERHEAD_BYTES: Final = 1 << 20
-"""What a message may have in addition to a body."""
+"""Size limit of a message without its body."""
 
 
 class CannotListenError(OSError):
@@ -43,11 +43,11 @@ class CannotListenError(OSError):
 class PickerServer:
     """Serves gateways between `start` and `stop`."""
 
-    def __init__(self, judge: RequestLifecycle, settings: PickerConfig) -> None:
-        self._judge = judge
+    def __init__(self, lifecycle: RequestLifecycle, settings: PickerConfig) -> None:
+        self._lifecycle = lifecycle
         self._settings = settings
-        self._endpoints = Endpoints(judge.fleet)
-        limit_bytes = judge.config.max_body_bytes + _OVERHEAD_BYTES
+        self._endpoints = Endpoints(lifecycle.fleet)
+        limit_bytes = lifecycle.config.max_body_bytes + _OVERHEAD_BYTES
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", limit_bytes),
@@ -56,7 +56,7 @@ class PickerServer:
                 ("grpc.so_reuseport", 0),
             ]
         )
-        self._processor = ExternalProcessor(judge, self._endpoints)
+        self._processor = ExternalProcessor(lifecycle, self._endpoints)
         self._health = health.aio.HealthServicer()
         self._is_leaving = False
         self._checks: asyncio.Task[None] | None = None
@@ -111,7 +111,7 @@ class PickerServer:
 
     async def _update_readiness(self) -> None:
         """The picker is ready while a replica is up and it is not leaving."""
-        replicas = self._judge.fleet.replicas.values()
+        replicas = self._lifecycle.fleet.replicas.values()
         is_ready = not self._is_leaving and any(each.state is ReplicaState.UP for each in replicas)
         status = health_pb2.HealthCheckResponse
         for name in _READINESS:
@@ -125,8 +125,8 @@ class ExternalProcessor:
     (filter ``answers``) that has the first bytes of the answer.
     """
 
-    def __init__(self, judge: RequestLifecycle, endpoints: Endpoints) -> None:
-        self._judge = judge
+    def __init__(self, lifecycle: RequestLifecycle, endpoints: Endpoints) -> None:
+        self._lifecycle = lifecycle
         self._endpoints = endpoints
         # Of this process: two pickers must not use one name.
         self._run = uuid.uuid4().hex[:8]
@@ -166,7 +166,7 @@ class ExternalProcessor:
         headers = messages.headers_of(first.request_headers)
         sends_copies = call.metadata(SENDS_ANSWERS) is not None
         exchange = Exchange(
-            self._judge,
+            self._lifecycle,
             self._endpoints,
             headers.get(":method", ""),
             headers.get(":path", ""),
@@ -179,7 +179,7 @@ class ExternalProcessor:
         self._exchanges[name] = exchange
         try:
             with exchange.noting_end():
-                await _Conversation(self._judge, exchange, name, first, call).run()
+                await _Conversation(self._lifecycle, exchange, name, first, call).run()
         except ConnectionResetError:
             pass  # the client has left: no answer reaches it
         except ApiError as error:
@@ -205,13 +205,13 @@ class _Conversation:
 
     def __init__(
         self,
-        judge: RequestLifecycle,
+        lifecycle: RequestLifecycle,
         exchange: Exchange,
         name: str,
         first: Message,
         call: GatewayCall,
     ) -> None:
-        self._judge = judge
+        self._lifecycle = lifecycle
         self._exchange = exchange
         self._name = name
         self._first = first
@@ -240,7 +240,7 @@ class _Conversation:
     async def _pick_by_parts(self) -> None:
         """Take the body in parts; answer with the destination, then with the same parts."""
         parts: list[Message] = []
-        left_bytes = self._judge.config.max_body_bytes
+        left_bytes = self._lifecycle.config.max_body_bytes
         is_last = False
         while not is_last:
             message = await self._call.must_read("request_body", "request_trailers")

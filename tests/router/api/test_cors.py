@@ -1,4 +1,4 @@
-"""What a browser asks and is told before and with a page's request to another origin."""
+"""A browser's preflights and requests from pages of another origin."""
 
 import aiohttp
 import pytest

@@ -23,8 +23,14 @@ from tests.router.scripted import Scripted, scripted
 from tests.servers import missing
 from warmroute_common.config_reader import ConfigLocation
 
+CHAT = "/v1/chat/completions"
+RARELY = TimeoutsConfig(health_interval_s=60.0, drain_s=1.0)
 Settings = dict[str, Any]
 Change = Callable[[Settings], Settings]
+
+
+def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
 
 
 class Envoy(ServerProcess):

@@ -12,23 +12,16 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from router.config.settings import AdmissionConfig, RatesConfig, ReplicaConfig, TimeoutsConfig
+from router.config.settings import AdmissionConfig, RatesConfig, ReplicaConfig
 from router.gateway import messages
 from router.gateway.envoy_config import SUBSET, merge
 from router.policy import Policy
 from router.record.records import Cause, Outcome
 from tests.router.conftest import Running, Wait
-from tests.router.gateway.conftest import Change, Gateway, Settings
+from tests.router.gateway.conftest import CHAT, RARELY, Change, Gateway, Settings, chat
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, scripted, stream
 from tests.router.staging.test_prefetch_path import ASK, running_agent
 from tests.servers import make_certificates
-
-CHAT = "/v1/chat/completions"
-RARELY = TimeoutsConfig(health_interval_s=60.0, drain_s=1.0)
-
-
-def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
 
 
 def by_parts(settings: Settings) -> Settings:
@@ -316,7 +309,7 @@ async def test_a_client_that_leaves_the_queue_is_not_sent_on(
 
 
 async def busy(gateway: Gateway, gate: asyncio.Event, admission: AdmissionConfig) -> Running:
-    """A picker whose one replica takes so long, as it believes, that all but one are held."""
+    """Run a picker that predicts such long prefills that it holds all requests but one."""
     gateway.one.will(stream(*chat_events("a"), gates=(gate,)))
     picker, _ = await gateway.both(
         policy="ttft",

@@ -11,8 +11,7 @@ from aiohttp import web
 
 from router.config.settings import AdmissionConfig, PrefetchConfig, TimeoutsConfig
 from tests.router.conftest import Wait
-from tests.router.gateway.conftest import Gateway
-from tests.router.gateway.test_behind_envoy import CHAT, chat
+from tests.router.gateway.conftest import CHAT, Gateway, chat
 from tests.router.scripted import CHAT_ANSWER, json_answer
 
 MIB = 1 << 20

@@ -11,8 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.config.settings import SessionConfig
 from tests.router.conftest import Wait
-from tests.router.gateway.conftest import Gateway, Picking
-from tests.router.gateway.test_behind_envoy import CHAT, RARELY, chat
+from tests.router.gateway.conftest import CHAT, RARELY, Gateway, Picking, chat
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, stream
 
 SESSIONS = [f"session-{number}" for number in range(8)]
