@@ -1,8 +1,9 @@
-"""A byte stream to a server, plain or under TLS, with a deadline for everything.
+"""A connection to a Redis or Valkey server: a byte stream, plain or under TLS, and RESP on it.
 
-Every method raises OSError for what goes wrong, `TimeoutError` for the
-deadline's end, and `ConnectionError` where the other side has closed. After
-any of them the channel is of no more use.
+Commands are sent as parts from where they lie in memory; values are received straight into their
+targets. Every method raises OSError for faults, `TimeoutError` at the deadline, and
+`ConnectionError` if the server has closed. After any of these, and after a `RespError`, the
+connection must not be used again: the next bytes could answer another command.
 """
 
 import contextlib
@@ -20,14 +21,14 @@ from cacheengine.tiers.store import Deadline
 Part = memoryview | bytes
 
 _MAX_PARTS: Final = 512
-"""Parts of one call to the system, which takes 1024."""
+"""Parts in one system call, which accepts 1024."""
 _SMALL_BYTES: Final = 16 * 1024
-"""A record of TLS: smaller parts that follow each other are sent as one."""
+"""The size of a TLS record: consecutive smaller parts are sent as one."""
 _SECONDS_MICROSECONDS: Final = struct.Struct("@ll")
 
 
 class ServerChannel(ABC):
-    """One connection; used by one thread at a time, but for `abort`."""
+    """One connection. One thread uses it at a time; any thread may call `abort`."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -46,7 +47,7 @@ class ServerChannel(ABC):
             into = into[self.receive(into, deadline) :]
 
     def is_stale(self) -> bool:
-        """Whether the other side has closed, or sent what was not asked for."""
+        """Whether the server has closed, or sent bytes that nobody asked for."""
         try:
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
@@ -56,21 +57,21 @@ class ServerChannel(ABC):
 
     def abort(self) -> None:
         """Make a call that waits in another thread fail at once."""
-        # The class's own method: that of ssl would pull the session from under that thread.
+        # Not the method of SSLSocket: it would drop the session while that thread uses it.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close without a farewell."""
+        """Close at once."""
         with contextlib.suppress(OSError):
             self._socket.close()
 
 
 class PlainChannel(ServerChannel):
-    """TCP or a unix socket. The system itself waits and keeps the time.
+    """TCP or a unix socket. The kernel waits and enforces the timeout.
 
-    That spares the two calls for each piece that Python's own timeouts cost,
-    and lets one call fill a whole chunk: nearly twice the throughput.
+    Python's timeouts cost two system calls for each piece. Without them one call fills a whole
+    chunk: nearly twice the throughput.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -86,7 +87,7 @@ class PlainChannel(ServerChannel):
             try:
                 sent = self._socket.sendmsg(left[: -_MAX_PARTS - 1 : -1])
             except BlockingIOError:
-                continue  # the time that the system kept is over; so is the deadline
+                continue  # the kernel's timeout is over, and so is the deadline
             _advance(left, sent)
 
     def receive(self, into: memoryview, deadline: Deadline) -> int:
@@ -94,7 +95,7 @@ class PlainChannel(ServerChannel):
         return self._receive(into, deadline, 0)
 
     def receive_all(self, into: memoryview, deadline: Deadline) -> None:
-        """Fill ``into``, as a rule with one call."""
+        """Fill ``into``, usually with one system call."""
         while into:
             into = into[self._receive(into, deadline, socket.MSG_WAITALL) :]
 
@@ -107,7 +108,7 @@ class PlainChannel(ServerChannel):
                 continue
 
     def _limit(self, option: int, deadline: Deadline) -> None:
-        # At least a millisecond: zero would mean for ever.
+        # At least a millisecond: zero would mean no timeout.
         left_us = int(deadline.left_s() * 1e6) + 1000
         timeval = _SECONDS_MICROSECONDS.pack(*divmod(left_us, 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
@@ -139,7 +140,7 @@ class TlsChannel(ServerChannel):
 
 
 def _advance(left: list[memoryview], sent: int) -> None:
-    """Take from the end of ``left`` what has been sent."""
+    """Remove the bytes that were sent from the end of ``left``."""
     while left and sent >= len(left[-1]):
         sent -= len(left.pop())
     if sent:
@@ -153,7 +154,7 @@ def _not_closed(received: int) -> int:
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Return the parts with small ones that follow each other made one."""
+    """Return the parts, with consecutive small ones joined."""
     result: list[Part] = []
     small: list[Part] = []
     for part in parts:
@@ -165,22 +166,15 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
     return [*result, b"".join(small)]
 
 
-# TODO of cacheengine.tiers.redis_connection: RESP, the protocol of Redis and Valkey, as far as a cache needs it.
-#
-# Commands are written as parts that are sent from where they lie; a value is
-# received straight into its target. Whatever is not understood is a
-# `RespError`, after which a connection must not be used again: what follows
-# could be the answer to another question.
-
 _LINE_BYTES: Final = 4096
-"""Read ahead for a line of the protocol; no line may be longer."""
+"""Bytes of the read-ahead buffer for protocol lines; no line may be longer."""
 MAX_VALUE_BYTES: Final = 512 * 1024 * 1024
-"""The protocol's own limit for a value, unless a server's operator raises it."""
+"""The protocol's limit for a value, unless the server's operator raises it."""
 _DRAIN_BYTES: Final = 256 * 1024
 
 
 class RespError(Exception):
-    """The other side does not speak RESP, or not to us."""
+    """The server's answer is not valid RESP, or does not fit the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +194,7 @@ def command(*words: str | bytes | Part) -> bytes:
 
 
 def set_command(name: str, parts: Sequence[Part], *, ttl_s: int) -> list[Part]:
-    """Return the command that stores a value for so long (0: for ever), its parts not copied."""
+    """Return the command that stores a value for ``ttl_s`` (0: no limit), without copying parts."""
     size_bytes = sum(map(len, parts))
     expiry = b"".join(map(_bulk, (b"EX", b"%d" % ttl_s))) if ttl_s else b""
     words = 5 if ttl_s else 3
@@ -215,7 +209,7 @@ def _bulk(word: bytes) -> bytes:
 class Conversation:
     """Commands and replies on one channel, in order.
 
-    ``deadline`` bounds all calls; the borrower of the conversation sets it.
+    ``deadline`` bounds all calls. The thread that borrows the conversation sets it.
     """
 
     def __init__(self, channel: ServerChannel, deadline: Deadline, *, drain_bytes_s: float) -> None:
@@ -241,8 +235,8 @@ class Conversation:
     def value(self, into: Iterable[memoryview]) -> int | Refusal | None:
         """Read a reply that is a value; return its size, None for one that is not there.
 
-        What does not fit into the parts is thrown away, for which the
-        deadline is moved by the time that this takes.
+        Bytes that do not fit into the parts are discarded; the deadline is extended by the time
+        for them.
         """
         reply = self._expect(b"$")
         if isinstance(reply, Refusal):
@@ -262,7 +256,7 @@ class Conversation:
         return size_bytes
 
     def is_stale(self) -> bool:
-        """Whether there is something to read that was not asked for, or the other side is gone."""
+        """Whether there are bytes that nobody asked for, or the server has closed."""
         return self._start < self._end or self._channel.is_stale()
 
     def abort(self) -> None:
@@ -279,8 +273,8 @@ class Conversation:
             return line[1:].decode("latin-1")
         if line[:1] == b"-":
             return _refusal(line[1:])
-        # Not what it says: it could be what we have sent, a password among it.
-        raise RespError("an answer that is none to the command")
+        # The message does not quote it: it may echo what was sent, passwords included.
+        raise RespError("an answer of another type than the command's")
 
     def _line(self) -> bytes:
         """Return the next line, without its end."""
@@ -292,7 +286,7 @@ class Conversation:
                 self._start += len(line) + len(end)
                 return line
             if len(known) == _LINE_BYTES:
-                raise RespError("a line that does not end")
+                raise RespError("a line is too long")
             self._ahead[: len(known)] = known
             self._start, self._end = 0, len(known)
             self._end += self._channel.receive(self._ahead[self._end :], self.deadline)
@@ -316,7 +310,7 @@ class Conversation:
 
     def _end_of_value(self) -> None:
         if self._line():
-            raise RespError("a value that is longer than its size")
+            raise RespError("a value is longer than its size")
 
 
 def _refusal(line: bytes) -> Refusal:
@@ -327,5 +321,5 @@ def _refusal(line: bytes) -> Refusal:
 def _number(text: str) -> int:
     digits = text.removeprefix("-")
     if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
-        raise RespError("a number that is none")
+        raise RespError("a number is malformed")
     return int(text)

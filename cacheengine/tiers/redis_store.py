@@ -1,4 +1,8 @@
-"""Where a Redis or Valkey server is, and how it is spoken to."""
+"""Redis and Valkey as a remote store.
+
+The client is our own: it sends chunks from the pool and receives them into the pool, with one
+system call for most of a chunk.
+"""
 
 import contextlib
 import socket
@@ -22,6 +26,7 @@ from cacheengine.tiers.redis_connection import (
 )
 from cacheengine.tiers.remote_url import RemoteUrl
 from cacheengine.tiers.store import (
+    SLOWEST_BYTES_S,
     Blob,
     BlobStore,
     Deadline,
@@ -41,12 +46,12 @@ _OPTIONS: Final = ("connect_timeout_s", "timeout_s", "connections")
 
 @dataclass(frozen=True, kw_only=True)
 class TlsSettings:
-    """How the server proves its identity, and the replica its own if asked."""
+    """Certificates of the server and, if the server asks for one, of this replica."""
 
     verify: bool = True
     """Whether the certificate must be valid, and for this host."""
     ca_file: Path | None = None
-    """The authorities that are trusted; None: the system's."""
+    """The certificate authorities to trust; None: those of the system."""
     cert_file: Path | None = None
     """The replica's own certificate."""
     key_file: Path | None = None
@@ -55,7 +60,7 @@ class TlsSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RedisServer:
-    """A server and the limits of what is waited for."""
+    """A server's address, credentials and timeouts."""
 
     host: str = ""
     port: int = 6379
@@ -67,11 +72,11 @@ class RedisServer:
     tls: TlsSettings | None = None
     connect_timeout_s: float = 2.0
     timeout_s: float = 2.0
-    """For an answer; the time that its bytes take is added."""
+    """Timeout of an answer, plus the time for its bytes."""
     connections: int = 8
-    """At most so many at once."""
+    """The most connections at a time."""
     ttl_s: int = 0
-    """How long it keeps what is put; 0: until it has no room."""
+    """Seconds that the server keeps a chunk; 0: until it is full."""
 
     @classmethod
     def from_url(cls, url: RemoteUrl, *, ttl_s: int = 0) -> "RedisServer":
@@ -84,7 +89,9 @@ class RedisServer:
         extra = ("database",) if is_unix else _TLS_OPTIONS if is_tls else ()
         url.check_options((*_OPTIONS, *extra))
         if url.user and not url.password:
-            raise BadValueError("names a user and no password", "write user:password@, or neither")
+            raise BadValueError(
+                "names a user without a password", "write user:password@, or neither"
+            )
         return cls(
             host=url.host,
             port=url.port,
@@ -113,14 +120,14 @@ class RedisServer:
 
 def _database(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise BadValueError(f"{text!r} is no database number", "write redis://host:port/0")
+        raise BadValueError(f"{text!r} is not a database number", "write redis://host:port/0")
     return int(text)
 
 
 def _tls(url: RemoteUrl) -> TlsSettings:
     ca_file, cert_file, key_file = (_file(url.options.get(name)) for name in _TLS_OPTIONS[1:])
     if key_file and not cert_file:
-        raise BadValueError("tls_key_file without tls_cert_file", "name both, or none")
+        raise BadValueError("tls_key_file without tls_cert_file", "set both, or neither")
     return TlsSettings(
         verify=url.option("tls_verify", parse_bool, True),
         ca_file=ca_file,
@@ -133,15 +140,12 @@ def _file(text: str | None) -> Path | None:
     return Path(text).expanduser().absolute() if text else None
 
 
-# TODO of cacheengine.tiers.redis_store: A bounded pool of connections to one server, which fails fast while the server does.
-
-
 class ConnectionPool:
     """At most ``limit`` connections, each lent to one thread at a time.
 
-    ``connect`` makes one within the deadline. A connection in whose use
-    anything was raised is closed, never lent again: an answer that comes late
-    would be taken for the answer to the next question.
+    ``connect`` opens one within the deadline. A connection is closed after any exception: a late
+    answer would be taken for the answer to the next command. While the server fails, calls fail
+    fast.
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class ConnectionPool:
         self._take_place(deadline)
         connection: Conversation | None = None
         is_sound = False
-        # After the wait for a place: a call that began before a failure does not count as another.
+        # Taken after the wait: a call that began before the last failure does not count again.
         began_s = self._backoff.now_s()
         try:
             connection = self._sound_connection(deadline)
@@ -187,16 +191,16 @@ class ConnectionPool:
                 raise StoreError("closed")
             rest_s = self._backoff.admit()
             if rest_s:
-                # Further waiters for a place need not wait: wake the next to find the same.
+                # The other waiters need not wait either: the next one wakes and finds the same.
                 self._condition.notify()
-                raise StorePausedError(f"failed lately; asked again in {rest_s:.1f} s")
+                raise StorePausedError(f"failed a short time ago; tried again in {rest_s:.1f} s")
             self._free -= 1
 
     def _sound_connection(self, deadline: Deadline) -> Conversation:
         connection = self._from_idle() or self._connect(deadline)
         with self._condition:
             if self._closed:
-                # `close` came while it was made, and knows nothing of it.
+                # `close` ran while it was being opened, and has not closed it.
                 connection.close()
                 raise StoreError("closed")
             self._lent.append(connection)
@@ -207,7 +211,7 @@ class ConnectionPool:
             with self._condition:
                 if not self._idle:
                     return None
-                # The one used last: those beyond need are left to the server's idle timeout.
+                # The one used last: the server's idle timeout closes those that are not needed.
                 connection = self._idle.pop()
             if not connection.is_stale():
                 return connection
@@ -232,13 +236,13 @@ class ConnectionPool:
             return len(self._idle) + len(self._lent)
 
     def close(self) -> None:
-        """Close the idle connections, and make the calls under way fail. Idempotent."""
+        """Close the idle connections and make running calls fail. Idempotent."""
         with self._condition:
             self._closed = True
             idle, self._idle = self._idle, []
             lent = list(self._lent)
-            # Under the lock: afterwards its borrower may have closed it, and the
-            # system may have given its number to another file.
+            # Under the lock: later its borrower may have closed it, and its descriptor may belong
+            # to another file.
             for connection in lent:
                 connection.abort()
             self._condition.notify_all()
@@ -246,15 +250,8 @@ class ConnectionPool:
             connection.close()
 
 
-# TODO of cacheengine.tiers.redis_store: Redis and Valkey, and what speaks their protocol.
-#
-# A small client of our own: it sends chunks from where they lie and receives
-# them where they shall be, with one call to the system for most of a chunk.
-
 T = TypeVar("T")
 
-_SLOWEST_BYTES_S: Final = 10e6
-"""So slow may the network be at worst before a batch is given up."""
 _NAMES_AT_ONCE: Final = 1024
 
 _EXPLAINED: Final = {
@@ -270,27 +267,27 @@ _EXPLAINED: Final = {
     "OOM": "is at its maxmemory, and evicts nothing that would help",
     "MISCONF": "takes no writes while it cannot save to its disk: its log says why",
 }
-"""What the errors of a server mean here, by their first word."""
+"""Messages for the errors of a server, by their first word."""
 
 _NO_WRITES: Final = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS", "NOPERM"})
-"""Refusals of a put by a server that can be read from all the same."""
+"""Errors of a put by a server that can still be read."""
 
 
 class RedisStore(BlobStore):
     """Blobs as string values of one Redis or Valkey server.
 
-    Each call is one pipeline on one connection of a bounded pool. While the
-    server fails, calls raise `StoreError` at once, but one now and then.
+    Each call is one pipeline on one connection of a bounded pool. While the server fails, calls
+    raise `StorePausedError` at once, except one after each pause.
     """
 
     def __init__(self, server: RedisServer, *, backoff: ServerBackoff | None = None) -> None:
-        """Connect to nothing yet. Raises `StoreError` for TLS files that cannot be used."""
+        """Does not connect yet. Raises `StoreError` for TLS files that cannot be used."""
         self._server = server
         self._tls = _tls_context(server.tls) if server.tls else None
         self._pool = ConnectionPool(self._connect, server.connections, backoff or ServerBackoff())
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Ask with one EXISTS for each name: that of several would only give their sum."""
+        """Send one EXISTS for each name: with several names it only returns their number."""
         found: list[bool] = []
         for start in range(0, len(names), _NAMES_AT_ONCE):
             found += self._exists(names[start : start + _NAMES_AT_ONCE])
@@ -315,7 +312,7 @@ class RedisStore(BlobStore):
         return self._call(sum(target.size_bytes for target in targets), talk)
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
-        """Store with one SET for each name; the server makes each visible when it is whole."""
+        """Send one SET for each name. The server makes a value visible when it is complete."""
         if not blobs:
             return []
         largest_bytes = max(blob.size_bytes for blob in blobs)
@@ -332,13 +329,13 @@ class RedisStore(BlobStore):
             return [_stored(server.simple()) for _ in blobs]
 
         refusals = self._call(sum(blob.size_bytes for blob in blobs), talk)
-        # Outside of the call: its connection is as sound as any, and gets need not rest.
+        # Outside of `_call`: the connection is sound, and gets need no pause.
         if (refused := refusals[0]) and None not in refusals:
             raise StoreFullError(f"it {_explained(refused.code, f'answers: {refused.text}')}")
         return [refusal is None for refusal in refusals]
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove with UNLINK: a DEL of large values would halt the server for all others."""
+        """Remove with UNLINK: a DEL of large values would block the server."""
         for start in range(0, len(names), _NAMES_AT_ONCE):
             self._remove(names[start : start + _NAMES_AT_ONCE])
 
@@ -355,29 +352,29 @@ class RedisStore(BlobStore):
         return self._pool.size
 
     def close(self) -> None:
-        """Close all connections; calls under way fail."""
+        """Close all connections. Running calls fail."""
         self._pool.close()
 
     def _call(self, size_bytes: int, talk: Callable[[Conversation], T]) -> T:
-        deadline = Deadline(self._server.timeout_s + size_bytes / _SLOWEST_BYTES_S)
+        deadline = Deadline.for_batch(self._server.timeout_s, size_bytes)
         try:
             with self._pool.lend(deadline) as conversation:
                 conversation.deadline = deadline
                 return talk(conversation)
         except RespError as error:
-            raise StoreError(f"does not speak as a Redis server does: {error}") from None
+            raise StoreError(f"does not answer like a Redis server: {error}") from None
         except TimeoutError:
             raise StoreError(f"no answer in {deadline.timeout_s:.1f} s") from None
-        except (OSError, UnicodeError) as error:  # a host name may be none that DNS can hold
+        except (OSError, UnicodeError) as error:  # a host name may be invalid in DNS
             reason = error.strerror if isinstance(error, OSError) else None
             raise StoreError(reason or str(error)) from None
 
     def _connect(self, deadline: Deadline) -> Conversation:
-        """Return a connection that has been let in, and has answered."""
+        """Return a connection that has logged in and has answered."""
         sooner = deadline.at_most(self._server.connect_timeout_s)
         try:
             channel = self._channel(sooner)
-            conversation = Conversation(channel, sooner, drain_bytes_s=_SLOWEST_BYTES_S)
+            conversation = Conversation(channel, sooner, drain_bytes_s=SLOWEST_BYTES_S)
             try:
                 self._introduce(conversation)
             except BaseException:
@@ -388,14 +385,14 @@ class RedisStore(BlobStore):
         return conversation
 
     def _introduce(self, conversation: Conversation) -> None:
-        """Log in, choose the database, and wait for a sign of life."""
+        """Log in, choose the database, and wait for an answer."""
         server = self._server
         if server.password:
             user = [server.user] if server.user else []
             conversation.send([command("AUTH", *user, server.password)])
             answer = conversation.simple()
             if isinstance(answer, Refusal):
-                # Without its text: some servers repeat in it what they were sent.
+                # Without the server's text: some servers repeat the password in it.
                 reason = _explained(answer.code, "refuses the login: does it want a password?")
                 raise StoreError(f"{reason} ({answer.code})")
         if server.database:
@@ -421,11 +418,11 @@ class RedisStore(BlobStore):
         found = socket.getaddrinfo(self._server.host, self._server.port, type=socket.SOCK_STREAM)
         for number, (family, _, _, _, address) in enumerate(found):
             last = number == len(found) - 1
-            # A share for each: one that does not answer must not take the time of all.
+            # A share for each address: one that does not answer must not use up the time of all.
             share_s = deadline.left_s() / (len(found) - number)
             with contextlib.nullcontext() if last else contextlib.suppress(OSError):
                 return _connected(family, address, share_s)
-        raise StoreError("its name has no address")
+        raise StoreError("its host name has no address")
 
 
 def _connected(family: int, address: object, timeout_s: float) -> socket.socket:
@@ -466,7 +463,7 @@ def _explained(code: str, otherwise: str) -> str:
 
 def _size(reply: int | Refusal | None) -> int | None:
     if isinstance(reply, Refusal) and reply.code == "WRONGTYPE":
-        return 0  # something has this name that no put of ours made
+        return 0  # another program stored another type under this name
     return _granted(reply)
 
 

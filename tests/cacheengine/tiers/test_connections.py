@@ -136,7 +136,7 @@ def test_while_it_rests_nobody_waits(maker: Maker, clock: FakeClock) -> None:
     with pytest.raises(OSError, match="refused"), pool.lend(_deadline()):
         pass
     maker.error = None
-    with pytest.raises(StoreError, match=r"asked again in 0\.2 s"), pool.lend(_deadline()):
+    with pytest.raises(StoreError, match=r"tried again in 0\.2 s"), pool.lend(_deadline()):
         pass
     clock.advance(0.2)
     with pool.lend(_deadline()):
