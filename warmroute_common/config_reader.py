@@ -109,7 +109,8 @@ class ConfigLocation(NamedTuple):
 
 def describe(error: BaseException) -> str:
     """Return an error's text, or its type's name if it has no text."""
-    return str(error) or type(error).__name__
+    # aiohttp says "ssl:default" for connections without TLS too.
+    return str(error).replace(" ssl:default", "") or type(error).__name__
 
 
 def suggestion(name: str, known: Iterable[str], offered: Iterable[str] | None = None) -> str:

@@ -26,7 +26,7 @@ _METER_CELLS: Final = 6
 _SPLIT_CELLS: Final = 16
 _SPARK_CELLS: Final = 60
 _SHOWN: Final = 10
-"""Requests that are shown where no height is to be filled."""
+"""Requests shown if the height is not limited."""
 _LEAST_SHOWN: Final = 3
 
 

@@ -228,7 +228,7 @@ async def _probe(
 
 
 def _unseen_text(tokens: int) -> str:
-    """Return text that has so many tokens at least, and no cache."""
+    """Return random text of at least this many tokens, which no cache has."""
     return " ".join(secrets.token_hex(4) for _ in range(tokens))
 
 

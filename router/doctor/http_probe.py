@@ -16,7 +16,7 @@ from router.config import join_host_port
 from warmroute_common.config_reader import describe
 
 _LONGEST_BYTES: Final = 4 << 20
-"""Of an answer; more is not read."""
+"""Longest answer that is read."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,13 @@
 import math
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from router.config.credentials import load_fleet_secret
 from router.config.loading import load_router_config
 from router.config.settings import RouterConfig
-from warmroute_common.config_reader import ConfigError, live_settings
+from warmroute_common.config_reader import ConfigError, describe, live_settings
 
 ONE = "replicas: [{url: 'http://a:1'}]\n"
 
@@ -325,3 +326,11 @@ def test_live_settings_are_declared_at_their_fields() -> None:
         *("access", "log_level", "model_aliases", "passthrough"),
         *("replica_tls", "replicas", "tls"),
     }
+
+
+async def test_a_connection_that_fails_is_described_without_tls() -> None:
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.ClientConnectorError) as caught:
+            await session.get("http://127.0.0.1:1")
+    assert "ssl" not in describe(caught.value)
+    assert describe(TimeoutError()) == "TimeoutError"
