@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from bench.proof.kept.tree import Tree
+from bench.proof.tree import Tree
 from bench.ttft import machine
 
 _ROOT: Final = Path(__file__).resolve().parents[1]

@@ -80,17 +80,6 @@ def session_usage(
     )
 
 
-def process_family(pid: int, proc: Path = PROC) -> list[int]:
-    """Return a process and all its descendants, by process id."""
-    children: dict[int, list[int]] = {}
-    for each in _stats(proc):
-        children.setdefault(each.parent, []).append(each.pid)
-    family = [pid]
-    for parent in family:
-        family += children.get(parent, [])
-    return family
-
-
 def _cpu_s(stat: Stat, exact: Callable[[int], float]) -> float:
     try:
         return exact(stat.pid)

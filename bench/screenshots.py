@@ -1,8 +1,8 @@
-"""Make the pictures of the page and of ``warmroute top`` anew: ``python -m bench.screenshots``.
+"""Make the pictures of the UI and of ``warmroute top``: ``python -m bench.screenshots``.
 
-Starts a simulated fleet of four behind a router, sends it sessions of chats for some minutes, then
-makes one replica busy and ends another, and takes the pictures. Needs Chromium and the Playwright
-of requirements/dev.lock.
+Starts a simulated fleet of four behind a router and sends it sessions of chats for some minutes.
+Then it makes one replica busy, ends another, and takes the pictures. Needs Chromium and the
+Playwright of requirements/dev.lock.
 """
 
 import asyncio
@@ -10,9 +10,11 @@ import contextlib
 import io
 import json
 import random
+import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -20,13 +22,42 @@ from typing import Any, Final, Literal
 import aiohttp
 import click
 import yaml
-from playwright.async_api import Page, async_playwright
+from playwright.async_api import Browser, Page, Playwright, async_playwright
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from bench.browser import launched
 from router.cli.router_client import RouterClient
 from router.cli.top_frame import frame
+
+_OPTIONS: Final = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+def program() -> str | None:
+    """Return where Chromium is; None: it is not installed."""
+    return shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@asynccontextmanager
+async def launched(playwright: Playwright) -> AsyncIterator[Browser]:
+    """Run a browser for the block; FileNotFoundError without one."""
+    path = program()
+    if path is None:
+        raise FileNotFoundError("chromium is not installed: python -m tools.servers")
+    browser = await playwright.chromium.launch(executable_path=path, args=list(_OPTIONS))
+    try:
+        yield browser
+    finally:
+        await browser.close()
+
 
 _IMAGES: Final = Path(__file__).parent.parent / "docs" / "images"
 _WARMROUTE: Final = (sys.executable, "-m", "router")

@@ -6,11 +6,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
+from bench.discrete.bounds import Oracle
+from bench.discrete.our_router import OurRouter, Settings
 from bench.discrete.play import Contender, FleetOptions, Run, StoppableRouter, play_with
 from bench.discrete.replica import ModelReplica
-from bench.discrete.routers.bounds import Oracle
-from bench.discrete.routers.ours import OurRouter, Settings
-from bench.discrete.routers.peers import RuleRouter
+from bench.discrete.rule_router import RuleRouter
 from bench.discrete.rules.catalogue import rules
 from bench.workloads.ideal import NO_QUEUE, no_queue
 from bench.workloads.session import Session

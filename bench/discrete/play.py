@@ -6,11 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from bench.discrete import clock
-from bench.discrete.faults import Fault, machine_of, run_faults
-from bench.discrete.prompts import Conversation
-from bench.discrete.replica import ModelReplica
-from bench.discrete.routers.bounds import SharedCache
-from bench.discrete.routers.sent import Sent
+from bench.discrete.bounds import SharedCache
+from bench.discrete.replica import Fault, ModelReplica, machine_of, run_faults
+from bench.discrete.requests import Conversation, Sent
 from bench.record import Record
 from bench.workloads.session import Session, Span
 from simulator.model.machine_and_request import Machine
@@ -41,7 +39,7 @@ class Run:
 
 
 class StoppableRouter(Protocol):
-    """A contender's router; see `bench.discrete.routers.sent.Router`."""
+    """A contender's router; see `bench.discrete.requests.Router`."""
 
     async def answer(self, sent: Sent) -> None:
         """Have a request answered."""

@@ -1,15 +1,15 @@
-"""One replica in model time: the simulated replica's model over the engine's own decisions."""
+"""A modelled replica: its scheduler with the engine's own decisions, and its faults."""
 
 import asyncio
 import random
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Final, Protocol
 
 from bench.discrete.engine import ModelEngine
-from bench.discrete.prompts import ModelPrompt
+from bench.discrete.requests import ModelPrompt
 from cacheengine.record import KeyEventRecord
 from router.index.prompt_keys import Tier, keys64
 from simulator.engine_tiers import EngineTiers
@@ -18,11 +18,9 @@ from simulator.model.machine_and_request import Machine, SimRequest
 from simulator.model.scheduler import ReplicaModel
 
 _FIRST_AND_LAST: Final = 10**9
-"""An answer's caller hears of its first token, and of so many more: of no other but the last."""
+"""So many tokens between two notices: the caller is notified of the first and the last only."""
 _LOOK_AGAIN_S: Final = 0.02
-"""Between looks at a request that waits for a lower tier and that no event will wake."""
-
-
+"""Between lookups of a request that waits for a lower tier and that no event will wake."""
 _TIERS: Final = {each.value: each for each in Tier}
 
 
@@ -202,3 +200,33 @@ def _numbers(keys: Sequence[bytes]) -> list[int]:
 def numbers_of(prompt: ModelPrompt) -> "array[int]":
     """Return the keys of a prompt's full blocks as numbers."""
     return array("Q", _numbers(prompt.keys[: prompt.prompt_blocks]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One replica's."""
+
+    slot: int
+    slowdown: float = 1.0
+    """It computes for so many times as long, from the start on."""
+    dies_s: float | None = None
+    returns_s: float | None = None
+
+
+def machine_of(machine: Machine, slot: int, faults: Sequence[Fault]) -> Machine:
+    """Return what a replica runs on, its slowness included."""
+    for each in faults:
+        if each.slot == slot and each.slowdown != 1.0:
+            machine = replace(machine, rates=machine.rates.slowed(each.slowdown))
+    return machine
+
+
+async def run_faults(replicas: Sequence[ModelReplica], faults: Sequence[Fault]) -> None:
+    """Let replicas die and return at their times."""
+    loop = asyncio.get_running_loop()
+    for each in faults:
+        replica = replicas[each.slot]
+        if each.dies_s is not None:
+            loop.call_at(each.dies_s, replica.die)
+        if each.returns_s is not None:
+            loop.call_at(each.returns_s, replica.come_back)

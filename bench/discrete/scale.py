@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.command import positive, write_report
-from bench.discrete.prompts import ModelPrompt
+from bench.discrete.requests import ModelPrompt
 from bench.ttft import machine, percentile
 from router.config.cost_weights import DEFAULT_WEIGHTS
 from router.config.settings import IndexConfig, ReplicaConfig, RouterConfig, SessionConfig

@@ -10,8 +10,7 @@ from typing import Any, Final, Protocol
 import openai
 
 from bench.lmcache.environment import python
-from bench.lmcache.ours import OurReplica
-from bench.lmcache.replica import LmcacheReplica, Startable, start_together
+from bench.lmcache.replica import LmcacheReplica, OurReplica, Startable, start_together
 from bench.replica import local
 from bench.replica.demo import ANSWER_TOKENS, say
 from bench.replica.text import real_text

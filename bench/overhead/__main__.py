@@ -3,7 +3,7 @@
     python -m bench.overhead --json bench/results/overhead.json
     python -m bench.overhead --quick
 
-Fake replicas answer at once (`bench.overhead.fake`), so what is measured is the
+Fake replicas answer at once (`bench.overhead.fake_replicas`), so what is measured is the
 router: CPU seconds of all its processes, what it adds to latency, requests a
 second, memory of an open stream. Rates and latencies are those of one machine
 that all share, load generator and replicas included: ratios within a run are
@@ -30,10 +30,9 @@ from typing import Final
 
 from bench.command import positive, write_report
 from bench.overhead import contenders
-from bench.overhead.case import DEFAULT, Case, cases
-from bench.overhead.measure import prepare
+from bench.overhead.cases import DEFAULT, Case, cases
 from bench.overhead.report import as_json, case_figures, table
-from bench.overhead.rounds import Results, run_round
+from bench.overhead.rounds import Results, prepare, run_round
 from bench.replica.model import make_model
 from bench.ttft import BenchError, machine
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.environments import NotInstalledError, installed
-from bench.overhead.prompts import MODEL
+from bench.overhead.cases import MODEL
 from bench.replica.local import router_command
 from bench.ttft import BenchError
 from cacheengine.launch.vllm_launch import free_ports

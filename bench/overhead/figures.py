@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.overhead.load.talk import Outcome
+from bench.overhead.load_generator import Outcome
 from bench.ttft import percentile
 
 MS = 1e3

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from bench.overhead.case import Case
+from bench.overhead.cases import Case
 from bench.overhead.contenders import BARE_PROXY, DIRECT
 from bench.overhead.figures import Figures, Sample, Spread, figures
 from bench.overhead.rounds import Results

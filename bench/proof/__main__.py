@@ -23,18 +23,16 @@ from pathlib import Path
 from typing import Final
 
 from bench.command import positive
+from bench.proof import tables
+from bench.proof.bars import bars
 from bench.proof.case import Case
 from bench.proof.cases import SIZES, TRACED, all_cases, chosen
-from bench.proof.kept.result import Definition, Result
-from bench.proof.kept.store import Store
-from bench.proof.kept.tree import RESULTS, Tree
+from bench.proof.compare import P90, best_peer
 from bench.proof.make import Maker, definitions, tried
-from bench.proof.report import cells
-from bench.proof.report.bars import bars
-from bench.proof.report.compare import P90, best_peer
-from bench.proof.report.costliest import costliest_table, lost, summary
-from bench.proof.report.readme import PAGES, part_from, rewritten
-from bench.proof.report.show import show
+from bench.proof.results import Definition, Result, Store
+from bench.proof.show import costliest_table, lost, show, summary
+from bench.proof.tables import PAGES, part_from, rewritten
+from bench.proof.tree import RESULTS, Tree
 from bench.ttft import BenchError
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -100,7 +98,7 @@ def _list(arguments: argparse.Namespace) -> int:
         made = store.find(each.name)
         amount = [str(each.plays), f"{each.requests:,}"]
         lines.append([each.name, *amount, _state(each, made, sources)])
-    _say(cells.plain(["case", "plays", "requests each", "result"], lines))
+    _say(tables.plain(["case", "plays", "requests each", "result"], lines))
     for name in dict.fromkeys(each.set for each in cases):
         plays = [each for each in cases if each.set == name]
         _say(
@@ -124,7 +122,7 @@ def _results(store: Store) -> list[Result]:
 
 def _readme(arguments: argparse.Namespace) -> int:
     # matplotlib takes its time, and only plots need it.
-    from bench.proof.report.plots import write_plots  # noqa: PLC0415
+    from bench.proof.plots import write_plots  # noqa: PLC0415
 
     store = Store(arguments.results)
     results = _results(store)

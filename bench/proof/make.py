@@ -1,22 +1,87 @@
-"""Cases made into result files, from a clean commit, one after the other."""
+"""Runs in a pool of processes, and cases made into result files from a clean commit."""
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from bench.proof.case import Case
 from bench.proof.cases import TRACED
-from bench.proof.driver import Bench
-from bench.proof.kept.records import packed
-from bench.proof.kept.result import Definition, Result, Trace, kept_columns, result
-from bench.proof.kept.store import FinishedRuns, Store
-from bench.proof.kept.tree import Tree
-from bench.proof.pool import Tell, run_case
-from bench.proof.run import Ran, Task
+from bench.proof.records import packed
+from bench.proof.results import Definition, FinishedRuns, Result, Store, Trace, kept_columns, result
+from bench.proof.run import Bench, Ran, Task, run
+from bench.proof.tree import Tree
 from bench.ttft import BenchError, machine
+
+
+class Finished(Protocol):
+    """Keeps what has run until its case is complete."""
+
+    def get(self, task: Task) -> Ran | None:
+        """Return what became of a task, if it has run."""
+
+    def put(self, task: Task, ran: Ran) -> None:
+        """Keep it."""
+
+
+Tell = Callable[[int, int, Ran], None]
+"""Is told of each run as it ends: how many are done, of how many, and the run."""
+
+
+def tasks(case: Case) -> list[Task]:
+    """Return a case's runs, seed by seed."""
+    return [
+        Task(case=case, seed=seed, contender=contender)
+        for seed in case.seeds
+        for contender in case.contenders
+    ]
+
+
+def run_case(case: Case, bench: Bench, *, jobs: int, finished: Finished, tell: Tell) -> list[Ran]:
+    """Run what has not run yet; return all runs in the order of `tasks`.
+
+    Raises `BenchError` at the first run that fails; what has run is kept in ``finished``.
+    """
+    wanted = tasks(case)
+    done = {at: ran for at, task in enumerate(wanted) if (ran := finished.get(task)) is not None}
+    left = {at: task for at, task in enumerate(wanted) if at not in done}
+    for at, ran in _run_all(left, bench, jobs):
+        finished.put(wanted[at], ran)
+        done[at] = ran
+        tell(len(done), len(wanted), ran)
+    return [done[at] for at in range(len(wanted))]
+
+
+def _run_all(left: Mapping[int, Task], bench: Bench, jobs: int) -> Iterator[tuple[int, Ran]]:
+    """Yield runs as they end."""
+    if jobs == 1:
+        for at, task in left.items():
+            yield at, run(task, bench)
+        return
+    # Spawned, not forked: a run begins with nothing but its arguments.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(run, task, bench): at for at, task in left.items()}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], _result(future, left[futures[future]])
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _result(future: Future[Ran], task: Task) -> Ran:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        raise BenchError(
+            f"{task.case.name}: a process died, maybe for want of memory: "
+            "run again with fewer --jobs"
+        ) from None
+
 
 UNFINISHED: Final = Path(".warmroute/proof")
 """Where runs are kept until their case is complete; from the root, ignored by git."""

@@ -1,13 +1,13 @@
-"""The real workloads and the driver of discrete events, as `bench.proof.driver` wants them."""
+"""The real workloads and the driver of discrete events, as `bench.proof.run` wants them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from bench.discrete.contenders import NAMES, play
-from bench.discrete.faults import Fault
 from bench.discrete.play import FleetOptions, Run
-from bench.proof.driver import Bench, FleetPlan
+from bench.discrete.replica import Fault
+from bench.proof.run import Bench, FleetPlan
 from bench.workloads.offered import offered
 from bench.workloads.session import Session
 

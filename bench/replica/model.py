@@ -1,11 +1,11 @@
 """Small real models, made on the spot: nothing is downloaded.
 
-Their words mean nothing; their KV cache, their prefill time and their
-determinism are real. bfloat16, a context of 32,768 tokens, a chat template with
-roles and tools. `SMALL` has 27 million parameters and 8 KiB of KV a token;
-`LARGE_KV` has 21 million and 128 KiB, as a model of 8 billion parameters has.
-
     python -m bench.replica.model DIRECTORY [--kv-bytes-per-token 131072]
+
+Their words mean nothing; their KV cache, their prefill time and their determinism are real:
+bfloat16, a context of 32,768 tokens, a chat template with roles and tools. `SMALL` has 27 million
+parameters and 8 KiB of KV a token. `LARGE_KV` has 21 million and 128 KiB, as a model of 8 billion
+parameters has.
 """
 
 import argparse

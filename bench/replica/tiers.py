@@ -143,31 +143,6 @@ class ReplicaTiers(Vllm):
 
         wait_until(f"{self.name}: {chunks} chunks in {tier}", all_there, timeout_s=timeout_s)
 
-    def wait_running(self, requests: int) -> None:
-        """Wait until vLLM computes at least so many requests at once."""
-
-        wait_until(
-            f"{self.name}: {requests} requests running",
-            lambda: self._count("vllm:num_requests_running") >= requests,
-        )
-
-    def wait_idle(self) -> None:
-        """Wait until vLLM has no request."""
-        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-        wait_until(f"{self.name}: no requests", lambda: not any(map(self._count, names)))
-
-    def disk_read_bytes(self) -> int:
-        """Return how much the engine has read from its disk tier since its start."""
-        return int(metric(self.agent_url, "warmroute_engine_tier_get_bytes_total", tier="disk"))
-
-    def looked_up_s(self) -> float:
-        """Return for how long, all together, vLLM's requests have waited for lower tiers' KV."""
-        return self._count("vllm:kv_offload_lookup_async_delay_seconds_sum")
-
-    def _count(self, name: str) -> float:
-        """Return a figure of vLLM's metrics."""
-        return metric(self.url, name)
-
     def leave_on_disk(self, tokens: Sequence[int], *, drop_page_cache: bool = True) -> None:
         """Empty the CPU tier until the prompt's chunks are on disk alone.
 

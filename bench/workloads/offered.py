@@ -7,15 +7,11 @@ from typing import Final
 
 from bench.record import Record
 from bench.ttft import BenchError
-from bench.workloads.agent_file import drawn_agents, read_agents
-from bench.workloads.agents import agents
-from bench.workloads.chats import chats
-from bench.workloads.generated import burst, rounds, unique
-from bench.workloads.mixture import mixture
+from bench.workloads.generated import agents, burst, chats, mixture, rounds, unique
 from bench.workloads.pacing import Pacer, Window
 from bench.workloads.resources import DECODE_SLOTS, KV_MEMORY, Usage, measure
 from bench.workloads.session import Session, stretched
-from bench.workloads.trace import read_trace, rotated
+from bench.workloads.trace import drawn_agents, read_agents, read_trace, rotated
 from simulator.model.machine_and_request import Machine
 
 GENERATED: Final[Mapping[str, Callable[[int], Iterator[Session]]]] = {

@@ -1,11 +1,15 @@
-"""A workload is sessions of turns; a prompt is spans of numbered texts.
+"""Sessions of turns: what clients send, and when. Times are model seconds.
 
-Nothing here holds text: `bench.workloads.texts` makes it. Times are in model
-seconds, as everywhere in the replay.
+A prompt is made of spans: equal numbers mean equal text, and a shorter span is the beginning of a
+longer one with its number.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
+
+BLOCK_TOKENS: Final = 512
+"""Of the spans that traces and generated documents consist of."""
 
 
 @dataclass(frozen=True, slots=True)

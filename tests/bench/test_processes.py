@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.processes import parse_stat, process_cpu_s, process_family, session_usage
+from bench.processes import parse_stat, process_cpu_s, session_usage
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -60,15 +60,6 @@ def test_a_session_is_its_leader_and_all_that_runs_in_it_and_no_other(tmp_path: 
     assert usage.cpu_s == pytest.approx(1.2003 + 0.1004 + (3 + 4) * _TICK_S)
     assert usage.resident_bytes == 1010 * os.sysconf("SC_PAGE_SIZE")
     assert usage.processes == 2
-
-
-def test_a_family_is_a_process_and_all_its_descendants_whatever_their_sessions(
-    tmp_path: Path,
-) -> None:
-    write_processes(
-        tmp_path, line(7, 5, parent=6), line(6, 6, parent=5), line(5, 5), line(9, 5, parent=1)
-    )
-    assert process_family(5, tmp_path) == [5, 6, 7]
 
 
 def test_a_process_that_ends_while_it_is_looked_at_is_left_out(tmp_path: Path) -> None:

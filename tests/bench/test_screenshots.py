@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.browser import program
+from bench.screenshots import program
 from tests.servers import missing
 
 PICTURES = {"ui.png", "ui-dark.png", "ui-narrow.png", "ui-explain.png", "top.png"}

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from playwright.async_api import Locator, async_playwright, expect
 
-from bench.browser import launched, program
+from bench.screenshots import launched, program
 from tests.servers import missing
 
 SIZES = ("--gpu-tokens", "65536", "--cpu-tokens", "8192", "--disk-tokens", "0")

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from bench.lmcache.environment import is_installed, python
-from bench.lmcache.ours import OurReplica
-from bench.lmcache.replica import CHUNK_TOKENS, LmcacheReplica, start_together
+from bench.lmcache.replica import CHUNK_TOKENS, LmcacheReplica, OurReplica, start_together
 from bench.replica.local import (
     REPLICA_READY_TIMEOUT_S,
     ROUTER_READY_TIMEOUT_S,

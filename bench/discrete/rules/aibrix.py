@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
-from bench.discrete.rules.in_flight import CountingRule
-from bench.discrete.rules.rule import Asked
+from bench.discrete.rules.rule import Asked, CountingRule
 
 
 class Aibrix(CountingRule):

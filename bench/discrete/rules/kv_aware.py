@@ -1,14 +1,108 @@
-"""vLLM router's rule by KV events, alone and with sessions that stay where they are."""
+"""Rules by KV events: vLLM router's, alone and with sessions that stay, and Dynamo's.
 
+They know which replica holds which block in which tier. Dynamo's rule minimizes the prefill to
+compute and the blocks to decode with.
+"""
+
+import random
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
 from types import MappingProxyType
 from typing import Final
 
-from bench.discrete.rules.kv_index import KvInformedRule, Runs, reach
-from bench.discrete.rules.rule import Asked
+from bench.discrete.rules.rule import ActivePrompts, Asked, CountingRule, Expectations
 from router.index.prompt_keys import Tier
+
+Runs = Sequence[tuple[int, int]]
+"""A prompt's blocks by holders: (tiers of replicas as bits, end of the run in blocks)."""
+
+
+class KvIndex:
+    """Blocks with the tiers that hold them, as bits; bounded by what the replicas hold."""
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._shifts = {tier: at * replicas for at, tier in enumerate(Tier)}
+        self._held: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def bits(self, replica: int, *tiers: Tier) -> int:
+        """Return the bits of a replica's tiers."""
+        return sum(1 << (self._shifts[tier] + replica) for tier in tiers)
+
+    def stored(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+        """Note that a tier holds blocks."""
+        bit, held = self.bits(replica, tier), self._held
+        for block in blocks:
+            held[block] = held.get(block, 0) | bit
+
+    def removed(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+        """Note that a tier does not hold blocks any more."""
+        keep, held = ~self.bits(replica, tier), self._held
+        for block in blocks:
+            if left := held.get(block, 0) & keep:
+                held[block] = left
+            else:
+                held.pop(block, None)
+
+    def cleared(self, replica: int) -> None:
+        """Note that a replica holds nothing in any tier."""
+        keep = ~self.bits(replica, *self._shifts)
+        self._held = {block: mask & keep for block, mask in self._held.items() if mask & keep}
+
+    def runs(self, blocks: Sequence[int], at_least: int = 0) -> Runs:
+        """Return a prompt's blocks by their holders, up to the first that nobody holds.
+
+        Among the first `at_least` blocks, such a one does not end them.
+        """
+        runs: list[tuple[int, int]] = []
+        last = -1
+        for at, block in enumerate(blocks):
+            mask = self._held.get(block, 0)
+            if mask != last and at:
+                runs.append((last, at))
+            if not mask and at >= at_least:
+                return runs
+            last = mask
+        if blocks:
+            runs.append((last, len(blocks)))
+        return runs
+
+
+def reach(runs: Runs, bit: int, start: int = 0) -> int:
+    """Return the end of an unbroken run, in blocks, of blocks with a bit from `start` on."""
+    at = start
+    for mask, end in runs:
+        if end > start:
+            if not mask & bit:
+                break
+            at = end
+    return at
+
+
+class KvInformedRule(CountingRule):
+    """What rules have in common that take KV events of all tiers."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__(replicas)
+        self.index = KvIndex(replicas)
+
+    def stored(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+        """Note that a tier holds blocks."""
+        self.index.stored(replica, tier, blocks)
+
+    def removed(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
+        """Note that a tier does not hold blocks any more."""
+        self.index.removed(replica, tier, blocks)
+
+    def cleared(self, replica: int) -> None:
+        """Note that a replica holds nothing."""
+        self.index.cleared(replica)
+
 
 LOWER_TIER_CREDITS: Final[Mapping[Tier, float]] = MappingProxyType(
     {Tier.CPU: 0.8, Tier.REMOTE: 0.6, Tier.DISK: 0.3}
@@ -107,3 +201,80 @@ class KvAwareSessions(KvAware):
             if now_s - since_s < self._ttl_s:
                 return
             del self._idle_since_s[session], self._homes[session]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamoWeights:
+    """Parameters of the router, at its defaults."""
+
+    host_credit: float = 0.75
+    """What a block in CPU memory counts for, of one on the GPU."""
+    disk_credit: float = 0.25
+    """The same of blocks on disk, and in a shared store."""
+    prefill_scale: float = 1.0
+    decode_active_requests: float = 0.0
+    predicted_ttl_s: float | None = None
+    """How long a request's blocks are taken as held where it was sent; None: not at all."""
+
+
+class Dynamo(KvInformedRule):
+    """Least prefill blocks to do, active ones and the prompt's own, plus blocks of decodes.
+
+    Dynamo 1.3, its documentation's "Routing Concepts" and "Configuration and Tuning"
+    (`docs/components/router/router-concepts.md`, `router-configuration.md`), and
+    `lib/kv-router/src`: `scheduling/selector/default.rs`, `sequences/`. The tiers are a
+    chain: host blocks count where those on the device end, disk blocks after these. Blocks
+    of decodes are those of the prompts in flight, each counted once a replica. Its
+    temperature is 0 by default: the least cost, equal ones by chance.
+    """
+
+    def __init__(self, replicas: int, *, seed: int, weights: DynamoWeights | None = None) -> None:
+        """Take the router's defaults, and the seed of its ties."""
+        super().__init__(replicas)
+        self.active = [ActivePrompts() for _ in range(replicas)]
+        self._sent: dict[int, tuple[int, Sequence[int]]] = {}
+        self._weights = weights or DynamoWeights()
+        self._chooser = random.Random(seed)
+        self._expectations = Expectations(replicas, self._weights.predicted_ttl_s or 0.0)
+
+    def pick(self, asked: Asked, healthy: Sequence[int], now_s: float) -> int:
+        """Send a request to the least cost."""
+        self._expectations.expire(now_s)
+        expected = {each: self._expectations.depth(each, asked.blocks) for each in healthy}
+        runs = self.index.runs(asked.blocks, max(expected.values()))
+        credits = {each: self._credit(runs, each, expected[each]) for each in healthy}
+        costs = {each: self._cost(asked, each, credits[each]) for each in healthy}
+        least = min(costs.values())
+        replica = self._chooser.choice([each for each in healthy if costs[each] == least])
+        # Half a token is rounded up.
+        cached_tokens = int(credits[replica] * asked.block_tokens + 0.5)
+        self.in_flight.sent(asked.id, replica, asked.prompt_tokens - cached_tokens)
+        self.active[replica].add(asked.id, asked.blocks)
+        self._sent[asked.id] = (replica, asked.blocks)
+        if self._weights.predicted_ttl_s is not None:
+            self._expectations.sent(replica, asked.blocks, now_s)
+        return replica
+
+    def finished(self, request_id: int, now_s: float) -> None:
+        """Release a request and its blocks."""
+        super().finished(request_id, now_s)
+        if request_id in self._sent:
+            replica, blocks = self._sent.pop(request_id)
+            self.active[replica].remove(request_id, blocks)
+
+    def _cost(self, asked: Asked, replica: int, credit: float) -> float:
+        """Return the cost of a request on a replica, in blocks."""
+        to_prefill = self.in_flight.prefill_tokens[replica] + asked.prompt_tokens
+        prefill = max(to_prefill / asked.block_tokens - credit, 0.0)
+        decode = self.active[replica].blocks_with(asked.blocks)
+        requests = self._weights.decode_active_requests * self.in_flight.requests[replica]
+        return self._weights.prefill_scale * prefill + decode + requests
+
+    def _credit(self, runs: Runs, replica: int, expected: int) -> float:
+        """Return what a replica has of a prompt, in blocks on the device."""
+        ends = [max(reach(runs, self.index.bits(replica, Tier.GPU)), expected)]
+        for tier in (Tier.CPU, Tier.DISK, Tier.REMOTE):
+            ends.append(reach(runs, self.index.bits(replica, tier), ends[-1]))
+        device, host, _, last = ends
+        weights = self._weights
+        return device + weights.host_credit * (host - device) + weights.disk_credit * (last - host)

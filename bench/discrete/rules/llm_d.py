@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from bench.discrete.rules.kv_index import KvInformedRule, Runs
-from bench.discrete.rules.prompts import Expectations
-from bench.discrete.rules.rule import Asked, ReplicaMetrics
+from bench.discrete.rules.kv_aware import KvInformedRule, Runs
+from bench.discrete.rules.rule import Asked, Expectations, ReplicaMetrics
 from router.index.prompt_keys import Tier
 
 CPU_CREDIT: Final = 0.8

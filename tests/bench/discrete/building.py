@@ -6,9 +6,8 @@ from itertools import count
 from typing import Any, Final
 
 from bench.discrete import clock
-from bench.discrete.prompts import Conversation, ModelPrompt
 from bench.discrete.replica import ModelReplica
-from bench.discrete.routers.sent import Sent
+from bench.discrete.requests import Conversation, ModelPrompt, Sent
 from bench.record import Record
 from bench.workloads.session import Session, Span, Turn
 from router.index.prompt_keys import Tier

@@ -12,9 +12,9 @@ from typing import Final
 import pytest
 
 from bench.discrete.contenders import OURS, play
+from bench.discrete.our_router import OurRouter, Settings, with_sections
 from bench.discrete.play import Contender, FleetOptions, StoppableRouter, play_with
 from bench.discrete.replica import ModelReplica
-from bench.discrete.routers.ours import OurRouter, Settings, with_sections
 from bench.record import Record
 from bench.workloads.session import Session, Span, Turn, prompt_tokens
 from router.config.settings import AdmissionConfig, SessionConfig

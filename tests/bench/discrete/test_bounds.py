@@ -6,13 +6,11 @@ from itertools import count
 
 import pytest
 
+from bench.discrete.bounds import Oracle, SharedCache
 from bench.discrete.contenders import ORACLE, OURS, SHARED_CACHE, play
-from bench.discrete.faults import Fault
 from bench.discrete.play import FleetOptions
-from bench.discrete.prompts import Conversation
-from bench.discrete.replica import ModelReplica
-from bench.discrete.routers.bounds import Oracle, SharedCache
-from bench.discrete.routers.sent import Sent
+from bench.discrete.replica import Fault, ModelReplica
+from bench.discrete.requests import Conversation, Sent
 from bench.workloads.session import Span, Turn
 from tests.bench.discrete.building import (
     BLOCK,

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from bench.discrete.faults import Fault, machine_of, run_faults
-from bench.discrete.replica import ModelReplica
+from bench.discrete.replica import Fault, ModelReplica, machine_of, run_faults
 from tests.bench.discrete.building import in_model_time, machine, prompt, served
 
 

@@ -7,8 +7,8 @@ from itertools import count
 import pytest
 
 from bench.discrete.contenders import OURS, play
+from bench.discrete.our_router import Settings
 from bench.discrete.play import FleetOptions
-from bench.discrete.routers.ours import Settings
 from bench.discrete.staging import KV_BYTES_PER_TOKEN
 from bench.workloads.session import Span
 from router.config.settings import RatesConfig

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
+from bench.discrete.our_router import PROBE_S
 from bench.discrete.replica import ModelReplica, numbers_of
-from bench.discrete.routers.health import PROBE_S
-from bench.discrete.routers.peers import RuleRouter
-from bench.discrete.routers.sent import Sent
+from bench.discrete.requests import Sent
+from bench.discrete.rule_router import RuleRouter
 from bench.discrete.rules.catalogue import rules
-from bench.discrete.rules.in_flight import CountingRule
-from bench.discrete.rules.rule import Asked, ReplicaMetrics
+from bench.discrete.rules.rule import Asked, CountingRule, ReplicaMetrics
 from router.index.prompt_keys import Tier
 from tests.bench.discrete.building import BLOCK, Told, in_model_time, machine, prompt, sent
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from bench.discrete.contenders import CONTENDERS, ORACLE, OURS, SHARED_CACHE, play
-from bench.discrete.faults import Fault
 from bench.discrete.play import Contender, FleetOptions, StoppableRouter, play_with
-from bench.discrete.replica import ModelReplica
-from bench.discrete.routers.sent import Sent
+from bench.discrete.replica import Fault, ModelReplica
+from bench.discrete.requests import Sent
 from bench.record import Record
 from bench.workloads.session import Session, Span, Turn, prompt_tokens, requests
 from tests.bench.discrete.building import machine, talk

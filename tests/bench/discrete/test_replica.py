@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from bench.discrete.prompts import Conversation
 from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError, numbers_of
+from bench.discrete.requests import Conversation
 from bench.workloads.session import Span
 from router.index.prompt_keys import Tier
 from tests.bench.discrete.building import (

@@ -9,21 +9,23 @@ import openai
 import orjson
 import pytest
 
-from bench.overhead.case import SHORT_TOKENS, Case, slow
-from bench.overhead.fake.answers import events, expected, whole
-from bench.overhead.fake.clock import StreamClock
-from bench.overhead.fake.http import Connection, Replica
-from bench.overhead.fake.telling import (
+from bench.overhead.cases import MODEL, PATH, SHORT_TOKENS, Case, body, slow
+from bench.overhead.fake_replicas import (
     BLOCK_TOKENS,
+    Connection,
     Known,
+    Replica,
+    StreamClock,
     Telling,
+    events,
+    expected,
     handlers,
     known_prompts,
     model_handlers,
     read_prompts,
+    whole,
     write_prompts,
 )
-from bench.overhead.prompts import MODEL, PATH, body
 from router.index.kv_events import BlocksStored, FirstBlocks, KvEvent, KvEventReader, find_shape
 from simulator.kv_stream import KvStream
 from simulator.openai_prompts import WORDS, make_tokenizer

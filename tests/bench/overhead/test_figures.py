@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from bench.overhead.case import Case
+from bench.overhead.cases import Case
 from bench.overhead.contenders import BARE_PROXY, DIRECT
 from bench.overhead.figures import Sample, Spread, Used, figures, sample
-from bench.overhead.load.talk import Outcome
+from bench.overhead.load_generator import Outcome
 from bench.overhead.report import as_json, case_figures, table
 from bench.overhead.rounds import Results, rotated
 

@@ -6,8 +6,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from bench.overhead.load.connection import BadAnswerError, Connections, Timing
-from bench.overhead.load.pace import Sent, flood, in_turns, paced
+from bench.overhead.load_generator import (
+    BadAnswerError,
+    Connections,
+    Sent,
+    Timing,
+    flood,
+    in_turns,
+    paced,
+)
 from tests.bench.overhead.listening import listening
 
 EXPECTED = b"one" + b"two"

@@ -13,7 +13,7 @@ import pytest
 
 from bench.environments import mark
 from bench.overhead.__main__ import main
-from bench.overhead.case import DEFAULT as CASES
+from bench.overhead.cases import DEFAULT as CASES
 from bench.overhead.contenders import (
     BARE_PROXY,
     DIRECT,

@@ -7,8 +7,17 @@ from pathlib import Path
 import orjson
 import pytest
 
-from bench.overhead.case import SHORT_TOKENS, Case, cases, slow
-from bench.overhead.prompts import Sequences, library_lines, read, sequences, write
+from bench.overhead.cases import (
+    SHORT_TOKENS,
+    Case,
+    Sequences,
+    cases,
+    library_lines,
+    read,
+    sequences,
+    slow,
+    write,
+)
 
 
 @pytest.fixture(scope="module")

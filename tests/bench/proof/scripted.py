@@ -10,10 +10,9 @@ from typing import Any
 
 from bench.proof.case import Case, is_peer
 from bench.proof.cases import LEADING
-from bench.proof.driver import Bench, FleetPlan
-from bench.proof.kept.result import Definition, Result, result
-from bench.proof.make import NothingFinished
-from bench.proof.pool import run_case
+from bench.proof.make import NothingFinished, run_case
+from bench.proof.results import Definition, Result, result
+from bench.proof.run import Bench, FleetPlan
 from bench.record import Record
 from bench.ttft import BenchError
 from bench.workloads.session import Session, Span, Turn

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.proof.goodput import Goodput, Point, UnreachableError, find_goodput, goodput, monotone
+from bench.proof.figures import Goodput, Point, UnreachableError, find_goodput, goodput, monotone
 
 
 def curve(*pairs: tuple[float, float]) -> list[Point]:

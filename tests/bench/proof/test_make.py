@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.proof.driver import Bench, FleetPlan
-from bench.proof.kept.store import Store
-from bench.proof.kept.tree import Tree, is_unused
 from bench.proof.make import UNFINISHED, Maker, require_traces
+from bench.proof.results import Store
+from bench.proof.run import Bench, FleetPlan
+from bench.proof.tree import Tree, is_unused
 from bench.ttft import BenchError
 from bench.workloads.session import Session
 from tests.bench.proof import scripted
@@ -88,7 +88,7 @@ def test_what_is_made_is_left_alone_until_its_sources_change(root: Path) -> None
     said.clear()
     maker(root, said).make(cases)
     assert said[0] == "0 cases are made, 2 to make"
-    write(root, "bench/proof/report/tables.py", "no run uses this")
+    write(root, "bench/proof/tables.py", "no run uses this")
     git(root, "add", "-A")
     git(root, "commit", "-q", "-m", "three")
     said.clear()
@@ -171,7 +171,7 @@ def test_what_is_no_repository_is_told(tmp_path: Path) -> None:
 
 
 def test_parts_that_no_run_uses() -> None:
-    assert is_unused("bench/proof/report/tables.py")
+    assert is_unused("bench/proof/tables.py")
     assert is_unused("bench/results/a.json")
     assert not is_unused("bench/proof/figures.py")
     assert not is_unused("bench/enginex.py")

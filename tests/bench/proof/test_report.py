@@ -8,20 +8,25 @@ from typing import Any
 
 import pytest
 
+from bench.proof.bars import Bar, bars
 from bench.proof.case import Case, Search
 from bench.proof.cases import TRACED, all_cases
-from bench.proof.kept.records import Columns, columns
-from bench.proof.kept.result import Result, Row
-from bench.proof.report.ablations import Earned, Effect, earned
-from bench.proof.report.bars import Bar, bars
-from bench.proof.report.compare import best_goodput_peer, best_peer, goodput_ratio, time_ratio
-from bench.proof.report.costliest import costliest_table, lost, summary
-from bench.proof.report.plots import write_plots
-from bench.proof.report.readme import names, part_from, rewritten
-from bench.proof.report.show import show
-from bench.proof.report.tables import names as table_names
-from bench.proof.report.tables import table
-from bench.proof.statistics import Estimate
+from bench.proof.compare import (
+    Earned,
+    Effect,
+    best_goodput_peer,
+    best_peer,
+    earned,
+    goodput_ratio,
+    time_ratio,
+)
+from bench.proof.figures import Estimate
+from bench.proof.plots import write_plots
+from bench.proof.records import Columns, columns
+from bench.proof.results import Result, Row
+from bench.proof.show import costliest_table, lost, show, summary
+from bench.proof.tables import names as table_names
+from bench.proof.tables import part_from, part_names, rewritten, table
 from bench.ttft import BenchError
 from tests.bench.proof.scripted import BEST, LEFT_OUT, NAMES, NEXT, case, failed, made, record
 
@@ -216,7 +221,7 @@ def test_a_marked_part_is_rewritten_and_the_rest_is_left_alone(results: list[Res
     )
     part = part_from(results, "bench/results/proof")
     after = rewritten(before, part)
-    assert names(after) == ["faults", "plot-goodput"]
+    assert part_names(after) == ["faults", "plot-goodput"]
     assert after.startswith("# Title\n\n<!-- proof:faults -->\n\n| p90 of TTFT")
     assert "old" not in after
     assert "](bench/results/proof/goodput.png)\n\n<!-- /proof:plot-goodput -->\nEnd.\n" in after

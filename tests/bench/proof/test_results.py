@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench.proof.case import LABEL_TOLERANCE
-from bench.proof.kept.store import Store
-from bench.proof.kept.tree import RESULTS, is_unused
-from bench.proof.report.readme import PAGES, part_from, rewritten
+from bench.proof.results import Store
+from bench.proof.tables import PAGES, part_from, rewritten
+from bench.proof.tree import RESULTS, is_unused
 
 ROOT = Path(__file__).resolve().parents[3]
 STORE = Store(ROOT / RESULTS / "proof")

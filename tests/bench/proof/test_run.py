@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from bench.proof.case import Case, Search
-from bench.proof.driver import FleetPlan
-from bench.proof.make import NothingFinished
-from bench.proof.pool import run_case, tasks
-from bench.proof.report.compare import goodputs
-from bench.proof.run import Ran, Task, run
+from bench.proof.compare import goodputs
+from bench.proof.make import NothingFinished, run_case, tasks
+from bench.proof.run import FleetPlan, Ran, Task, run
 from bench.ttft import BenchError
 from bench.workloads.session import Session
 from tests.bench.proof import scripted

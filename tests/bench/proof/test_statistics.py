@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from bench.proof.statistics import (
+from bench.proof.figures import (
     _T_975,
     Clustered,
     difference,

@@ -7,11 +7,19 @@ from pathlib import Path
 import orjson
 import pytest
 
-from bench.proof.kept.records import columns, packed, unpacked
-from bench.proof.kept.result import Definition, Trace, decoded, encoded, kept_columns, result
-from bench.proof.kept.store import FinishedRuns, Store, write_whole
-from bench.proof.make import NothingFinished
-from bench.proof.pool import run_case
+from bench.proof.make import NothingFinished, run_case
+from bench.proof.records import columns, packed, unpacked
+from bench.proof.results import (
+    Definition,
+    FinishedRuns,
+    Store,
+    Trace,
+    decoded,
+    encoded,
+    kept_columns,
+    result,
+    write_whole,
+)
 from bench.proof.run import Ran, Task, run
 from bench.ttft import BenchError
 from tests.bench.proof.scripted import BEST, case, failed, made, record, scripted_bench

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.replica import demo
-from bench.replica.demo_report import Sample, caption, strays, table
+from bench.replica.demo import Sample, caption, strays, table
 
 
 def sample(

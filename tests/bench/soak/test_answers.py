@@ -1,10 +1,10 @@
-"""A soak's checks see every wrong byte, and take no right answer for a wrong one."""
+"""The checks of answers find every wrong byte, and accept every right answer."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.soak.clients.answers import (
+from bench.soak.answers import (
     Answers,
     End,
     Expected,
@@ -15,7 +15,7 @@ from bench.soak.clients.answers import (
 from simulator.openai_prompts import NUM_WORDS, text_of
 from simulator.openai_server import DONE, Answer
 
-TOLD = b'data: {"error":{"message":"the replica\'s answer broke off"}}\n\n'
+ERROR = b'data: {"error":{"message":"the replica\'s answer broke off"}}\n\n'
 BODY = {"messages": [{"role": "user", "content": text_of(range(100))}], "max_tokens": 12}
 
 
@@ -108,13 +108,13 @@ def test_a_changed_letter_is_wrong(at: st.DataObject) -> None:
 
 
 @given(at=st.data())
-def test_a_stream_that_breaks_off_is_told_or_short_and_never_whole(at: st.DataObject) -> None:
+def test_a_stream_that_breaks_off_is_an_error_or_short_and_never_whole(at: st.DataObject) -> None:
     wanted = expected()
     stream = b"".join(events(wanted))
     cut = stream[: at.draw(st.integers(0, len(stream) - 1))]
     assert end_of(wanted, cut) is End.SHORT
     gap = b"" if cut.endswith(b"\n\n") or not cut else b"\n\n"
-    assert end_of(wanted, cut + gap + TOLD) is End.TOLD
+    assert end_of(wanted, cut + gap + ERROR) is End.ERROR
 
 
 def test_nothing_may_follow_an_event_that_was_cut_in_half_but_an_error() -> None:

@@ -14,7 +14,7 @@ def test_a_short_soak_holds(tmp_path: Path) -> None:
     options = ["--minutes", "1.1", "--clients", "24", "--fault-every-s", "12"]
     options += ["--reload-every-s", "10"]
     done = subprocess.run(
-        [sys.executable, "-m", "bench.soak", *options, "--logs", str(tmp_path)],
+        [sys.executable, "-m", "bench.soak", "router", *options, "--logs", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.ttft import BenchError
-from bench.workloads.agent_file import drawn_agents, read_agents
 from bench.workloads.session import Session, Span, Turn
+from bench.workloads.trace import drawn_agents, read_agents
 
 
 def turn(session: str, ids: list[int], **more: object) -> dict[str, object]:

@@ -9,15 +9,10 @@ from statistics import fmean, median
 import pytest
 
 from bench.ttft import BenchError
-from bench.workloads.agents import agents
-from bench.workloads.chats import chats
-from bench.workloads.generated import BURST_REQUESTS, burst, rounds, unique
-from bench.workloads.mixture import mixture
+from bench.workloads.generated import BURST_REQUESTS, agents, burst, chats, mixture, rounds, unique
 from bench.workloads.offered import GENERATED
 from bench.workloads.session import Session, Span, Turn, stretched
-from bench.workloads.texts import Texts
 from bench.workloads.trace import read_trace, rotated, scaled
-from simulator.openai_prompts import tokens_of
 
 
 def trace_file(directory: Path, *lines: object) -> Path:
@@ -188,19 +183,3 @@ def test_a_sessions_prompts_hold_all_before() -> None:
     assert session.pauses_s == 2.0
     assert session.longest_tokens == 10 + 5 + 3 + 1
     assert stretched(session, 3.0).pauses_s == 6.0
-
-
-def test_equal_spans_give_equal_text_and_shorter_ones_its_beginning() -> None:
-    texts = Texts(1)
-    long, short = texts.token_ids(Span(7, 40)), texts.token_ids(Span(7, 10))
-    assert long[:10] == short
-    assert texts.token_ids(Span(8, 40)) != long
-    assert Texts(2).token_ids(Span(7, 40)) != long
-
-
-def test_text_and_numbers_are_the_same_prompt() -> None:
-    texts = Texts(1)
-    spans = [Span(3, 512), Span(4, 20)]
-    expected = [token for span in spans for token in texts.token_ids(span)]
-    assert tokens_of(texts.text(spans).decode()) == expected
-    assert json.loads(b"[" + texts.numbers(spans) + b"]") == expected

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from playwright.async_api import Browser, Page, async_playwright, expect
 
-from bench.browser import launched, program
+from bench.screenshots import launched, program
 from router.api.access import new_key, sha256_of
 from router.config.settings import AccessConfig, ReplicaConfig
 from tests.router.conftest import Fleet, Running

@@ -8,9 +8,8 @@ from itertools import count
 import pytest
 
 from bench.discrete.rules.catalogue import rules
-from bench.discrete.rules.dynamo import Dynamo
-from bench.discrete.rules.in_flight import CountingRule
-from bench.discrete.rules.rule import Asked, ReplicaMetrics, Rule
+from bench.discrete.rules.kv_aware import Dynamo
+from bench.discrete.rules.rule import Asked, CountingRule, ReplicaMetrics, Rule
 from router.index.prompt_keys import Tier
 
 REPLICAS = 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.discrete.rules.dynamo import Dynamo, DynamoWeights
+from bench.discrete.rules.kv_aware import Dynamo, DynamoWeights
 from router.index.prompt_keys import Tier
 from tests.bench.discrete.rules.asking import Asking
 

@@ -1,6 +1,6 @@
 """Which blocks of a prompt a replica has, by its events."""
 
-from bench.discrete.rules.kv_index import KvIndex, reach
+from bench.discrete.rules.kv_aware import KvIndex, reach
 from router.index.prompt_keys import Tier
 
 

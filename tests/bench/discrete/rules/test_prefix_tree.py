@@ -2,7 +2,7 @@
 
 import random
 
-from bench.discrete.rules.prefix_tree import PrefixTree
+from bench.discrete.rules.cache_aware import PrefixTree
 
 
 def test_a_prompt_is_found_by_what_it_shares_with_those_before() -> None:

@@ -2,7 +2,7 @@
 
 import random
 
-from bench.discrete.rules.prompts import ActivePrompts, Expectations, Prompts
+from bench.discrete.rules.rule import ActivePrompts, Expectations, Prompts
 
 
 def test_the_longest_common_beginning_counts() -> None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from bench.discrete.rules.spread import (
+from bench.discrete.rules.catalogue import (
     ConsistentHash,
     LeastLoaded,
     PowerOfTwo,

@@ -1,0 +1,311 @@
+"""Warmroute's own router in simulated time: the fleet, the admission and the staging.
+
+Only what they reach by sockets is modelled: agents (`bench.discrete.staging`), event streams
+(replicas notify their listeners) and the answers. Reading a prompt takes no time.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError
+from bench.discrete.requests import Sent
+from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
+from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
+from router.config.settings import RatesConfig, ReplicaConfig, RouterConfig
+from router.fleet.fleet import Fleet
+from router.index.kv_events import BlocksRemoved, BlocksStored, GpuCleared, KvBatch, KvEvent
+from router.index.prompt_keys import PromptKeyCache, Tier
+from router.scheduling.admission import AdmissionController, AdmissionQueue
+from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
+from router.staging.stager import Stager
+from simulator.model.machine_and_request import Machine
+from warmroute_common.agent_protocol import InstanceInfo, TierInfo
+from warmroute_common.api_errors import NoReplicaError, RateLimitedError
+from warmroute_common.keys import HashScheme
+
+PROBE_S: Final = 2.0
+"""Between two probes of a replica, as our router's default has it; the same for all."""
+
+
+class Health:
+    """Watches replicas; ``changed`` hears of each that goes down or comes up again."""
+
+    def __init__(
+        self,
+        replicas: Sequence[ModelReplica],
+        changed: Callable[[ModelReplica, bool], None],
+    ) -> None:
+        self._replicas = replicas
+        self._changed = changed
+        self._up = {each.slot for each in replicas}
+
+    @property
+    def healthy(self) -> list[int]:
+        """The slots of replicas that are taken for healthy, in order."""
+        return sorted(self._up)
+
+    def suspect(self, replica: ModelReplica) -> None:
+        """A try has failed there: look at it now."""
+        self._probe(replica)
+
+    async def watch(self) -> None:
+        """Probe for ever."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            for each in self._replicas:
+                self._probe(each)
+
+    def _probe(self, replica: ModelReplica) -> None:
+        was_up = replica.slot in self._up
+        if replica.is_alive == was_up:
+            return
+        if replica.is_alive:
+            self._up.add(replica.slot)
+        else:
+            self._up.discard(replica.slot)
+        self._changed(replica, replica.is_alive)
+
+
+_TICK_S: Final = 1.0
+_INFO_EVERY_S: Final = 30.0
+"""As `router.feeds` asks a replica's agent for its identity, and its disk's speed of late."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How our router is set up: what an ablation changes."""
+
+    sections: dict[str, Any] = field(default_factory=dict)
+    """Sections of the router's configuration, without its replicas."""
+    true_rates: bool = False
+    """Start from the machine's rates, where others start from the defaults."""
+    copies: bool = True
+    weights: CostWeights = DEFAULT_WEIGHTS
+
+
+def _true_rates(machine: Machine) -> RatesConfig:
+    rates = machine.rates
+    return RatesConfig(
+        prefill_tokens_per_s=rates.prefill_tokens_per_s,
+        cpu_load_bytes_per_s=rates.load_tokens_per_s * KV_BYTES_PER_TOKEN,
+        disk_bytes_per_s=rates.disk_tokens_per_s * KV_BYTES_PER_TOKEN,
+        peer_bytes_per_s=rates.peer_tokens_per_s * KV_BYTES_PER_TOKEN,
+    )
+
+
+class OurRouter:
+    """A router before model replicas."""
+
+    def __init__(self, replicas: Sequence[ModelReplica], settings: Settings) -> None:
+        self._replicas = replicas
+        machine = replicas[0].machine
+        self._config = RouterConfig(
+            replicas=tuple(
+                ReplicaConfig(
+                    url=f"http://r{each.slot}:1",
+                    instance_id=f"r{each.slot}",
+                    agent_url=f"http://r{each.slot}:2",
+                )
+                for each in replicas
+            ),
+            rates=_true_rates(machine) if settings.true_rates else RatesConfig(),
+            **settings.sections,
+        )
+        self._loop = asyncio.get_running_loop()
+        self.fleet = Fleet(self._config, settings.weights)
+        self.network = Network()
+        by_agent = {f"http://r{each.slot}:2": each for each in replicas}
+        self._agents = {
+            url: ModelAgent(each, by_agent, self.network) for url, each in by_agent.items()
+        }
+        self._admission = AdmissionController(
+            AdmissionQueue(RequestScheduler(self.fleet)), self._loop.time
+        )
+        self._preparer = Stager(self._config, self.fleet, self._agents.__getitem__, self._loop.time)
+        self._copies = settings.copies
+        self._health = Health(replicas, self._health_changed)
+        self._refused = 0
+        for each in replicas:
+            self._meet(each)
+            each.listeners.append(self)
+        self._tasks = [
+            self._loop.create_task(self._tick()),
+            self._loop.create_task(self._health.watch()),
+            self._loop.create_task(self._ask_infos()),
+        ]
+
+    # --- requests
+
+    async def answer(self, sent: Sent) -> None:
+        """Answer as `router.proxy.Proxy` does: admit, stage, forward, learn."""
+        keys = PromptKeyCache(sent.prompt)
+        failed: list[str] = []
+        try:
+            for _ in range(self._config.retries + 1):
+                if await self._try(sent, keys, failed):
+                    return
+        except RateLimitedError as refused:
+            self._refused += 1
+            sent.failed(refused.status, refused.message, self._loop.time())
+            return
+        except NoReplicaError as none:
+            sent.failed(none.status, none.message, self._loop.time())
+            return
+        sent.failed(503, "no replica could be reached", self._loop.time())
+
+    async def _try(self, sent: Sent, keys: PromptKeyCache, failed: list[str]) -> bool:
+        """Send a request to one replica; False while another may still be tried."""
+
+        request = PlacementRequest(
+            keys=keys, session=sent.session, exclude=tuple(failed), streamed=sent.streamed
+        )
+        admitted = await self._admission.admit(request, at_once=bool(failed))
+        decision, ticket = admitted.decision, admitted.ticket
+        replica = self._replicas[decision.picked.replica.slot]
+        ok, cached_tokens, output_tokens = False, None, None
+        began = False
+
+        def first_token(now_s: float) -> None:
+            nonlocal began
+            began = True
+            sent.began(now_s)
+            if sent.streamed:
+                ticket.first_byte(now_s)
+                self._admission.wake()
+
+        try:
+            prepared = await self._preparer.prepare(decision)
+            if decision.is_staged or prepared.waited_s > 0:
+                ticket.sent(self._loop.time(), is_staged=prepared.is_staged)
+            sent.record.headers = {"reason": str(decision.reason), **prepared.headers()}
+            sent.record.predicted_ttft_s = decision.predicted_ttft_s
+            serving = replica.submit(sent.prompt, sent.output_tokens, first_token)
+            await serving.done
+            if not sent.streamed:
+                ticket.first_byte(self._loop.time(), streamed=False)
+            ok, cached_tokens = True, serving.request.cached.total
+            output_tokens = sent.output_tokens
+            sent.served(replica.slot, serving.request, self._loop.time())
+        except ReplicaDownError:
+            failed.append(decision.replica_id)
+            self._health.suspect(replica)
+            return False
+        except AnswerCutError:
+            self._health.suspect(replica)
+            if not began or not sent.streamed:
+                failed.append(decision.replica_id)
+                return False
+            sent.failed(200, "the answer broke off", self._loop.time())
+        except ValueError as error:
+            sent.failed(400, str(error), self._loop.time())
+        finally:
+            ticket.finish(
+                self._loop.time(),
+                ok=ok,
+                cached_tokens=cached_tokens,
+                output_tokens=output_tokens,
+            )
+            self._admission.wake()
+        return True
+
+    def counts(self) -> dict[str, float]:
+        """Return refusals, and what was moved between replicas."""
+        return {"refused": self._refused, "copied_tokens": self.network.moved_tokens}
+
+    # --- what replicas tell
+
+    def stored(self, replica: int, tier: Tier, keys: Sequence[int]) -> None:
+        """Take over what a tier gained."""
+        if tier is Tier.GPU:
+            self._apply(replica, BlocksStored(tier, keys))
+        else:
+            self.fleet.index.add(replica, tier, keys)
+
+    def removed(self, replica: int, tier: Tier, keys: Sequence[int]) -> None:
+        """Take over what a tier lost."""
+        if tier is Tier.GPU:
+            self._apply(replica, BlocksRemoved(tier, keys))
+        else:
+            self.fleet.index.remove(replica, tier, keys)
+
+    def cleared(self, replica: int) -> None:
+        """Forget a GPU's cache."""
+        self._apply(replica, GpuCleared())
+
+    def _apply(self, replica: int, event: KvEvent) -> None:
+        now_s = self._loop.time()
+        self.fleet.apply_kv(f"r{replica}", KvBatch(seq=0, ts=0.0, events=[event]), now_s)
+
+    def _meet(self, replica: ModelReplica) -> None:
+        """Begin to follow a replica."""
+        name = f"r{replica.slot}"
+        self.fleet.up(name)
+        self._take_info(replica)
+        self.fleet.following_kv(name)
+        self.fleet.replicas[name].shape_checked = True
+        self.fleet.set_kv_capacity(name, replica.machine.shape.gpu_tokens)
+
+    def _take_info(self, replica: ModelReplica) -> None:
+        """Learn who a replica is, as its agent tells."""
+        machine = replica.machine
+        per_chunk = machine.shape.chunk_tokens * KV_BYTES_PER_TOKEN
+        read_bytes_per_s = replica.engine.read_tokens_per_s * KV_BYTES_PER_TOKEN
+        name = f"r{replica.slot}"
+        self.fleet.apply_info(
+            name,
+            InstanceInfo(
+                instance_id=name,
+                incarnation="model",
+                model="model",
+                hash_algorithm=HashScheme().algorithm,
+                hash_seed="",
+                block_tokens=machine.shape.block_tokens,
+                chunk_tokens=machine.shape.chunk_tokens,
+                chunk_bytes=per_chunk,
+                tiers={
+                    "cpu": TierInfo(capacity_bytes=machine.cpu_chunks * per_chunk, used_bytes=0),
+                    "disk": TierInfo(
+                        capacity_bytes=machine.disk_chunks * per_chunk,
+                        used_bytes=0,
+                        read_bytes_per_s=read_bytes_per_s,
+                    ),
+                },
+                transfer_port=1 if self._copies else None,
+                layout="model",
+            ),
+        )
+
+    def _health_changed(self, replica: ModelReplica, is_up: bool) -> None:
+        name = f"r{replica.slot}"
+        if is_up:
+            self.fleet.up(name)
+        else:
+            self.fleet.down(name)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.fleet.tick(self._loop.time())
+
+    async def _ask_infos(self) -> None:
+        while True:
+            await asyncio.sleep(_INFO_EVERY_S)
+            for each in self._replicas:
+                if each.is_alive:
+                    self._take_info(each)
+
+    async def stop(self) -> None:
+        """End what runs in the background."""
+        for task in self._tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._tasks)
+        await self._preparer.stop()
+
+
+def with_sections(settings: Settings, **sections: Any) -> Settings:
+    """Return settings with other sections of the router's configuration."""
+    return replace(settings, sections={**settings.sections, **sections})

@@ -1,0 +1,135 @@
+"""Requests in simulated time: prompts without text, and the record of an answer.
+
+Two prompts are equal as far as the numbers of their spans are.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import xxhash
+
+from bench.record import Record
+from bench.workloads.session import Span
+from simulator.model.machine_and_request import SimRequest
+from warmroute_common.keys import HashScheme
+
+
+@dataclass(eq=False, slots=True)
+class ModelPrompt:
+    """A prompt by the keys of its blocks (`router.index.PromptView`).
+
+    Those of the answer that is to come follow: a replica stores them as it computes them.
+    """
+
+    keys: Sequence[bytes] = field(repr=False)
+    """Keys of the full blocks of prompt and answer, first to last, 8 bytes each."""
+    prompt_blocks: int
+    token_count: int
+    token_ids: Sequence[int] = (0,)
+    text: str = ""
+    cache_salt: str | None = None
+
+    @property
+    def affinity(self) -> bytes:
+        """What equal prompts have in common: their first block."""
+        return self.keys[0] if self.prompt_blocks else b""
+
+    def lora(self, adapters: object) -> None:
+        """Return None: there are no adapters here."""
+
+    def chain(
+        self, scheme: HashScheme, block_tokens: int, *, lora: tuple[str, str] | None = None
+    ) -> list[bytes]:
+        """Return the keys of the prompt's blocks."""
+        return list(self.keys[: self.prompt_blocks])
+
+    def text_chain(self) -> list[int]:
+        """Return nothing: there is no text."""
+        return []
+
+
+class Conversation:
+    """The blocks of a session's prompts: each turn's begins with all that was said before."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._chain: list[bytes] = []
+        self._last = b"\0" * 8
+        self._open = array("q")
+        """Of the last block, which is not full: numbers, first and last token of its spans."""
+        self._open_tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens said so far."""
+        return len(self._chain) * self._block_tokens + self._open_tokens
+
+    def turn(self, spans: Iterable[Span], answer: Span) -> ModelPrompt:
+        """Say the spans, then the answer; return the prompt that asks for the answer."""
+        for span in spans:
+            self._say(span)
+        tokens, blocks = self.tokens, len(self._chain)
+        self._say(answer)
+        # The last token of an answer is never run: nothing follows it.
+        run = (self.tokens - 1) // self._block_tokens
+        return ModelPrompt(self._chain[:run], blocks, tokens)
+
+    def _say(self, span: Span) -> None:
+        said = 0
+        while said < span.tokens:
+            tokens = min(self._block_tokens - self._open_tokens, span.tokens - said)
+            self._open.extend((span.number, said, said + tokens))
+            self._open_tokens += tokens
+            said += tokens
+            if self._open_tokens == self._block_tokens:
+                self._close_block()
+
+    def _close_block(self) -> None:
+        self._last = xxhash.xxh3_64_digest(self._last + self._open.tobytes())
+        self._chain.append(self._last)
+        self._open = array("q")
+        self._open_tokens = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """One request, and the record that its answer is noted in."""
+
+    prompt: ModelPrompt
+    session: str | None
+    streamed: bool
+    output_tokens: int
+    record: Record
+
+    def began(self, now_s: float) -> None:
+        """Note the first token."""
+        self.record.ttft_s = now_s - self.record.sent_s
+
+    def served(self, replica: int, request: SimRequest, now_s: float) -> None:
+        """Note a whole answer."""
+        record, cached = self.record, request.cached
+        record.instance_id = f"r{replica}"
+        record.status = 200
+        record.total_s = now_s - record.sent_s
+        record.cached_tokens = {"gpu": cached.gpu, "cpu": cached.cpu, "disk": cached.disk}
+        record.arrived_s = request.arrived_s
+        record.first_token_s = request.first_token_s
+        record.finished_s = request.finished_s
+
+    def failed(self, status: int, error: str, now_s: float) -> None:
+        """Note that there was no whole answer."""
+        self.record.status, self.record.error = status, error
+        self.record.total_s = now_s - self.record.sent_s
+        self.record.ttft_s = None
+
+
+class Router(Protocol):
+    """A contender."""
+
+    async def answer(self, sent: Sent) -> None:
+        """Have a request answered, and note in its record how; raises nothing."""
+
+    def counts(self) -> dict[str, float]:
+        """Return what it counted, by name."""

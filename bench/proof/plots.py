@@ -1,0 +1,100 @@
+"""The proof's plots, as PNG: goodput curves and distributions of TTFT."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # before pyplot: there is no screen
+
+import matplotlib.pyplot as plt
+
+from bench.proof.case import BOUNDS, OURS
+from bench.proof.compare import points
+from bench.proof.figures import MET_SHARE, monotone
+from bench.proof.records import Columns
+from bench.proof.results import Result
+from bench.proof.tables import PLOTS
+
+_DPI: Final = 110
+_SHOWN_LOAD: Final = 0.8
+
+
+def write_plots(
+    directory: Path, results: Sequence[Result], records: Callable[[Result], list[Columns]]
+) -> list[Path]:
+    """Draw what there are results for; return the files."""
+    searched = [each for each in results if each.case.search is not None]
+    headline = [
+        each for each in results if (each.case.set, each.case.load) == ("headline", _SHOWN_LOAD)
+    ]
+    drawn = {"goodput": (searched, _draw_goodput), "ttft": (headline, _ttft_drawer(records))}
+    written = []
+    for name, (some, draw) in drawn.items():
+        if some:
+            written.append(directory / PLOTS[name])
+            _save(written[-1], some, draw)
+    return written
+
+
+def _save(path: Path, results: Sequence[Result], draw: Callable[[Any, Result], None]) -> None:
+    columns = min(2, len(results))
+    rows = -(-len(results) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(5.5 * columns, 4 * rows), squeeze=False, layout="constrained"
+    )
+    for each, result in zip(axes.flat, results, strict=False):
+        draw(each, result)
+        each.set_title(f"{result.case.workload}, RAM {result.case.ram:g}", fontsize=10)
+        each.grid(alpha=0.3)
+    for unused in axes.flat[len(results) :]:
+        unused.set_visible(False)
+    figure.legend(*_legend(axes.flat), loc="outside lower center", ncols=4, fontsize=8)
+    # Without the library's version, so that equal plots are equal files.
+    figure.savefig(path, dpi=_DPI, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _legend(axes: Any) -> tuple[list[Any], list[str]]:
+    """Return the lines of all axes, each name once."""
+    by_name = {
+        label: handle
+        for each in axes
+        for handle, label in zip(*each.get_legend_handles_labels(), strict=True)
+    }
+    return list(by_name.values()), list(by_name)
+
+
+def _draw_goodput(axes: Any, result: Result) -> None:
+    for name, look in _looks(result.case.contenders).items():
+        curve = monotone(
+            [each for seed in result.case.seeds for each in points(result, name, seed)]
+        )
+        loads = [each.load for each in curve]
+        axes.plot(loads, [each.share for each in curve], label=name, **look)
+    axes.axhline(MET_SHARE, color="black", linewidth=0.8, linestyle=":")
+    axes.set(xlabel="load", ylabel=f"first token within {result.case.bound_s:g} s", ylim=(0, 1.02))
+
+
+def _ttft_drawer(records: Callable[[Result], list[Columns]]) -> Callable[[Any, Result], None]:
+    def draw(axes: Any, result: Result) -> None:
+        looks = _looks(result.case.contenders)
+        for each in records(result):
+            answered = sorted(time for time in each.ttfts_s if time != float("inf"))
+            shares = [(at + 1) / len(each.ttft_ms) for at in range(len(answered))]
+            axes.step(answered, shares, where="post", label=each.contender, **looks[each.contender])
+        axes.set(xlabel="time to first token (model seconds)", ylabel="share of requests")
+        axes.set(xscale="log", ylim=(0, 1))
+
+    return draw
+
+
+def _looks(contenders: Sequence[str]) -> Mapping[str, dict[str, Any]]:
+    """Return a look for each line: ours thick, what no router could be dotted."""
+    looks: dict[str, dict[str, Any]] = {}
+    for at, name in enumerate(contenders):
+        style = ":" if name in BOUNDS else "-" if at < 10 else "--"
+        width = 2.4 if name == OURS else 1.2
+        looks[name] = {"color": f"C{at % 10}", "linestyle": style, "linewidth": width}
+    return looks

@@ -1,0 +1,340 @@
+"""The pages' tables in Markdown, by name, and the pages whose marked parts they replace.
+
+``<!-- proof:NAME -->`` and ``<!-- /proof:NAME -->`` are lines of their own. Between them is the
+table of that name (`names`), or a plot (`PLOTS`). Pure.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from bench.proof.case import BOUNDS, OURS, Case
+from bench.proof.compare import (
+    MEAN,
+    P90,
+    Metric,
+    Told,
+    best_peer,
+    earned,
+    failed,
+    goodput_over_seeds,
+    time,
+    time_ratio,
+)
+from bench.proof.figures import Estimate
+from bench.proof.results import Result
+from bench.proof.tree import RESULTS
+from bench.ttft import BenchError
+
+INFINITE: Final = "∞"
+_SIGNS: Final = {"": "", "at least": "≥ ", "at most": "≤ ", "about": "~ "}
+
+
+def number(value: float) -> str:
+    """Return three digits of a number, as far as they are behind the point."""
+    if not math.isfinite(value):
+        return INFINITE
+    size = abs(value)
+    return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2}f}"
+
+
+def interval(estimate: Estimate | None, *, none: str = INFINITE) -> str:
+    """Return a value with its interval in parentheses, where several seeds give one."""
+    if estimate is None:
+        return none
+    if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
+        return number(estimate.value)
+    return f"{number(estimate.value)} ({number(estimate.low)}-{number(estimate.high)})"
+
+
+def told(each: Told | None) -> str:
+    """Return such a value with the side that the truth lies on."""
+    return INFINITE if each is None else _SIGNS[each.beyond] + interval(each.estimate)
+
+
+def percent(share: float) -> str:
+    """Return a share in percent."""
+    return f"{100 * share:.1f}%"
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table: the first column is text, the others are numbers."""
+    rule = ["---", *("---:" for _ in head[1:])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+
+
+def plain(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table for a terminal, columns as wide as they need to be."""
+    everything = [head, *lines]
+    widths = [max(len(row[at]) for row in everything) for at in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if at == 0 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in everything
+    )
+
+
+Results = Sequence[Result]
+
+PLOTS: Final = {"goodput": "goodput.png", "ttft": "ttft.png"}
+"""Files beside the results, by what they show."""
+_SETS: Final = {
+    "headline": ("headline", "goodput"),
+    "regimes": ("headline", "regimes"),
+    "workloads": ("workloads",),
+    "ablations": ("ablations",),
+    "faults": ("faults",),
+    "streaming": ("streaming",),
+    "peers": ("peers",),
+}
+"""Which sets a table is made of."""
+
+
+def table(name: str, results: Results) -> str:
+    """Return a table in Markdown; raise `BenchError` where it is unknown or has no results."""
+    maker = _MAKERS.get(name)
+    if maker is None:
+        raise BenchError(f"there is no table {name!r}: there are {', '.join(_MAKERS)}")
+    there = [each for each in results if each.case.set in _SETS[name]]
+    if not there:
+        raise BenchError(
+            f"no results for the table {name!r}: python -m bench.proof make "
+            f"--only {' '.join(_SETS[name])}"
+        )
+    return f"{maker(there)}\n\n{provenance(there)}"
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all tables."""
+    return tuple(_MAKERS)
+
+
+def provenance(results: Results) -> str:
+    """Return a sentence of what the results are and where they were made."""
+    sizes = {(len(each.case.seeds), each.case.requests) for each in results}
+    amounts = ", ".join(f"{seeds} seeds of {requests:,}" for seeds, requests in sorted(sizes))
+    machines = sorted({str(each.machine.get("cpu")) for each in results})
+    commits = sorted({str(each.machine.get("commit")) for each in results})
+    return (
+        f"({amounts} requests after the warm-up, {results[0].case.replicas} replicas, "
+        f"95% intervals over seeds; made at {', '.join(commits)} on {', '.join(machines)}.)"
+    )
+
+
+def _headline(results: Results) -> str:
+    parts = []
+    for workload, ram in dict.fromkeys((each.case.workload, each.case.ram) for each in results):
+        some = [each for each in results if (each.case.workload, each.case.ram) == (workload, ram)]
+        parts.append(f"**{workload}, CPU RAM {ram:g} times the GPU cache**\n\n{_one_regime(some)}")
+    return "\n\n".join(parts)
+
+
+def _one_regime(results: Results) -> str:
+    """Return a row for each contender: goodput, then quantiles of TTFT at each load."""
+    search = next((each for each in results if each.case.search is not None), None)
+    loads = sorted(
+        (each for each in results if each.case.load is not None),
+        key=lambda each: each.case.load or 0.0,
+    )
+    bound_s = results[0].case.bound_s
+    head = ["", f"goodput ({bound_s:g} s)"]
+    for each in loads:
+        head += [f"p50 at {_load(each.case)}", "p90", "p99", "failed"]
+    lines = []
+    for name in _order(loads or results):
+        found = search is not None and name in search.case.contenders
+        line = [name, told(goodput_over_seeds(search, name)) if search and found else "-"]
+        for each in loads:
+            line += _quantiles(each, name)
+        lines.append(line)
+    return markdown(head, lines)
+
+
+def _order(results: Results) -> list[str]:
+    """Return the contenders: ours, peers from the best, then what no router could be."""
+    known = list(dict.fromkeys(name for each in results for name in each.case.contenders))
+    last = results[-1]
+
+    def place(name: str) -> tuple[int, float]:
+        estimate = time(last, name, P90) if name in last.case.contenders else None
+        kind = 0 if name == OURS else 2 if name in BOUNDS else 1
+        return kind, float("inf") if estimate is None else estimate.value
+
+    return sorted(known, key=place)
+
+
+def _quantiles(result: Result, name: str) -> list[str]:
+    if name not in result.case.contenders:
+        return ["-"] * 4
+    p50, p99 = time(result, name, "ttft_p50_s"), time(result, name, "ttft_p99_s")
+    share = failed(result, name)
+    return [
+        INFINITE if p50 is None else number(p50.value),
+        interval(time(result, name, P90)),
+        INFINITE if p99 is None else number(p99.value),
+        percent(share) if share else "0",
+    ]
+
+
+def _matrix(results: Results) -> str:
+    """Return a row for each workload and machine, a column for each load: ours over best peer."""
+    loads = sorted({each.case.load for each in results if each.case.load is not None})
+    by_regime = {each.case.regime: each for each in results}
+    lines = []
+    for place in sorted({each.case.regime[:-1] for each in results}):
+        found = [by_regime.get((*place, load)) for load in loads]
+        lines.append(
+            [_place(*place), *("-" if each is None else _against_best(each) for each in found)]
+        )
+    head = ["p90 of TTFT, then its mean: ours over the best peer's"]
+    return markdown([*head, *(f"load {_percent(each)}" for each in loads)], lines)
+
+
+def _place(workload: str, ram: float, disk: str, pause_scale: float) -> str:
+    pauses = f", pauses {pause_scale:g} times as long" if pause_scale != 1 else ""
+    return f"{workload}, RAM {ram:g}, {disk} disk{pauses}"
+
+
+def _against_best(result: Result) -> str:
+    parts = []
+    for metric in (P90, MEAN):
+        best = best_peer(result, metric)
+        ratio = None if best is None else time_ratio(result, OURS, best, metric)
+        parts.append(interval(ratio, none="-"))
+    return "<br>".join(parts)
+
+
+def _ablations(results: Results) -> str:
+    ordered = sorted(results, key=lambda each: each.case.regime)
+    head = ["without it over with it: p90 of TTFT, then its mean"]
+    head += [f"{each.case.workload}, RAM {each.case.ram:g}, {_load(each.case)}" for each in ordered]
+    lines = []
+    for each in earned(ordered):
+        effects = {effect.case: effect for effect in each.effects}
+        line = [each.name]
+        for result in ordered:
+            effect = effects.get(result.case.name)
+            line.append(
+                "-"
+                if effect is None
+                else f"{interval(effect.p90, none='-')}<br>{interval(effect.mean, none='-')}"
+            )
+        lines.append([*line, str(each.earns_in), str(each.costs_in), each.verdict])
+    return markdown([*head, "earns in", "costs in", ""], lines)
+
+
+def _faults(results: Results) -> str:
+    head = ["p90 of TTFT and failed requests", "ours", "", "best peer", "", ""]
+    head += ["p90, ours over the peer's"]
+    return markdown(head, [_fault(each) for each in results])
+
+
+def _fault(result: Result) -> list[str]:
+    best = best_peer(result, P90)
+    ours = [f"{result.case.workload}, {result.case.fault}", *_p90_and_failed(result, OURS)]
+    if best is None:
+        return [*ours, "-", "-", "-", "-"]
+    ratio = interval(time_ratio(result, OURS, best, P90), none="-")
+    return [*ours, best, *_p90_and_failed(result, best), ratio]
+
+
+def _p90_and_failed(result: Result, name: str) -> list[str]:
+    return [interval(time(result, name, P90)), percent(failed(result, name))]
+
+
+def _streaming(results: Results) -> str:
+    """Return a row for each contender: the mixture as it is beside the same one all streamed."""
+    ordered = sorted(results, key=lambda each: (each.case.load or 0.0, each.case.all_streamed))
+    head = ["p90 of TTFT"]
+    head += [
+        f"{'all streamed' if each.case.all_streamed else 'a third whole'}, {_load(each.case)}"
+        for each in ordered
+    ]
+    return markdown(head, _times(ordered, P90))
+
+
+def _peers(results: Results) -> str:
+    """Return a row for each contender: p90 of TTFT and its mean in each case."""
+    head = [""]
+    for each in results:
+        head += [f"{each.case.workload}, {_load(each.case)}: p90 of TTFT", "mean"]
+    return markdown(head, _times(results, P90, MEAN))
+
+
+def _times(results: Results, *figures: Metric) -> list[list[str]]:
+    """Return a row for each contender: its figures in one result after the other."""
+    return [
+        [name, *(interval(time(each, name, of)) for each in results for of in figures)]
+        for name in _order(results)
+    ]
+
+
+def _load(case: Case) -> str:
+    return _percent(case.load or 0.0)
+
+
+def _percent(load: float) -> str:
+    return f"{100 * load:.0f}%"
+
+
+_MAKERS: Final[Mapping[str, Callable[[Results], str]]] = {
+    "headline": _headline,
+    "regimes": _matrix,
+    "workloads": _matrix,
+    "ablations": _ablations,
+    "faults": _faults,
+    "streaming": _streaming,
+    "peers": _peers,
+}
+
+
+PAGES: Final = ("README.md", "docs/benchmarks.md", f"{RESULTS}/README.md")
+"""The texts with marked parts, from the project's root."""
+PLOT_PREFIX: Final = "plot-"
+"""Of the names of marks whose part is a picture."""
+_MARK: Final = re.compile(r"^<!-- (/?)proof:([\w-]+) -->$", re.MULTILINE)
+_ALT: Final = {
+    "goodput": "share of requests whose first token is in time, over load",
+    "ttft": "share of requests answered within a time, at 80% load",
+}
+
+
+def rewritten(text: str, part: Callable[[str], str]) -> str:
+    """Return a text with each marked part replaced by ``part`` of its name.
+
+    Raises `BenchError` where a mark has no partner.
+    """
+    made, at = [], 0
+    marks = list(_MARK.finditer(text))
+    for opening, closing in zip(marks[::2], marks[1::2], strict=False):
+        if (opening[1], closing[1]) != ("", "/") or opening[2] != closing[2]:
+            raise BenchError(f"{_line(text, opening)} and {_line(text, closing)} are no pair")
+        made += [text[at : opening.end()], "\n\n", part(opening[2]).strip(), "\n\n"]
+        at = closing.start()
+    if len(marks) % 2:
+        raise BenchError(f"{_line(text, marks[-1])} has no partner")
+    return "".join([*made, text[at:]])
+
+
+def part_names(text: str) -> list[str]:
+    """Return the names of the parts that are marked."""
+    return [each[2] for each in _MARK.finditer(text) if not each[1]]
+
+
+def part_from(results: Results, directory: str) -> Callable[[str], str]:
+    """Return what makes the parts; ``directory`` is where plots lie, as the text names it."""
+
+    def part(name: str) -> str:
+        plot = name.removeprefix(PLOT_PREFIX)
+        if name.startswith(PLOT_PREFIX) and plot in PLOTS:
+            return f"![{_ALT[plot]}]({directory}/{PLOTS[plot]})"
+        return table(name, results)
+
+    return part
+
+
+def _line(text: str, mark: re.Match[str]) -> str:
+    return f"line {text.count(chr(10), 0, mark.start()) + 1} ({mark[0]})"

@@ -1,0 +1,372 @@
+"""The engines' processes, their Redis server, and the faults that are injected into them."""
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from bench.soak.engine_process import ProcessConfig
+from bench.soak.harness import HOST, Fault, Sample, Watch, schedule, stop_repeatedly
+from bench.ttft import BenchError
+
+CHUNK_BYTES: Final = 16 << 10
+STORE_BYTES: Final = 64 << 20
+"""Redis evicts beyond it."""
+SMALL_DISK_BYTES: Final = 72 << 20
+"""The file system of the first engine's disk tier, which is filled now and then."""
+_READY_S: Final = 60.0
+_END_S: Final = 180.0
+"""To finish requests, and for the longest timeouts of running transfers."""
+_LINE_BYTES: Final = 1 << 22
+_MOUNT: Final = 'mount -t tmpfs -o size="$0" stress "$1" && shift && exec "$@"'
+_STORE_READY_S: Final = 30.0
+_POLL_S: Final = 0.05
+_CLI_S: Final = 20.0
+_STOPPED_S: Final = 0.25
+_RUNS_S: Final = 0.15
+_FLIP: Final = """
+local key = redis.call('RANDOMKEY')
+if not key then return 0 end
+local at = math.floor(redis.call('STRLEN', key) * tonumber(ARGV[1]))
+local byte = string.byte(redis.call('GETRANGE', key, at, at))
+redis.call('SETRANGE', key, at, string.char(bit.bxor(byte, tonumber(ARGV[2]))))
+return 1
+"""
+_CUT: Final = 0.1
+"""Share of the damaged files that are cut short instead."""
+_BALLAST: Final = "ballast"
+_STEP_BYTES: Final = 1 << 20
+
+
+class EngineFault(StrEnum):
+    """What happens to an engine, its disk or the store."""
+
+    KILL = "engine killed"
+    """SIGKILL; started again a while later, on the same disk."""
+    HANG = "engine hangs"
+    """SIGSTOP, while others copy from it; SIGCONT later."""
+    STORE_KILL = "store killed"
+    """The Redis server gets SIGKILL; it is started again, empty."""
+    STORE_HANG = "store hangs"
+    """SIGSTOP: connections stay and nothing comes over them. SIGCONT later."""
+    STORE_FLAPS = "store flaps"
+    """Stopped and continued several times a second."""
+    DISK_FULL = "disk full"
+    """Nothing more can be written to the first engine's file system."""
+    DISK_BITS = "bits flipped on disk"
+    """In files of chunks; some files are cut short."""
+    STORE_BITS = "bits flipped in the store"
+
+
+_LASTS_S: Final = {
+    EngineFault.KILL: (1.0, 4.0),
+    EngineFault.HANG: (1.0, 4.0),
+    EngineFault.STORE_KILL: (1.0, 4.0),
+    EngineFault.STORE_HANG: (2.0, 6.0),
+    EngineFault.STORE_FLAPS: (3.0, 6.0),
+    EngineFault.DISK_FULL: (3.0, 7.0),
+    EngineFault.DISK_BITS: (0.0, 0.0),
+    EngineFault.STORE_BITS: (0.0, 0.0),
+}
+
+
+def engine_faults(
+    *, seed: int, duration_s: float, engines: int, every_s: float
+) -> Iterator[Fault[EngineFault]]:
+    """Yield one fault every ``every_s``. The target of a fault of the store has no meaning.
+
+    The first engine is never killed: its memory is watched from beginning to end, and its small
+    file system ends with its process. Only that file system is filled.
+    """
+
+    def targets(kind: EngineFault) -> range:
+        if kind is EngineFault.DISK_FULL:
+            return range(1)
+        return range(1 if kind is EngineFault.KILL else 0, engines)
+
+    return schedule(
+        random.Random(f"faults {seed}"), _LASTS_S, targets, duration_s=duration_s, every_s=every_s
+    )
+
+
+def engine_name(number: int) -> str:
+    """Return the name of an engine, counted from 0."""
+    return f"engine{number + 1}"
+
+
+@dataclass(kw_only=True)
+class Life:
+    """One process of an engine, from its start to its end."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    tasks: list[asyncio.Task[None]]
+    watch: Watch
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    counters: dict[str, Any] = field(default_factory=dict)
+    """Its last report."""
+    is_meant_to_end: bool = False
+    left: dict[str, Any] | None = None
+    """Its `EngineState` at its end; None if it was killed."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Memory and open files, by the time since this life began."""
+        return self.watch.samples.get(self.name, [])
+
+
+class Engine:
+    """One engine. Each start makes a new process with the same ports and disk.
+
+    ``small_disk``: it has a file system of its own, which no other process sees.
+    """
+
+    def __init__(self, config: ProcessConfig, logs: Path, *, small_disk: bool) -> None:
+        self.name = config.name
+        self.agent_url = f"http://{HOST}:{config.agent_port}"
+        self.transfer_address = f"{HOST}:{config.transfer_port}"
+        self.lives: list[Life] = []
+        self._config = config
+        self._logs = logs
+        self._small_disk = small_disk
+
+    @property
+    def life(self) -> Life:
+        """The latest."""
+        return self.lives[-1]
+
+    @property
+    def directory(self) -> Path:
+        """Where its files are, as this process sees them."""
+        given = Path(self._config.directory)
+        if not self._small_disk:
+            return given
+        return Path(f"/proc/{self.life.process.pid}/root") / given.relative_to("/")
+
+    @property
+    def logs(self) -> list[Path]:
+        """Its processes' standard error."""
+        return [self._log(number) for number in range(len(self.lives))]
+
+    def _log(self, number: int) -> Path:
+        return self._logs / f"{self.name}-{number}.log"
+
+    async def start(self) -> None:
+        """Start a process; return when it serves. Raises `BenchError`."""
+        number = len(self.lives)
+        # Each process sends other requests.
+        config = asdict(self._config) | {"seed": f"{self._config.seed} {self.name} {number}"}
+        command = [sys.executable, "-m", "bench.soak.engine_process", orjson.dumps(config).decode()]
+        with self._log(number).open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *self._with_disk(command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=_LINE_BYTES,
+                start_new_session=True,
+            )
+        life = Life(
+            name=f"{self.name}, process {number + 1}",
+            process=process,
+            tasks=[],
+            watch=Watch(began_s=time.monotonic()),
+        )
+        self.lives.append(life)
+        life.tasks.append(asyncio.create_task(_listen(life)))
+        await self._wait_ready(life)
+        life.tasks.append(asyncio.create_task(life.watch.run({life.name: process.pid})))
+
+    def _with_disk(self, command: list[str]) -> list[str]:
+        if not self._small_disk:
+            return command
+        mount = ["sh", "-c", _MOUNT, str(SMALL_DISK_BYTES), self._config.directory]
+        return ["unshare", "--user", "--map-root-user", "--mount", *mount, *command]
+
+    async def _wait_ready(self, life: Life) -> None:
+        ended = asyncio.create_task(life.process.wait())
+        ready = asyncio.create_task(life.ready.wait())
+        done, _ = await asyncio.wait(
+            (ended, ready), timeout=_READY_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        ended.cancel()
+        ready.cancel()
+        if ready not in done:
+            log = self.logs[-1].read_text(errors="replace").strip().rpartition("\n")[2]
+            raise BenchError(f"{life.name} does not start: {log} (logs: --logs DIR)")
+
+    def has_ended_by_itself(self) -> bool:
+        """Whether its process has ended without being told to."""
+        return self.life.process.returncode is not None and not self.life.is_meant_to_end
+
+    async def kill(self) -> None:
+        """Kill its process, and end the tasks that watch it."""
+        life = self.life
+        life.is_meant_to_end = True
+        with contextlib.suppress(ProcessLookupError):
+            life.process.kill()
+        await life.process.wait()
+        for task in life.tasks:
+            task.cancel()
+        await asyncio.gather(*life.tasks, return_exceptions=True)
+
+    async def end(self) -> None:
+        """Make it finish its requests and report its final state. Raises `BenchError`."""
+        life = self.life
+        life.is_meant_to_end = True
+        assert life.process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # it has ended by itself, which fails the soak
+            life.process.stdin.write(b"end\n")
+            await life.process.stdin.drain()
+        life.tasks[-1].cancel()  # a process that ends is not watched
+        try:
+            async with asyncio.timeout(_END_S):
+                await life.process.wait()
+        except TimeoutError:
+            raise BenchError(f"{life.name} does not end within {_END_S:.0f} s") from None
+        await life.tasks[0]
+
+
+async def _listen(life: Life) -> None:
+    """Keep the last report of a process, until its output ends."""
+    assert life.process.stdout is not None
+    async for line in life.process.stdout:
+        report = orjson.loads(line) if line.endswith(b"\n") else {}
+        life.left = report.pop("left", life.left)
+        life.counters = report or life.counters
+        life.ready.set()
+
+
+class RedisServer:
+    """A real Redis server. Each start makes a new process at the same port."""
+
+    def __init__(self, port: int, directory: Path) -> None:
+        # Debian's redis-tools has the server as redis-check-rdb, which looks at its own name.
+        path = shutil.which("redis-server") or shutil.which("redis-check-rdb")
+        if path is None or shutil.which("redis-cli") is None:
+            raise BenchError("Redis and redis-cli are needed: apt-get install redis-tools")
+        self.port = port
+        self._path = path
+        self._directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        """Start an empty server; return when it answers. Raises `BenchError`."""
+        command = ["redis-server", "--port", str(self.port), "--bind", HOST, "--save", ""]
+        command += ["--dir", str(self._directory), "--maxmemory", str(STORE_BYTES)]
+        command += ["--maxmemory-policy", "allkeys-lru"]
+        self._process = await asyncio.to_thread(self._spawn, command)
+        until_s = time.monotonic() + _STORE_READY_S
+        while not _is_listening(self.port):
+            if time.monotonic() > until_s or self._process.poll() is not None:
+                raise BenchError(f"redis-server does not start at port {self.port}")
+            await asyncio.sleep(_POLL_S)
+
+    def _spawn(self, command: list[str]) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            command, executable=self._path, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def kill(self) -> None:
+        """End the server at once; what it held is lost. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def flap(self, lasts_s: float) -> None:
+        """Stop it and let it continue, several times a second, for so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(lasts_s):
+                await stop_repeatedly(self.pid, stopped_s=_STOPPED_S, runs_s=_RUNS_S)
+
+    async def flip_bits(self, values: int, rng: random.Random) -> int:
+        """Flip a bit in values that the server chooses; return how many were flipped.
+
+        Raises `BenchError`.
+        """
+        flipped = 0
+        for _ in range(values):
+            where, bit = str(rng.random()), str(1 << rng.randrange(8))
+            flipped += int(await self._cli("EVAL", _FLIP, "0", where, bit))
+        return flipped
+
+    async def _cli(self, *command: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            *("redis-cli", "-h", HOST, "-p", str(self.port), *command),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        async with asyncio.timeout(_CLI_S):
+            output, _ = await process.communicate()
+        if process.returncode or not output.strip().isdigit():
+            raise BenchError(f"redis-cli: {output.decode(errors='replace').strip()}")
+        return output.decode()
+
+
+def _is_listening(port: int) -> bool:
+    try:
+        socket.create_connection((HOST, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def damage_files(directory: Path, files: int, rng: random.Random) -> int:
+    """Flip a bit in chunk files of a disk tier, or cut them; return how many were damaged."""
+    there = sorted(directory.rglob("*.kv"))
+    chosen = rng.sample(there, min(files, len(there)))
+    return sum(_is_damaged(path, rng) for path in chosen)
+
+
+def _is_damaged(path: Path, rng: random.Random) -> bool:
+    try:
+        size_bytes = path.stat().st_size
+        at = rng.randrange(max(1, size_bytes))
+        if rng.random() < _CUT:
+            os.truncate(path, at)
+            return True
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            if not byte:
+                return False
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1 << rng.randrange(8)]))
+    except FileNotFoundError:
+        return False  # evicted meanwhile
+    return True
+
+
+def fill_disk(directory: Path) -> None:
+    """Take all free space of the directory's file system, until `free_disk`."""
+    with (directory / _BALLAST).open("wb", buffering=0) as file:
+        size_bytes = _STEP_BYTES
+        while size_bytes:
+            try:
+                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), size_bytes)
+            except OSError:
+                size_bytes //= 2
+
+
+def free_disk(directory: Path) -> None:
+    """Free what `fill_disk` took."""
+    (directory / _BALLAST).unlink(missing_ok=True)

@@ -1,0 +1,265 @@
+"""A scheduler that makes the calls of vLLM's connector to an engine, and compares each byte.
+
+The calls are those of `cacheengine.connector.manager`, step by step: a request is looked up at
+each step until none of its chunks is on its way. What a step finds is held until the step's end.
+Chunks are held while they are loaded, and reserved while they are stored, for some steps each.
+Requests are aborted at any time; as in vLLM, transfers that have begun then still finish.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from cacheengine.engine import CacheEngine
+from cacheengine.residency import Presence, Promotion, StoreReservation
+
+_LOOKUP_PIN_S: Final = 10.0
+_MOST_RUNNING: Final = 16
+_ABORTED: Final = 0.1
+_STORES_FAILED: Final = 0.03
+_LONGEST_COPY_STEPS: Final = 4
+_LONGEST_PREFILL_STEPS: Final = 10
+_STEPS_FOR_ROOM: Final = 40
+_EXAMPLES: Final = 10
+PAGE_BYTES: Final = 4096
+LONGEST_CHUNKS: Final = 48
+"""Of a prompt."""
+_DIGEST_BYTES: Final = 64
+
+
+def prefix_keys(conversation: int, chunks: int) -> list[bytes]:
+    """Return the keys of a conversation's first chunks."""
+    return [hashlib.sha256(b"%d/%d" % (conversation, n)).digest() for n in range(chunks)]
+
+
+def a_prompt(rng: random.Random, conversations: int, longest_chunks: int) -> list[bytes]:
+    """Return the keys of a prompt: half of the prompts are whole conversations.
+
+    The lower its number, the more often a conversation is asked for.
+    """
+    chunks = longest_chunks if rng.random() < 0.5 else rng.randint(1, longest_chunks)
+    return prefix_keys(int(conversations * rng.random() ** 2), chunks)
+
+
+def content(key: bytes, size_bytes: int) -> bytes:
+    """Return a chunk's bytes: no two pages are alike, within a chunk or among chunks."""
+    pages = range(-(-size_bytes // PAGE_BYTES))
+    digests = (hashlib.blake2b(b"%d" % page, key=key).digest() for page in pages)
+    return b"".join(digest * (PAGE_BYTES // _DIGEST_BYTES) for digest in digests)[:size_bytes]
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What has happened to requests and chunks."""
+
+    requests: int = 0
+    aborted: int = 0
+    loaded_chunks: int = 0
+    """Compared before they were copied, and again after."""
+    promoted_chunks: int = 0
+    """Of these, brought up from a lower tier for the request."""
+    wrong_chunks: int = 0
+    stored_chunks: int = 0
+    failed_stores: int = 0
+    without_room: int = 0
+    """Stores that found no free slot for any chunk in `_STEPS_FOR_ROOM` steps."""
+    most_steps_waited: int = 0
+    """That one request has waited for chunks on their way up."""
+    wrong: list[str] = field(default_factory=list)
+    """The first wrong chunks, in words."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """A request, from its first lookup to its end."""
+
+    name: str
+    keys: Sequence[bytes]
+    abort_at: int
+    """The number of its step at which it is aborted; larger than its last: never."""
+    steps: int = 0
+    wanted: list[bytes] = field(default_factory=list)
+    promotions: dict[bytes, Promotion] = field(default_factory=dict)
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.steps >= self.abort_at
+
+
+class Scheduler:
+    """One replica's scheduler; one thread calls `step` repeatedly.
+
+    Prompts are prefixes of ``conversations``, which all replicas know.
+    """
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        *,
+        seed: str,
+        conversations: int,
+        longest_chunks: int,
+        requests_per_step: float,
+    ) -> None:
+        self._engine = engine
+        self._rng = random.Random(seed)
+        self._conversations = conversations
+        self._longest_chunks = longest_chunks
+        self._requests_per_step = requests_per_step
+        self._running: dict[str, tuple[_Request, Iterator[None]]] = {}
+        self._step_holds: set[bytes] = set()
+        self._number = 0
+        self.counts = Counts()
+        self.is_admitting = True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request runs."""
+        return not self._running
+
+    def step(self) -> None:
+        """Advance every request by a step, and perhaps admit another."""
+        if self.is_admitting and self._rng.random() < self._requests_per_step:
+            self._admit()
+        for request, course in list(self._running.values()):
+            request.steps += 1
+            if next(course, self) is self:  # its course yields None
+                del self._running[request.name]
+        self._promote_wanted()
+        self._release_step_holds()
+        self._engine.take_events()
+
+    def _admit(self) -> None:
+        if len(self._running) >= _MOST_RUNNING:
+            return
+        self._number += 1
+        rng = self._rng
+        request = _Request(
+            name=f"request {self._number}",
+            keys=a_prompt(rng, self._conversations, self._longest_chunks),
+            abort_at=rng.randint(1, 20) if rng.random() < _ABORTED else 1 << 30,
+        )
+        self._running[request.name] = request, self._course(request)
+        self.counts.requests += 1
+
+    def _course(self, request: _Request) -> Iterator[None]:
+        """Run a request: an iteration a step."""
+        waited = 0
+        while (hits := self._look_up(request)) is None:
+            waited += 1
+            self.counts.most_steps_waited = max(self.counts.most_steps_waited, waited)
+            yield
+            if request.is_aborted:
+                self.counts.aborted += 1
+                return
+        yield from self._load(request, request.keys[:hits])
+        for _ in range(self._rng.randint(0, _LONGEST_PREFILL_STEPS)):
+            if request.is_aborted:
+                self.counts.aborted += 1
+                return
+            yield
+        yield from self._store(request.keys[hits:])
+
+    # --- lookups ---
+
+    def _look_up(self, request: _Request) -> int | None:
+        """Return how many leading chunks this step can load; None if some are on their way."""
+        hits, waits = 0, False
+        for key in request.keys:
+            if self._is_held(key):
+                hits += 1
+                continue
+            match self._engine.lookup(key):
+                case Presence.MISS:
+                    break
+                case Presence.PENDING | Presence.CPU:
+                    waits = True
+                case Presence.DISK | Presence.REMOTE | Presence.UNKNOWN:
+                    promotion = request.promotions.get(key)
+                    if promotion is None:
+                        request.wanted.append(key)
+                    elif promotion.done:
+                        break  # it did not come, or did not stay
+                    waits = True
+        return None if waits else hits
+
+    def _is_held(self, key: bytes) -> bool:
+        if key not in self._step_holds:
+            if self._engine.try_hold(key) is None:
+                return False
+            self._step_holds.add(key)
+        return True
+
+    def _promote_wanted(self) -> None:
+        for request, _ in self._running.values():
+            keys = list(dict.fromkeys(request.wanted))
+            request.wanted.clear()
+            if keys:
+                promote = self._engine.promote
+                promotion = promote(keys, pin_s=_LOOKUP_PIN_S, holder=request.name)
+                request.promotions.update(dict.fromkeys(keys, promotion))
+
+    def _release_step_holds(self) -> None:
+        if self._step_holds:
+            self._engine.release(list(self._step_holds))
+            self._step_holds.clear()
+
+    # --- loads and stores ---
+
+    def _load(self, request: _Request, keys: Sequence[bytes]) -> Iterator[None]:
+        if not keys:
+            return
+        slots = self._engine.hold(keys, held_before=True, holder=request.name)
+        self._engine.touch(keys)
+        self._compare(request, keys, slots, "at the beginning of its load")
+        for _ in range(self._rng.randint(1, _LONGEST_COPY_STEPS)):
+            yield
+        self._compare(request, keys, slots, "at the end of its load")
+        self._engine.release(keys)
+        self.counts.loaded_chunks += len(keys)
+        self.counts.promoted_chunks += sum(key in request.promotions for key in keys)
+
+    def _compare(
+        self, request: _Request, keys: Sequence[bytes], slots: Sequence[int], when: str
+    ) -> None:
+        for key, slot in zip(keys, slots, strict=True):
+            view = self._engine.view(slot)
+            if view == content(key, len(view)):
+                continue
+            self.counts.wrong_chunks += 1
+            if len(self.counts.wrong) < _EXAMPLES:
+                how = "promoted" if key in request.promotions else "resident"
+                wrong = f"{request.name}: chunk {key.hex()} in slot {slot}, {how}, {when}"
+                self.counts.wrong.append(wrong)
+
+    def _store(self, keys: Sequence[bytes]) -> Iterator[None]:
+        if not keys:
+            return
+        self._engine.touch(keys)
+        for _ in range(_STEPS_FOR_ROOM):
+            reservation = self._engine.prepare_store(keys)
+            if reservation is not None:
+                yield from self._fill(reservation)
+                return
+            yield
+        self.counts.without_room += 1
+
+    def _fill(self, reservation: StoreReservation) -> Iterator[None]:
+        """Write what was reserved in two steps: what is half written must not be found."""
+        halves: list[tuple[memoryview, bytes]] = []
+        for key, slot in zip(reservation.keys, reservation.slots, strict=True):
+            view = self._engine.view(slot)
+            right, middle = content(key, len(view)), len(view) // 2
+            view[:middle] = right[:middle]
+            halves.append((view[middle:], right[middle:]))
+        yield
+        for view, right in halves:
+            view[:] = right
+        for _ in range(self._rng.randint(0, _LONGEST_COPY_STEPS)):
+            yield
+        is_whole = self._rng.random() >= _STORES_FAILED
+        self._engine.complete_store(reservation.keys, success=is_whole)
+        self.counts.stored_chunks += len(reservation.keys) if is_whole else 0
+        self.counts.failed_stores += not is_whole
