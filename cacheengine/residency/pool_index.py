@@ -212,7 +212,7 @@ class PoolIndex:
             not entry.is_pinned(now_s) and entry.key not in others
             for entry in self._deadlines.past(now_s)
         )
-        return len(self._pinned) + len(others - self._pinned.keys()) - expired
+        return len(self._pinned) + sum(key not in self._pinned for key in others) - expired
 
     # --- the life of an entry ---
 
