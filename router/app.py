@@ -22,7 +22,7 @@ from router.parts import Parts, make_parts
 from router.policy import METHODS, Plane
 from router.prompt import PromptSource
 from router.proxy import client_session
-from router.record import Outlets, RequestRecord
+from router.record import Outlets, RecordReader
 from router.ui import FILES
 from warmroute_common.http_server import BODIES, Bodies, announce_leaving, errors_answered
 
@@ -37,15 +37,14 @@ PARTS: Final = web.AppKey("parts", Parts)
 def create_app(
     config: RouterConfig,
     *,
-    observe: Callable[[RequestRecord], None] | None = None,
+    reader: RecordReader | None = None,
     file: ConfigFile | None = None,
 ) -> web.Application:
     """Make the router; run it with ``handler_cancellation=True``.
 
     The replicas are asked for the first time when the application starts.
-    ``observe`` hears each request's record, beside the metrics and the log. The configuration is
-    read again from ``file`` whenever that changes. Raises what loading the configured tokenizer
-    raises.
+    ``reader`` gets each request's record, besides the metrics and the log. The configuration is
+    read again whenever ``file`` changes. Raises what loading the configured tokenizer raises.
     """
     access = Access(config.access, open_paths=FILES.keys())
     middlewares = [errors_answered, access.guard]
@@ -61,7 +60,7 @@ def create_app(
             parts = make_parts(
                 *(config, session, prompts, access),
                 outlets=outlets,
-                observe=observe,
+                reader=reader,
                 file=file,
                 replica_tls=replica_tls,
             )

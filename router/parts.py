@@ -30,7 +30,7 @@ from router.lmcache import ConfiguredInstance, Controller, Lmcache
 from router.membership import ConfigFile, Discovery, Membership, Reload, Source
 from router.prompt import PromptSource
 from router.proxy import FirstByteWaits, Proxy, RequestLifecycle, Retries
-from router.record import Metrics, Outlets, RequestRecord
+from router.record import Metrics, Outlets, RecordReader, RecordReaders
 from router.scheduling import AdmissionController, AdmissionQueue, RequestScheduler
 from router.staging import Stager
 from router.ui import Page, Recent
@@ -72,7 +72,7 @@ def make_parts(
     access: Access,
     *,
     outlets: Outlets,
-    observe: Callable[[RequestRecord], None] | None,
+    reader: RecordReader | None,
     file: ConfigFile | None,
     replica_tls: ssl.SSLContext | bool,
 ) -> Parts:
@@ -88,7 +88,7 @@ def make_parts(
     agents = partial(AgentClient, session, secret=secret)
     preparer = Stager(config, fleet, agents, lmcache=lmcache.prefetch)
     sizes = partial(_sizes, fleet, admission, lmcache)
-    waits, retries = FirstByteWaits(fleet, lmcache.hung), Retries()
+    waits, retries = FirstByteWaits(fleet, lmcache), Retries()
     health = HealthMonitor(config, fleet, prompts, session, changed=waits.look)
     feeds = Feeds(fleet, session, secret)
 
@@ -109,12 +109,7 @@ def make_parts(
     members = Membership(fleet, drain_s=config.timeouts.drain_s, joined=joined, left=left)
     tls = None if config.tls is None else server_context(config.tls)
     recent = Recent(time.monotonic())
-    readers = [recent.observe, outlets.take, *([observe] if observe else [])]
-
-    def record(done: RequestRecord) -> None:
-        for read in readers:
-            read(done)
-
+    records = RecordReaders([recent, outlets, *([] if reader is None else [reader])])
     judge = RequestLifecycle(
         config,
         fleet=fleet,
@@ -122,9 +117,9 @@ def make_parts(
         admission=admission,
         prompts=prompts,
         preparer=preparer,
-        observe=record,
-        suspect=health.suspect,
-        locate=lmcache.look_up,
+        records=records,
+        failures=health,
+        locator=lmcache,
     )
     reload = Reload(
         config, file, _live(fleet, members, access, judge, tls=tls, replica_tls=replica_tls)
@@ -133,7 +128,7 @@ def make_parts(
         *(fleet, sizes, lmcache.counts, access.refused, reload.counts),
         dropped=outlets.dropped,
     )
-    readers.insert(0, metrics.observe)
+    records.add(metrics)
     controller = _controller(config, members, session, lmcache, access, secret=secret)
     return Parts(
         fleet=fleet,

@@ -87,7 +87,7 @@ class Exchange:
 
     async def pick(self, body: bytes) -> Destinations:
         """Return where the request goes, once it may go; raise `ApiError`."""
-        await self._lifecycle.turnstile.enter()
+        await self._lifecycle.one_per_tick.enter()
         policy = self._lifecycle.policy
         policy.check(Plane.GATEWAY, self.method, self.path, self._headers)
         asked = policy.parse(Plane.GATEWAY, self.method, self.path, self._headers, body)
@@ -205,7 +205,7 @@ class Exchange:
                 # Its first token was not seen: it did begin, but it is not known when.
                 ticket.first_byte(time.monotonic(), streamed=False)
             self._lifecycle.finish(ticket, record, self._reader.read(), ok=self._is_ok)
-        self._lifecycle.hand_out(record)
+        self._lifecycle.publish(record)
 
     @property
     def _is_ok(self) -> bool:

@@ -1,14 +1,15 @@
-"""Giving up the wait for an answer's first byte, where it is known to be in vain.
+"""Ending the wait for a first byte early, when the replica will not answer.
 
-A long prompt may rightly take minutes, so by default nothing bounds that wait. But a replica that
-answers no health checks either, or whose LMCache server has ended, will not answer. One that does
-answer them, be it with 503, may well end what it has.
+A long prompt may take minutes, so by default nothing limits that wait. But a replica that does not
+answer health checks either, or whose LMCache server has ended, will not answer. A replica
+that answers its health checks with 503 may still finish its requests.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from router.fleet import Fleet, Replica, ReplicaState
 from router.proxy.upstream import AttemptFailedError, Wait
@@ -17,7 +18,7 @@ from router.record import Cause
 
 @dataclass(eq=False, kw_only=True)
 class _Movable:
-    """A wait of a request that another replica may get instead."""
+    """The wait of a request that may go to another replica instead."""
 
     wait: Wait
     replica: Replica
@@ -25,15 +26,19 @@ class _Movable:
     tried: Collection[str] = field(repr=False)
 
 
-class FirstByteWaits:
-    """The requests that wait for their first byte, and could be sent elsewhere."""
+class HangSource(Protocol):
+    """Knows which replicas wait for an LMCache server that has ended."""
 
-    def __init__(
-        self, fleet: Fleet, hung: Callable[[str], asyncio.Future[None] | None] = lambda _: None
-    ) -> None:
-        """``hung`` returns what is done when a replica (its id) hangs with its LMCache server."""
+    def hung(self, replica_id: str) -> "asyncio.Future[None] | None":
+        """Return a future that is done when the replica hangs; None if it uses no such server."""
+
+
+class FirstByteWaits:
+    """The requests that wait for their first byte and could be sent elsewhere."""
+
+    def __init__(self, fleet: Fleet, hangs: HangSource | None = None) -> None:
         self._fleet = fleet
-        self._hung = hung
+        self._hangs = hangs
         self._waits: set[_Movable] = set()
 
     def __len__(self) -> int:
@@ -41,13 +46,13 @@ class FirstByteWaits:
 
     @contextmanager
     def at(self, replica: Replica, *, model: str | None, tried: Collection[str]) -> Iterator[Wait]:
-        """Make a wait at a replica that is given up when that is in vain and another is up.
+        """Make a wait that is given up when the replica will not answer and another is up.
 
-        ``tried`` are the ids of replicas that have failed to answer.
+        ``tried`` are the ids of replicas that failed to answer.
         """
         wait = Wait()
         waiting = _Movable(wait=wait, replica=replica, model=model, tried=tried)
-        hung = self._hung(replica.id)
+        hung = None if self._hangs is None else self._hangs.hung(replica.id)
 
         def note_hung(_: object) -> None:
             wait.give_up(
@@ -58,7 +63,7 @@ class FirstByteWaits:
         if hung is not None:
             hung.add_done_callback(note_hung)
         try:
-            # It may have been called down while its KV was staged.
+            # The replica may have gone down while its KV was staged.
             self._look_at(waiting)
             yield wait
         finally:
@@ -68,7 +73,7 @@ class FirstByteWaits:
                 hung.remove_done_callback(note_hung)
 
     def look(self) -> None:
-        """Give up what is in vain; to be called when a replica was found up, down or silent."""
+        """Give up useless waits. Call it when a replica was found up, down or silent."""
         for each in self._waits:
             self._look_at(each)
 

@@ -1,16 +1,19 @@
-"""Which replica keeps what: a response, a file, a batch.
+"""The life of one request, whether the embedded proxy or a gateway carries its bytes.
 
-It lives with the replica that made it, so what names its id can be answered nowhere else.
+In this order: `RequestLifecycle.read` renders and tokenizes the prompt, `admit` holds the request
+until a replica can soon begin with it and places it, `prepare` stages its KV, `began` records the
+first byte, and `finish` or `release` gives the ticket back. From `admit` to `release` the request
+counts as in flight. Its caller owns the ticket and must release it on every exit.
 """
 
 import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol
 
 from router.config import RouterConfig
 from router.fleet import Decision, Fleet, Ticket
@@ -18,28 +21,53 @@ from router.index import PromptKeyCache
 from router.policy import ParsedRequest, Policy
 from router.prompt import Prompt, PromptSource
 from router.proxy.relay import NO_USAGE, Usage
-from router.record import Cause, FailedTry, Outcome, RequestRecord
+from router.record import Cause, FailedTry, Outcome, RecordReader, RequestRecord
 from router.scheduling import AdmissionController, Admitted, PlacementRequest, RequestScheduler
 from router.staging import Stager, StagingResult
 from warmroute_common.api_errors import ApiError, BadRequestError, RateLimitedError
 
+log = logging.getLogger("warmroute.replicas")
+
+_AT_FAULT: Final = frozenset({Cause.CUT, Cause.STATUS, Cause.GATEWAY, Cause.TIMEOUT, Cause.SILENT})
+"""Causes that count for a replica's breaker. CONNECT does not: health checks find a replica that
+refuses connections. HUNG does not: the replica only waits for its LMCache server."""
+_SERVER_ERROR: Final = 500
+"""502, 503 and 504 are retried, and count as failed tries."""
+
+
+class FailureListener(Protocol):
+    """Learns of tries that failed, to check the replica's health at once."""
+
+    def suspect(self, replica_id: str, cause: Cause) -> None:
+        """Take note that a request failed at a replica."""
+
+
+class KvLocator(Protocol):
+    """Finds KV of which the prefix index may not know."""
+
+    async def look_up(self, keyring: PromptKeyCache) -> None:
+        """Add to the index where a prompt's KV is, within a bounded time."""
+
 
 class ResponseOwners:
-    """A bounded table from such an id to its replica's; the least recently used goes first."""
+    """Which replica stores a response, a file or a batch, by its id: no other can answer for it.
+
+    Bounded: the least recently used entry goes first.
+    """
 
     def __init__(self, max_entries: int = 100_000) -> None:
         self._max_entries = max_entries
         self._replicas: OrderedDict[str, str] = OrderedDict()
 
-    def bind(self, kept_id: str, replica_id: str) -> None:
-        """Remember which replica keeps a thing; forget the oldest beyond the limit."""
-        self._replicas[kept_id] = replica_id
-        self._replicas.move_to_end(kept_id)
+    def bind(self, stored_id: str, replica_id: str) -> None:
+        """Remember which replica stores a thing."""
+        self._replicas[stored_id] = replica_id
+        self._replicas.move_to_end(stored_id)
         if len(self._replicas) > self._max_entries:
             self._replicas.popitem(last=False)
 
     def replica_of(self, ids: Iterable[str]) -> str | None:
-        """Return the replica that keeps the first that is known, None where none is (any more)."""
+        """Return the replica that stores the first known id; None if none is known."""
         for each in ids:
             if (replica_id := self._replicas.get(each)) is not None:
                 self._replicas.move_to_end(each)
@@ -48,21 +76,6 @@ class ResponseOwners:
 
     def __len__(self) -> int:
         return len(self._replicas)
-
-
-# TODO of router.proxy.lifecycle: What becomes of any request, whether the proxy or a gateway carries its bytes.
-#
-# `RequestLifecycle` reads its prompt, places it when it may go, has its KV staged, and learns from its answer.
-# A request counts as in flight from `RequestLifecycle.admit` on. Its `Ticket` is given back by
-# `RequestLifecycle.release`, whether the answer was passed on, cut, refused or not waited for.
-
-log = logging.getLogger("warmroute.replicas")
-
-_AT_FAULT: Final = frozenset({Cause.CUT, Cause.STATUS, Cause.GATEWAY, Cause.TIMEOUT, Cause.SILENT})
-"""Causes that a replica's breaker counts. Where nobody listens it is down; one that waits for its
-LMCache server rests."""
-_SERVER_ERROR: Final = 500
-"""502, 503 and 504 are retried: they have failed already."""
 
 
 class OnePerTick:
@@ -101,7 +114,7 @@ class OnePerTick:
 
 
 class RequestLifecycle:
-    """The judgment of one router, as the proxy and the picker ask it."""
+    """Takes the requests of one router through their lives, for the proxy and for the gateway."""
 
     def __init__(
         self,
@@ -112,39 +125,38 @@ class RequestLifecycle:
         admission: AdmissionController,
         prompts: PromptSource,
         preparer: Stager,
-        observe: Callable[[RequestRecord], None],
-        suspect: Callable[[str, Cause], None],
-        locate: Callable[[PromptKeyCache], Awaitable[None]],
+        records: RecordReader,
+        failures: FailureListener,
+        locator: KvLocator,
     ) -> None:
-        """``observe`` is called once for each request, at its end; ``suspect`` when a try at a
-        replica (its id) has failed. ``locate`` finds out where a prompt's KV is, where that is not
-        known.
-        """
+        """``records`` gets each request's record once, at its end."""
         self.config = config
         self.fleet = fleet
         self.policy = Policy(config)
-        self.turnstile = OnePerTick()
+        self.one_per_tick = OnePerTick()
         self._scheduler = scheduler
         self._admission = admission
         self._prompts = prompts
-        self._preparer = preparer
-        self._bindings = ResponseOwners()
-        self._observe = observe
-        self._suspect = suspect
-        self._locate = locate
+        self._stager = preparer
+        self._owners = ResponseOwners()
+        self._records = records
+        self._failures = failures
+        self._locator = locator
+
+    # The record
 
     @contextmanager
     def recording(self, record: RequestRecord) -> Iterator[None]:
-        """Hand out the record at the end, with what the request ended by."""
+        """Note how the request ends, and publish its record."""
         try:
             with self.noting_end(record):
                 yield
         finally:
-            self.hand_out(record)
+            self.publish(record)
 
     @contextmanager
     def noting_end(self, record: RequestRecord) -> Iterator[None]:
-        """Note when and by what a request ends."""
+        """Note when and how a request ends."""
         try:
             yield
         except ApiError as error:
@@ -155,31 +167,33 @@ class RequestLifecycle:
             raise
         except (asyncio.CancelledError, ConnectionResetError):
             # aiohttp cancels the handler when the client's connection is lost;
-            # a write that was under way may notice it first.
+            # a write that is under way may notice it first.
             record.end(Outcome.CLIENT_GONE)
             raise
         finally:
             record.ended_s = time.monotonic()
 
-    def hand_out(self, record: RequestRecord) -> None:
-        """Tell of a request that has ended; once for each."""
-        self._observe(record)
+    def publish(self, record: RequestRecord) -> None:
+        """Hand the record of a request that has ended to metrics, log and traces; once for each."""
+        self._records.observe(record)
+
+    # Read, admit, place, stage
 
     async def read(self, asked: ParsedRequest, record: RequestRecord) -> PromptKeyCache:
-        """Return the prompt of a request, as its keys are made of it."""
+        """Render and tokenize the prompt; return its keys, which are computed when asked for."""
         record.model = asked.model
         began_s = time.monotonic()
         keyring = PromptKeyCache(await self._prompt(asked))
         record.read_s = time.monotonic() - began_s
         record.step("read", began_s)
-        await self._locate(keyring)
+        await self._locator.look_up(keyring)
         return keyring
 
     async def decide(self, asked: ParsedRequest) -> tuple[Prompt | None, Decision]:
         """Return where a request would go, without sending it."""
         prompt = await self._prompt(asked)
         keyring = PromptKeyCache(prompt)
-        await self._locate(keyring)
+        await self._locator.look_up(keyring)
         request = self._to_place(asked, keyring)
         return prompt, self._scheduler.place(request, time.monotonic())
 
@@ -193,12 +207,13 @@ class RequestLifecycle:
         sees_tokens: bool = True,
         forgiven: int = 0,
     ) -> Admitted:
-        """Wait until the request may go, to one ``among`` these replicas; a retry does not wait.
+        """Wait until the request may go; return its placement and its ticket.
 
-        Nor does what only one replica can answer, or what no replica computes a prompt for.
+        A retry does not wait, nor a request that only one replica can answer, nor one without a
+        prompt. The request goes to a replica in ``among``, if that is given.
         ``sees_tokens``: whether the first token of a streamed answer will be seen.
-        ``forgiven``: so many of its first tries have failed at replicas that may be asked again.
-        Nothing may be awaited between this and a ``try`` that releases the ticket.
+        ``forgiven``: the replicas of this many first failed tries may be asked again.
+        Await nothing between this call and the ``try`` that releases the ticket.
         """
         asked_s = time.monotonic()
         failed = tuple(each.replica_id for each in record.failed_tries[forgiven:])
@@ -222,19 +237,21 @@ class RequestLifecycle:
         return admitted
 
     def bound_to(self, asked: ParsedRequest) -> str | None:
-        """Return the replica that keeps what a request names, if one of the fleet is known to."""
-        replica_id = self._bindings.replica_of(asked.ids)
+        """Return the replica that stores what a request names, if it is known and in the fleet."""
+        replica_id = self._owners.replica_of(asked.ids)
         replica = None if replica_id is None else self.fleet.replicas.find(replica_id)
         return None if replica is None or replica.is_removed else replica.id
 
     async def prepare(self, admitted: Admitted, record: RequestRecord) -> None:
-        """Have the KV brought to the replica, while waiting for it gains time."""
+        """Stage the KV at the replica; wait for it only as long as waiting saves time."""
         decision, ticket = admitted.decision, admitted.ticket
         began_s = time.monotonic()
-        record.prepared = await self._preparer.prepare(decision)
+        record.prepared = await self._stager.prepare(decision)
         record.step("stage", began_s)
         if decision.is_staged or record.prepared.waited_s > 0:
             ticket.sent(time.monotonic(), is_staged=record.prepared.is_staged)
+
+    # The answer
 
     def began(
         self,
@@ -245,7 +262,7 @@ class RequestLifecycle:
         streamed: bool,
         lag_s: float = 0.0,
     ) -> None:
-        """Note when an answer began: its first token if it is ``streamed``, else its headers.
+        """Note when an answer began: at its first token if it is ``streamed``, else at its headers.
 
         ``lag_s`` is the time that the router took to send the request, without intended waits.
         Later calls for the same request change nothing.
@@ -253,11 +270,21 @@ class RequestLifecycle:
         if record.first_byte_s is not None:
             return
         record.streamed, record.first_byte_s = streamed, began_s
-        # Without a prompt, neither the time to the first byte nor `usage` tells of prefills.
+        # Without a prompt, neither the time to the first byte nor `usage` describes a prefill.
         is_token = streamed and bool(record.prompt_tokens)
         ticket.first_byte(began_s, streamed=is_token, lag_s=lag_s)
         self._note_result(ticket, ok=True)
         self._admission.wake()
+
+    def answered(self, ticket: Ticket, status: int) -> None:
+        """Note the status of an answer that is passed on: 500 counts as a failure."""
+        if status == _SERVER_ERROR:
+            self._note_result(ticket, ok=False)
+
+    def cut(self, ticket: Ticket) -> None:
+        """Note that a replica broke off its answer after it had begun."""
+        self._note_result(ticket, ok=False)
+        self._failures.suspect(ticket.replica.id, Cause.CUT)
 
     def failed(
         self,
@@ -268,9 +295,9 @@ class RequestLifecycle:
         *,
         retry_after_s: float | None = None,
     ) -> None:
-        """Note that a try has failed, at the replica that was asked last; releases nothing.
+        """Note that the last try failed before its answer began. Does not release the ticket.
 
-        ``retry_after_s`` is when it would take the request, if it said so.
+        ``retry_after_s`` is the replica's ``Retry-After``, if it sent one.
         """
         assert record.replica_id is not None
         if cause in _AT_FAULT:
@@ -283,29 +310,21 @@ class RequestLifecycle:
                 retry_after_s=retry_after_s,
             )
         )
-        record.prepared = StagingResult()  # what was prepared was for that replica
+        record.prepared = StagingResult()  # the staged KV was for that replica
         if cause is not Cause.ABSENT:
-            self._suspect(record.replica_id, cause)
+            self._failures.suspect(record.replica_id, cause)
 
-    def answered(self, ticket: Ticket, status: int) -> None:
-        """Note the status of an answer that is passed on: a replica that says 500 has failed."""
-        if status == _SERVER_ERROR:
-            self._note_result(ticket, ok=False)
-
-    def cut(self, ticket: Ticket) -> None:
-        """Note that a replica has broken off its answer after it had begun."""
-        self._note_result(ticket, ok=False)
-        self._suspect(ticket.replica.id, Cause.CUT)
+    # The end
 
     def finish(self, ticket: Ticket, record: RequestRecord, usage: Usage, *, ok: bool) -> None:
-        """Release a request whose answer had begun, with what that told of itself."""
+        """Release a request whose answer had begun, with the answer's own counts."""
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
         self.release(ticket, ok=ok, usage=usage if record.prompt_tokens else NO_USAGE)
-        if ok and usage.kept_id is not None and record.replica_id is not None:
-            self._bindings.bind(usage.kept_id, record.replica_id)
+        if ok and usage.stored_id is not None and record.replica_id is not None:
+            self._owners.bind(usage.stored_id, record.replica_id)
 
     def release(self, ticket: Ticket, *, ok: bool = False, usage: Usage = NO_USAGE) -> None:
-        """Give back a ticket: the one place for it, whatever the request's end was."""
+        """Give back a ticket. The only place that does, however the request ended."""
         ticket.finish(
             time.monotonic(),
             ok=ok,
@@ -334,7 +353,7 @@ class RequestLifecycle:
         reader = self._prompts.reader_for(asked.model)
         try:
             return await reader.read(asked.endpoint, dict(asked.fields), len(asked.body))
-        except RecursionError:  # orjson reads values that are nested deeper than templates may walk
+        except RecursionError:  # orjson reads deeper nesting than templates can walk
             raise BadRequestError("the body's values are nested too deeply") from None
 
     def _to_place(self, asked: ParsedRequest, keys: PromptKeyCache) -> PlacementRequest:

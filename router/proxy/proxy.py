@@ -1,4 +1,8 @@
-"""One request from end to end: accept, read, admit, stage, send, relay, record."""
+"""One request from end to end, through the embedded proxy.
+
+`Proxy.handle` opens the record, `_answer` relays, `_begin` reads the body and the prompt, `_send`
+tries replicas until one begins to answer, and `_try` admits, stages and sends once.
+"""
 
 import asyncio
 import time
@@ -31,32 +35,32 @@ from warmroute_common.api_errors import NoReplicaError, UpstreamFailedError, Ups
 from warmroute_common.http_server import read_body, release_body
 
 _Begun = tuple[ReplicaAnswer, Ticket]
-"""A replica's answer that has begun, and what is to be given back at its end."""
+"""A replica's answer that has begun, and the ticket to release at its end."""
 _NOT_BEGUN: Final = (Cause.CONNECT, Cause.ABSENT)
+"""Causes after which the replica has certainly not begun with the request."""
 _MOST_PATIENCE_S: Final = 5.0
-"""A client is told of a longer ``Retry-After`` instead, and may wait itself."""
+"""The router waits for a replica's ``Retry-After`` up to this; a longer one goes to the client."""
 _MOST_ABSENT: Final = 32
-"""After so many replicas without it, what none is known to keep is looked for no further: one
-request of a client is not to become hundreds."""
+"""A stored thing with an unknown owner is looked for at this many replicas: one request of a client
+must not become hundreds."""
 
 
 class Proxy:
-    """Handles the endpoints that are answered by one replica."""
+    """Handles the endpoints that one replica answers."""
 
     def __init__(
         self,
-        judge: RequestLifecycle,
+        lifecycle: RequestLifecycle,
         session: aiohttp.ClientSession,
         waits: FirstByteWaits,
         retries: Retries,
     ) -> None:
-        """``waits`` are given up where they are in vain; ``retries`` wait for their turn."""
-        self._judge = judge
-        self._config = judge.config
-        self._upstream = Upstream(session, judge.config.timeouts)
+        self._lifecycle = lifecycle
+        self._config = lifecycle.config
+        self._upstream = Upstream(session, lifecycle.config.timeouts)
         self._waits = waits
         self._retries = retries
-        tracing = judge.config.tracing
+        tracing = lifecycle.config.tracing
         self._sample_ratio = None if tracing is None else tracing.sample_ratio
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -71,7 +75,7 @@ class Proxy:
             trace=trace_context(request.headers.get("traceparent"), self._sample_ratio),
             started_s=time.monotonic(),
         )
-        with self._judge.recording(record):
+        with self._lifecycle.recording(record):
             try:
                 return await self._answer(request, record)
             finally:
@@ -81,8 +85,8 @@ class Proxy:
 
     async def _answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
         begun = await self._begin(request, record)
-        # From here on no other replica is asked. The body, its fields and the prompt have been
-        # released: an answer may take minutes, and thousands be under way.
+        # From here on no other replica is asked, so the body, its fields and the prompt are
+        # released: an answer may take minutes, and thousands may be running.
         release_body(request)
         if isinstance(begun, web.Response):
             record.status = begun.status
@@ -102,22 +106,22 @@ class Proxy:
         finally:
             answer.close()
             if record.outcome is Outcome.CUT:
-                self._judge.cut(ticket)
-            self._judge.finish(ticket, record, reader.read(), ok=answer.is_ok)
+                self._lifecycle.cut(ticket)
+            self._lifecycle.finish(ticket, record, reader.read(), ok=answer.is_ok)
 
     async def _begin(self, request: web.Request, record: RequestRecord) -> _Begun | web.Response:
         """Read a request, and send it until a replica begins to answer.
 
-        Returns the last one's refusal where none does.
+        Returns the last replica's refusal if none does.
         """
         body = await read_body(request)
-        await self._judge.turnstile.enter()
-        asked = self._judge.policy.parse(
+        await self._lifecycle.one_per_tick.enter()
+        asked = self._lifecycle.policy.parse(
             Plane.PROXY, request.method, request.path, request.headers, body
         )
         if (grant := request.get(GRANT)) is not None:
             grant.check_model(asked.model)
-        keyring = await self._judge.read(asked, record)
+        keyring = await self._lifecycle.read(asked, record)
         if grant is not None and asked.has_prompt:
             grant.take_prompt(keyring.prompt_tokens, time.monotonic())
         with self._retries.counting():
@@ -130,7 +134,7 @@ class Proxy:
         keyring: PromptKeyCache,
         record: RequestRecord,
     ) -> _Begun | web.Response:
-        """Try the best replica, then the next best, and one that asked for patience once more."""
+        """Try the best replica, then the next best; at the end wait for one that said when."""
         refusal: web.Response | None = None
         forgiven = 0
         while True:
@@ -141,46 +145,48 @@ class Proxy:
                     return await self._try(request, asked, keyring, record, forgiven=forgiven)
             except AttemptFailedError as failure:
                 refusal = failure.answer
-                if not self._goes_on(asked, record):
+                if not self._may_retry(asked, record):
                     break
             except NoReplicaError:
                 if not record.failed_tries:
                     raise
-                if not await self._is_patient(asked, record, forgiven):
+                if not await self._wait_retry_after(asked, record, forgiven):
                     break
                 forgiven = len(record.failed_tries)
         return self._give_up(record) if refusal is None else refusal
 
     @asynccontextmanager
     async def _retrying(self, asked: ParsedRequest, record: RequestRecord) -> AsyncIterator[None]:
-        """Wait for the turn of a retry; raise `NoReplicaError` if it does not come in time."""
+        """Wait for the retry's turn; raise `NoReplicaError` if it does not come in time."""
         began_s = time.monotonic()
         longest_s = min(asked.max_wait_s, self._config.admission.max_wait_s)
         has_turn = await self._retries.enter(len(self._counted(record)), longest_s)
         record.waited_to_retry(began_s)
         if not has_turn:
-            raise NoReplicaError("too many requests are being tried again")
+            raise NoReplicaError("too many requests are being retried; send it again later")
         try:
             yield
         finally:
             self._retries.leave()
 
-    async def _is_patient(self, asked: ParsedRequest, record: RequestRecord, forgiven: int) -> bool:
-        """Wait for a replica that said when it would take the request, if that is soon.
+    async def _wait_retry_after(
+        self, asked: ParsedRequest, record: RequestRecord, forgiven: int
+    ) -> bool:
+        """Wait as long as a replica's ``Retry-After`` says, if that is short; else return False.
 
-        Returns False if none did. No other replica is left to take it.
+        For a request that no other replica is left to take.
         """
         tries = record.failed_tries[forgiven:]
-        said = [each.retry_after_s for each in tries if each.retry_after_s is not None]
-        if not said or min(said) > min(_MOST_PATIENCE_S, asked.max_wait_s):
+        waits_s = [each.retry_after_s for each in tries if each.retry_after_s is not None]
+        if not waits_s or min(waits_s) > min(_MOST_PATIENCE_S, asked.max_wait_s):
             return False
         began_s = time.monotonic()
-        await asyncio.sleep(min(said))
+        await asyncio.sleep(min(waits_s))
         record.waited_to_retry(began_s)
         return True
 
-    def _goes_on(self, asked: ParsedRequest, record: RequestRecord) -> bool:
-        """Whether a request whose last try has failed is sent to another replica."""
+    def _may_retry(self, asked: ParsedRequest, record: RequestRecord) -> bool:
+        """Whether a request whose last try failed may be sent to another replica."""
         counted = self._counted(record)
         return (
             (asked.repeatable or record.failed_tries[-1].cause in _NOT_BEGUN)
@@ -190,7 +196,7 @@ class Proxy:
 
     @staticmethod
     def _counted(record: RequestRecord) -> list[FailedTry]:
-        """Return the failed tries that are limited by ``retries``."""
+        """Return the failed tries that count against ``retries``."""
         return [each for each in record.failed_tries if each.cause is not Cause.ABSENT]
 
     async def _try(
@@ -204,15 +210,16 @@ class Proxy:
     ) -> _Begun:
         """Send the request to one replica; return its answer once it has begun.
 
-        Raises `AttemptFailedError` where another replica may be asked. ``forgiven``: see `RequestLifecycle.admit`.
+        Raises `AttemptFailedError` if another replica may be asked. ``forgiven``: see
+        `RequestLifecycle.admit`.
         """
-        admitted = await self._judge.admit(asked, keyring, record, forgiven=forgiven)
-        # In flight from here on, not from after the prefetch: a burst of the same prompt that
-        # comes while this one waits must see it. Nothing may be awaited before the ``try``: a
-        # client that leaves then would leave the ticket.
+        admitted = await self._lifecycle.admit(asked, keyring, record, forgiven=forgiven)
+        # In flight from here on, not from after the prefetch: requests with the same prompt that
+        # arrive meanwhile must see it. Await nothing before the ``try``: if the client left
+        # then, nobody would release the ticket.
         decision, ticket = admitted.decision, admitted.ticket
         try:
-            await self._judge.prepare(admitted, record)
+            await self._lifecycle.prepare(admitted, record)
             with self._wait(asked, ticket.replica, record) as wait:
                 answer = await self._upstream.send(
                     request.method,
@@ -226,21 +233,21 @@ class Proxy:
                     ),
                     body=asked.body,
                     wait=wait,
-                    seeks=asked.seeks and self._judge.bound_to(asked) is None,
+                    seeks=asked.seeks and self._lifecycle.bound_to(asked) is None,
                 )
         except AttemptFailedError as failure:
-            self._judge.failed(
+            self._lifecycle.failed(
                 ticket, record, failure.cause, failure.detail, retry_after_s=failure.retry_after_s
             )
-            self._judge.release(ticket)
+            self._lifecycle.release(ticket)
             raise
         except BaseException:
-            self._judge.release(ticket)
+            self._lifecycle.release(ticket)
             raise
-        self._judge.answered(ticket, answer.status)
+        self._lifecycle.answered(ticket, answer.status)
         if answer.is_ok:
             lag_s = answer.sent_s - ticket.started_s - record.prepared.waited_s
-            self._judge.began(
+            self._lifecycle.began(
                 ticket, record, began_s=answer.began_s, streamed=answer.streamed, lag_s=lag_s
             )
         else:
@@ -250,15 +257,15 @@ class Proxy:
     def _wait(
         self, asked: ParsedRequest, replica: Replica, record: RequestRecord
     ) -> AbstractContextManager[Wait]:
-        """Make the wait for a first byte; it may be given up if another replica may be asked."""
+        """Make the wait for a first byte, which ends early if another replica can take over."""
         tried = [each.replica_id for each in record.failed_tries]
         left = self._config.retries - len(self._counted(record))
-        if left > 0 and asked.repeatable and self._judge.bound_to(asked) is None:
+        if left > 0 and asked.repeatable and self._lifecycle.bound_to(asked) is None:
             return self._waits.at(replica, model=asked.model, tried=tried)
         return nullcontext(Wait())
 
     def _give_up(self, record: RequestRecord) -> NoReturn:
-        """Raise what tells of the tries, none of which has got an answer."""
+        """Raise the error of a request whose tries all failed."""
         tried = "; ".join(f"{each.replica_id}: {each.cause}" for each in record.failed_tries)
         match record.failed_tries[-1].cause:
             case Cause.CONNECT:

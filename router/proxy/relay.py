@@ -1,7 +1,7 @@
-"""Reading what an answer says of itself, from the bytes that pass by.
+"""Passing a replica's answer to the client as it comes.
 
-Only the answer's first and last few KB are kept and looked at once, at the end:
-an id stands first in it and ``usage`` last, in every API that is proxied.
+A stream that the replica breaks off does not look complete to the client: SSE clients get an error
+event, others see the connection close before the announced end.
 """
 
 import asyncio
@@ -9,10 +9,8 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Self
 
 from aiohttp import web
@@ -35,37 +33,140 @@ _CACHED: Final = (
     ("input_tokens_details", "cached_tokens"),
     ("cache_read_input_tokens",),
 )
-_DECODER: Final = json.JSONDecoder()
 _OUTPUT: Final = (("completion_tokens",), ("output_tokens",))
+_DECODER: Final = json.JSONDecoder()
+
+
+async def relay(
+    request: web.Request,
+    answer: ReplicaAnswer,
+    *,
+    reader: "UsageReader",
+    record: RequestRecord,
+    replica: Replica,
+    idle_s: float | None,
+) -> web.StreamResponse:
+    """Stream ``answer`` to the client; note in ``record`` how it ended.
+
+    Each chunk proves that ``replica`` is alive. If nothing moves for ``idle_s``, the answer is cut
+    (the replica sends nothing) or the client's connection is ended (the client reads nothing).
+    Raises ConnectionResetError when the client has left.
+    """
+    response = web.StreamResponse(status=answer.status, headers=answer.headers)
+    response.headers.update(answer_headers(record))
+    await response.prepare(request)
+    record.status = answer.status
+    last = b""
+    try:
+        with IdleTimer(request, answer, idle_s) as idle:
+            async with aclosing(answer.chunks()) as chunks:
+                async for chunk in chunks:
+                    idle.is_writing = True
+                    idle.moved_s = replica.heard_s = time.monotonic()
+                    reader.feed(chunk)
+                    await response.write(chunk)
+                    record.response_bytes += len(chunk)
+                    last = chunk
+                    idle.is_writing = False
+                    idle.moved_s = time.monotonic()
+    except AnswerCutError as cut:
+        record.end(Outcome.CUT, error=str(cut))
+        await _end_cut(request, response, answer, last)
+        return response
+    await response.write_eof()
+    record.end(Outcome.OK)
+    return response
+
+
+async def _end_cut(
+    request: web.Request, response: web.StreamResponse, answer: ReplicaAnswer, last: bytes
+) -> None:
+    if not answer.streamed or "Content-Encoding" in answer.headers:
+        response.force_close()
+        if request.transport is not None:
+            request.transport.abort()
+        return
+    error = UpstreamFailedError("the replica's answer broke off; the text so far is incomplete")
+    # An event cut in half would swallow this one: end it first.
+    gap = b"" if last.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
+    name = b"event: error\n" if is_anthropic(request.path) else b""
+    await response.write(gap + name + b"data: " + error_body(request.path, error) + b"\n\n")
+    await response.write_eof()
+
+
+class IdleTimer:
+    """Ends an answer on which nothing moves for ``idle_s``, while the ``with`` block runs.
+
+    One timer for the whole answer, which looks at `moved_s` when it fires: setting a timer for each
+    chunk would cost more than passing the chunk on.
+    """
+
+    def __init__(self, request: web.Request, answer: ReplicaAnswer, idle_s: float | None) -> None:
+        """``idle_s`` is None for no limit."""
+        self._request = request
+        self._answer = answer
+        self._idle_s = idle_s
+        self._timer: asyncio.TimerHandle | None = None
+        self.moved_s = time.monotonic()
+        """When a chunk came or was written; the relay keeps this and `is_writing` up to date."""
+        self.is_writing = False
+        """Whether the relay waits for the client to read."""
+
+    def __enter__(self) -> Self:
+        if self._idle_s is not None:
+            self._sleep(self._idle_s)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _sleep(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        assert self._idle_s is not None
+        left_s = self.moved_s + self._idle_s - time.monotonic()
+        if left_s > 0:
+            self._sleep(left_s)
+        elif not self.is_writing:
+            self._answer.cut("nothing came for too long (timeouts.stream_idle_s)")
+        elif self._request.transport is not None:
+            self._request.transport.abort()  # aiohttp then cancels the handler
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What an answer told; None where it told nothing."""
+    """What an answer says about itself; None where it says nothing."""
 
     cached_tokens: int | None = None
     output_tokens: int | None = None
-    kept_id: str | None = None
-    """Of what the replica keeps: a response, for a later ``previous_response_id``, or a file."""
+    stored_id: str | None = None
+    """The id of what the replica stores: a response, for a later ``previous_response_id``, or a
+    file."""
 
 
 NO_USAGE: Final = Usage()
 
 
 class UsageReader:
-    """Keeps an answer's beginning and end while it is passed on."""
+    """Reads ids and ``usage`` from an answer's bytes while they pass.
+
+    It keeps only the first and last few KB and parses them once, at the end: in every
+    API that is proxied, an id comes first and ``usage`` last.
+    """
 
     __slots__ = ("_head", "_ids", "_tail", "_tail_bytes")
 
     def __init__(self, *, any_id: bool = False) -> None:
-        """``any_id``: whether more than responses is kept."""
+        """``any_id``: whether the replica may store other things than responses."""
         self._ids = _ANY_ID if any_id else _RESPONSE_ID
         self._head = bytearray()
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
 
     def feed(self, chunk: bytes) -> None:
-        """Take note of the next bytes of the body."""
+        """Take the next bytes of the body."""
         if len(self._head) < _HEAD_BYTES:
             self._head += chunk[: _HEAD_BYTES - len(self._head)]
         self._tail.append(chunk)
@@ -74,13 +175,13 @@ class UsageReader:
             self._tail_bytes -= len(self._tail.popleft())
 
     def read(self) -> Usage:
-        """Return what the bytes fed so far tell."""
+        """Return what the bytes so far say."""
         usage = _last_usage(b"".join(self._tail)[-_TAIL_BYTES:])
         found = self._ids.search(self._head)
         return Usage(
             cached_tokens=_first_count(usage, _CACHED),
             output_tokens=_first_count(usage, _OUTPUT),
-            kept_id=found[1].decode() if found else None,
+            stored_id=found[1].decode() if found else None,
         )
 
 
@@ -104,116 +205,3 @@ def _first_count(usage: dict[str, Any], paths: tuple[tuple[str, ...], ...]) -> i
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             return value
     return None
-
-
-# TODO of router.proxy.relay: Ending a stream on which nothing moves any more.
-
-
-class IdleTimer:
-    """Calls a function once nothing has moved for so long, while the ``with`` block runs.
-
-    One timer for a stream, that looks anew when it is due: a timer for each piece would cost more
-    than to pass the piece on.
-    """
-
-    def __init__(self, idle_s: float | None, on_idle: Callable[[bool], None]) -> None:
-        """``idle_s`` is None for no limit; ``on_idle`` gets `is_writing`."""
-        self._idle_s = idle_s
-        self._on_idle = on_idle
-        self._timer: asyncio.TimerHandle | None = None
-        self.moved_s = time.monotonic()
-        """When something has moved last; this and the next are to be kept up to date."""
-        self.is_writing = False
-        """Whether it is the client's turn, which may take its time to read."""
-
-    def __enter__(self) -> Self:
-        if self._idle_s is not None:
-            self._sleep(self._idle_s)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _sleep(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
-
-    def _look(self) -> None:
-        assert self._idle_s is not None
-        left_s = self.moved_s + self._idle_s - time.monotonic()
-        if left_s > 0:
-            self._sleep(left_s)
-        else:
-            self._on_idle(self.is_writing)
-
-
-# TODO of router.proxy.relay: Passing a replica's answer on to the client, and ending it honestly.
-#
-# A stream that the replica breaks off is not dressed up as a complete one: SSE
-# clients get an error event, others see their connection close short of the
-# announced end.
-
-
-async def relay(
-    request: web.Request,
-    answer: ReplicaAnswer,
-    *,
-    reader: UsageReader,
-    record: RequestRecord,
-    replica: Replica,
-    idle_s: float | None,
-) -> web.StreamResponse:
-    """Stream ``answer`` to the client as it comes; note in ``record`` how it ended.
-
-    ``replica`` is noted to be alive. Where nothing moves for ``idle_s``, because the replica says
-    nothing or the client takes nothing, the answer is cut or the client's connection ended.
-    Raises ConnectionResetError when the client has gone.
-    """
-    response = web.StreamResponse(status=answer.status, headers=answer.headers)
-    response.headers.update(answer_headers(record))
-    await response.prepare(request)
-    record.status = answer.status
-    last = b""
-    on_idle = partial(_end_idle, request, answer)
-    try:
-        with IdleTimer(idle_s, on_idle) as idle:
-            async with aclosing(answer.chunks()) as chunks:
-                async for chunk in chunks:
-                    idle.is_writing = True
-                    idle.moved_s = replica.heard_s = time.monotonic()
-                    reader.feed(chunk)
-                    await response.write(chunk)
-                    record.response_bytes += len(chunk)
-                    last = chunk
-                    idle.is_writing = False
-                    idle.moved_s = time.monotonic()
-    except AnswerCutError as cut:
-        record.end(Outcome.CUT, error=str(cut))
-        await _end_cut(request, response, answer, last)
-        return response
-    await response.write_eof()
-    record.end(Outcome.OK)
-    return response
-
-
-def _end_idle(request: web.Request, answer: ReplicaAnswer, is_writing: bool) -> None:
-    if not is_writing:
-        answer.cut("nothing came for too long (timeouts.stream_idle_s)")
-    elif request.transport is not None:
-        request.transport.abort()  # its handler is cancelled
-
-
-async def _end_cut(
-    request: web.Request, response: web.StreamResponse, answer: ReplicaAnswer, last: bytes
-) -> None:
-    if not answer.streamed or "Content-Encoding" in answer.headers:
-        response.force_close()
-        if request.transport is not None:
-            request.transport.abort()
-        return
-    error = UpstreamFailedError("the replica's answer broke off; the text so far is incomplete")
-    # An event cut in half would swallow this one: end it first.
-    gap = b"" if last.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
-    name = b"event: error\n" if is_anthropic(request.path) else b""
-    await response.write(gap + name + b"data: " + error_body(request.path, error) + b"\n\n")
-    await response.write_eof()

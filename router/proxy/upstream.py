@@ -1,4 +1,9 @@
-"""Which headers are passed on, from a client to a replica and back."""
+"""Sending a request to one replica: headers, connection, first byte, the rest of the answer.
+
+aiohttp's exceptions are mapped here, once: to `AttemptFailedError` (nothing of the answer was seen,
+so another replica may be asked) and `AnswerCutError` (the answer had begun). A cancelled
+call closes its connection, which tells the replica that its answer is no longer wanted.
+"""
 
 import asyncio
 import io
@@ -18,8 +23,19 @@ from router.config import TimeoutsConfig
 from router.record import Cause
 from warmroute_common.config_reader import describe
 
+_SWITCHING_PROTOCOLS: Final = 101
+RETRYABLE: Final = frozenset({502, 503, 504})
+"""Statuses of a replica that could not answer, where another may."""
+_LARGE_BODY_BYTES: Final = 1 << 20
+"""aiohttp wants a larger body as a file, which it writes piece by piece."""
+
+_KEEPALIVE_S: Final = 3.0
+"""Shorter than the 5 s after which vLLM's server closes an idle connection, so that no request is
+sent into a connection that is being closed."""
+_FAILURE_BODY_BYTES: Final = 64 << 10
+_DEFAULT_TIMEOUT_S: Final = 30.0
 _OWN_HEADERS: Final = ("x-warmroute-", "access-control-")
-"""How the headers begin in which the router alone speaks: of a request, and of other origins."""
+"""Prefixes of headers that only the router sets: about the request, and for CORS."""
 
 _CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _HOP_BY_HOP: Final = frozenset(
@@ -35,98 +51,26 @@ _HOP_BY_HOP: Final = frozenset(
         "upgrade",
     }
 )
-# Of the client's: its Host names the router, and its body arrives here decoded
-# (aiohttp undoes Content-Encoding), with a length of its own.
+# The client's Host names the router, and aiohttp has decoded the body (Content-Encoding), so
+# its length has changed.
 _NOT_FORWARDED: Final = _HOP_BY_HOP | {"host", "content-length", "content-encoding", "expect"}
 
 
-def forwarded_headers(
-    headers: CIMultiDictProxy[str],
-    *,
-    request_id: str,
-    api_key: str | None,
-    is_keyed: bool,
-    traceparent: str | None = None,
-) -> CIMultiDict[str]:
-    """Return the client's headers as the replica gets them.
-
-    ``traceparent`` is the router's own, instead of the client's; None where it has none.
-
-    Its key only where it is the replica's to check: where neither the router does (``is_keyed``)
-    nor the replica has one of its own.
-    """
-    kept = _without(headers, _NOT_FORWARDED)
-    kept["X-Request-Id"] = request_id
-    if traceparent is not None:
-        kept["Traceparent"] = traceparent
-    if is_keyed or api_key is not None:
-        for name in ("Authorization", "X-Api-Key"):
-            kept.popall(name, None)
-    if api_key is not None:
-        kept["Authorization"] = f"Bearer {api_key}"
-    return kept
-
-
-def kept_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Return an answer's headers without connection headers and the router's own.
-
-    And without those that no server may send, which a client of HTTP takes and ours refuses.
-    """
-    return CIMultiDict(
-        (name, value)
-        for name, value in _without(headers, _HOP_BY_HOP).items()
-        if not name.lower().startswith(_OWN_HEADERS) and not _CONTROLS.search(value)
-    )
-
-
-def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:
-    named = {
-        name.strip().lower()
-        for value in headers.getall("Connection", ())
-        for name in value.split(",")
-    }
-    return CIMultiDict(
-        (name, value)
-        for name, value in headers.items()
-        if name.lower() not in dropped and name.lower() not in named
-    )
-
-
-# TODO of router.proxy.upstream: Sending a request to one replica: connection, headers, first byte, the rest.
-#
-# aiohttp's exceptions are mapped here, once, to `AttemptFailedError` (nothing of the
-# answer has been seen: another replica may be asked) and `AnswerCutError` (the answer
-# had begun). A call that is cancelled closes its connection to the replica, which
-# is how the replica learns that its answer is not wanted any more.
-
-_SWITCHING_PROTOCOLS: Final = 101
-RETRYABLE: Final = frozenset({502, 503, 504})
-"""Statuses of a replica that could not answer; another may."""
-_LARGE_BODY_BYTES: Final = 1 << 20
-"""Beyond this aiohttp wants a body as a file, of which it writes one piece after the other."""
-
-# Shorter than the 5 s after which vLLM's server closes an idle connection, so
-# that a request is not sent into one that is just being closed.
-_KEEPALIVE_S: Final = 3.0
-_FAILURE_BODY_BYTES: Final = 64 << 10
-_DEFAULT_TIMEOUT_S: Final = 30.0
-
-
 class AttemptFailedError(Exception):
-    """A replica gave nothing that could be passed on; another may be tried."""
+    """A replica gave no answer that could be passed on; another may be tried."""
 
     def __init__(self, cause: Cause, detail: str, answer: web.Response | None = None) -> None:
         super().__init__(cause, detail)
         self.cause = cause
         self.detail = detail
         self.answer = answer
-        """The replica's own words, if it had any: for when there is no other replica."""
+        """The replica's error answer, for the client if no other replica is left."""
 
     @property
     def retry_after_s(self) -> float | None:
-        """After which time the replica would take the request, if it said so in seconds."""
-        said = "" if self.answer is None else self.answer.headers.get("Retry-After", "")
-        return float(said) if said.isascii() and said.isdecimal() else None
+        """The replica's ``Retry-After``, if it is in seconds."""
+        header = "" if self.answer is None else self.answer.headers.get("Retry-After", "")
+        return float(header) if header.isascii() and header.isdecimal() else None
 
 
 class AnswerCutError(Exception):
@@ -134,50 +78,50 @@ class AnswerCutError(Exception):
 
 
 class Wait:
-    """A request's wait for its answer's first byte, which may be given up before its time."""
+    """A request's wait for its answer's first byte, which may be given up early."""
 
     def __init__(self) -> None:
         self.failure: AttemptFailedError | None = None
-        """Why it was given up."""
+        """Why the wait was given up."""
         self._bound: asyncio.Timeout | None = None
 
     def within(self, seconds: float | None) -> asyncio.Timeout:
-        """Return what bounds it, by these seconds if there are any; to be entered at once."""
+        """Return the timeout of the wait; enter it at once. None for no limit."""
         self._bound = asyncio.timeout(0.0 if self.failure is not None else seconds)
         return self._bound
 
     def give_up(self, failure: AttemptFailedError) -> None:
-        """End it; nothing if it has ended."""
+        """End the wait. Does nothing if it has ended."""
         if self.failure is None:
             self.failure = failure
             if self._bound is not None and not self._bound.expired():
                 self._bound.reschedule(asyncio.get_running_loop().time())
 
     def end(self) -> None:
-        """Note that it is over: it cannot be given up any more."""
+        """Note that the wait is over: `give_up` has no effect from now on."""
         self._bound = None
 
 
 class ReplicaAnswer:
-    """A replica's answer that has begun: status, headers and first bytes are here."""
+    """A replica's answer that has begun: its status, headers and first bytes have arrived."""
 
     def __init__(
         self, response: aiohttp.ClientResponse, first: bytes, *, sent_s: float, headers_s: float
     ) -> None:
         self.status = response.status
         self.is_ok = response.status < 400
-        """Whether the replica computes what was asked."""
+        """Whether the status is a success."""
         self.headers = kept_headers(response.headers)
         self.streamed = response.content_type == "text/event-stream"
         self.began_s = time.monotonic() if self.streamed else headers_s
-        """When the answer began, for TTFT: streamed its first byte, else its headers."""
+        """When the answer began, for TTFT: its first byte if it is streamed, else its headers."""
         self.sent_s = sent_s
         """When the request was written."""
         self._response = response
         self._first = first
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body's bytes as they come; raise `AnswerCutError` if they break off."""
+        """Yield the body's bytes as they arrive; raise `AnswerCutError` if they break off."""
         if self._first:
             yield self._first
         try:
@@ -187,33 +131,33 @@ class ReplicaAnswer:
             raise AnswerCutError(describe(error)) from error
 
     def cut(self, why: str) -> None:
-        """Have `chunks` end as if the replica had broken off."""
+        """End `chunks` as if the replica had broken off."""
         self._response.content.set_exception(TimeoutError(why))
 
     def close(self) -> None:
-        """Close the connection, unless it is in the pool again: the answer was read whole."""
+        """Close the connection, unless the answer was read whole and the pool has it back."""
         self._response.close()
 
 
 class _Body(aiohttp.Payload):
-    """A request's body: it goes out together with the headers, and notes when."""
+    """A request's body, which notes when it is written."""
 
     sent_s: float | None = None
 
     async def write_with_length(
         self, writer: AbstractStreamWriter, content_length: int | None
     ) -> None:
-        """Write it, as aiohttp asks."""
+        """Write the body; called by aiohttp."""
         self.sent_s = time.monotonic()
         await super().write_with_length(writer, content_length)
 
 
 class _SmallBody(_Body, aiohttp.BytesPayload):
-    """It is written at once."""
+    """Written at once."""
 
 
 class _LargeBody(_Body, aiohttp.BytesIOPayload):
-    """It is written one piece after the other."""
+    """Written piece by piece."""
 
 
 def _body(body: bytes) -> _Body | None:
@@ -239,11 +183,11 @@ class Upstream:
         wait: Wait,
         seeks: bool = False,
     ) -> ReplicaAnswer:
-        """Send a request; return its answer, to be closed, once its first byte is here.
+        """Send a request; return its answer once the first byte is here. The caller closes it.
 
-        ``url`` is sent as it is encoded. Raises `AttemptFailedError` where no answer came, one that is
-        to be retried, or one that says 404 where a replica is sought that does not (``seeks``),
-        and where ``wait`` is given up.
+        ``url`` is sent as it is encoded. Raises `AttemptFailedError` if no answer came, if its
+        status is in `RETRYABLE`, if it is 404 and the request ``seeks`` the replica that stores
+        something, or if ``wait`` was given up.
         """
         sent_s = time.monotonic()
         data = _body(body)
@@ -263,7 +207,7 @@ class Upstream:
                 headers_s = time.monotonic()
                 if response.status == _SWITCHING_PROTOCOLS:
                     raise AttemptFailedError(
-                        Cause.CUT, "switched to a protocol that was not asked for"
+                        Cause.CUT, "the replica switched protocols without being asked to"
                     )
                 if response.status in RETRYABLE:
                     raise await _refused(response, Cause.STATUS)
@@ -280,15 +224,17 @@ class Upstream:
                 raise
             raise failure from error
         if data is not None and data.sent_s is not None:
-            # In a burst a request is written up to 0.3 s after the router began to send it.
+            # In a burst the router writes a request up to 0.3 s after it began to send it.
             sent_s = data.sent_s
         return ReplicaAnswer(response, first, sent_s=sent_s, headers_s=headers_s)
 
     def _failure(self, error: BaseException, wait: Wait) -> AttemptFailedError | None:
-        """Return what aiohttp's exceptions mean; None for what is no failure of a replica."""
+        """Map aiohttp's exceptions; None for an error that is not the replica's."""
         match error:
             case aiohttp.ConnectionTimeoutError():
-                return AttemptFailedError(Cause.CONNECT, "no connection in time")
+                return AttemptFailedError(
+                    Cause.CONNECT, "no connection in time (timeouts.connect_s)"
+                )
             case TimeoutError() if wait.failure is not None:
                 return wait.failure
             case TimeoutError():
@@ -312,10 +258,10 @@ async def _refused(response: aiohttp.ClientResponse, cause: Cause) -> AttemptFai
 
 
 def client_session(tls: ssl.SSLContext | bool = True) -> aiohttp.ClientSession:
-    """Make the session for requests to replicas: unlimited connections, bytes untouched.
+    """Make the session for requests to replicas: unlimited connections, bodies not decoded.
 
-    ``tls`` says how replicas' certificates are verified. Requests that pass no timeout of their
-    own have ``_DEFAULT_TIMEOUT_S``.
+    ``tls`` verifies replicas' certificates. Requests without a timeout of their own get
+    ``_DEFAULT_TIMEOUT_S``.
     """
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=_DEFAULT_TIMEOUT_S),
@@ -323,4 +269,58 @@ def client_session(tls: ssl.SSLContext | bool = True) -> aiohttp.ClientSession:
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
+
+
+# Headers
+
+
+def forwarded_headers(
+    headers: CIMultiDictProxy[str],
+    *,
+    request_id: str,
+    api_key: str | None,
+    is_keyed: bool,
+    traceparent: str | None = None,
+) -> CIMultiDict[str]:
+    """Return the client's headers as the replica gets them.
+
+    ``traceparent`` replaces the client's, if the router makes spans. The client's key is passed on
+    only if neither the router checks keys (``is_keyed``) nor the replica has its own ``api_key``.
+    """
+    kept = _without(headers, _NOT_FORWARDED)
+    kept["X-Request-Id"] = request_id
+    if traceparent is not None:
+        kept["Traceparent"] = traceparent
+    if is_keyed or api_key is not None:
+        for name in ("Authorization", "X-Api-Key"):
+            kept.popall(name, None)
+    if api_key is not None:
+        kept["Authorization"] = f"Bearer {api_key}"
+    return kept
+
+
+def kept_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """Return an answer's headers without connection headers and the router's own.
+
+    Headers with control characters are dropped too: aiohttp's client accepts them, but its server
+    refuses to send them.
+    """
+    return CIMultiDict(
+        (name, value)
+        for name, value in _without(headers, _HOP_BY_HOP).items()
+        if not name.lower().startswith(_OWN_HEADERS) and not _CONTROLS.search(value)
+    )
+
+
+def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    named = {
+        name.strip().lower()
+        for value in headers.getall("Connection", ())
+        for name in value.split(",")
+    }
+    return CIMultiDict(
+        (name, value)
+        for name, value in headers.items()
+        if name.lower() not in dropped and name.lower() not in named
     )

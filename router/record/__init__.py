@@ -1,12 +1,4 @@
-"""What is told of each request: headers of its answer, a log line, metrics, traces.
-
-`RequestRecord` is filled in while a request is under way, once for each value, and handed out at
-its end. `answer_headers` are made of it; `Metrics` are for Prometheus. `Outlets` has it written
-as a line (`request_log`: `text_line`, `json_line`) by a thread, and sent as spans.
-
-Called by proxy, picker, feeds and the application. Imports config, failures, residency, fleet and
-staging.
-"""
+"""What is recorded of each request: answer headers, log lines, metrics, traces."""
 
 from router.record.metrics import CONTENT_TYPE, Metrics
 from router.record.outlets import Outlets
@@ -14,6 +6,8 @@ from router.record.records import (
     Cause,
     FailedTry,
     Outcome,
+    RecordReader,
+    RecordReaders,
     RequestRecord,
     answer_headers,
     trace_context,
@@ -26,6 +20,8 @@ __all__ = [
     "Metrics",
     "Outcome",
     "Outlets",
+    "RecordReader",
+    "RecordReaders",
     "RequestRecord",
     "answer_headers",
     "trace_context",

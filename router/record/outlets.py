@@ -40,8 +40,8 @@ class Outlets:
         ends = [self._log.stop, *([] if traces is None else [traces.stop])]
         await asyncio.gather(*map(asyncio.to_thread, ends))
 
-    def take(self, record: RequestRecord) -> None:
-        """Tell of a request that has ended; does not wait."""
+    def observe(self, record: RequestRecord) -> None:
+        """Log and trace a request that has ended; does not wait."""
         self._log.write(record)
         if self._traces is not None:
             self._traces.take(record)

@@ -1,13 +1,16 @@
-"""Where a request belongs in a trace: the W3C's ``traceparent``, read and written."""
+"""The record of one request, which answer headers, log, metrics and traces are made from.
+
+It is filled in while the request runs, and published once, when the request has ended.
+"""
 
 import random
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import nan
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from router.fleet import Decision
 from router.index import Tier
@@ -18,31 +21,31 @@ _UNKNOWN_VERSION: Final = "ff"
 _FIRST_VERSION: Final = "00"
 _SAMPLED: Final = 1
 _RATIO_BITS: Final = 64
-"""A trace's lower bits decide whether it is sampled, as in OpenTelemetry's own sampler."""
+"""The lower bits of a trace's id decide whether it is sampled, as in OpenTelemetry's sampler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceContext:
-    """A request's place in its trace."""
+    """A request's place in its trace (W3C ``traceparent``)."""
 
     trace_id: str
     """32 hex digits."""
     parent_id: str | None = None
     """The client's span, if it sent one; 16 hex digits, as below."""
     span_id: str | None = None
-    """The router's own span; None where the router makes none."""
+    """The router's own span; None if the router makes no spans."""
     is_sampled: bool = False
 
     def header(self, span_id: str) -> str:
-        """Return the ``traceparent`` for what a span of the router's asks."""
+        """Return the ``traceparent`` for a request below this span of the router."""
         return f"{_FIRST_VERSION}-{self.trace_id}-{span_id}-{int(self.is_sampled):02x}"
 
 
 def trace_context(traceparent: str | None, sample_ratio: float | None) -> TraceContext | None:
-    """Return the place of a request that came with this header.
+    """Return the place in its trace of a request with this header; an invalid header is ignored.
 
-    ``sample_ratio`` is that of requests without one, None where the router makes no spans:
-    then there is only the client's. A header that is not one counts as none.
+    ``sample_ratio`` applies to requests without the header. It is None if the router makes no
+    spans: then only the client's trace counts.
     """
     sent = None if traceparent is None else _parsed(traceparent)
     if sample_ratio is None:
@@ -71,12 +74,6 @@ def _parsed(traceparent: str) -> TraceContext | None:
     return TraceContext(trace_id=trace_id, parent_id=parent_id, is_sampled=is_sampled)
 
 
-# TODO of router.record.records: One record of each request: headers of its answer, log, metrics and traces are made of it.
-#
-# The proxy fills it in while the request is under way, and hands it out once, at the end,
-# whatever the end was. Nothing else is told about requests.
-
-
 class Outcome(StrEnum):
     """How a request ended, seen from the client."""
 
@@ -87,10 +84,10 @@ class Outcome(StrEnum):
     CUT = "cut"
     """The replica's answer broke off after its first byte."""
     ENDED = "ended"
-    """The answer had begun when its gateway ended the request: its client has all of it or has
-    gone, which the gateway does not tell."""
+    """The gateway ended the request after the answer had begun. It does not say whether the client
+    got all of it."""
     CLIENT_GONE = "client-gone"
-    """The client went away before the answer's end, which the replica had not broken off."""
+    """The client left before the end of an answer that the replica had not broken off."""
     FAILED = "failed"
     """A defect of the router: see its log."""
 
@@ -105,31 +102,31 @@ class Cause(StrEnum):
     STATUS = "status"
     """The replica answered 502, 503 or 504."""
     HUNG = "hung"
-    """What the replica waits for has ended: its LMCache server."""
+    """The LMCache server that the replica waits for has ended."""
     SILENT = "silent"
-    """Before it began to answer, the replica answered no health checks any more."""
+    """The replica stopped answering health checks before it began to answer."""
     GATEWAY = "gateway"
-    """The gateway went on to another replica, and does not tell why."""
+    """The gateway tried another replica, and does not say why."""
     TIMEOUT = "timeout"
     """No first byte within ``timeouts.first_byte_s``."""
     ABSENT = "absent"
-    """The replica answered 404, and another may keep what was asked for."""
+    """The replica answered 404, and another may store what was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedTry:
-    """One replica that was tried in vain."""
+    """A try at a replica that failed before its answer began."""
 
     replica_id: str
     cause: Cause
     detail: str
     retry_after_s: float | None = None
-    """When it would take the request, as it said (``Retry-After``)."""
+    """The replica's ``Retry-After``."""
     ended_s: float = field(default_factory=time.monotonic, compare=False)
 
 
 class RequestStep(NamedTuple):
-    """Something that a request went through at the router."""
+    """A step of a request in the router."""
 
     name: str
     """``read`` (its prompt), ``wait`` (for a replica), ``stage`` (KV), ``retry`` (waiting to)."""
@@ -138,32 +135,32 @@ class RequestStep(NamedTuple):
 
 
 class Try(NamedTuple):
-    """One replica that a request was sent to."""
+    """A try: one replica that a request was sent to."""
 
     replica_id: str
     url: str
     began_s: float
     span_id: str | None
-    """The caller's span that the replica was told; None where the router makes none."""
+    """The parent span in the replica's ``traceparent``; None if the router makes no spans."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """Everything worth knowing of a request. Times in seconds, by the router's clock.
+    """All that is recorded of a request. Times in seconds, by `time.monotonic`.
 
-    A value is None (or empty) where the request did not get that far or nothing told it.
+    A value is None (or empty) if the request did not get that far, or if it is unknown.
     """
 
     request_id: str
     endpoint: str
-    """Its path where that is an endpoint of a known API, else ``other``."""
+    """Its path if that is an endpoint of a known API, else ``other``."""
     method: str = ""
     path: str = ""
     """As the client wrote it: percent-encoded."""
     model: str | None = None
-    """The one that replicas are asked for."""
+    """The model that the replica is asked for, with aliases replaced."""
     trace: TraceContext | None = None
-    """Where it belongs in a trace; None where nothing says so, and none is made."""
+    """Its place in a trace, if it has one."""
     key: str | None = None
     """The name of the client's key."""
     started_s: float
@@ -171,13 +168,13 @@ class RequestRecord:
     read_s: float | None = None
     """Reading the prompt: template, tokens."""
     place_s: float | None = None
-    """Deciding: keys, match, costs."""
+    """The last placement: keys, match, costs."""
     held_s: float | None = None
-    """Until a replica could soon begin; the predicted TTFT counts from its end."""
+    """Waiting until a replica could soon begin; the predicted TTFT counts from its end."""
     retry_wait_s: float | None = None
-    """Between its tries: for its turn among the retries, a pause, a replica's ``Retry-After``."""
+    """Between its tries: for a retry's turn, a pause, a replica's ``Retry-After``."""
     rejected: str | None = None
-    """Why the router did not let it wait any longer, or at all: "full", "deadline"."""
+    """Why the router refused to let it wait (longer): "full", "deadline"."""
     replica_id: str | None = None
     """The replica that was asked last."""
     reason: str | None = None
@@ -192,7 +189,7 @@ class RequestRecord:
     failed_tries: list[FailedTry] = field(default_factory=list)
     steps: list[RequestStep] = field(default_factory=list)
     tries: list[Try] = field(default_factory=list)
-    """In their order, failed or not; the gateway's are not known."""
+    """In order, failed or not. Unknown behind a gateway."""
     streamed: bool = False
     first_byte_s: float | None = None
     """When the first byte of the answer's body came if it is streamed, else its headers."""
@@ -206,20 +203,20 @@ class RequestRecord:
     error: str | None = None
 
     def decided(self, decision: Decision) -> None:
-        """Note where the request goes. The decision's keys are not kept: they may be long."""
+        """Note where the request goes, without the decision's keys, which may be many."""
         self.replica_id, self.reason = decision.replica_id, decision.reason
         self.home = decision.home
         self.prompt_tokens, self.matched_tokens = decision.prompt_tokens, decision.matched_tokens
         self.predicted_ttft_s = decision.predicted_ttft_s
 
     def step(self, name: str, began_s: float) -> None:
-        """Note that a `RequestStep` has ended now."""
+        """Note that a step has ended now."""
         self.steps.append(RequestStep(name, began_s, time.monotonic()))
 
     def begin_try(self, url: str) -> str | None:
         """Note that the request is sent to its replica now.
 
-        Returns the ``traceparent`` for it, None where it gets the client's, if that sent one.
+        Returns the replica's ``traceparent``; None to pass on the client's.
         """
         made = self.trace is not None and self.trace.span_id is not None
         span_id = new_span_id() if made else None
@@ -232,7 +229,7 @@ class RequestRecord:
         self.step("retry", began_s)
 
     def end(self, outcome: Outcome, *, error: str | None = None) -> None:
-        """Note how the request ended. The first end counts: others are its consequences."""
+        """Note how the request ended. Only the first call counts."""
         if self.outcome is Outcome.FAILED:
             self.outcome, self.error = outcome, error
 
@@ -248,7 +245,7 @@ class RequestRecord:
 
 
 def answer_headers(record: RequestRecord) -> dict[str, str]:
-    """Return the headers in which the router tells of a request that a replica answers."""
+    """Return the router's own headers for an answer."""
     headers = {
         "x-request-id": record.request_id,
         "x-warmroute-replica": str(record.replica_id),
@@ -261,3 +258,26 @@ def answer_headers(record: RequestRecord) -> dict[str, str]:
     for tier in Tier:
         headers[f"x-warmroute-matched-{tier}"] = str(record.matched_tokens.get(tier, 0))
     return headers | record.prepared.headers()
+
+
+class RecordReader(Protocol):
+    """Takes the records of requests that have ended: metrics, the log, traces, the page."""
+
+    def observe(self, record: RequestRecord) -> None:
+        """Take a record; must not wait."""
+
+
+class RecordReaders:
+    """Hands each record to several readers."""
+
+    def __init__(self, readers: Iterable[RecordReader]) -> None:
+        self._readers = [*readers]
+
+    def add(self, reader: RecordReader) -> None:
+        """Hand later records to one more reader."""
+        self._readers.append(reader)
+
+    def observe(self, record: RequestRecord) -> None:
+        """Hand on a record."""
+        for each in self._readers:
+            each.observe(record)

@@ -1,4 +1,7 @@
-"""A request's record as one JSON object, for programs: names, units and meanings stay."""
+"""The request log: one line for each request, as JSON or as text, written by a thread of its own.
+
+So no request waits for a disk. The JSON fields in `FIELDS` keep their names, units and meanings.
+"""
 
 import logging
 import queue
@@ -19,7 +22,7 @@ from router.staging import StagingResult
 from warmroute_common.config_reader import ConfigError
 
 _LONGEST: Final = 1000
-"""Characters of what clients and replicas wrote."""
+"""Most characters of a text that a client or a replica wrote."""
 _Value = Callable[[RequestRecord], object]
 
 FIELDS: Final[Mapping[str, tuple[str, _Value]]] = {
@@ -43,17 +46,17 @@ FIELDS: Final[Mapping[str, tuple[str, _Value]]] = {
         lambda r: r.outcome,
     ),
     "error": ("why it did not end well", lambda r: _short(r.error)),
-    "rejected": ("why it was not let wait: `full`, `deadline`", lambda r: r.rejected),
+    "rejected": ("why queuing was refused: `full`, `deadline`", lambda r: r.rejected),
     "replica": ("the one that was asked last", lambda r: r.replica_id),
     "reason": ("why that one", lambda r: r.reason),
     "failed_tries": (
-        "tries that another had to make good: `replica`, `cause`, `detail`",
+        "failed tries before the last one: `replica`, `cause`, `detail`",
         lambda r: [
             {"replica": each.replica_id, "cause": each.cause, "detail": _short(each.detail)}
             for each in r.failed_tries
         ],
     ),
-    "retry_wait_s": ("waiting between its tries", lambda r: _rounded(r.retry_wait_s)),
+    "retry_wait_s": ("waiting between tries", lambda r: _rounded(r.retry_wait_s)),
     "streamed": ("whether the answer was", lambda r: r.streamed),
     "prompt_tokens": ("as the router counts them", lambda r: r.prompt_tokens),
     "matched_tokens": (
@@ -85,16 +88,15 @@ FIELDS: Final[Mapping[str, tuple[str, _Value]]] = {
     ),
     "total_s": ("from accepting it to its end", lambda r: _rounded(r.total_s)),
 }
-"""What each field tells, beside ``time``; null where the request did not get that far."""
+"""The meaning of each field besides ``time``; null if the request did not get that far."""
 
 
 def json_line(record: RequestRecord, ended_s: float) -> str:
     """Return the line of a request that ended at this time since 1970."""
     time = datetime.fromtimestamp(ended_s, UTC).isoformat(timespec="milliseconds")
-    told: dict[str, Any] = {"time": time.replace("+00:00", "Z")}
-    told |= {name: value(record) for name, (_, value) in FIELDS.items()}
-    # What others wrote may hold what UTF-8 cannot.
-    return orjson.dumps(told, default=str).decode()
+    fields: dict[str, Any] = {"time": time.replace("+00:00", "Z")}
+    fields |= {name: value(record) for name, (_, value) in FIELDS.items()}
+    return orjson.dumps(fields, default=str).decode()
 
 
 def _short(text: str | None) -> str | None:
@@ -135,11 +137,8 @@ def _copy(prepared: StagingResult) -> dict[str, object] | None:
     }
 
 
-# TODO of router.record.request_log: A request's record as one line for a person.
-
-
 def text_line(record: RequestRecord) -> str:
-    """Return what is known of a request, as one line."""
+    """Return a request's record as one line for a person."""
     matched = ",".join(f"{tier}:{count}" for tier, count in record.matched_tokens.items() if count)
     tries = ",".join(f"{each.replica_id}:{each.cause}" for each in record.failed_tries)
     parts = {
@@ -163,27 +162,25 @@ def text_line(record: RequestRecord) -> str:
         "error": None if record.error is None else repr(record.error),
         "id": record.request_id,
     }
-    told = " ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
-    return f"{record.path or record.endpoint} {told}"
+    text = " ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
+    return f"{record.path or record.endpoint} {text}"
 
 
 def _ms(seconds: float | None) -> str | None:
     return None if seconds is None else f"{seconds * 1000:.0f}"
 
 
-# TODO of router.record.request_log: The request log: a line for each request, written by a thread, so that none waits for a disk.
-
 log = logging.getLogger("warmroute.requests")
 
 _MOST_WAITING: Final = 10_000
-"""Lines that may wait to be written; more are dropped."""
+"""Most lines that may wait to be written; further lines are dropped."""
 _LAST_LINES_S: Final = 5.0
-"""How long the router's end waits for them to be written."""
+"""How long `RequestLog.stop` waits for the last lines."""
 _TEXT_FORMAT: Final = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class _Failing(logging.Handler):
-    """A handler whose failures are counted, and logged once: a full disk fails at every line."""
+    """Counts its failures and logs only the first: on a full disk every line fails."""
 
     failed = 0
 
@@ -195,7 +192,7 @@ class _Failing(logging.Handler):
 
 
 class _File(_Failing, WatchedFileHandler):
-    """Appends to a file, and makes it anew where it was moved away."""
+    """Appends to a file, and creates it again if it was moved away."""
 
 
 class _Output(_Failing, logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable
@@ -203,7 +200,7 @@ class _Output(_Failing, logging.StreamHandler):  # type: ignore[type-arg]  # not
 
 
 class _RouterLog(_Failing):
-    """Hands lines to the router's log."""
+    """Writes to the router's log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line where the router's other lines are written."""
@@ -226,12 +223,12 @@ class RequestLog:
         return self._left_out + self._handler.failed
 
     def start(self) -> None:
-        """Begin to write; raise `ConfigError` where the file cannot be."""
+        """Begin to write; raise `ConfigError` if the file cannot be opened."""
         self._handler = self._opened()
         self._thread.start()
 
     def stop(self) -> None:
-        """Write what waits, for `_LAST_LINES_S` at most, and end."""
+        """Write the waiting lines, for `_LAST_LINES_S` at most, and end."""
         if self._thread.is_alive():
             try:
                 self._waiting.put(None, timeout=_LAST_LINES_S)
@@ -240,7 +237,7 @@ class RequestLog:
             self._thread.join(_LAST_LINES_S)
 
     def write(self, record: RequestRecord) -> None:
-        """Have a request's line written; does not wait."""
+        """Queue a request's line; does not wait."""
         if isinstance(self._handler, _RouterLog) and not log.isEnabledFor(_level(record)):
             return
         try:
@@ -262,8 +259,8 @@ class RequestLog:
             record, ended_s = waiting
             try:
                 line = make(record, ended_s)
-            except Exception:  # else no line would be written any more
-                log.exception("a request's line cannot be made")
+            except Exception:  # one bad record must not end the log
+                log.exception("a line of the request log could not be formatted")
                 self._left_out += 1
                 continue
             made = logging.LogRecord(log.name, _level(record), "", 0, line, None, None)
@@ -276,17 +273,17 @@ def _file(path: str) -> _Failing:
         return _File(path, encoding="utf-8")
     except OSError as error:
         found = f"'{path}' cannot be written ({error.strerror})"
-        raise ConfigError("request_log", "path", found, "name a file that can be") from None
+        raise ConfigError("request_log", "path", found, "name a writable file") from None
 
 
 def _text(record: RequestRecord, ended_s: float) -> str:
-    # Headers may hold bytes that are no text.
+    # Headers may contain bytes that are not valid text.
     return text_line(record).encode(errors="backslashreplace").decode()
 
 
 def _level(record: RequestRecord) -> int:
-    """Return WARNING for troubled ends, INFO for plain ones."""
-    troubled = record.outcome in (Outcome.CUT, Outcome.FAILED) or any(
+    """Return WARNING for requests that failed or had failed tries, else INFO."""
+    has_failed = record.outcome in (Outcome.CUT, Outcome.FAILED) or any(
         each.cause is not Cause.ABSENT for each in record.failed_tries
     )
-    return logging.WARNING if troubled else logging.INFO
+    return logging.WARNING if has_failed else logging.INFO

@@ -1,8 +1,8 @@
-"""Spans of OpenTelemetry, made of a request's record. Needs the extra ``otel``.
+"""OpenTelemetry spans, made from requests' records and sent in batches. Needs the extra ``otel``.
 
-One for the request (SERVER), and below it one for each step of the router's own (``read``,
-``wait``, ``stage``), for each try at a replica (CLIENT), and below the last one ``stream``: from
-the answer's first byte to its end.
+One span for the request (SERVER). Below it one for each step in the router (``read``, ``wait``,
+``stage``, ``retry``) and one for each try at a replica (CLIENT). Below the last try
+``stream``: from the answer's first byte to its end.
 """
 
 import threading
@@ -32,12 +32,12 @@ _OPERATIONS: Final = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""By endpoint, in the words of OpenTelemetry's conventions for generative AI."""
+"""By endpoint, as in OpenTelemetry's conventions for generative AI."""
 _NO_ROUTE: Final = "other"
 _SERVER_ERROR: Final = 500
 _CLIENT_ERROR: Final = 400
 _LONGEST: Final = 1000
-"""Characters of what clients wrote."""
+"""Most characters of a text that a client wrote."""
 _WELL: Final = frozenset({Outcome.OK, Outcome.ENDED, Outcome.REFUSED})
 
 
@@ -45,7 +45,7 @@ class SpanMaker:
     """Makes the spans of records."""
 
     def __init__(self, resource: Resource) -> None:
-        """``resource`` is what they are said to be of."""
+        """``resource`` describes the router in each span."""
         self._resource = resource
 
     def spans(self, record: RequestRecord) -> Iterator[ReadableSpan]:
@@ -53,7 +53,7 @@ class SpanMaker:
         trace = record.trace
         if trace is None or trace.span_id is None:
             return
-        # The record has times of the router's clock that only goes forward.
+        # The record's times are of the monotonic clock.
         since_1970_s = time.time() - time.monotonic()
 
         def span(
@@ -113,14 +113,14 @@ def _context(trace: TraceContext, span_id: str, *, is_remote: bool = False) -> S
 
 
 def _name(record: RequestRecord) -> str:
-    """Return the method and the route: of paths there are too many."""
+    """Return the method and the route; paths would make too many names."""
     if record.endpoint == _NO_ROUTE:
         return record.method
     return f"{record.method} {record.endpoint}"
 
 
 def _error(record: RequestRecord) -> str | None:
-    """Return what made a request fail; None where it did not, or by its client's fault."""
+    """Return why a request failed; None if it did not, or if its client caused it."""
     if record.outcome not in _WELL:
         return record.error or str(record.outcome)
     if record.status is not None and record.status >= _SERVER_ERROR:
@@ -186,7 +186,7 @@ def _error_type(record: RequestRecord) -> str | None:
 
 
 def _known(attributes: Mapping[str, _Value | None]) -> dict[str, _Value]:
-    """Return the attributes that there are, as text that can be sent."""
+    """Return the known attributes, with text shortened and valid as UTF-8."""
     return {
         name: _short(value) if isinstance(value, str) else value
         for name, value in attributes.items()
@@ -198,29 +198,25 @@ def _short(text: str) -> str:
     return text[:_LONGEST].encode(errors="replace").decode()
 
 
-# TODO of router.record.tracing: Sending records as spans to a collector, by OpenTelemetry's own batches. Needs ``otel``.
-#
-# The queue holds records. Their spans are made by the thread that sends them.
-
 _EXPORT_S: Final = 5.0
-"""How long a batch may take to be sent, tries after the first included."""
+"""How long sending a batch may take, with its retries."""
 _LAST_SPANS_S: Final = 5.0
-"""How long the router's end waits for what is still to be sent."""
+"""How long `Traces.stop` waits for the last spans."""
 _SAMPLED: Final = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 _NO_RESOURCE: Final = Resource.get_empty()
 
 
 class _Ended(ReadableSpan):
-    """Stands for all spans of a record while it waits."""
+    """A record in OpenTelemetry's queue: its spans are made by the thread that sends them."""
 
     def __init__(self, record: RequestRecord) -> None:
-        # The processor looks at the flag alone. Without a resource one would be found out anew.
+        # The processor reads only the flag. Without a resource it would detect one each time.
         super().__init__("request", context=_SAMPLED, resource=_NO_RESOURCE)
         self.record = record
 
 
 class _Exporter(SpanExporter):
-    """Makes the spans of records, and has them sent."""
+    """Makes the spans of queued records and sends them."""
 
     def __init__(self, maker: SpanMaker, sender: SpanExporter) -> None:
         self._maker = maker
@@ -233,7 +229,7 @@ class _Exporter(SpanExporter):
         return self._sender.export(made)
 
     def shutdown(self) -> None:
-        """End sending."""
+        """Stop sending."""
         self._sender.shutdown()
 
 
@@ -248,17 +244,17 @@ class Traces:
         self._processor = BatchSpanProcessor(_Exporter(SpanMaker(resource), sender))
 
     def take(self, record: RequestRecord) -> None:
-        """Have a request's spans sent if it is sampled; does not wait.
+        """Queue a request's spans if it is sampled; does not wait.
 
-        Where more wait than may, the oldest are dropped; OpenTelemetry's log says so.
+        When the queue is full, the oldest are dropped, and OpenTelemetry logs that.
         """
         trace = record.trace
         if trace is not None and trace.is_sampled and trace.span_id is not None:
             self._processor.on_end(_Ended(record))
 
     def stop(self) -> None:
-        """Send what waits, for `_LAST_SPANS_S` at most."""
-        # A collector that does not answer would hold up the router's end for its own time.
+        """Send the queued spans, for `_LAST_SPANS_S` at most."""
+        # In a thread, since a collector that does not answer would delay the router's stop.
         ending = threading.Thread(target=self._processor.shutdown, daemon=True)
         ending.start()
         ending.join(_LAST_SPANS_S)

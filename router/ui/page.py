@@ -1,4 +1,7 @@
-"""The state that the page shows, as JSON values. Pure: reads the fleet and what lately was."""
+"""The page at ``/ui``: its files, and its state as JSON (``GET /ui/state``).
+
+``warmroute top`` shows the same state in a terminal.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,15 +21,15 @@ from router.ui.recent import KEPT_SPILLS, SLICE_S, SLICES, Recent, Sums, Tokens,
 from warmroute_common.http_server import as_json
 
 _MODELS: Final = 100
-"""So many names of models are told at most: a replica may have thousands of adapters."""
+"""Most model names that are shown: a replica may have thousands of adapters."""
 
 
 def state(
     fleet: Fleet, recent: Recent, *, waiting: int, now_s: float, wall_s: float
 ) -> dict[str, Any]:
-    """Return all that the page shows; ``waiting`` requests are held back in the router.
+    """Return what the page shows. Pure. ``waiting`` counts the requests held in the router.
 
-    Times of the day are seconds since 1970: ``wall_s`` is what ``now_s`` of the router's clock is.
+    ``now_s`` and ``wall_s`` are the same moment: in seconds of `time.monotonic`, and since 1970.
     """
     recent.pass_time(now_s)
     models = sorted({name for each in fleet.replicas.values() for name in each.models or ()})
@@ -67,7 +70,7 @@ def _totals(fleet: Fleet, recent: Recent, waiting: int, now_s: float) -> dict[st
 def _replica(replica: Replica, fleet: Fleet, window: Sums, now_s: float) -> dict[str, Any]:
     tokens = window.tokens.get(replica.id, Tokens())
     sent = replica.waiting - replica.fetching
-    # One prefill runs after another, as its queue is modelled; what others have sent is told apart.
+    # The queue model runs one prefill at a time. Requests of other routers are counted apart.
     prefilling = min(sent, 1)
     return {
         "id": replica.id,
@@ -91,13 +94,13 @@ def _replica(replica: Replica, fleet: Fleet, window: Sums, now_s: float) -> dict
 
 
 def _note(replica: Replica, now_s: float) -> str | None:
-    """Return what a person should know of a replica beside its figures."""
+    """Return what a person should know about a replica besides its figures."""
     if (why := replica.why_idle(now_s)) is not None:
         return why
     if replica.shape_problem is not None:
         return replica.shape_problem
     if replica.tokens_differ:
-        return "it makes other tokens of prompts than the router: matched by text"
+        return "it tokenizes prompts differently from the router: matched by text"
     return None
 
 
@@ -111,7 +114,7 @@ def _told_by(replica: Replica) -> Iterable[str]:
 
 
 def _tiers(replica: Replica, held: Mapping[Tier, int]) -> dict[str, dict[str, Any]]:
-    """Return for each tier how many keys are known to be there, how many tokens, how full it is."""
+    """Return for each tier its known keys and tokens, and how full it is."""
     shape = replica.key_shape
     found = {}
     for tier in Tier:
@@ -197,8 +200,6 @@ def _by_tier(tokens: Mapping[Tier, int]) -> dict[str, int]:
     return {str(tier): tokens.get(tier, 0) for tier in Tier}
 
 
-# TODO of router.ui.page: Answering for the page: its files, and the state that it shows.
-
 _DIRECTORY: Final = Path(__file__).parent / "static"
 
 FILES: Final[Mapping[str, str]] = MappingProxyType(
@@ -214,29 +215,29 @@ FILES: Final[Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-"""The page's files by their paths; none of them holds data."""
+"""The page's files by their paths. They contain no data and need no key."""
 
 _HEADERS: Final = {
-    # Scripts, styles and data from here alone, and nothing inline: whatever a replica calls its
-    # model, it cannot run in the page.
+    # Scripts, styles and data only from the router, and nothing inline: a model's name that
+    # contains a script cannot run in the page.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Asked for again each time, so that the page of a new version is shown at once.
+    # Revalidated each time, so that a new version's page is shown at once.
     "Cache-Control": "no-cache",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Answers with what the page shows."""
+    """Handlers of the page."""
 
     fleet: Fleet
     recent: Recent
     waiting: Callable[[], int]
-    """How many requests are held back in the router."""
+    """Returns how many requests are held in the router."""
 
     async def state(self, request: web.Request) -> web.Response:
         """``GET /ui/state``."""

@@ -1,4 +1,8 @@
-"""Times to first token, counted in steps of 5%: small, summable, and good for quantiles."""
+"""The last requests, and sums over the last 15 minutes. Pure: times come with the records.
+
+Bounded: the last `KEPT` requests, and `SLICES` slices of time with their sums. The sums of the
+whole window are kept up to date as requests end, so showing them costs the same at any load.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,12 +18,12 @@ _LEAST_S: Final = 1e-4
 
 
 class Ttfts:
-    """How many times fell into each step."""
+    """Times to first token, counted in steps of 5%: small, summable, good enough for quantiles."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._quantiles: dict[float, float] = {}
-        """Those that were asked for, until the counts change: most slices never do again."""
+        """Computed quantiles, until the counts change, which most slices never do again."""
         self.count = 0
 
     def note(self, ttft_s: float) -> None:
@@ -27,12 +31,12 @@ class Ttfts:
         self._add(round(log(max(ttft_s, _LEAST_S)) / _STEP), 1)
 
     def add(self, other: "Ttfts", sign: int = 1) -> None:
-        """Add others, or take them away again."""
+        """Add others, or with ``sign=-1`` subtract them."""
         for step, count in other._counts.items():
             self._add(step, sign * count)
 
     def quantile_s(self, share: float) -> float | None:
-        """Return the time that this share of them was no longer than; None of no times."""
+        """Return the quantile ``share`` (0 to 1); None without times."""
         if not self.count:
             return None
         if share not in self._quantiles:
@@ -59,17 +63,11 @@ class Ttfts:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ttfts) and self._counts == other._counts
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
         return f"<Ttfts {self.count} p50={self.quantile_s(0.5)}>"
 
-
-# TODO of router.ui.recent: What lately was, of the requests that have ended. Pure: times come with the records.
-#
-# Bounded however many requests there are: the last `KEPT` of them, and `SLICES` slices of time, each
-# with its sums. What is asked for over the whole window is summed up as requests end, so that to
-# show it costs the same at any load.
 
 KEPT: Final = 50
 KEPT_SPILLS: Final = 10
@@ -77,7 +75,7 @@ SLICE_S: Final = 10.0
 SLICES: Final = 90
 _RATE_SLICES: Final = 6
 _WARM_SHARE: Final = 0.5
-"""A request is warm if so much of its prompt was matched."""
+"""A request is warm if at least this share of its prompt was matched."""
 
 
 @dataclass(slots=True)
@@ -88,7 +86,7 @@ class Tokens:
     matched: dict[Tier, int] = field(default_factory=dict)
 
     def add(self, other: "Tokens", sign: int = 1) -> None:
-        """Add others, or take them away again."""
+        """Add others, or with ``sign=-1`` subtract them."""
         self.prompt += sign * other.prompt
         for tier, count in other.matched.items():
             left = self.matched.get(tier, 0) + sign * count
@@ -98,7 +96,7 @@ class Tokens:
 
     @property
     def warmth(self) -> float | None:
-        """The share that was matched; None of no tokens."""
+        """The share that was matched; None without tokens."""
         return sum(self.matched.values()) / self.prompt if self.prompt else None
 
 
@@ -108,9 +106,9 @@ class Sums:
 
     requests: int = 0
     turns: int = 0
-    """Requests of sessions that had a home."""
+    """Requests of sessions with a home."""
     spills: int = 0
-    """Those of them that went elsewhere."""
+    """Turns that went to another replica."""
     tokens: dict[str, Tokens] = field(default_factory=dict)
     """By replica."""
     cold: Ttfts = field(default_factory=Ttfts)
@@ -137,7 +135,7 @@ class Sums:
             (self.warm if is_warm else self.cold).note(record.ttft_s)
 
     def add(self, other: "Sums", sign: int = 1) -> None:
-        """Add others, or take them away again."""
+        """Add others, or with ``sign=-1`` subtract them."""
         self.requests += sign * other.requests
         self.turns += sign * other.turns
         self.spills += sign * other.spills
@@ -151,7 +149,7 @@ class Sums:
 
     @property
     def all_tokens(self) -> Tokens:
-        """Those of all replicas."""
+        """The tokens of all replicas."""
         total = Tokens()
         for each in self.tokens.values():
             total.add(each)
@@ -174,7 +172,7 @@ class Recent:
         self.window = Sums()
         self.slices: deque[TimeSlice] = deque([TimeSlice(_beginning(now_s))])
         self.requests: deque[tuple[int, RequestRecord]] = deque(maxlen=KEPT)
-        """With their numbers, the last one last."""
+        """With their numbers, the newest last."""
         self.spills: deque[RequestRecord] = deque(maxlen=KEPT_SPILLS)
         self.count = 0
 
@@ -189,7 +187,7 @@ class Recent:
         self.window.note(record)
 
     def pass_time(self, now_s: float) -> None:
-        """Begin the slice of now, and drop those that are too old."""
+        """Begin the current slice, and drop slices that are too old."""
         began_s = _beginning(now_s)
         if began_s <= self.slices[-1].began_s:
             return
@@ -198,7 +196,7 @@ class Recent:
             self.window.add(self.slices.popleft().sums, -1)
 
     def requests_per_s(self, now_s: float) -> float:
-        """Return how many requests have ended per second in the last minute or so."""
+        """Return how many requests per second ended in about the last minute."""
         self.pass_time(now_s)
         oldest_s = _beginning(now_s) - _RATE_SLICES * SLICE_S
         recent = [each for each in self.slices if each.began_s >= oldest_s]

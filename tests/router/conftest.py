@@ -77,13 +77,14 @@ async def run_router(
         async with recorded:
             recorded.notify_all()
 
-    def observe(record: RequestRecord) -> None:
-        records.append(record)
-        task = asyncio.get_running_loop().create_task(wake())
-        waking.add(task)
-        task.add_done_callback(waking.discard)
+    class Reader:
+        def observe(self, record: RequestRecord) -> None:
+            records.append(record)
+            task = asyncio.get_running_loop().create_task(wake())
+            waking.add(task)
+            task.add_done_callback(waking.discard)
 
-    app = create_app(config, observe=observe, file=file)
+    app = create_app(config, reader=Reader(), file=file)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=config.timeouts.drain_s)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)

@@ -6,10 +6,10 @@ from router.proxy.lifecycle import OnePerTick
 
 
 async def test_one_is_let_through_in_each_turn_of_the_loop() -> None:
-    turnstile, happened = OnePerTick(), []
+    one_per_tick, happened = OnePerTick(), []
 
     async def request(number: int) -> None:
-        await turnstile.enter()
+        await one_per_tick.enter()
         happened.append(f"read {number}")
         await asyncio.sleep(0)
         happened.append(f"sent {number}")
@@ -22,8 +22,8 @@ async def test_one_is_let_through_in_each_turn_of_the_loop() -> None:
 
 
 async def test_who_comes_alone_does_not_wait() -> None:
-    turnstile = OnePerTick()
-    entering = turnstile.enter()
+    one_per_tick = OnePerTick()
+    entering = one_per_tick.enter()
     try:
         entering.send(None)
     except StopIteration:
@@ -33,11 +33,11 @@ async def test_who_comes_alone_does_not_wait() -> None:
 
 
 async def test_one_that_gives_up_holds_nobody_up() -> None:
-    turnstile = OnePerTick()
-    await turnstile.enter()
-    first, second, third = (asyncio.create_task(turnstile.enter()) for _ in range(3))
+    one_per_tick = OnePerTick()
+    await one_per_tick.enter()
+    first, second, third = (asyncio.create_task(one_per_tick.enter()) for _ in range(3))
     await asyncio.sleep(0)
     second.cancel()
     await asyncio.wait_for(asyncio.gather(first, third), 1.0)
     assert second.cancelled()
-    await asyncio.wait_for(turnstile.enter(), 1.0)
+    await asyncio.wait_for(one_per_tick.enter(), 1.0)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from router.config.settings import ReplicaConfig
-from router.proxy.retries import Retries
-from router.proxy.retry_budget import RetryBudget, pause_s
+from router.proxy.retries import Retries, RetryBudget, pause_s
 from tests.router.conftest import Fleet, Wait
 from tests.router.scripted import CHAT_ANSWER, cut_before_headers, json_answer, scripted
 
@@ -29,7 +28,7 @@ def test_a_fifth_of_the_requests_may_be_retries_and_ten_in_any_case(
 ) -> None:
     budget = RetryBudget()
     budget.requests = requests
-    while budget.has_room:
+    while budget.has_capacity:
         budget.retries += 1
     assert budget.retries == most
 
@@ -184,7 +183,7 @@ class AnyOrder(RuleBasedStateMachine):
         budget = self.retries.budget
         assert budget.retries == self.under_way
         assert budget.requests == len(self.counting)
-        assert not (self.waiting and budget.has_room)
+        assert not (self.waiting and budget.has_capacity)
 
     def teardown(self) -> None:
         self.runner.close()

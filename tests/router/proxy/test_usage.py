@@ -56,7 +56,7 @@ def test_no_details_is_not_zero() -> None:
 def test_a_response_id_is_read_from_the_beginning() -> None:
     event = {"type": "response.created", "response": {"id": "resp_abc", "object": "response"}}
     body = b"event: response.created\ndata: " + json.dumps(event).encode() + b"\n\n" + b"x" * 99_999
-    assert read(body, step=10).kept_id == "resp_abc"
+    assert read(body, step=10).stored_id == "resp_abc"
 
 
 def test_memory_is_bounded() -> None:
