@@ -188,7 +188,9 @@ def test_a_file_that_cannot_be_is_an_error_at_the_start(tmp_path: Path) -> None:
 
     assert settings("log").request_log.path == str(tmp_path / "log")
     assert settings("-").request_log.path == "-"
-    with pytest.raises(ConfigError, match=r"request_log.path: the directory .*/nowhere does not exist;"):
+    with pytest.raises(
+        ConfigError, match=r"request_log.path: the directory .*/nowhere does not exist;"
+    ):
         settings("nowhere/log")
     with pytest.raises(ConfigError, match="is a directory; name a file in it"):
         settings(".")
