@@ -21,33 +21,12 @@ from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber, until_first
 from router.fleet import Fleet, Replica
 from router.index import KvBatch, KvEventFormatError, KvEventReader
 from warmroute_common.agent_protocol import UNREADABLE, EventBatch, InstanceInfo, KeyEvent, Snapshot
+from warmroute_common.backoff import Backoff
 from warmroute_common.fleet_secret import FleetSecret
 from warmroute_common.tasks import all_set, end_all
 
 _FIRST_S: Final = 0.2
 _LONGEST_S: Final = 2.0
-
-
-class Pause:
-    """Pauses between tries, growing until something works."""
-
-    def __init__(self) -> None:
-        self._next_s = _FIRST_S
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first failure in a row."""
-        return self._next_s == _FIRST_S
-
-    def next_s(self) -> float:
-        """Return how long to pause now, longer than last time."""
-        pause_s, self._next_s = self._next_s, min(2 * self._next_s, _LONGEST_S)
-        return pause_s
-
-    def reset(self) -> None:
-        """Begin with short pauses again."""
-        self._next_s = _FIRST_S
-
 
 log = logging.getLogger("warmroute.feeds")
 
@@ -78,7 +57,7 @@ class KvFeed:
         self._session = session
         self._context = context
         self._reader = KvEventReader()
-        self._pause = Pause()
+        self._pause = Backoff(_FIRST_S, _LONGEST_S)
         self._agent_events: str | None = None
         self._agent_replay: str | None = None
         self._restarted = asyncio.Event()
@@ -113,10 +92,10 @@ class KvFeed:
             if not self._restarted.is_set():
                 log.warning("%s: its KV events have ended", self._replica.id)
         except KvEventFormatError as error:
-            if self._pause.is_first:
+            if not self._pause.is_failing:
                 log.warning("%s: its KV events are not vLLM's: %s", self._replica.id, error)
         except zmq.ZMQError as error:
-            if self._pause.is_first:
+            if not self._pause.is_failing:
                 log.warning("%s: no KV events from %s: %s", self._replica.id, endpoints, error)
 
     # --- what subscribers tell
@@ -231,14 +210,14 @@ class AgentFeed:
 
     async def run(self) -> None:
         """Follow the agent, and begin anew whenever that breaks off; without end."""
-        pause = Pause()
+        pause = Backoff(_FIRST_S, _LONGEST_S)
         while True:
             try:
                 await self._follow(pause)
             except HistoryGoneError:
                 log.info("%s: events were lost; taking a new snapshot", self._replica.id)
             except (AgentError, ValueError) as error:  # ValueError: keys that are not whole
-                if pause.is_first:
+                if not pause.is_failing:
                     log.warning("%s: its agent does not answer: %s", self._replica.id, error)
             except Exception:  # else the following would end unnoticed
                 log.exception("%s: following its agent failed", self._replica.id)
@@ -246,7 +225,7 @@ class AgentFeed:
                 self.tried.set()
             await asyncio.sleep(pause.next_s())
 
-    async def _follow(self, pause: Pause) -> None:
+    async def _follow(self, pause: Backoff) -> None:
         """Take a snapshot and then every change; raise `AgentError` when that breaks off."""
         await self._take_info()
         snapshot = await self._client.snapshot()
