@@ -94,7 +94,10 @@ def held_bytes(router: Running) -> int:
     ],
 )
 async def test_what_is_no_http_is_a_line_and_an_error_of_the_api(
-    router: Running, caplog: pytest.LogCaptureFixture, pieces: tuple[bytes, ...]
+    router: Running,
+    caplog: pytest.LogCaptureFixture,
+    eventually: Wait,
+    pieces: tuple[bytes, ...],
 ) -> None:
     before = len(caplog.records)
     answer = await exchange(router, *pieces)
@@ -102,6 +105,8 @@ async def test_what_is_no_http_is_a_line_and_an_error_of_the_api(
     assert head.startswith((b"HTTP/1.0 400 ", b"HTTP/1.1 400 "))
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
     ours = ("warmroute.http", "warmroute.requests", "warmroute", "aiohttp.server")
+    # The line of a request comes from the request log's thread, after the answer.
+    await eventually(lambda: any(each.name in ours for each in caplog.records[before:]))
     assert [each.name in ours for each in caplog.records[before:]].count(True) == 1
     assert SECRET.decode() not in caplog.text and "Traceback" not in caplog.text
     assert router.in_flight() == 0

@@ -16,7 +16,7 @@ from router.api.access import new_key, sha256_of
 from router.cli.explain import ask
 from router.cli.router_client import RouterClient
 from router.config.settings import AccessConfig, KeyConfig, ReplicaConfig
-from tests.router.conftest import Fleet, Running
+from tests.router.conftest import Fleet, Running, Wait
 from tests.router.scripted import CHAT_ANSWER, chat_events, json_answer, stream
 
 CHAT = "/v1/chat/completions"
@@ -226,7 +226,10 @@ async def test_health_tells_no_addresses_but_to_the_administration(
 
 
 async def test_no_key_and_no_prompt_is_in_the_log(
-    fleet: Fleet, client: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+    fleet: Fleet,
+    client: aiohttp.ClientSession,
+    caplog: pytest.LogCaptureFixture,
+    eventually: Wait,
 ) -> None:
     """Nor what a body has where a word of the API belongs, nor what a defect quotes."""
     caplog.set_level(logging.DEBUG)
@@ -255,7 +258,10 @@ async def test_no_key_and_no_prompt_is_in_the_log(
     router.parts.prompts.reader_for = broken  # type: ignore[method-assign, assignment]
     async with client.post(router.url + CHAT, json=ASK, headers=bearer(KEY)) as response:
         assert response.status == 500
-    await router.record(len(bodies) + 1)
+    # A thread writes the request log: its lines come after the records.
+    await eventually(
+        lambda: sum(each.name == "warmroute.requests" for each in caplog.records) == len(bodies) + 1
+    )
     assert "ValueError" in caplog.text and "reader_for" in caplog.text
     assert CHAT in caplog.text and "key=team" in caplog.text
     for each in (said, KEY, OTHER):
