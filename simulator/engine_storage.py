@@ -19,7 +19,7 @@ from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig
 from cacheengine.tiers import Chunk, GetOutcome, LocalTier, NullTier, PutOutcome
 from cacheengine.transfer import TransferServer
-from simulator.settings import Settings
+from simulator.simulator_settings import SimulatorSettings
 from warmroute_common.agent_protocol import ReplicaIdentity
 from warmroute_common.keys import DEFAULT_SEED
 
@@ -184,7 +184,7 @@ _GB: Final = 1024**3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Storage:
+class EngineStorage:
     """What `open_storage` has started; `close` ends it."""
 
     engine: CacheEngine
@@ -198,13 +198,13 @@ class Storage:
 
 
 def open_storage(
-    settings: Settings,
+    settings: SimulatorSettings,
     instance_id: str,
     *,
     agent_port: int = 0,
     kv_events_port: int,
     kv_replay_port: int,
-) -> Storage:
+) -> EngineStorage:
     """Start a replica's engine, agent and transfer server, on free ports where none is given."""
     config = _engine_config(settings, instance_id, agent_port)
     layout = _layout(settings)
@@ -242,10 +242,10 @@ def open_storage(
         agent = Agent(receives, identity, config, meter)
         undo.callback(agent.stop)
         agent.start()
-        return Storage(engine=engine, meter=meter, agent=agent, undo=undo.pop_all())
+        return EngineStorage(engine=engine, meter=meter, agent=agent, undo=undo.pop_all())
 
 
-def _engine_config(settings: Settings, instance_id: str, agent_port: int) -> EngineConfig:
+def _engine_config(settings: SimulatorSettings, instance_id: str, agent_port: int) -> EngineConfig:
     has_files = settings.disk_files and settings.disk_chunks
     disk = (settings.directory / "disk" / instance_id,) if has_files else ()
     return EngineConfig(
@@ -265,7 +265,7 @@ def _engine_config(settings: Settings, instance_id: str, agent_port: int) -> Eng
     )
 
 
-def _layout(settings: Settings) -> ChunkLayout:
+def _layout(settings: SimulatorSettings) -> ChunkLayout:
     return ChunkLayout(
         model=settings.model,
         dtype="bfloat16",
@@ -278,7 +278,7 @@ def _layout(settings: Settings) -> ChunkLayout:
     )
 
 
-def _disk(settings: Settings, config: EngineConfig, layout: ChunkLayout) -> LocalTier:
+def _disk(settings: SimulatorSettings, config: EngineConfig, layout: ChunkLayout) -> LocalTier:
     if not settings.disk_chunks:
         return NullTier()
     pacer = Pacer(settings.bytes_per_s(settings.rates.disk_tokens_per_s))

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from cacheengine.engine import Promotes, PromotionWaits
 from cacheengine.residency import Holder, Presence, StoreReservation
-from simulator.model.cache_news import Found
+from simulator.model.cache_news import LoadableTokens
 from simulator.model.machine_and_request import SimRequest
 
 
-class Engine(Promotes, Protocol):
+class SchedulerEngine(Promotes, Protocol):
     """What of `cacheengine.engine.CacheEngine` a scheduler calls."""
 
     def try_hold(self, key: bytes) -> int | None:
@@ -62,7 +62,7 @@ class EngineTiers:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: SchedulerEngine,
         *,
         chunk_tokens: int,
         view: Callable[[int], memoryview] | None = None,
@@ -84,7 +84,7 @@ class EngineTiers:
         self.wrong_chunks = 0
         """Chunks loaded whose bytes were another's; there must be none."""
 
-    def find(self, request: SimRequest, gpu_tokens: int) -> Found | None:
+    def find(self, request: SimRequest, gpu_tokens: int) -> LoadableTokens | None:
         """Look up what follows the GPU's part; None while some of it is on its way up."""
         asked = self._asked.setdefault(request.id, _Asked())
         compute_s = (request.prefill_end - gpu_tokens) / self._prefill_tokens_per_s
@@ -99,12 +99,12 @@ class EngineTiers:
         tokens = (first + hits) * self._chunk_tokens - gpu_tokens
         if tokens < self._chunk_tokens:
             asked.loads = ()
-            return Found()
+            return LoadableTokens()
         if any(map(self._being_loaded.__contains__, asked.loads)):
             return None  # they will be on the GPU in a moment
         from_below = sum(self._waits.tier_of(request.id, key) is not None for key in asked.loads)
         from_disk = min(from_below * self._chunk_tokens, tokens)
-        return Found(cpu=tokens - from_disk, disk=from_disk)
+        return LoadableTokens(cpu=tokens - from_disk, disk=from_disk)
 
     def _look_up(self, request_id: str, keys: Sequence[bytes]) -> int | None:
         """Return how many leading chunks can be loaded now, None if some must be waited for."""
@@ -219,7 +219,7 @@ class ToldTiers(EngineTiers):
         super().__init__(*given, **options)
         self._noted = noted
 
-    def find(self, request: SimRequest, gpu_tokens: int) -> Found | None:
+    def find(self, request: SimRequest, gpu_tokens: int) -> LoadableTokens | None:
         """Look up what follows the GPU's part."""
         found = super().find(request, gpu_tokens)
         if found is not None and (tokens := found.cpu + found.disk):

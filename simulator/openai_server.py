@@ -12,13 +12,13 @@ import orjson
 from aiohttp import web
 
 from simulator.openai_prompts import BadPromptError, Prompts, SimPrompt, chat_text, text_of
-from simulator.replica import Replica, Running
-from simulator.settings import Settings
+from simulator.simulated_replica import RunningRequest, SimulatedReplica
+from simulator.simulator_settings import SimulatorSettings
 
 DONE: Final = b"data: [DONE]\n\n"
 
 
-class Answer:
+class CompletionBody:
     """The answer to one request: its chunks when streamed, or all of it at once."""
 
     def __init__(self, *, request_id: str, model: str, is_chat: bool, prompt_tokens: int) -> None:
@@ -115,7 +115,7 @@ class SimulatedCallError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CompletionCall:
     """A completion that is asked for."""
 
     prompt: SimPrompt
@@ -127,17 +127,17 @@ class Call:
 class CallReader:
     """Reads bodies for the replicas of one fleet, and remembers their prompts for all of them."""
 
-    def __init__(self, settings: Settings, prompts: Prompts) -> None:
+    def __init__(self, settings: SimulatorSettings, prompts: Prompts) -> None:
         self._settings = settings
         self._prompts = prompts
 
-    def read(self, body: Mapping[str, Any], *, is_chat: bool) -> Call:
+    def read(self, body: Mapping[str, Any], *, is_chat: bool) -> CompletionCall:
         """Return what is asked for; raise `SimulatedCallError`."""
         self._check_model(body.get("model"))
         if body.get("n", 1) != 1:
             raise SimulatedCallError("only one answer is given: leave 'n' out", param="n")
         options = body.get("stream_options") or {}
-        return Call(
+        return CompletionCall(
             prompt=self._prompt(body, is_chat=is_chat),
             is_chat=is_chat,
             streams=body.get("stream") is True,
@@ -235,7 +235,7 @@ def _chat(body: Mapping[str, Any]) -> str:
 # TODO of simulator.openai_server: A simulated replica's ``/metrics``, under vLLM's names.
 
 
-def render(replica: Replica) -> str:
+def render(replica: SimulatedReplica) -> str:
     """Return Prometheus' text format."""
     model, totals = replica.model, replica.model.totals
     below = totals.cached.cpu + totals.cached.disk
@@ -274,7 +274,7 @@ _MAX_BODY_BYTES: Final = 64 * 1024**2
 class OpenAiServer:
     """Handlers of the paths that vLLM serves and that something reads."""
 
-    def __init__(self, replica: Replica, reader: CallReader) -> None:
+    def __init__(self, replica: SimulatedReplica, reader: CallReader) -> None:
         self._replica = replica
         self._reader = reader
         self._settings = replica.settings
@@ -364,7 +364,7 @@ class OpenAiServer:
             call = self._reader.read(await _body(request), is_chat=is_chat)
         except SimulatedCallError as error:
             return _refusal(error)
-        answer = Answer(
+        answer = CompletionBody(
             request_id=name,
             model=self._settings.model,
             is_chat=is_chat,
@@ -393,9 +393,9 @@ class OpenAiServer:
 async def _stream(
     request: web.Request,
     response: web.StreamResponse,
-    call: Call,
-    answer: Answer,
-    running: Running,
+    call: CompletionCall,
+    answer: CompletionBody,
+    running: RunningRequest,
 ) -> None:
     first = await running.news.get()
     await response.prepare(request)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.cacheengine.building import wait_until
+from tests.cacheengine.helpers import wait_until
 
 
 class ServerProcess:

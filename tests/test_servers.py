@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cacheengine.building import wait_until
+from tests.cacheengine.helpers import wait_until
 from tests.servers import Program, missing, redis_program, running
 from tools import servers
 

@@ -160,7 +160,7 @@ def test_every_command_is_there(environment: Path, command: str) -> None:
 def test_the_environment_has_no_more_than_a_router_needs(environment: Path) -> None:
     """Else the tests beside would show nothing; and what is imported comes from the wheel."""
     code = (
-        "import importlib.util as u, router.app, router.cli.serve, simulator.cli, sys;"
+        "import importlib.util as u, router.app, router.cli.serve, simulator.simulate_command, sys;"
         "import json; print(json.dumps(["
         "[n for n in ('torch', 'vllm', 'numpy', 'grpc', 'bench', 'tests') if u.find_spec(n)],"
         "router.__file__, sorted(sys.modules)]))"

@@ -61,7 +61,7 @@ class Contender:
 
     make: MakeRouter
     foresees: bool = False
-    """As in `simulator.model.scheduler.ReplicaModel`."""
+    """As in `simulator.model.replica_model.ReplicaModel`."""
     shares_cache: bool = False
     """Whether all replicas share one infinite cache, to load from which takes no time."""
 

@@ -13,9 +13,14 @@ from bench.discrete.requests import ModelPrompt
 from cacheengine.record import KeyEventRecord
 from router.index.prompt_keys import Tier, keys64
 from simulator.engine_tiers import EngineTiers
-from simulator.model.cache_news import Cleared, LowerTiers, Removed, Stored
+from simulator.model.cache_news import (
+    GpuBlocksCleared,
+    GpuBlocksRemoved,
+    GpuBlocksStored,
+    LowerTiers,
+)
 from simulator.model.machine_and_request import Machine, SimRequest
-from simulator.model.scheduler import ReplicaModel
+from simulator.model.replica_model import ReplicaModel
 
 _FIRST_AND_LAST: Final = 10**9
 """So many tokens between two notices: the caller is notified of the first and the last only."""
@@ -151,18 +156,18 @@ class ModelReplica:
         """Tell what has happened, and come back when more will have."""
         for event in self.model.take_events():
             match event:
-                case Stored(request, first, end):
+                case GpuBlocksStored(request, first, end):
                     keys = _numbers(request.block_keys[first:end])
                     for each in self.listeners:
                         each.stored(self.slot, Tier.GPU, keys)
-                case Removed(gone):
+                case GpuBlocksRemoved(gone):
                     keys = _numbers(gone)
                     for each in self.listeners:
                         each.removed(self.slot, Tier.GPU, keys)
-                case Cleared():
+                case GpuBlocksCleared():
                     for each in self.listeners:
                         each.cleared(self.slot)
-        for request, _, at_s in self.model.take_news():
+        for request, _, at_s in self.model.take_progress():
             self._hear(self._serving[request], at_s)
         self._set_timer()
 

@@ -8,6 +8,6 @@ Started by connector and simulator. Imports engine, transfer, residency, record,
 identity and settings.
 """
 
-from cacheengine.agent.server import Agent
+from cacheengine.agent.agent import Agent
 
 __all__ = ["Agent"]

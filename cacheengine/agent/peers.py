@@ -37,7 +37,7 @@ class PeerRefusedError(PeerError):
         """HTTP status of the answer."""
 
 
-class Caller:
+class AgentHttpClient:
     """Calls other agents and the controller over one session, showing the secret where one is."""
 
     def __init__(self, session: aiohttp.ClientSession, secret: FleetSecret | None) -> None:
@@ -90,7 +90,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 class PeerAgent:
     """Calls one other agent; every call raises `PeerError` when it fails."""
 
-    def __init__(self, caller: Caller, base_url: str) -> None:
+    def __init__(self, caller: AgentHttpClient, base_url: str) -> None:
         self._caller = caller
         self._base_url = base_url.rstrip("/")
 
@@ -143,7 +143,7 @@ _GOODBYE_S: Final = 2.0
 Sleep = Callable[[float], Awaitable[None]]
 
 
-class Registrar:
+class ControllerRegistration:
     """Registers an agent with the controller and sends its heartbeats.
 
     A controller that is away, or refuses, is tried again for ever, ever less
@@ -152,7 +152,7 @@ class Registrar:
 
     def __init__(
         self,
-        caller: Caller,
+        caller: AgentHttpClient,
         controller_url: str,
         registration: wire.Registration,
         *,

@@ -146,7 +146,7 @@ class PagedMemory:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerMemory:
     """The two places of one KV cache tensor: vLLM's blocks and the pool's chunk rows."""
 
     blocks: PagedMemory
@@ -154,7 +154,7 @@ class Layer:
     chunks: PagedMemory
 
     @classmethod
-    def of(cls, kv: Any, pool: Any) -> "Layer":
+    def of(cls, kv: Any, pool: Any) -> "LayerMemory":
         """Pair int8 ``[num_blocks, page_bytes]`` with ``[num_chunks, pages, page_bytes]``."""
         num_blocks, page_bytes = kv.shape
         lie_apart = num_blocks > 1 and kv.stride(0) != page_bytes
@@ -165,7 +165,9 @@ class Layer:
         return cls(blocks, chunks)
 
 
-def addresses_of(layers: Sequence[Layer], runs: PageRuns) -> tuple[Integers, Integers, Integers]:
+def addresses_of(
+    layers: Sequence[LayerMemory], runs: PageRuns
+) -> tuple[Integers, Integers, Integers]:
     """Return where each layer's runs are in vLLM's blocks and in the pool, and their bytes.
 
     A layer after the other. Raises IndexError for a run that leaves its row.
@@ -189,7 +191,7 @@ def addresses_of(layers: Sequence[Layer], runs: PageRuns) -> tuple[Integers, Int
 class RunCopier:
     """Copies runs of pages of every layer, to the pool or from it."""
 
-    def __init__(self, layers: list[Layer], copy: CopyCall) -> None:
+    def __init__(self, layers: list[LayerMemory], copy: CopyCall) -> None:
         self._layers = layers
         self._copy = copy
 
@@ -294,13 +296,13 @@ class JoinedCopies:
 
     def _layers_of(
         self, refs: Sequence[Any], kv: Sequence[Any], pool: Sequence[Any]
-    ) -> list[Layer] | None:
+    ) -> list[LayerMemory] | None:
         """Return the layers of a group; None where vLLM leaves a part of each page out."""
         if any(ref.page_size_bytes != kv[ref.tensor_idx].shape[1] for ref in refs):
             return None
         pages = (-1, self._blocks_per_chunk)
         return [
-            Layer.of(kv[each], pool[each].view(*pages, kv[each].shape[1]))
+            LayerMemory.of(kv[each], pool[each].view(*pages, kv[each].shape[1]))
             for each in (ref.tensor_idx for ref in refs)
         ]
 
@@ -375,7 +377,7 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
         self._changed = threading.Condition()
         self._pending: set[int] = set()
         self._finished: list[TransferResult] = []
-        layers = map(Layer.of, self._kv_tensors, self._pool_tensors)
+        layers = map(LayerMemory.of, self._kv_tensors, self._pool_tensors)
         self._copier = RunCopier(list(layers), make_copy_call())
         self._thread = threading.Thread(target=self._run, name="kv-copy", daemon=True)
         self._thread.start()

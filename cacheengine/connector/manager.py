@@ -79,7 +79,7 @@ class _Pause:
     left: int = 0
 
 
-class RefusedOffers:
+class RefusedStores:
     """For each request the first chunk that was refused, and when it is taken up again.
 
     While nothing of a request is taken, twice as many of its offers are passed
@@ -192,7 +192,7 @@ class ChunkStores:
         self._keys = keys
         self._group_idx = group_idx
         self._under_way: set[bytes] = set()
-        self.offers = RefusedOffers()
+        self.offers = RefusedStores()
 
     def prepare(
         self, offered: Mapping[bytes, OffloadKey], context: ReqContext, prefix: Collection[bytes]

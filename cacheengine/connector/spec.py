@@ -55,7 +55,7 @@ _MACHINE: Final = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
 
-class Rank(NamedTuple):
+class RankMemory(NamedTuple):
     """What a rank tells the others of itself."""
 
     memory: str
@@ -69,12 +69,12 @@ def check_ranks(kv_bytes_per_block: int) -> None:
     To be called in every worker of a replica at once, while vLLM builds its KV cache.
     """
     memory = f"{_MACHINE.read_text().strip()}:{_SHARED_MEMORY.stat().st_dev}"
-    problem = problem_of(_told_by_all(Rank(memory, kv_bytes_per_block)))
+    problem = rank_mismatch(_told_by_all(RankMemory(memory, kv_bytes_per_block)))
     if problem is not None:
         raise ValueError(problem)
 
 
-def problem_of(ranks: Sequence[Rank]) -> str | None:
+def rank_mismatch(ranks: Sequence[RankMemory]) -> str | None:
     """Return why the cache engine cannot keep the KV of these ranks, and what to do instead."""
     machines = len({rank.memory for rank in ranks})
     if machines > 1:
@@ -96,7 +96,7 @@ def problem_of(ranks: Sequence[Rank]) -> str | None:
     return None
 
 
-def _told_by_all(own: Rank) -> list[Rank]:
+def _told_by_all(own: RankMemory) -> list[RankMemory]:
     if not torch.distributed.is_initialized():
         return [own]
     group = _ranks_of_replica()
@@ -124,7 +124,7 @@ _GRACE_S: Final = 30.0
 """For ending in order; the engine's own limits are well below."""
 
 
-def end_with_parent(grace_s: float = _GRACE_S) -> None:
+def exit_with_parent(grace_s: float = _GRACE_S) -> None:
     """End this process soon after its parent: by SIGTERM, then at once.
 
     Does nothing in a process that `multiprocessing` did not start: its parent
@@ -283,7 +283,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             # Stopped before what its moves and its answers rely on.
             undo.callback(agent.stop)
             agent.start()
-            end_with_parent()
+            exit_with_parent()
             # From here on the manager's shutdown is what undoes all of it.
             return WarmrouteManager(
                 engine,

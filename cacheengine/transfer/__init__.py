@@ -7,6 +7,6 @@ Called by agent, connector and simulator. Imports engine, residency and record.
 """
 
 from cacheengine.transfer.fetch import Fetch
-from cacheengine.transfer.server import TransferServer
+from cacheengine.transfer.transfer_server import TransferServer
 
 __all__ = ["Fetch", "TransferServer"]

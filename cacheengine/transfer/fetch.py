@@ -33,7 +33,7 @@ class Window:
     """Chunks whose bytes are whole; the receiver adds them."""
 
 
-class Arrivals:
+class FetchWindows:
     """Lends room for ``keys`` a window at a time, and publishes what has arrived.
 
     Chunks that the engine has, or is getting otherwise, are left out. With
@@ -205,11 +205,11 @@ class Fetch:
         self._pin_s = pin_s
         self._secret = secret
         self._timeout_s = timeout_s
-        # A lower tier takes one window after the other: see `Arrivals`.
+        # A lower tier takes one window after the other: see `FetchWindows`.
         self._connections = connections if tier == "cpu" else 1
         self._gets_ahead = _GETS_AHEAD if tier == "cpu" else 1
         held_before = len(engine.match(keys)) if tier == "cpu" else engine.held_in(keys, tier)
-        self._arrivals = Arrivals(
+        self._arrivals = FetchWindows(
             engine,
             self._keys[held_before:],
             tier=tier,

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from simulator.model.machine_and_request import CachedTokens, SimRequest
 
 
-class Found(NamedTuple):
+class LoadableTokens(NamedTuple):
     """Tokens beyond those on the GPU that can be loaded now."""
 
     cpu: int = 0
@@ -18,7 +18,7 @@ class Found(NamedTuple):
 class LowerTiers(Protocol):
     """vLLM's offloading connector, as far as a scheduler sees it."""
 
-    def find(self, request: SimRequest, gpu_tokens: int) -> Found | None:
+    def find(self, request: SimRequest, gpu_tokens: int) -> LoadableTokens | None:
         """Return what follows the request's ``gpu_tokens``; None: ask again at a later step."""
 
     def begin_load(self, request: SimRequest) -> None:
@@ -49,9 +49,9 @@ class LowerTiers(Protocol):
 class NoLowerTiers:
     """A replica with a GPU cache only."""
 
-    def find(self, request: SimRequest, gpu_tokens: int) -> Found | None:
+    def find(self, request: SimRequest, gpu_tokens: int) -> LoadableTokens | None:
         """Find nothing."""
-        return Found()
+        return LoadableTokens()
 
     def begin_load(self, request: SimRequest) -> None:
         """Never called: nothing is found."""
@@ -80,7 +80,7 @@ class NoLowerTiers:
 # TODO of simulator.model.cache_news: What the model tells: to the callers, to the followers of its cache, in numbers. Pure.
 
 
-class News(NamedTuple):
+class TokenProgress(NamedTuple):
     """A request has given so many tokens by then; all of them if it is over."""
 
     request: SimRequest
@@ -88,7 +88,7 @@ class News(NamedTuple):
     at_s: float
 
 
-class Stored(NamedTuple):
+class GpuBlocksStored(NamedTuple):
     """Blocks ``first`` to ``end`` (not included) of a request are in the GPU's cache now."""
 
     request: SimRequest
@@ -96,17 +96,17 @@ class Stored(NamedTuple):
     end: int
 
 
-class Removed(NamedTuple):
+class GpuBlocksRemoved(NamedTuple):
     """Blocks were evicted from the GPU's cache."""
 
     keys: Sequence[bytes]
 
 
-class Cleared(NamedTuple):
+class GpuBlocksCleared(NamedTuple):
     """The GPU's cache was emptied."""
 
 
-BlockEvent = Stored | Removed | Cleared
+BlockEvent = GpuBlocksStored | GpuBlocksRemoved | GpuBlocksCleared
 
 
 @dataclass(slots=True)

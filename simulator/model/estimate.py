@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from simulator.model.machine_and_request import Rates, SimRequest
-from simulator.model.scheduler import ReplicaModel
+from simulator.model.replica_model import ReplicaModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -222,7 +222,7 @@ class SimRequest:
         """Prompt tokens to compute: the true number, or before it runs the expected one."""
         return self.expected_tokens if not self.num_blocks else self.prefill_end - self.computed
 
-    def steps_to_news(self) -> int:
+    def steps_to_progress(self) -> int:
         """Return after how many decode steps the caller hears of it, its end being one such."""
         left = self.output_tokens - self.generated
         if not self.emit_every:

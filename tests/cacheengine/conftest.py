@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cacheengine.building import Bench
+from tests.cacheengine.helpers import Bench
 
 MakeBench = Callable[..., Bench]
 

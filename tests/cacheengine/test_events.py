@@ -1,7 +1,7 @@
 """The event log: numbered, bounded, and honest about what it forgot."""
 
 from cacheengine.record import EventLog, KeyEventRecord, to_wire
-from tests.cacheengine.building import keys
+from tests.cacheengine.helpers import keys
 from warmroute_common.agent_protocol import unpack_keys
 from warmroute_common.keys import key64
 

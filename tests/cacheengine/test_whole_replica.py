@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.cacheengine.building import config, keys
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import config, keys
 from tests.cacheengine.whole_replica import WholeReplica
 
 

@@ -5,8 +5,8 @@ import msgspec
 from cacheengine.agent import Agent
 from cacheengine.record import TransferMeter
 from cacheengine.settings.engine_config import EngineConfig
-from cacheengine.transfer.server import TransferServer
-from tests.cacheengine.building import CHUNK_BYTES, Bench
+from cacheengine.transfer.transfer_server import TransferServer
+from tests.cacheengine.helpers import CHUNK_BYTES, Bench
 from warmroute_common.agent_protocol import ReplicaIdentity
 from warmroute_common.fleet_secret import FleetSecret
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cacheengine.launch.vllm_launch import free_ports
-from tests.cacheengine.building import wait_until
+from tests.cacheengine.helpers import wait_until
 from tests.fuzz.exchange import Port
 
 _MOST_ADDRESSES: Final = 8 << 30

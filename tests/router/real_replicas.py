@@ -10,7 +10,7 @@ import aiohttp
 from router.agent_client import AgentClient
 from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
-from tests.cacheengine.building import Bench
+from tests.cacheengine.helpers import Bench
 from tests.cacheengine.whole_replica import WholeReplica
 from warmroute_common.keys import HashScheme, chunk_keys
 

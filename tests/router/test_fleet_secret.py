@@ -9,8 +9,8 @@ from aiohttp.test_utils import TestServer
 
 from router.app import PARTS, create_app
 from router.config import router_config
-from simulator.fleet import fleet as simulated
-from simulator.settings import Settings
+from simulator.simulated_fleet import fleet as simulated
+from simulator.simulator_settings import SimulatorSettings
 from tests.router.agent_server import until
 from warmroute_common.fleet_secret import VARIABLE, FleetSecret
 
@@ -28,7 +28,7 @@ def config(where: dict[str, Any], **more: Any) -> dict[str, Any]:
 async def test_a_router_follows_agents_by_the_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    settings = Settings(
+    settings = SimulatorSettings(
         directory=tmp_path, replicas=2, disk_tokens=0, fleet_secret=FleetSecret(SECRET)
     )
     if known:

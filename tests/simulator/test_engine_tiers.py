@@ -11,10 +11,10 @@ from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
 from simulator.engine_storage import MemoryDisk, PacedTier, Pacer, threads_for_memory
 from simulator.engine_tiers import EngineTiers
-from simulator.model.cache_news import Found
+from simulator.model.cache_news import LoadableTokens
 from simulator.model.estimate import estimate
-from simulator.model.scheduler import ReplicaModel
-from tests.simulator.building import BLOCK, CHUNK, keys, model, request, run
+from simulator.model.replica_model import ReplicaModel
+from tests.simulator.helpers import BLOCK, CHUNK, keys, model, request, run
 
 CHUNK_BYTES = 64
 
@@ -188,9 +188,9 @@ def test_a_chunk_that_the_gpu_holds_in_part_is_found_only_with_those_after_it(
     bench = benches(cpu_chunks=50, disk_chunks=100)
     bench.serve("a", 100, 0.0)
     asked = request("again", 100, text="a")
-    assert bench.tiers.find(asked, 90) == Found()  # only half a chunk would be new
-    assert bench.tiers.find(asked, 70) == Found(cpu=30)
-    assert bench.tiers.find(asked, 0) == Found(cpu=100)
+    assert bench.tiers.find(asked, 90) == LoadableTokens()  # only half a chunk would be new
+    assert bench.tiers.find(asked, 70) == LoadableTokens(cpu=30)
+    assert bench.tiers.find(asked, 0) == LoadableTokens(cpu=100)
     bench.tiers.end_schedule()
     bench.tiers.forget(asked)
 

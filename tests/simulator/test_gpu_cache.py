@@ -4,8 +4,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from simulator.model.gpu_blocks import GpuCache
-from tests.simulator.building import keys
+from simulator.model.gpu_cache import GpuCache
+from tests.simulator.helpers import keys
 
 
 def filled(cache: GpuCache, name: str, count: int) -> list[bytes]:

@@ -17,10 +17,15 @@ from router.index.kv_events import (
     find_shape,
 )
 from router.index.prompt_keys import Tier
-from simulator.kv_stream import KvStream, encode_events
-from simulator.model.cache_news import BlockEvent, Cleared, Removed, Stored
+from simulator.kv_event_publisher import KvEventPublisher, encode_events
+from simulator.model.cache_news import (
+    BlockEvent,
+    GpuBlocksCleared,
+    GpuBlocksRemoved,
+    GpuBlocksStored,
+)
 from simulator.openai_prompts import Prompts, SimPrompt
-from tests.simulator.building import request
+from tests.simulator.helpers import request
 from warmroute_common.keys import HashScheme, key64
 
 BLOCK = 16
@@ -35,10 +40,10 @@ def read(payload: bytes) -> Sequence[KvEvent]:
 def payload(prompt: SimPrompt = PROMPT) -> bytes:
     asked = request("a", 100)
     events: list[BlockEvent] = [
-        Stored(asked, 0, 3),
-        Stored(asked, 5, 7),
-        Removed(prompt.block_keys[:2]),
-        Cleared(),
+        GpuBlocksStored(asked, 0, 3),
+        GpuBlocksStored(asked, 5, 7),
+        GpuBlocksRemoved(prompt.block_keys[:2]),
+        GpuBlocksCleared(),
     ]
     return encode_events(events, lambda _: prompt, BLOCK, 1000.0)
 
@@ -88,7 +93,7 @@ class Sink:
 
 
 async def test_who_comes_later_is_told_what_it_missed() -> None:
-    stream = KvStream("127.0.0.1")
+    stream = KvEventPublisher("127.0.0.1")
     stream.start()
     context = zmq.asyncio.Context()
     sink = Sink(4)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from simulator.model.cache_news import Cleared, Removed, Stored
+from simulator.model.cache_news import GpuBlocksCleared, GpuBlocksRemoved, GpuBlocksStored
 from simulator.model.machine_and_request import Rates, Shape
-from tests.simulator.building import keys, model, rates, request, run
+from tests.simulator.helpers import keys, model, rates, request, run
 
 
 def test_one_request_prefills_in_steps_of_the_budget_and_then_decodes() -> None:
@@ -107,10 +107,14 @@ def test_events_tell_what_comes_and_goes_in_order() -> None:
     sim.arrive(two, 10.0)
     run(sim)
     last = keys("a", 2)[1]
-    assert sim.take_events() == [Stored(one, 0, 2), Removed([last]), Stored(two, 0, 2)]
+    assert sim.take_events() == [
+        GpuBlocksStored(one, 0, 2),
+        GpuBlocksRemoved([last]),
+        GpuBlocksStored(two, 0, 2),
+    ]
     assert sim.take_events() == []
     assert sim.clear_gpu()
-    assert sim.take_events() == [Cleared()]
+    assert sim.take_events() == [GpuBlocksCleared()]
 
 
 def test_what_was_computed_twice_is_told_once() -> None:
@@ -123,9 +127,9 @@ def test_what_was_computed_twice_is_told_once() -> None:
     sim.arrive(two, 1.0)
     run(sim)
     events = sim.take_events()
-    assert [each for each in events if isinstance(each, Stored)] == [
-        Stored(one, 0, 4),
-        Stored(two, 3, 4),
+    assert [each for each in events if isinstance(each, GpuBlocksStored)] == [
+        GpuBlocksStored(one, 0, 4),
+        GpuBlocksStored(two, 3, 4),
     ]
 
 

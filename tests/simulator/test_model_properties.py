@@ -12,9 +12,9 @@ from cacheengine.settings.engine_config import EngineConfig
 from simulator.engine_storage import MemoryDisk, threads_for_memory
 from simulator.engine_tiers import EngineTiers
 from simulator.model.machine_and_request import SimRequest
-from simulator.model.scheduler import ReplicaModel
-from tests.cacheengine.building import wait_until
-from tests.simulator.building import BLOCK, CHUNK, model, request
+from simulator.model.replica_model import ReplicaModel
+from tests.cacheengine.helpers import wait_until
+from tests.simulator.helpers import BLOCK, CHUNK, model, request
 
 Act = tuple[str, int, int, float]
 

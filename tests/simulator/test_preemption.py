@@ -1,8 +1,8 @@
 """Running requests that find no block: 10 blocks of 10 tokens, steps as in `test_model`."""
 
 from simulator.model.machine_and_request import SimRequest
-from simulator.model.scheduler import ReplicaModel
-from tests.simulator.building import model, request, run
+from simulator.model.replica_model import ReplicaModel
+from tests.simulator.helpers import model, request, run
 
 
 def two_that_do_not_fit() -> tuple[ReplicaModel, SimRequest, SimRequest]:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from simulator.cli import _settings, simulate
 from simulator.model.machine_and_request import Rates, Shape
-from simulator.settings import Settings
+from simulator.simulate_command import _settings, simulate
+from simulator.simulator_settings import SimulatorSettings
 
 
-def told(*options: str) -> Settings:
+def told(*options: str) -> SimulatorSettings:
     """Return what the simulator makes of a command line."""
     given = simulate.make_context("simulate", list(options)).params
     for name in ("directory", "as_json"):
@@ -19,7 +19,7 @@ def told(*options: str) -> Settings:
 
 
 def test_without_options_a_fleet_is_the_default_one() -> None:
-    assert told() == Settings(directory=Path("/nowhere"))
+    assert told() == SimulatorSettings(directory=Path("/nowhere"))
 
 
 @pytest.mark.parametrize("kind", [Rates, Shape])

@@ -1,8 +1,8 @@
 """How long a step takes: contexts that decodes read, copies beside it, noise."""
 
 from simulator.model.cache_news import NoLowerTiers
-from simulator.model.scheduler import ReplicaModel
-from tests.simulator.building import model, rates, request, run, shape
+from simulator.model.replica_model import ReplicaModel
+from tests.simulator.helpers import model, rates, request, run, shape
 
 
 def test_a_decode_takes_longer_for_each_token_whose_kv_it_reads() -> None:

@@ -13,9 +13,9 @@ from router.fleet.fleet import Fleet
 from router.index.kv_events import BlocksRemoved, BlocksStored, KvEventReader
 from router.index.prompt_keys import Tier
 from simulator.engine_tiers import ToldTiers
-from simulator.kv_stream import TierEvents, encode_events
+from simulator.kv_event_publisher import TierEvents, encode_events
 from simulator.openai_prompts import Prompts
-from tests.simulator.building import CHUNK, model, request, run
+from tests.simulator.helpers import CHUNK, model, request, run
 from tests.simulator.test_engine_tiers import Bench
 from warmroute_common.keys import HashScheme, key64
 

@@ -11,7 +11,7 @@ from bench.discrete.staging import settled
 from cacheengine.record import KeyEventRecord
 from cacheengine.residency.decisions import Promotion
 from tests.bench.discrete.building import CHUNK, in_model_time, machine
-from tests.cacheengine.building import key, keys
+from tests.cacheengine.helpers import key, keys
 
 READ_S = CHUNK / 500
 WRITE_S = CHUNK / 1_000

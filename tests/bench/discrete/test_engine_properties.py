@@ -15,7 +15,7 @@ from bench.discrete.engine import ModelEngine
 from cacheengine.record import KeyEventRecord
 from cacheengine.residency.decisions import Presence, Promotion
 from tests.bench.discrete.building import CHUNK, machine
-from tests.cacheengine.building import key
+from tests.cacheengine.helpers import key
 
 PREFIXES = st.tuples(st.integers(0, 3), st.integers(1, 5)).map(
     lambda drawn: [key(10 * drawn[0] + at) for at in range(drawn[1])]

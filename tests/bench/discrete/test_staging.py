@@ -9,7 +9,7 @@ from bench.discrete.replica import ModelReplica
 from bench.discrete.staging import KV_BYTES_PER_TOKEN, ModelAgent, Network
 from router.agent_client import AgentError
 from tests.bench.discrete.building import CHUNK, in_model_time, machine, prompt, served
-from tests.cacheengine.building import keys
+from tests.cacheengine.helpers import keys
 from warmroute_common.agent_protocol import MoveRequest, MoveSource, MoveStatus
 
 CALL_S = 0.002

@@ -27,7 +27,7 @@ from bench.overhead.fake_replicas import (
     write_prompts,
 )
 from router.index.kv_events import BlocksStored, FirstBlocks, KvEvent, KvEventReader, find_shape
-from simulator.kv_stream import KvStream
+from simulator.kv_event_publisher import KvEventPublisher
 from simulator.openai_prompts import WORDS, make_tokenizer
 from tests.bench.overhead.listening import listening
 from warmroute_common.keys import HashScheme
@@ -200,7 +200,7 @@ def tokenizer(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer"
 
 
-class Published(KvStream):
+class Published(KvEventPublisher):
     """Keeps what is published; without sockets."""
 
     def __init__(self) -> None:
@@ -260,7 +260,7 @@ def test_known_prompts_come_back_from_their_file(tmp_path: Path) -> None:
 
 
 async def test_a_telling_replica_names_its_tokenizer_and_proves_it(tokenizer: Path) -> None:
-    stream = KvStream("127.0.0.1")
+    stream = KvEventPublisher("127.0.0.1")
     stream.start()
     try:
         told: Mapping[bytes, object] = handlers(tokenizer, stream)

@@ -13,7 +13,7 @@ from bench.soak.answers import (
     check_whole,
 )
 from simulator.openai_prompts import NUM_WORDS, text_of
-from simulator.openai_server import DONE, Answer
+from simulator.openai_server import DONE, CompletionBody
 
 ERROR = b'data: {"error":{"message":"the replica\'s answer broke off"}}\n\n'
 BODY = {"messages": [{"role": "user", "content": text_of(range(100))}], "max_tokens": 12}
@@ -27,7 +27,7 @@ def expected(*, is_chat: bool = True, name: str = "one") -> Expected:
 def events(wanted: Expected) -> list[bytes]:
     """Return the events of a simulated replica's stream."""
     ids = [_id_of(word) for word in wanted.text.split()]
-    answer = Answer(
+    answer = CompletionBody(
         request_id=wanted.request_id,
         model="sim",
         is_chat=wanted.is_chat,
@@ -50,7 +50,7 @@ def _id_of(word: str) -> int:
 
 
 def whole(wanted: Expected) -> bytes:
-    answer = Answer(
+    answer = CompletionBody(
         request_id=wanted.request_id,
         model="sim",
         is_chat=wanted.is_chat,

@@ -13,8 +13,8 @@ import pytest
 
 from cacheengine.residency import Presence
 from tests.cacheengine.agent.test_moves import Replica
-from tests.cacheengine.building import Bench, config, key, payload, wait_until
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import Bench, config, key, payload, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

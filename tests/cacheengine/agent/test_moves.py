@@ -12,16 +12,16 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from cacheengine.agent import mover as moving
-from cacheengine.agent.peers import Caller
+from cacheengine.agent import move_jobs as moving
+from cacheengine.agent.peers import AgentHttpClient
 from cacheengine.record import TransferMeter
 from cacheengine.residency import Presence
 from cacheengine.tiers.tier import PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
 from cacheengine.transfer.protocol import Channel, ChunkProofs
-from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import CHUNK_BYTES, Bench, config, keys
 from tests.cacheengine.scripted_tier import ScriptedTier
 from tests.cacheengine.whole_replica import WholeReplica, identity
 from warmroute_common import agent_protocol as wire
@@ -407,7 +407,7 @@ async def test_the_latest_moves_are_remembered(
 ) -> None:
     monkeypatch.setattr(moving, "MAX_REMEMBERED", 3)
     engine, meter = fleet.second.bench.engine, TransferMeter()
-    moves = moving.Mover(engine, identity("three"), Caller(fleet.session, None), meter)
+    moves = moving.MoveJobs(engine, identity("three"), AgentHttpClient(fleet.session, None), meter)
     source = wire.MoveSource(agent_url=fleet.first.url, transfer_address=fleet.first.address)
     begun = []
     for _ in range(5):

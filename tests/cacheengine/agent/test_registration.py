@@ -14,10 +14,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from cacheengine.agent import Agent
-from cacheengine.agent.peers import Caller, Registrar
+from cacheengine.agent.peers import AgentHttpClient, ControllerRegistration
 from cacheengine.settings.engine_config import EngineConfig
-from tests.cacheengine.building import wait_until
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import wait_until
 from tests.cacheengine.whole_replica import identity
 from warmroute_common import agent_protocol as wire
 from warmroute_common.fleet_secret import FleetSecret
@@ -84,10 +84,12 @@ class Turns:
 
 
 @asynccontextmanager
-async def registrar(url: str) -> AsyncIterator[tuple[Registrar, Turns]]:
+async def registrar(url: str) -> AsyncIterator[tuple[ControllerRegistration, Turns]]:
     turns = Turns()
     async with aiohttp.ClientSession() as session:
-        registrar = Registrar(Caller(session, None), url, REGISTRATION, sleep=turns.sleep)
+        registrar = ControllerRegistration(
+            AgentHttpClient(session, None), url, REGISTRATION, sleep=turns.sleep
+        )
         task = asyncio.create_task(registrar.run())
         await turns.reach()
         yield registrar, turns

@@ -16,8 +16,8 @@ from cacheengine.agent import agent_requests as answers
 from cacheengine.identity import KvVersions
 from cacheengine.record import EngineStats, TierStats, TransferStats
 from cacheengine.settings.engine_config import EngineConfig
-from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys, layout, wait_until
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import CHUNK_BYTES, Bench, config, keys, layout, wait_until
 from warmroute_common import agent_protocol as wire
 from warmroute_common.agent_protocol import ReplicaIdentity
 from warmroute_common.keys import HashScheme, chunk_keys, key64, prompt_extra_keys

@@ -14,16 +14,16 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from cacheengine.agent import agent_handlers as handlers
 from cacheengine.agent import agent_requests as answers
-from cacheengine.agent import handlers
-from cacheengine.agent import mover as moving
+from cacheengine.agent import move_jobs as moving
 from cacheengine.agent import peers as calling
-from cacheengine.agent.peers import Caller
+from cacheengine.agent.peers import AgentHttpClient
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.protocol import Channel
-from tests.cacheengine.building import CHUNK_BYTES, Bench, layout
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import CHUNK_BYTES, Bench, layout
 from tests.cacheengine.transfer.conftest import Play, play
 from tests.cacheengine.whole_replica import WholeReplica, identity
 from warmroute_common import agent_protocol as wire
@@ -208,7 +208,7 @@ async def test_an_agent_follows_nobody_elsewhere(rig: Rig) -> None:
     app = web.Application()
     app.router.add_get("/info", elsewhere)
     async with TestServer(app) as server:
-        caller = Caller(rig.session, SECRET)
+        caller = AgentHttpClient(rig.session, SECRET)
         with pytest.raises(calling.PeerRefusedError) as refused:
             await caller.call("GET", str(server.make_url("/info")))
     assert refused.value.answered == 307
@@ -313,7 +313,7 @@ async def test_a_peer_s_answer_is_read_up_to_a_bound(rig: Rig) -> None:
     app.router.add_get("/info", endless)
     async with TestServer(app) as server:
         with pytest.raises(answers.PeerError, match="an answer of more than 4194304 bytes"):
-            await Caller(rig.session, None).call("GET", str(server.make_url("/info")))
+            await AgentHttpClient(rig.session, None).call("GET", str(server.make_url("/info")))
     assert sent < 10 * calling.MAX_ANSWER_BYTES
 
 
@@ -323,8 +323,11 @@ async def test_of_moves_that_are_over_only_their_end_is_kept(
     """A thousand are remembered; each may have named a million tokens."""
     other = await asyncio.to_thread(WholeReplica, "other", make_bench(32), None)
     other.bench.store(PREFIX)
-    mover = moving.Mover(
-        rig.loose.bench.engine, identity("loose"), Caller(rig.session, None), TransferMeter()
+    mover = moving.MoveJobs(
+        rig.loose.bench.engine,
+        identity("loose"),
+        AgentHttpClient(rig.session, None),
+        TransferMeter(),
     )
     source = wire.MoveSource(agent_url=other.url, transfer_address=other.address)
     begun = await mover.begin(wire.MoveRequest(source=source, tokens=TOKENS, copy=True), PREFIX)
@@ -337,7 +340,7 @@ async def test_of_moves_that_are_over_only_their_end_is_kept(
     del begun
     await asyncio.sleep(0)  # the task that ran it is let go of
     gc.collect()
-    assert not [each for each in gc.get_objects() if type(each) is moving.Move]
+    assert not [each for each in gc.get_objects() if type(each) is moving.MoveJob]
     await mover.stop()
     await asyncio.to_thread(other.stop)
 
@@ -348,12 +351,15 @@ async def test_chunks_of_all_moves_together_are_bounded(
     monkeypatch.setattr(moving, "MAX_CHUNKS", 7)
     other = await asyncio.to_thread(WholeReplica, "other", make_bench(32), None)
     other.bench.store(PREFIX)
-    mover = moving.Mover(
-        rig.loose.bench.engine, identity("loose"), Caller(rig.session, None), TransferMeter()
+    mover = moving.MoveJobs(
+        rig.loose.bench.engine,
+        identity("loose"),
+        AgentHttpClient(rig.session, None),
+        TransferMeter(),
     )
     gate = asyncio.Event()
 
-    async def waits(move: moving.Move, address: tuple[str, int]) -> None:
+    async def waits(move: moving.MoveJob, address: tuple[str, int]) -> None:
         await gate.wait()
 
     monkeypatch.setattr(mover, "_fetch", waits)

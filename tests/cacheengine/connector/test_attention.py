@@ -45,7 +45,7 @@ def kv_spec(kind: str) -> Any:
             return MambaSpec(block_size=BLOCK_TOKENS, shapes=((4, 4),), dtypes=(torch.bfloat16,))
 
 
-class Layer:
+class LayerMemory:
     """Stands for an attention layer of a model."""
 
     def __init__(self, kind: str) -> None:
@@ -58,9 +58,9 @@ class Layer:
 def check(monkeypatch: pytest.MonkeyPatch, kinds: list[str], blocks_per_chunk: int) -> None:
     from cacheengine.connector import model_identity as attention
 
-    layers = {f"layer{i}": Layer(kind) for i, kind in enumerate(kinds)}
+    layers = {f"layer{i}": LayerMemory(kind) for i, kind in enumerate(kinds)}
 
-    def layers_of(config: object, layer_type: object, names: Any) -> dict[str, Layer]:
+    def layers_of(config: object, layer_type: object, names: Any) -> dict[str, LayerMemory]:
         return {name: layers[name] for name in names}
 
     monkeypatch.setattr(attention, "get_current_vllm_config_or_none", object)

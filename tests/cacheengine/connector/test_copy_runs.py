@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cacheengine.connector.copy_worker import (
     CopyCall,
-    Layer,
+    LayerMemory,
     PagedMemory,
     PageRuns,
     RunCopier,
@@ -70,7 +70,8 @@ class Rig:
             for _ in self.kv
         ]
         layers = [
-            Layer.of(kv.tensor, pool.tensor) for kv, pool in zip(self.kv, self.pool, strict=True)
+            LayerMemory.of(kv.tensor, pool.tensor)
+            for kv, pool in zip(self.kv, self.pool, strict=True)
         ]
         self.copier = RunCopier(layers, copy_call)
 
@@ -157,7 +158,7 @@ def test_memory_of_another_form_is_refused() -> None:
     with pytest.raises(ValueError, match="overlap"):
         PagedMemory.of(pages.as_strided((4, 3, 8), (8, 8, 1)))
     with pytest.raises(ValueError, match="of 8 and of 9 bytes"):
-        Layer.of(pages[0], torch.zeros((4, 3, 9), dtype=torch.int8))
+        LayerMemory.of(pages[0], torch.zeros((4, 3, 9), dtype=torch.int8))
 
 
 def test_without_numba_copies_are_right_and_a_warning_says_so(

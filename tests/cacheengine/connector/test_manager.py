@@ -15,8 +15,8 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-from tests.cacheengine.building import Bench, config, key, payload, wait_until  # noqa: E402
 from tests.cacheengine.conftest import MakeBench  # noqa: E402
+from tests.cacheengine.helpers import Bench, config, key, payload, wait_until  # noqa: E402
 from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier  # noqa: E402
 
 GROUP = 0

@@ -239,7 +239,7 @@ def test_a_replica_asks_for_the_fleet_secret_at_both_ports(
     from cacheengine.connector import spec as made
     from cacheengine.transfer import protocol
     from cacheengine.transfer.protocol import Channel
-    from cacheengine.transfer.server import TransferServer
+    from cacheengine.transfer.transfer_server import TransferServer
 
     started: list[Agent | TransferServer] = []
     monkeypatch.setattr(Agent, "start", _noted(Agent.start, started))

@@ -64,9 +64,9 @@ def test_ranks_ask_each_other_and_come_to_the_same(tmp_path: Path) -> None:
 
 
 def test_pipeline_stages_of_different_size_are_refused() -> None:
-    from cacheengine.connector.spec import Rank, problem_of
+    from cacheengine.connector.spec import RankMemory, rank_mismatch
 
-    problem = problem_of([Rank("m", 5120), Rank("m", 3072)])
+    problem = rank_mismatch([RankMemory("m", 5120), RankMemory("m", 3072)])
     assert problem is not None
     assert "keep different amounts of KV (5120, 3072 bytes of a block)" in problem
     assert "--pipeline-parallel-size that divides the number of layers" in problem

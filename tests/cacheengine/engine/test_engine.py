@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from cacheengine.residency import Presence
-from tests.cacheengine.building import config, key, keys
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import config, key, keys
 from tests.cacheengine.scripted_tier import ScriptedTier
 
 
@@ -187,7 +187,7 @@ def test_statistics_say_what_happened(make_bench: MakeBench) -> None:
 def test_pool_and_layout_must_agree(make_bench: MakeBench) -> None:
     from cacheengine.engine.engine import CacheEngine
     from cacheengine.memory import Pool
-    from tests.cacheengine.building import layout
+    from tests.cacheengine.helpers import layout
 
     with pytest.raises(ValueError, match="slots have 100 bytes"):
         CacheEngine(config(), layout(), Pool.allocate(2, 100))

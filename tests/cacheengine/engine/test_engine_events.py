@@ -1,8 +1,8 @@
 """Events of the engine: replaying events gives the snapshot."""
 
 from cacheengine.engine.engine import CacheEngine
-from tests.cacheengine.building import keys
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import keys
 from tests.cacheengine.scripted_tier import ScriptedTier
 from warmroute_common.agent_protocol import EventBatch, unpack_keys
 from warmroute_common.keys import key64

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cacheengine.settings.engine_config import EngineConfig
-from tests.cacheengine.building import Bench, key, keys, layout, wait_until
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import Bench, key, keys, layout, wait_until
 from tests.servers import PATIENT, RedisProcess, redis_program, running
 
 NUMBERS = range(40)

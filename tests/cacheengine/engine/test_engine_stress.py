@@ -10,8 +10,8 @@ from typing import Final
 import pytest
 
 from cacheengine.residency import Presence
-from tests.cacheengine.building import Bench, config, key, payload, wait_until
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import Bench, config, key, payload, wait_until
 from tests.cacheengine.scripted_tier import ScriptedRemote
 
 SEED = 20_240_229

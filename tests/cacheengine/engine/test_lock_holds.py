@@ -18,7 +18,7 @@ from bench.engine.index import FullTier, key_of, layout
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
-from tests.cacheengine.building import FakeClock, ManualThreads, tier_stack
+from tests.cacheengine.helpers import FakeClock, ManualThreads, tier_stack
 
 CHUNKS = 100_000
 ON_DISK = 1_000_000

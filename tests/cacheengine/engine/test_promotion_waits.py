@@ -7,7 +7,7 @@ import pytest
 from cacheengine.engine.promotion_waits import PIN_S, Patience, PromotionWaits
 from cacheengine.residency import Holder, Presence, Promotion
 from cacheengine.residency.decisions import PromotionOutcome
-from tests.cacheengine.building import FakeClock, keys
+from tests.cacheengine.helpers import FakeClock, keys
 
 COMPUTE_S = 2.0
 

@@ -1,7 +1,7 @@
 """A snapshot is listed in parts; with the events after its number it says what is there."""
 
-from tests.cacheengine.building import InterruptedLock, keys
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import InterruptedLock, keys
 from tests.cacheengine.scripted_tier import ScriptedTier
 from warmroute_common.agent_protocol import unpack_keys
 from warmroute_common.keys import key64

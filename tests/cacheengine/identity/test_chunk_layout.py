@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cacheengine.identity import ChunkLayout
-from tests.cacheengine.building import layout
+from tests.cacheengine.helpers import layout
 
 
 def test_equal_layouts_have_equal_fingerprints() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from cacheengine.residency.eviction_policies import POLICY_NAMES, make_policy
-from tests.cacheengine.building import key, keys
+from tests.cacheengine.helpers import key, keys
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cacheengine.residency.eviction_policies import Arc, make_policy
 from cacheengine.residency.pool_index import EntryState, PoolIndex
-from tests.cacheengine.building import key, keys
+from tests.cacheengine.helpers import key, keys
 
 
 def _arc(capacity: int) -> Arc:

@@ -3,7 +3,7 @@
 import pytest
 
 from cacheengine.residency.pool_index import EntryState, PoolIndex
-from tests.cacheengine.building import key, keys
+from tests.cacheengine.helpers import key, keys
 
 
 def _index(ready: int, slots: int = 4) -> PoolIndex:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cacheengine.residency.eviction_policies import POLICY_NAMES, EvictionPolicy, make_policy
 from cacheengine.residency.pool_index import EntryState, PoolEntry, PoolIndex
-from tests.cacheengine.building import key, keys
+from tests.cacheengine.helpers import key, keys
 
 
 class CountedEntries(dict[bytes, PoolEntry]):

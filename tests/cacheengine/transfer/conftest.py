@@ -11,9 +11,9 @@ import pytest
 from cacheengine.record import TransferMeter
 from cacheengine.transfer.fetch import Fetch, Fetched
 from cacheengine.transfer.protocol import Channel, PeerGoneError, ProtocolError
-from cacheengine.transfer.server import TransferServer
-from tests.cacheengine.building import Bench, keys, layout, wait_until
+from cacheengine.transfer.transfer_server import TransferServer
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import Bench, keys, layout, wait_until
 
 TIMEOUT_S = 20.0
 PREFIX = keys(*range(40))

@@ -10,9 +10,9 @@ from cacheengine.residency import Presence
 from cacheengine.tiers.tier import NullTier
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer.fetch import Fetch
-from cacheengine.transfer.server import TransferServer
-from tests.cacheengine.building import CHUNK_BYTES, Bench, config, keys, wait_until
+from cacheengine.transfer.transfer_server import TransferServer
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import CHUNK_BYTES, Bench, config, keys, wait_until
 from tests.cacheengine.transfer.conftest import PREFIX, Serve, assert_idle, fetch
 
 

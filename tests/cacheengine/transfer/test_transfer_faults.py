@@ -12,7 +12,7 @@ from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.fetch import Fetch
 from cacheengine.transfer.protocol import Channel, Checksums, ChunkProofs
-from tests.cacheengine.building import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
+from tests.cacheengine.helpers import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
 from tests.cacheengine.transfer.conftest import (
     LAYOUT,
     PREFIX,

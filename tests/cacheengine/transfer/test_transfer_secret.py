@@ -15,7 +15,7 @@ from cacheengine.transfer.protocol import (
     Handshake,
     KeyedDigests,
 )
-from tests.cacheengine.building import CHUNK_BYTES, Bench, payload, wait_until
+from tests.cacheengine.helpers import CHUNK_BYTES, Bench, payload, wait_until
 from tests.cacheengine.transfer.conftest import (
     LAYOUT,
     PREFIX,

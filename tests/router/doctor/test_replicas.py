@@ -10,8 +10,8 @@ import pytest
 
 from router.doctor.findings import Level
 from router.prompt.prompt_reader import PromptReader
-from simulator.fleet import fleet as simulated
-from simulator.settings import Settings
+from simulator.simulated_fleet import fleet as simulated
+from simulator.simulator_settings import SimulatorSettings
 from tests.router.agent_server import AgentServer, serving
 from tests.router.doctor.replicas import StandIn, examined, found
 from tests.router.prompt.chat_shapes import TEMPLATES
@@ -40,7 +40,9 @@ async def two(
 @pytest.mark.parametrize("with_agents", [True, False])
 async def test_a_fleet_that_is_well(tmp_path: Path, with_agents: bool) -> None:
     """Real engines, agents, KV events and tokens; a probe's blocks have the router's keys."""
-    settings = Settings(directory=tmp_path, replicas=2, cpu_tokens=8192, disk_tokens=0, speed=50)
+    settings = SimulatorSettings(
+        directory=tmp_path, replicas=2, cpu_tokens=8192, disk_tokens=0, speed=50
+    )
     names = ("url", "instance_id", "agent_url")[: 3 if with_agents else 2]
     async with simulated(settings) as where:
         replicas = [{name: each[name] for name in names} for each in where["replicas"]]
@@ -218,7 +220,7 @@ async def test_agents_that_ask_for_the_fleet_secret(
 ) -> None:
     """Real agents; with the secret here, without one, and with another one."""
     secret = "known-to-the-fleet-alone"
-    settings = Settings(
+    settings = SimulatorSettings(
         directory=tmp_path, replicas=1, disk_tokens=0, fleet_secret=FleetSecret(secret)
     )
     names = ("url", "instance_id", "agent_url")

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
-from cacheengine.agent.peers import Caller, Registrar
+from cacheengine.agent.peers import AgentHttpClient, ControllerRegistration
 from router.config import (
     DiscoveredConfig,
     DiscoveryConfig,
@@ -179,8 +179,8 @@ def registration(openai_url: str | None, **more: Any) -> Registration:
 @asynccontextmanager
 async def registered(
     client: aiohttp.ClientSession, url: str, told: Registration
-) -> AsyncIterator[Registrar]:
-    registrar = Registrar(Caller(client, None), url, told)
+) -> AsyncIterator[ControllerRegistration]:
+    registrar = ControllerRegistration(AgentHttpClient(client, None), url, told)
     task = asyncio.create_task(registrar.run())
     try:
         yield registrar

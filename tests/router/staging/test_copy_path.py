@@ -12,8 +12,8 @@ import pytest
 
 from router.config.settings import PrefetchConfig, RatesConfig, ReplicaConfig
 from router.record.records import Outcome
-from tests.cacheengine.building import CHUNK_BYTES, Bench, config
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import CHUNK_BYTES, Bench, config
 from tests.cacheengine.whole_replica import WholeReplica
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.real_replicas import CHUNKS, TOKENS

@@ -26,8 +26,8 @@ from router.staging.stager import (
     StagingResult,
     StagingTiming,
 )
-from tests.cacheengine.building import CHUNK_BYTES, config
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import CHUNK_BYTES, config
 from tests.router.agent_server import until
 from tests.router.fleet.helpers import candidate
 from tests.router.fleet.helpers import decision as made_decision

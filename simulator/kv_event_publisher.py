@@ -18,7 +18,12 @@ import zmq
 import zmq.asyncio
 
 from cacheengine.record import KeyEventRecord
-from simulator.model.cache_news import BlockEvent, Cleared, Removed, Stored
+from simulator.model.cache_news import (
+    BlockEvent,
+    GpuBlocksCleared,
+    GpuBlocksRemoved,
+    GpuBlocksStored,
+)
 from simulator.openai_prompts import SimPrompt
 from warmroute_common.keys import key64
 
@@ -104,7 +109,7 @@ class TierEvents:
         return event
 
 
-# TODO of simulator.kv_stream: KV events as vLLM publishes them over ZMQ, with a replay of the latest.
+# TODO of simulator.kv_event_publisher: KV events as vLLM publishes them over ZMQ, with a replay of the latest.
 
 _KEPT: Final = 10_000
 """Messages kept for replay, as many as vLLM keeps by default."""
@@ -131,7 +136,7 @@ def _as_map(
     event: BlockEvent, prompt_of: Callable[[str], SimPrompt], block_tokens: int
 ) -> dict[str, Any]:
     match event:
-        case Stored(request, first, end):
+        case GpuBlocksStored(request, first, end):
             prompt = prompt_of(request.id)
             keys = prompt.block_keys
             extra: list[Any] = [None] * (end - first)
@@ -150,18 +155,18 @@ def _as_map(
                 "group_idx": 0,
                 "kv_cache_spec_kind": "full_attention",
             }
-        case Removed(removed):
+        case GpuBlocksRemoved(removed):
             return {
                 "type": "BlockRemoved",
                 "block_hashes": [key64(key) for key in removed],
                 "medium": "GPU",
                 "group_idx": 0,
             }
-        case Cleared():
+        case GpuBlocksCleared():
             return {"type": "AllBlocksCleared"}
 
 
-class KvStream:
+class KvEventPublisher:
     """Publishes numbered messages from `start` to `stop`; all on one event loop."""
 
     def __init__(self, host: str) -> None:

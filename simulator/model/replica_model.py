@@ -5,8 +5,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from simulator.model.cache_news import BlockEvent, Found, LowerTiers, News, Totals
-from simulator.model.gpu_blocks import Blocks, GpuCache
+from simulator.model.cache_news import BlockEvent, LoadableTokens, LowerTiers, TokenProgress, Totals
+from simulator.model.gpu_cache import GpuCache, RequestBlocks
 from simulator.model.machine_and_request import CachedTokens, Rates, Shape, SimRequest
 
 
@@ -71,7 +71,7 @@ class Copies:
         assert [at_s for at_s, _ in self._storing] == sorted(at_s for at_s, _ in self._storing)
 
 
-# TODO of simulator.model.scheduler: The requests that run, what each computes in a step, and which of them must give way. Pure.
+# TODO of simulator.model.replica_model: The requests that run, what each computes in a step, and which of them must give way. Pure.
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Batch:
     """
 
     def __init__(
-        self, shape: Shape, rates: Rates, blocks: Blocks, noise: Callable[[], float]
+        self, shape: Shape, rates: Rates, blocks: RequestBlocks, noise: Callable[[], float]
     ) -> None:
         self.running: list[SimRequest] = []
         self._shape = shape
@@ -158,7 +158,7 @@ class Batch:
         step_s *= self._noise()
         if prefill:
             return Step(now_s, step_s, 1, prefill, decoding)
-        count = min(each.steps_to_news() for each in decoding)
+        count = min(each.steps_to_progress() for each in decoding)
         count = min(count, self._blocks.steps_that_fit(decoding))
         if (until_s := self._alike_until_s(copies)) is not None:
             count = min(count, max(1, math.ceil((until_s - now_s) / step_s)))
@@ -200,7 +200,7 @@ class Batch:
         request.prefill_end = request.prompt_tokens + request.generated
 
 
-# TODO of simulator.model.scheduler: What a request will not have to compute, as far as a replica can know it. Pure.
+# TODO of simulator.model.replica_model: What a request will not have to compute, as far as a replica can know it. Pure.
 
 
 class Foresight:
@@ -269,7 +269,7 @@ class Foresight:
         )
 
 
-# TODO of simulator.model.scheduler: One replica's scheduler: continuous batching with chunked prefill, as vLLM's. Pure.
+# TODO of simulator.model.replica_model: One replica's scheduler: continuous batching with chunked prefill, as vLLM's. Pure.
 #
 # Time is told to it, in model seconds, and never goes back. What can be worked
 # out is not waited for: `advance` ends all steps that were over by then, at
@@ -304,7 +304,7 @@ class ReplicaModel:
     ) -> None:
         self.shape = shape
         self.rates = rates
-        self.blocks = Blocks(shape)
+        self.blocks = RequestBlocks(shape)
         self.cache = self.blocks.cache
         self.totals = Totals()
         self.waiting: deque[SimRequest] = deque()
@@ -315,7 +315,7 @@ class ReplicaModel:
         self._copies = Copies(shape, rates, tiers)
         self._foresight = Foresight(shape, self.cache, tiers, keeps_promises=foresees)
         self._step: Step | None = None
-        self._news: list[News] = []
+        self._news: list[TokenProgress] = []
 
     @property
     def running(self) -> Sequence[SimRequest]:
@@ -382,7 +382,7 @@ class ReplicaModel:
         due_s = (copies.next_store_s, copies.next_load_s if step is None else step.end_s)
         return min((each for each in due_s if each is not None), default=None)
 
-    def take_news(self) -> list[News]:
+    def take_progress(self) -> list[TokenProgress]:
         """Return what the callers should hear, once."""
         news, self._news = self._news, []
         return news
@@ -476,7 +476,7 @@ class ReplicaModel:
             request.finished_s = at_s
         elif not request.emit_every or (request.generated - 1) % request.emit_every:
             return
-        self._news.append(News(request, request.generated, at_s))
+        self._news.append(TokenProgress(request, request.generated, at_s))
 
     # --- admission
 
@@ -509,7 +509,9 @@ class ReplicaModel:
             self._admit(request, gpu_blocks, found, now_s)
         self.waiting.extendleft(reversed(skipped))
 
-    def _admit(self, request: SimRequest, gpu_blocks: int, found: Found, now_s: float) -> None:
+    def _admit(
+        self, request: SimRequest, gpu_blocks: int, found: LoadableTokens, now_s: float
+    ) -> None:
         """Let a request run by what is there of it, after its load if there is one."""
         self.blocks.admit(request, gpu_blocks)
         tokens = found.cpu + found.disk

@@ -3,9 +3,9 @@
 import hashlib
 from collections.abc import Sequence
 
-from simulator.model.cache_news import LowerTiers, News, NoLowerTiers
+from simulator.model.cache_news import LowerTiers, NoLowerTiers, TokenProgress
 from simulator.model.machine_and_request import Rates, Shape, SimRequest
-from simulator.model.scheduler import ReplicaModel
+from simulator.model.replica_model import ReplicaModel
 
 BLOCK = 10
 CHUNK = 20
@@ -72,8 +72,8 @@ def run(sim: ReplicaModel, until_s: float = 1e9) -> list[tuple[str, int, float]]
     """Advance, check, and return the news as (id, tokens, time)."""
     sim.advance(until_s)
     sim.check()
-    return [told(each) for each in sim.take_news()]
+    return [told(each) for each in sim.take_progress()]
 
 
-def told(news: News) -> tuple[str, int, float]:
+def told(news: TokenProgress) -> tuple[str, int, float]:
     return (news.request.id, news.generated, round(news.at_s, 6))

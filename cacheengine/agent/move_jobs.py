@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from cacheengine.agent.agent_requests import PeerError, wait_for_event, wait_for_promotion
-from cacheengine.agent.peers import Caller, PeerAgent
+from cacheengine.agent.peers import AgentHttpClient, PeerAgent
 from cacheengine.engine import CacheEngine
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import Fetch
@@ -35,7 +35,7 @@ _LONGEST_PAUSE_S: Final = 0.256
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Move:
+class MoveJob:
     """What is moved from where, and how far that is."""
 
     event_id: str
@@ -80,7 +80,7 @@ class Move:
         self.over.set()
 
 
-class Mover:
+class MoveJobs:
     """Executes moves into this replica's tiers, and tells how they go.
 
     Belongs to the agent's loop; bytes flow on threads of its own.
@@ -90,7 +90,7 @@ class Mover:
         self,
         engine: CacheEngine,
         identity: wire.ReplicaIdentity,
-        caller: Caller,
+        caller: AgentHttpClient,
         meter: TransferMeter,
     ) -> None:
         self._engine = engine
@@ -99,11 +99,11 @@ class Mover:
         self._meter = meter
         # How each has ended, and nothing else: a whole move takes two kilobytes.
         self._ended: OrderedDict[str, wire.MoveStatus] = OrderedDict()
-        self._running: dict[asyncio.Task[None], Move] = {}
+        self._running: dict[asyncio.Task[None], MoveJob] = {}
         self._free_threads = asyncio.Semaphore(MAX_FETCHES)
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-move")
 
-    async def begin(self, request: wire.MoveRequest, keys: list[bytes]) -> Move:
+    async def begin(self, request: wire.MoveRequest, keys: list[bytes]) -> MoveJob:
         """Ask the source what it has of ``keys``, and start to bring it here.
 
         Raises `BadRequestError` when that cannot work, `PeerError` when the source
@@ -122,7 +122,7 @@ class Mover:
         keys = keys[: held // self._identity.chunk_tokens]
         # Others may have begun while the source was asked.
         self._check_room(len(keys))
-        move = Move(
+        move = MoveJob(
             event_id=uuid.uuid4().hex,
             request=msgspec.structs.replace(request, tokens=None, keys=None),
             keys=keys,
@@ -205,7 +205,7 @@ class Mover:
 
     # --- how it is done ---
 
-    async def _run(self, move: Move) -> None:
+    async def _run(self, move: MoveJob) -> None:
         self._meter.add("moves")
         try:
             if move.address is None:
@@ -226,7 +226,7 @@ class Mover:
             move.end()
             self._remember(move.status())
 
-    async def _fetch(self, move: Move, address: tuple[str, int]) -> None:
+    async def _fetch(self, move: MoveJob, address: tuple[str, int]) -> None:
         async with self._free_threads:
             # Made now, not before the wait: it looks at what is here already.
             move.fetch = Fetch(
@@ -245,7 +245,7 @@ class Mover:
         move.moved_bytes = fetched.received_bytes
         move.error = fetched.error
 
-    async def _move_within(self, move: Move) -> None:
+    async def _move_within(self, move: MoveJob) -> None:
         """Between tiers of this replica: up by promotion; down only what was put there."""
         tier = move.request.tier
         if tier == "cpu":
@@ -268,7 +268,7 @@ class Mover:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _drop_at_source(self, move: Move) -> None:
+    async def _drop_at_source(self, move: MoveJob) -> None:
         """Have the source drop exactly what is here now."""
         keys, tier = move.keys[: move.held_chunks], move.request.source.tier
         if not keys or tier is None:

@@ -32,7 +32,7 @@ _SHORTEST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.128
 
 
-class Loan:
+class RequestedChunks:
     """Chunks that were asked for together, held one at a time while they are sent.
 
     Making one starts to read, without waiting, the chunks that are not in the pool:
@@ -110,7 +110,7 @@ class Loan:
 
 
 @dataclass(slots=True, eq=False)
-class Sender:
+class ChunkSender:
     """Answers gets, in order, until the other side has enough."""
 
     engine: CacheEngine
@@ -119,7 +119,7 @@ class Sender:
     proofs: ChunkProofs
     key_bytes: int
     timeout_s: float
-    _loans: deque[Loan] = field(default_factory=deque, init=False)
+    _loans: deque[RequestedChunks] = field(default_factory=deque, init=False)
     _ended: bool = field(default=False, init=False)
 
     def run(self) -> None:
@@ -147,10 +147,10 @@ class Sender:
             if keys is None:
                 self._ended = True
             else:
-                self._loans.append(Loan(self.engine, keys, timeout_s=self.timeout_s))
+                self._loans.append(RequestedChunks(self.engine, keys, timeout_s=self.timeout_s))
         return bool(self._loans)
 
-    def _send(self, loan: Loan, key: bytes) -> bool:
+    def _send(self, loan: RequestedChunks, key: bytes) -> bool:
         """Send a chunk; False, and the end, if it is not there."""
         with loan.hold(key) as payload:
             if payload is not None:
@@ -163,7 +163,7 @@ class Sender:
         return False
 
 
-# TODO of cacheengine.transfer.server: The side of a replica that others fetch chunks from.
+# TODO of cacheengine.transfer.transfer_server: The side of a replica that others fetch chunks from.
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -325,7 +325,7 @@ class TransferServer:
             logger.warning("chunks were refused to %s: %s", peer, reason)
             return
         proofs = protocol.welcome(channel, hello, self._secret)
-        Sender(
+        ChunkSender(
             *(self._engine, channel, self._meter),
             proofs=proofs,
             key_bytes=hello.key_bytes,

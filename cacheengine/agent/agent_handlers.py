@@ -20,7 +20,7 @@ from cacheengine.agent.agent_requests import (
     wait_for_news,
     wait_for_promotion,
 )
-from cacheengine.agent.mover import Mover
+from cacheengine.agent.move_jobs import MoveJobs
 from cacheengine.engine import CacheEngine, render_metrics
 from cacheengine.identity import KvVersions
 from cacheengine.record import TransferMeter
@@ -34,12 +34,12 @@ MAX_CHUNKS: Final = 65_536
 
 
 @dataclass(slots=True, eq=False)
-class Handlers:
+class AgentHandlers:
     """Answers from one engine; moves are ``mover``'s."""
 
     engine: CacheEngine
     identity: wire.ReplicaIdentity
-    mover: Mover
+    mover: MoveJobs
     meter: TransferMeter
     versions: KvVersions
     _scheme: HashScheme = field(init=False)

@@ -8,7 +8,12 @@ longest ago; of one request's blocks the last of the prompt goes first.
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from simulator.model.cache_news import BlockEvent, Cleared, Removed, Stored
+from simulator.model.cache_news import (
+    BlockEvent,
+    GpuBlocksCleared,
+    GpuBlocksRemoved,
+    GpuBlocksStored,
+)
 from simulator.model.machine_and_request import Shape, SimRequest
 
 
@@ -116,10 +121,10 @@ class GpuCache:
         assert counted == self.num_blocks, f"{counted} of {self.num_blocks}"
 
 
-# TODO of simulator.model.gpu_blocks: The blocks of the GPU's cache that requests hold: taken, given their keys, given back. Pure.
+# TODO of simulator.model.gpu_cache: The blocks of the GPU's cache that requests hold: taken, given their keys, given back. Pure.
 
 
-class Blocks:
+class RequestBlocks:
     """A `GpuCache` with the requests that hold its blocks, and the events that tell of it."""
 
     def __init__(self, shape: Shape) -> None:
@@ -165,7 +170,7 @@ class Blocks:
             return False
         evicted = self.cache.allocate(count)
         if evicted:
-            self._events.append(Removed(evicted))
+            self._events.append(GpuBlocksRemoved(evicted))
         request.num_blocks += count
         request.unkeyed += count
         return True
@@ -189,10 +194,10 @@ class Blocks:
             else:
                 # Another request has computed the same: what is new goes on after it.
                 if first < index:
-                    self._events.append(Stored(request, first, index))
+                    self._events.append(GpuBlocksStored(request, first, index))
                 first = index + 1
         if first < end:
-            self._events.append(Stored(request, first, end))
+            self._events.append(GpuBlocksStored(request, first, end))
         request.published = end
 
     def release(self, request: SimRequest) -> None:
@@ -206,7 +211,7 @@ class Blocks:
         """Forget all content; False, and nothing happens, while something is held."""
         cleared = self.cache.clear()
         if cleared:
-            self._events.append(Cleared())
+            self._events.append(GpuBlocksCleared())
         return cleared
 
     def take_events(self) -> list[BlockEvent]:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from simulator.engine_storage import Storage, open_storage
+from simulator.engine_storage import EngineStorage, open_storage
 from simulator.engine_tiers import EngineTiers, ToldTiers
-from simulator.kv_stream import KvStream, TierEvents, encode_events
+from simulator.kv_event_publisher import KvEventPublisher, TierEvents, encode_events
 from simulator.model.cache_news import LowerTiers, NoLowerTiers
 from simulator.model.machine_and_request import SimRequest
-from simulator.model.scheduler import ReplicaModel
+from simulator.model.replica_model import ReplicaModel
 from simulator.openai_prompts import SimPrompt
-from simulator.settings import Settings
+from simulator.simulator_settings import SimulatorSettings
 
 _LOG: Final = 100_000
 """Finished requests of one replica that are remembered; the oldest are forgotten first."""
@@ -26,7 +26,7 @@ _ASK_AGAIN_S: Final = 0.01
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class RunningRequest:
     """A request and what its caller has not heard yet."""
 
     request: SimRequest
@@ -35,12 +35,12 @@ class Running:
     """How many tokens there are by now, each time that the caller wants to know."""
 
 
-class Replica:
+class SimulatedReplica:
     """Serves `submit` between `start` and `stop`, on one event loop."""
 
     def __init__(
         self,
-        settings: Settings,
+        settings: SimulatorSettings,
         instance_id: str,
         *,
         agent_port: int = 0,
@@ -50,7 +50,7 @@ class Replica:
         self.instance_id = instance_id
         self._agent_port = agent_port
         self.url = ""
-        self.stream = KvStream(settings.host)
+        self.stream = KvEventPublisher(settings.host)
         self.log: deque[dict[str, Any]] = deque(maxlen=_LOG)
         self.model = ReplicaModel(settings.shape, settings.rates, NoLowerTiers())
         self._clock = clock
@@ -60,18 +60,18 @@ class Replica:
         self._due_s = 0.0
         self.max_lag_s = 0.0
         """How late, by the clock, the model was looked at when something was due."""
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningRequest] = {}
         self._number = 0
         self._tier_events = TierEvents(
             block_tokens=settings.shape.block_tokens,
             blocks_per_chunk=settings.shape.blocks_per_chunk,
             most=_KNOWN_CHUNKS * settings.cpu_chunks,
         )
-        self._storage: Storage | None = None
+        self._storage: EngineStorage | None = None
         self._tiers: LowerTiers | None = None
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> EngineStorage:
         """The engine and what surrounds it, once started."""
         assert self._storage is not None
         return self._storage
@@ -126,7 +126,7 @@ class Replica:
 
     # --- requests
 
-    def submit(self, prompt: SimPrompt, *, name: str, emit_every: int) -> Running:
+    def submit(self, prompt: SimPrompt, *, name: str, emit_every: int) -> RunningRequest:
         """Put a request into the queue. Raises ValueError for one that the GPU cannot hold.
 
         ``name`` is what the caller knows it by, for the log.
@@ -140,7 +140,7 @@ class Replica:
             chunk_keys=prompt.chunk_keys,
             emit_every=emit_every,
         )
-        running = Running(request, prompt)
+        running = RunningRequest(request, prompt)
         self._running[request.id] = running
         try:
             self.model.arrive(request, self.now_s())
@@ -150,7 +150,7 @@ class Replica:
         self._settle()
         return running
 
-    def cancel(self, running: Running) -> None:
+    def cancel(self, running: RunningRequest) -> None:
         """Forget a request that nobody waits for; nothing happens to one that is over."""
         if running.request.is_over:
             return
@@ -194,7 +194,7 @@ class Replica:
     def _settle(self) -> None:
         """Pass on what the model has told, and come back when it will tell more."""
         self._publish()
-        for request, generated, _ in self.model.take_news():
+        for request, generated, _ in self.model.take_progress():
             running = self._running[request.id]
             running.news.put_nowait(generated)
             if generated == request.output_tokens:
@@ -233,7 +233,7 @@ class Replica:
     def _prompt(self, request_id: str) -> SimPrompt:
         return self._running[request_id].prompt
 
-    def _finished(self, running: Running) -> dict[str, Any]:
+    def _finished(self, running: RunningRequest) -> dict[str, Any]:
         request = running.request
         return {
             "request_id": request.id.partition("-")[2],

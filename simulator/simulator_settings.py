@@ -9,7 +9,7 @@ from warmroute_common.fleet_secret import FleetSecret
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SimulatorSettings:
     """One fleet of equal replicas. Raises ValueError for what cannot be simulated."""
 
     directory: Path

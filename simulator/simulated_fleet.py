@@ -1,16 +1,23 @@
 """The fleet's control server: what nobody outside a simulation could know."""
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import orjson
 from aiohttp import web
 
+from simulator.engine_storage import HASH_ALGORITHM
 from simulator.model.estimate import Estimate, estimate
 from simulator.model.machine_and_request import SimRequest
-from simulator.openai_prompts import BadPromptError, Prompts, SimPrompt
-from simulator.replica import Replica
+from simulator.openai_prompts import BadPromptError, Prompts, SimPrompt, make_tokenizer
+from simulator.openai_server import CallReader, OpenAiServer, serve_app
+from simulator.simulated_replica import SimulatedReplica
+from simulator.simulator_settings import SimulatorSettings
+from warmroute_common.keys import HashScheme
 
 _BUSY_WEIGHT: Final = 0.1
 """How much the oracle minds the replica's time, which others wait for."""
@@ -20,14 +27,14 @@ _ARRIVAL_S: Final = 1.0
 """How long the oracle waits, by the clock, for a request that it was told would be sent."""
 
 
-class Control:
+class ControlServer:
     """Answers with the true state of every replica."""
 
-    def __init__(self, replicas: Sequence[Replica], prompts: Prompts) -> None:
+    def __init__(self, replicas: Sequence[SimulatedReplica], prompts: Prompts) -> None:
         self._replicas = replicas
         self._prompts = prompts
         self._asking = asyncio.Lock()
-        self._sent_to: tuple[Replica, int] | None = None
+        self._sent_to: tuple[SimulatedReplica, int] | None = None
         """Where the last request goes, and how many had come there before."""
 
     def app(self) -> web.Application:
@@ -96,7 +103,7 @@ class Control:
                 return
             await asyncio.sleep(0.001)
 
-    def _estimates(self, prompt: SimPrompt) -> Sequence[tuple[Replica, Estimate]]:
+    def _estimates(self, prompt: SimPrompt) -> Sequence[tuple[SimulatedReplica, Estimate]]:
         found = []
         for each in self._replicas:
             each.bring_up_to_date()
@@ -111,11 +118,11 @@ class Control:
         return found
 
 
-def _cost(candidate: tuple[Replica, Estimate]) -> float:
+def _cost(candidate: tuple[SimulatedReplica, Estimate]) -> float:
     return candidate[1].ttft_s + _BUSY_WEIGHT * candidate[1].busy_s
 
 
-def _prefetch(replica: Replica, prompt: SimPrompt) -> None:
+def _prefetch(replica: SimulatedReplica, prompt: SimPrompt) -> None:
     """Begin to read from disk what the request will want."""
     engine, shape = replica.storage.engine, replica.settings.shape
     gpu_blocks = replica.model.cache.match(prompt.block_keys, len(prompt.block_keys))
@@ -126,7 +133,7 @@ def _prefetch(replica: Replica, prompt: SimPrompt) -> None:
         engine.promote(keys[: len(tiers)], pin_s=_PIN_S)
 
 
-def truth(replica: Replica) -> dict[str, Any]:
+def truth(replica: SimulatedReplica) -> dict[str, Any]:
     """Return the state of a replica as it is now, in tokens and model seconds."""
     model, totals, shape = replica.model, replica.model.totals, replica.settings.shape
     stats = replica.storage.engine.stats()
@@ -176,3 +183,74 @@ def truth(replica: Replica) -> dict[str, Any]:
 
 def _json(value: object) -> web.Response:
     return web.Response(body=orjson.dumps(value), content_type="application/json")
+
+
+# TODO of simulator.simulated_fleet: A whole simulated fleet in one process, from its start to its end.
+
+
+@contextlib.asynccontextmanager
+async def fleet(settings: SimulatorSettings) -> AsyncIterator[dict[str, Any]]:
+    """Run a fleet for the block; yield where its parts are.
+
+    Raises OSError for a port that is taken or a directory that cannot be used.
+    """
+    make_tokenizer(settings.tokenizer_directory)
+    prompts = Prompts(
+        HashScheme(HASH_ALGORITHM),
+        settings.shape.block_tokens,
+        settings.shape.blocks_per_chunk,
+        seed=settings.seed,
+    )
+    reader = CallReader(settings, prompts)
+    first = settings.first
+    replicas = [
+        SimulatedReplica(
+            settings, f"sim{first + number}", agent_port=port_of(settings.agent_port, number)
+        )
+        for number in range(settings.replicas)
+    ]
+    began_s = time.monotonic()
+    async with contextlib.AsyncExitStack() as undo:
+        for number, each in enumerate(replicas):
+            undo.push_async_callback(each.stop)
+            each.start(began_s)
+            runner, each.url = await serve_app(
+                OpenAiServer(each, reader).app(), settings.host, port_of(settings.port, number)
+            )
+            undo.push_async_callback(runner.cleanup)
+        runner, control_url = await serve_app(
+            ControlServer(replicas, prompts).app(), settings.host, 0
+        )
+        undo.push_async_callback(runner.cleanup)
+        yield {
+            "replicas": [
+                {
+                    "instance_id": each.instance_id,
+                    "url": each.url,
+                    "agent_url": each.agent_url,
+                    "kv_events": each.stream.endpoint,
+                    "kv_replay": each.stream.replay_endpoint,
+                }
+                for each in replicas
+            ],
+            "control_url": control_url,
+            "tokenizer": str(settings.tokenizer_directory),
+            "speed": settings.speed,
+            "router_rates": settings.router_rates(),
+        }
+
+
+def port_of(first: int, number: int) -> int:
+    """Return the port of a fleet's ``number``-th replica, counted from 0; 0: any free one."""
+    return first + number if first else 0
+
+
+async def run(settings: SimulatorSettings, ready: Callable[[dict[str, Any]], None]) -> None:
+    """Run a fleet until SIGINT or SIGTERM; call ``ready`` with where its parts are."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, ended.set)
+    async with fleet(settings) as where:
+        ready(where)
+        await ended.wait()

@@ -1,7 +1,4 @@
-"""The agent's server: a thread and an event loop of its own.
-
-So it answers while the model computes, and while the model is idle.
-"""
+"""Which requests the agent accepts: with the fleet's secret, or from programs of this machine."""
 
 import asyncio
 import logging
@@ -14,19 +11,63 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
+from cacheengine.agent.agent_handlers import AgentHandlers
 from cacheengine.agent.agent_requests import MAX_BODY_BYTES, AgentErrors, agent_bodies, wake
-from cacheengine.agent.guard import Guard
-from cacheengine.agent.handlers import Handlers
-from cacheengine.agent.mover import Mover
-from cacheengine.agent.peers import Caller, Registrar
+from cacheengine.agent.move_jobs import MoveJobs
+from cacheengine.agent.peers import AgentHttpClient, ControllerRegistration
 from cacheengine.engine import CacheEngine
 from cacheengine.identity import KvVersions
 from cacheengine.record import TransferMeter
 from cacheengine.settings import EngineConfig
 from warmroute_common import agent_protocol as wire
 from warmroute_common.addresses import join_host_port, without_password
+from warmroute_common.api_errors import ForbiddenError, UnauthorizedError
+from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret, may_be_of_a_page
 from warmroute_common.http_server import BODIES, Site
+
+_OPEN: Final = frozenset({"/health", "/metrics"})
+"""For probes and Prometheus: their answers reveal nothing about prompts."""
+
+
+class AgentGuard:
+    """With a secret every caller must show it; without one the agent listens on loopback only.
+
+    Web pages in a browser on this machine can reach the agent too: they are refused.
+    """
+
+    def __init__(self, secret: FleetSecret | None) -> None:
+        self._secret = secret
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Raise `UnauthorizedError` or `ForbiddenError` for a request that is refused."""
+        if request.path not in _OPEN:
+            self._check(request)
+        return await handler(request)
+
+    def _check(self, request: web.Request) -> None:
+        if self._secret is None:
+            # Not request.host, which invents a name if the header is missing.
+            host, origin = request.headers.get("Host"), request.headers.get("Origin")
+            if may_be_of_a_page(host, origin):
+                raise ForbiddenError(
+                    "it may come from a web page, by its Host or Origin header: name this machine "
+                    f"by localhost or its address, or {HOW_TO_SET}"
+                )
+            return
+        kind, _, shown = request.headers.get("Authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not self._secret.is_known_by(shown.strip()):
+            raise UnauthorizedError(
+                "this agent requires the fleet secret, as 'Authorization: Bearer SECRET'; "
+                f"for routers and replicas {HOW_TO_SET}"
+            )
+
+
+# TODO of cacheengine.agent.agent: The agent's server: a thread and an event loop of its own.
+#
+# So it answers while the model computes, and while the model is idle.
 
 logger = logging.getLogger("vllm.warmroute")
 
@@ -103,15 +144,20 @@ class Agent:
         self._stopping = asyncio.Event()
         async with AsyncExitStack() as undo:
             session = await undo.enter_async_context(aiohttp.ClientSession())
-            caller, secret = Caller(session, self._config.fleet_secret), self._config.fleet_secret
-            mover = Mover(self._engine, self._identity, caller, self._meter)
+            caller, secret = (
+                AgentHttpClient(session, self._config.fleet_secret),
+                self._config.fleet_secret,
+            )
+            mover = MoveJobs(self._engine, self._identity, caller, self._meter)
             errors = AgentErrors()
             app = web.Application(
                 client_max_size=MAX_BODY_BYTES,
-                middlewares=[errors.middleware, Guard(secret).guard],
+                middlewares=[errors.middleware, AgentGuard(secret).guard],
             )
             app[BODIES] = agent_bodies()
-            handlers = Handlers(self._engine, self._identity, mover, self._meter, self._versions)
+            handlers = AgentHandlers(
+                self._engine, self._identity, mover, self._meter, self._versions
+            )
             app.add_routes(handlers.routes())
             runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
             await runner.setup()
@@ -132,8 +178,8 @@ class Agent:
             await self._stopping.wait()
 
     def _registrar(
-        self, caller: Caller, controller_url: str, address: tuple[str, int]
-    ) -> Registrar:
+        self, caller: AgentHttpClient, controller_url: str, address: tuple[str, int]
+    ) -> ControllerRegistration:
         # A wildcard is no address: the controller takes the one that the
         # registration comes from.
         host = "" if self._config.agent_host in _WILDCARDS else self._config.agent_host
@@ -152,7 +198,7 @@ class Agent:
             heartbeat_s=self._config.lmcache_worker_heartbeat_time,
             openai_url=self._config.openai_url,
         )
-        return Registrar(caller, controller_url, registration)
+        return ControllerRegistration(caller, controller_url, registration)
 
     async def _expire_pins(self) -> None:
         while True:
