@@ -1,4 +1,9 @@
-"""Which requests the agent accepts: with the fleet's secret, or from programs of this machine."""
+"""The agent's HTTP server, on a thread and an event loop of its own.
+
+So it answers while the model computes, and while vLLM is idle. `AgentGuard` decides which requests
+are accepted. `Agent` starts the server, the jobs that move chunks, the expiry of pins and the
+registration with the controller, and stops them in reverse order.
+"""
 
 import asyncio
 import logging
@@ -27,14 +32,24 @@ from warmroute_common.api_errors import ForbiddenError, UnauthorizedError
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret, may_be_of_a_page
 from warmroute_common.http_server import BODIES, Site
 
-_OPEN: Final = frozenset({"/health", "/metrics"})
-"""For probes and Prometheus: their answers reveal nothing about prompts."""
+logger = logging.getLogger("vllm.warmroute")
+
+_UNGUARDED_PATHS: Final = frozenset({"/health", "/metrics"})
+"""Open to probes and Prometheus: their answers reveal nothing about prompts."""
+_START_TIMEOUT_S: Final = 10.0
+_STOP_TIMEOUT_S: Final = 15.0
+_EXPIRY_INTERVAL_S: Final = 1.0
+_IDLE_S: Final = 75.0
+"""Longest pause between requests, or within a request's headers."""
+_WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class AgentGuard:
-    """With a secret every caller must show it; without one the agent listens on loopback only.
+    """Accepts callers that send the fleet secret; without a secret the agent listens on loopback.
 
-    Web pages in a browser on this machine can reach the agent too: they are refused.
+    Web pages in a browser on this machine can also reach loopback, so requests that may come from
+    one are refused.
     """
 
     def __init__(self, secret: FleetSecret | None) -> None:
@@ -42,19 +57,19 @@ class AgentGuard:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Raise `UnauthorizedError` or `ForbiddenError` for a request that is refused."""
-        if request.path not in _OPEN:
+        """Pass a request on, or raise `UnauthorizedError` or `ForbiddenError`."""
+        if request.path not in _UNGUARDED_PATHS:
             self._check(request)
         return await handler(request)
 
     def _check(self, request: web.Request) -> None:
         if self._secret is None:
-            # Not request.host, which invents a name if the header is missing.
+            # Not request.host, which has a default if the header is missing.
             host, origin = request.headers.get("Host"), request.headers.get("Origin")
             if may_be_of_a_page(host, origin):
                 raise ForbiddenError(
-                    "it may come from a web page, by its Host or Origin header: name this machine "
-                    f"by localhost or its address, or {HOW_TO_SET}"
+                    "the Host or Origin header shows that this may come from a web page: use "
+                    f"localhost or an address in the URL, or {HOW_TO_SET}"
                 )
             return
         kind, _, shown = request.headers.get("Authorization", "").partition(" ")
@@ -65,30 +80,13 @@ class AgentGuard:
             )
 
 
-# TODO of cacheengine.agent.agent: The agent's server: a thread and an event loop of its own.
-#
-# So it answers while the model computes, and while the model is idle.
-
-logger = logging.getLogger("vllm.warmroute")
-
-_START_TIMEOUT_S: Final = 10.0
-_STOP_TIMEOUT_S: Final = 15.0
-_EXPIRY_INTERVAL_S: Final = 1.0
-_IDLE_S: Final = 75.0
-"""Between requests, or within a request's headers."""
-_WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
-_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-
-
 class Agent:
     """Serves one engine over HTTP from `start` to `stop`.
 
-    Registers with the controller meanwhile, if ``config`` names one. ``meter``
-    counts the chunks exchanged with other replicas, beside the transfer
-    server's if both are given the same one.
-
-    `start` raises OSError, naming the address, when the port is taken. `stop`
-    is idempotent and may be called without a start.
+    Registers with the controller if ``config`` names one. ``meter`` counts the chunks exchanged
+    with other replicas; the `TransferServer` can use the same one. `start` raises OSError, which
+    names the address, if it cannot listen there. `stop` is idempotent and may be called without a
+    start.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class Agent:
         self._thread: threading.Thread | None = None
         self._stopping: asyncio.Event | None = None
         self.address: tuple[str, int] | None = None
-        """Host and port listened on, once started."""
+        """The host and port that it listens on, once started."""
 
     def start(self) -> None:
         """Listen; returns when requests are answered."""
@@ -126,13 +124,13 @@ class Agent:
         try:
             started.result(_START_TIMEOUT_S)
         except TimeoutError:
-            raise TimeoutError(f"no start of the agent within {_START_TIMEOUT_S} s") from None
+            raise TimeoutError(f"the agent did not start within {_START_TIMEOUT_S} s") from None
         except OSError as error:
             where = join_host_port(self._config.agent_host, self._config.lmcache_worker_port)
             raise OSError(f"lmcache_worker_port: cannot listen on {where}: {error}") from error
 
     def stop(self) -> None:
-        """Deregister, end the moves, close the listening socket and end the thread."""
+        """Deregister, end the running jobs, stop listening and end the thread."""
         if self._loop is not None and self._stopping is not None:
             wake(self._loop, self._stopping)
         if self._thread is not None:
@@ -148,7 +146,7 @@ class Agent:
                 AgentHttpClient(session, self._config.fleet_secret),
                 self._config.fleet_secret,
             )
-            mover = MoveJobs(self._engine, self._identity, caller, self._meter)
+            move_jobs = MoveJobs(self._engine, self._identity, caller, self._meter)
             errors = AgentErrors()
             app = web.Application(
                 client_max_size=MAX_BODY_BYTES,
@@ -156,13 +154,13 @@ class Agent:
             )
             app[BODIES] = agent_bodies()
             handlers = AgentHandlers(
-                self._engine, self._identity, mover, self._meter, self._versions
+                self._engine, self._identity, move_jobs, self._meter, self._versions
             )
             app.add_routes(handlers.routes())
             runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
             await runner.setup()
             undo.push_async_callback(runner.cleanup)
-            undo.push_async_callback(mover.stop)
+            undo.push_async_callback(move_jobs.stop)
             config = self._config
             await Site(
                 runner, config.agent_host, config.lmcache_worker_port, idle_s=_IDLE_S, errors=errors
@@ -180,7 +178,7 @@ class Agent:
     def _registrar(
         self, caller: AgentHttpClient, controller_url: str, address: tuple[str, int]
     ) -> ControllerRegistration:
-        # A wildcard is no address: the controller takes the one that the
+        # Nobody can connect to a wildcard address. The controller then uses the address that the
         # registration comes from.
         host = "" if self._config.agent_host in _WILDCARDS else self._config.agent_host
         if host in _LOOPBACK and urlsplit(controller_url).hostname not in _LOOPBACK:
@@ -207,7 +205,7 @@ class Agent:
 
 
 def _run_within(undo: AsyncExitStack, work: Coroutine[None, None, None]) -> None:
-    """Run ``work`` as a task that is cancelled, and waited for, when ``undo`` unwinds."""
+    """Run ``work`` as a task; when ``undo`` unwinds, cancel the task and wait for its end."""
     task = asyncio.create_task(work)
 
     async def end() -> None:

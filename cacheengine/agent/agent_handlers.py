@@ -1,4 +1,8 @@
-"""Handlers of the agent's paths: what it answers, and what it has done."""
+"""The handlers of the agent's HTTP paths.
+
+`warmroute_common.agent_protocol` defines the bodies. A call names chunks by their keys or by the
+tokens of a prompt, from which the agent computes the keys as vLLM does.
+"""
 
 import asyncio
 from collections import Counter
@@ -17,7 +21,7 @@ from cacheengine.agent.agent_requests import (
     decode,
     number,
     seconds,
-    wait_for_news,
+    wait_for_engine_event,
     wait_for_promotion,
 )
 from cacheengine.agent.move_jobs import MoveJobs
@@ -28,18 +32,18 @@ from warmroute_common import agent_protocol as wire
 from warmroute_common.api_errors import BadRequestError, NotFoundError
 from warmroute_common.keys import HashScheme, chunk_keys, prompt_extra_keys
 
-_LEAST_STALL_S: Final = 0.1
+_MIN_STALL_S: Final = 0.1
 MAX_CHUNKS: Final = 65_536
-"""Most chunks of one call."""
+"""Most chunks that one call may name."""
 
 
 @dataclass(slots=True, eq=False)
 class AgentHandlers:
-    """Answers from one engine; moves are ``mover``'s."""
+    """Answers requests from one engine; ``move_jobs`` runs the moves."""
 
     engine: CacheEngine
     identity: wire.ReplicaIdentity
-    mover: MoveJobs
+    move_jobs: MoveJobs
     meter: TransferMeter
     versions: KvVersions
     _scheme: HashScheme = field(init=False)
@@ -64,14 +68,14 @@ class AgentHandlers:
             web.get("/moves/{event_id}", self.move_status),
         ]
 
-    # --- what changes nothing ---
+    # --- reads ---
 
     async def health(self, request: web.Request) -> web.Response:
-        """Say that the agent lives."""
+        """Report that the agent is alive."""
         return web.json_response({"status": "ok"})
 
     async def info(self, request: web.Request) -> web.Response:
-        """Say which replica this is, how its keys are made and what its tiers can do."""
+        """Report the replica's identity, how its keys are computed, and its tiers."""
         return as_json(
             wire.InstanceInfo(
                 **msgspec.structs.asdict(self.identity),
@@ -83,7 +87,7 @@ class AgentHandlers:
         )
 
     async def lookup(self, request: web.Request) -> web.Response:
-        """Say how much of a prompt the tiers, or one of them, hold."""
+        """Report how much of a prompt all tiers together, or one of them, hold."""
         call = await decode(request, wire.LookupRequest)
         keys = await self._keys_of(call)
         if call.tier is None:
@@ -100,41 +104,41 @@ class AgentHandlers:
         )
 
     async def snapshot(self, request: web.Request) -> web.Response:
-        """Tell all keys by tier."""
-        # A million keys take a second to pack: not on the loop.
+        """Return all keys by tier."""
+        # Packing a million keys takes a second, so it does not run on the event loop.
         snapshot = await asyncio.to_thread(self.engine.snapshot)
         return as_msgpack(snapshot)
 
     async def events(self, request: web.Request) -> web.Response:
-        """Tell what has changed since an event, waiting for news if wanted."""
+        """Return the changes after an event number; wait up to ``wait_s`` for the first one."""
         after = number(request, "after", int)
         wait_s = min(number(request, "wait_s", float), MAX_WAIT_S)
         incarnation = request.query.get("incarnation", self.engine.incarnation)
         if incarnation == self.engine.incarnation:
-            await wait_for_news(self.engine, after, wait_s)
+            await wait_for_engine_event(self.engine, after, wait_s)
             batch = self.engine.events_after(after)
             if batch is not None:
                 return as_msgpack(batch)
         return web.json_response(
-            {"error": f"events after {after} of {incarnation} are gone; take a new /snapshot"},
+            {"error": f"events after {after} of {incarnation} are lost; take a new /snapshot"},
             status=410,
         )
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Give every count in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         text = render_metrics(self.engine, transfer=self.meter.stats())
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
-    # --- what has effects ---
+    # --- controls ---
 
     async def prefetch(self, request: web.Request) -> web.Response:
-        """Promote chunks, and pin them for a while."""
+        """Promote chunks to the CPU tier, and pin them for ``pin_s``."""
         call = await decode(request, wire.PrefetchRequest)
         pin_s = seconds("pin_s", call.pin_s)
         keys = await self._stored(_digests(call.keys), call.lora)
         promotion = self.engine.promote(keys, pin_s=pin_s)
         await wait_for_promotion(promotion, min(call.wait_s, MAX_WAIT_S))
-        # All counts of one moment: reads go on.
+        # One consistent set of counts; the reads continue meanwhile.
         counts = promotion.counts
         return as_json(
             wire.PrefetchReply(
@@ -151,7 +155,7 @@ class AgentHandlers:
         return await self._change_pins(request, self.engine.pin)
 
     async def unpin(self, request: web.Request) -> web.Response:
-        """End `pin`."""
+        """End the pins of `pin`."""
         return await self._change_pins(request, self.engine.unpin)
 
     async def _change_pins(
@@ -162,41 +166,43 @@ class AgentHandlers:
         return as_json(wire.PinReply(num_tokens=chunks * self.identity.chunk_tokens))
 
     async def clear(self, request: web.Request) -> web.Response:
-        """Drop all chunks of some tiers, or only those named."""
+        """Drop all chunks of some tiers, or only the named chunks."""
         call = await decode(request, wire.ClearRequest)
         names_none = call.tokens is None and call.keys is None
         if names_none and call.cache_salt is not None:
-            raise BadRequestError("'cache_salt' is a prompt's: give its 'tokens' too")
+            raise BadRequestError("'cache_salt' belongs to a prompt: give its 'tokens' too")
         keys = None if names_none else await self._some_keys_of(call)
         dropped = await asyncio.to_thread(self.engine.clear, call.tiers, keys)
         return as_json(wire.ClearReply(dropped=dropped))
 
     async def move(self, request: web.Request) -> web.Response:
-        """Begin a move into this replica."""
+        """Start a job that moves chunks into this replica."""
         call = await decode(request, wire.MoveRequest)
         seconds("pin_s", call.pin_s)
-        seconds("stall_s", call.stall_s, least=_LEAST_STALL_S)
-        move = await self.mover.begin(call, await self._some_keys_of(call))
+        seconds("stall_s", call.stall_s, least=_MIN_STALL_S)
+        move = await self.move_jobs.begin(call, await self._some_keys_of(call))
         num_tokens = move.status().asked_chunks * self.identity.chunk_tokens
         return as_json(wire.MoveReply(event_id=move.event_id, num_tokens=num_tokens))
 
     async def move_status(self, request: web.Request) -> web.Response:
-        """Say how a move goes, when it is over or after ``wait_s``."""
+        """Report a move's progress when it has ended, or after ``wait_s``."""
         wait_s = seconds("wait_s", number(request, "wait_s", float))
-        status = await self.mover.status(request.match_info["event_id"], min(wait_s, MAX_WAIT_S))
+        status = await self.move_jobs.status(
+            request.match_info["event_id"], min(wait_s, MAX_WAIT_S)
+        )
         if status is None:
-            raise NotFoundError("no such move, or it is long over")
+            raise NotFoundError("this move is unknown, or ended too long ago")
         return as_json(status)
 
-    # --- the chunks that a call names ---
+    # --- keys of the chunks that a call names ---
 
     async def _keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
-        """Return the keys in the tiers of the chunks that a call names.
+        """Return the engine's keys of the chunks that a call names.
 
-        Raises `BadRequestError` unless it names them in exactly one way, and not too many.
+        Raises `BadRequestError` unless it names them in exactly one way, and at most `MAX_CHUNKS`.
         """
         if (call.tokens is None) == (call.keys is None):
-            raise BadRequestError("give either 'tokens' or 'keys', one of them")
+            raise BadRequestError("give either 'tokens' or 'keys', not both and not neither")
         if call.keys is not None:
             given = _digests(call.keys)
             return given if call.keys_are_stored else await self._stored(given, call.lora)
@@ -210,30 +216,30 @@ class AgentHandlers:
         return await self._stored(keys, call.lora)
 
     async def _stored(self, keys: list[bytes], lora: wire.Lora | None) -> list[bytes]:
-        """Return the keys in the tiers of what vLLM has under some keys."""
-        # An adapter that vLLM has not loaded yet is read.
+        """Return the engine's keys for vLLM's keys."""
+        # In a thread, because this reads the files of an adapter that vLLM has not loaded yet.
         version = await asyncio.to_thread(self.versions.of_name, lora) if lora else None
         version = version or self.versions.of_name(None)
         return [version.stored_key(key) for key in keys]
 
     async def _some_keys_of(self, call: wire.ChunkSelection) -> list[bytes]:
-        """Return `_keys_of`, each key once; raise `BadRequestError` too for none of ours."""
+        """Return `_keys_of` without repeats; raise `BadRequestError` for keys of a wrong length."""
         keys = list(dict.fromkeys(await self._keys_of(call)))
         size = len(self._scheme.root)
         if any(len(key) != size for key in keys):
-            raise BadRequestError(f"'keys' of this replica are digests of {size} bytes")
+            raise BadRequestError(f"this replica's keys have {size} bytes; 'keys' has others")
         return keys
 
 
 def _digests(keys: list[str]) -> list[bytes]:
-    """Return keys given in hex; raise `BadRequestError` for anything else, or too many."""
+    """Decode hexadecimal keys; raise `BadRequestError` if one is malformed, or for too many."""
     _check_count(len(keys))
     try:
         return [bytes.fromhex(key) for key in keys]
     except ValueError:
-        raise BadRequestError("'keys' are whole digests in hex, two digits a byte") from None
+        raise BadRequestError("'keys' must be digests in hex, two digits per byte") from None
 
 
 def _check_count(chunks: int) -> None:
     if chunks > MAX_CHUNKS:
-        raise BadRequestError(f"{chunks} chunks; one call may name {MAX_CHUNKS}")
+        raise BadRequestError(f"{chunks} chunks are too many; one call may name {MAX_CHUNKS}")

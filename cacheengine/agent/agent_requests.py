@@ -1,4 +1,8 @@
-"""Reading requests and writing answers, the same way for every path."""
+"""Helpers of the agent's handlers: reading requests, errors, answers, waiting for the engine.
+
+Engine threads do the work that a call waits for; `wake` passes their signals to the agent's event
+loop.
+"""
 
 import asyncio
 import contextlib
@@ -19,23 +23,25 @@ from warmroute_common.http_server import Bodies, ErrorAnswers, read_body, releas
 _T = TypeVar("_T")
 _N = TypeVar("_N", int, float)
 
-_MOST_S: Final = 3600.0
+_MAX_SECONDS: Final = 3600.0
+MAX_WAIT_S: Final = 30.0
+"""Longest wait that a call may request."""
 BODY_S: Final = 30.0
 """How long one body may take to arrive."""
 MAX_BODY_BYTES: Final = 8 * 1024**2
-"""For one request: more than 65,536 chunk keys, or a million tokens, take."""
+"""Limit of one request's body; enough for 65,536 chunk keys or a million tokens."""
 MAX_BODIES_BYTES: Final = 64 * 1024**2
-"""For all requests that are being read."""
+"""Limit of all bodies that are being received."""
 
 
 class NoJsonError(ApiError):
-    """The body is declared as something other than JSON (415): forms in web pages send such."""
+    """The request's content type is not JSON (415); web pages' forms cannot send JSON."""
 
     status = 415
 
 
 class PeerError(ApiError):
-    """Another replica could not be asked, or refused (502)."""
+    """Another replica could not be reached, or refused (502)."""
 
     status = 502
 
@@ -62,9 +68,9 @@ def agent_bodies() -> Bodies:
 
 
 async def decode(request: web.Request, kind: type[_T]) -> _T:
-    """Return a request's body; raise `BadRequestError` if it is not of that kind."""
+    """Return a request's body; raise `BadRequestError` if it does not have that structure."""
     if request.content_type != "application/json":
-        raise NoJsonError("a request's body is JSON: send 'Content-Type: application/json'")
+        raise NoJsonError("the body must be JSON: send 'Content-Type: application/json'")
     try:
         return msgspec.json.decode(await read_body(request) or b"{}", type=kind)
     except wire.UNREADABLE as error:
@@ -74,7 +80,7 @@ async def decode(request: web.Request, kind: type[_T]) -> _T:
 
 
 def number(request: web.Request, name: str, kind: Callable[[str], _N]) -> _N:
-    """Return a number of the query, 0 if it is missing; raise `BadRequestError` if it is malformed."""
+    """Return a number of the query, 0 if missing; raise `BadRequestError` if it is malformed."""
     text = request.query.get(name, "0")
     try:
         value = kind(text)
@@ -87,30 +93,29 @@ def number(request: web.Request, name: str, kind: Callable[[str], _N]) -> _N:
 
 def seconds(name: str, value: float, *, least: float = 0.0) -> float:
     """Return a number of seconds; raise `BadRequestError` if it is out of range."""
-    if not least <= value <= _MOST_S:
-        raise BadRequestError(f"'{name}' is {value}; give seconds from {least:g} to {_MOST_S:g}")
+    if not least <= value <= _MAX_SECONDS:
+        raise BadRequestError(
+            f"'{name}' is {value}; give seconds from {least:g} to {_MAX_SECONDS:g}"
+        )
     return value
 
 
 def as_json(value: msgspec.Struct) -> web.Response:
-    """Answer with one of `wire`'s structures as JSON."""
+    """Return a response with one of `agent_protocol`'s structures as JSON."""
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
 def as_msgpack(value: msgspec.Struct) -> web.Response:
-    """Answer with one of `wire`'s structures as msgpack."""
+    """Return a response with one of `agent_protocol`'s structures as msgpack."""
     return web.Response(body=msgspec.msgpack.encode(value), content_type=wire.MSGPACK)
 
 
-# TODO of cacheengine.agent.agent_requests: Waiting on the agent's loop for what engine threads do.
-
-MAX_WAIT_S: Final = 30.0
-"""Longest that a call may ask to wait."""
+# --- waiting for engine threads ---
 
 
 def wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    """Set ``event`` from an engine thread."""
-    # RuntimeError: the agent stopped, and so did the waiting call.
+    """Set ``event`` on the agent's loop from an engine thread."""
+    # RuntimeError: the agent has stopped, and so has the waiting call.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(event.set)
 
@@ -123,18 +128,17 @@ async def wait_for_promotion(promotion: Promotion, wait_s: float) -> None:
     await wait_for_event(done, wait_s)
 
 
-async def wait_for_news(engine: CacheEngine, after: int, wait_s: float) -> None:
-    """Return when the engine has an event later than ``after``, or after ``wait_s``."""
+async def wait_for_engine_event(engine: CacheEngine, after: int, wait_s: float) -> None:
+    """Return when the engine has an event later than number ``after``, or after ``wait_s``."""
     loop = asyncio.get_running_loop()
-    news = asyncio.Event()
-    # The listener is there before the check, so an event between the two
-    # still wakes this call.
-    forget = engine.add_event_listener(lambda: wake(loop, news))
+    changed = asyncio.Event()
+    # The listener is added before the check, so an event between the two still wakes this call.
+    remove_listener = engine.add_event_listener(lambda: wake(loop, changed))
     try:
         if engine.last_seq <= after and wait_s > 0:
-            await wait_for_event(news, wait_s)
+            await wait_for_event(changed, wait_s)
     finally:
-        forget()
+        remove_listener()
 
 
 async def wait_for_event(event: asyncio.Event, wait_s: float) -> None:

@@ -1,4 +1,8 @@
-"""Moves of chunks into this replica, from being asked for to their end, and the latest of them."""
+"""Jobs that move chunks into this replica, and the status of the latest ones.
+
+A job asks the source replica which chunks of a prefix it holds, fetches them, and has the source
+drop them unless it is a copy. If the source is this replica, the job moves chunks between tiers.
+"""
 
 import asyncio
 import logging
@@ -22,40 +26,40 @@ from warmroute_common.api_errors import BadRequestError, OverloadedError
 logger = logging.getLogger("vllm.warmroute")
 
 MAX_FETCHES: Final = 4
-"""Moves whose bytes flow at the same time; further moves wait for them."""
+"""Jobs that transfer at the same time; further jobs wait for them."""
 MAX_RUNNING: Final = 64
 MAX_REMEMBERED: Final = 1000
 MAX_CHUNKS: Final = 131_072
-"""Of all moves that are running, unless one alone has more."""
-_LONGEST_ERROR: Final = 1000
+"""Limit of the chunks of all running jobs; a single job may have more."""
+_MAX_ERROR_CHARS: Final = 1000
 _PROMOTE_S: Final = 60.0
 _STOP_S: Final = 8.0
-_SHORTEST_PAUSE_S: Final = 0.002
-_LONGEST_PAUSE_S: Final = 0.256
+_MIN_PAUSE_S: Final = 0.002
+_MAX_PAUSE_S: Final = 0.256
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class MoveJob:
-    """What is moved from where, and how far that is."""
+    """One job: its chunks, its source and its progress."""
 
     event_id: str
     request: wire.MoveRequest
-    """Without the chunks: `keys` are those."""
+    """The request without its tokens and keys; see `keys`."""
     keys: list[bytes]
-    """What the source's tier held of the prefix when it was asked; none of them once it is over."""
+    """The chunks that the source's tier held at the job's start; empty once the job has ended."""
     source: PeerAgent
     address: tuple[str, int] | None
-    """Where the source's chunks are fetched; None if the source is this replica."""
+    """The source's `TransferServer`; None if the source is this replica."""
     fetch: Fetch | None = None
-    """While it runs and after: its counts are live."""
+    """The running fetch, whose counts are current."""
     held_chunks: int = 0
     moved_bytes: int = 0
     error: str = ""
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     _final: wire.MoveStatus | None = None
 
     def status(self) -> wire.MoveStatus:
-        """Return how it stands."""
+        """Return the job's current or final status."""
         if self._final is not None:
             return self._final
         return wire.MoveStatus(
@@ -67,23 +71,23 @@ class MoveJob:
         )
 
     def end(self) -> None:
-        """Keep of it only how it has ended: its keys are large, and calls may wait for it."""
+        """Keep only the final status: keys are large, and calls may still wait for the job."""
         self._final = wire.MoveStatus(
             event_id=self.event_id,
             state="failed" if self.error else "done",
             asked_chunks=len(self.keys),
             arrived_chunks=self.held_chunks,
             moved_bytes=self.moved_bytes,
-            error=self.error[:_LONGEST_ERROR],
+            error=self.error[:_MAX_ERROR_CHARS],
         )
         self.keys, self.fetch = [], None
-        self.over.set()
+        self.ended.set()
 
 
 class MoveJobs:
-    """Executes moves into this replica's tiers, and tells how they go.
+    """Runs jobs that move chunks into this replica's tiers, and reports their status.
 
-    Belongs to the agent's loop; bytes flow on threads of its own.
+    Belongs to the agent's event loop; the transfers run on its own threads.
     """
 
     def __init__(
@@ -97,31 +101,31 @@ class MoveJobs:
         self._identity = identity
         self._caller = caller
         self._meter = meter
-        # How each has ended, and nothing else: a whole move takes two kilobytes.
+        # Only the final status of each job: a whole job takes two kilobytes.
         self._ended: OrderedDict[str, wire.MoveStatus] = OrderedDict()
         self._running: dict[asyncio.Task[None], MoveJob] = {}
         self._free_threads = asyncio.Semaphore(MAX_FETCHES)
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-move")
 
     async def begin(self, request: wire.MoveRequest, keys: list[bytes]) -> MoveJob:
-        """Ask the source what it has of ``keys``, and start to bring it here.
+        """Ask the source which of ``keys`` it has, and start to move them here.
 
-        Raises `BadRequestError` when that cannot work, `PeerError` when the source
-        cannot be asked, `OverloadedError` when too many moves are running.
+        Raises `BadRequestError` if that is impossible, `PeerError` if the source cannot be reached,
+        and `OverloadedError` if too many jobs are running.
         """
         self._check_tier(request.tier, "this replica", self._engine.tier_info())
         if request.source.tier is None and not request.copy:
             raise BadRequestError(
-                "name the 'tier' that the source must remove the chunks from, or copy"
+                "give the source's 'tier' from which to remove the chunks, or set 'copy'"
             )
-        self._check_room(0)
+        self._check_load(0)
         source = PeerAgent(self._caller, request.source.agent_url)
         info = await source.info()
         address = self._check_source(request, info)
         held = (await source.lookup(keys, request.source.tier)).matched_tokens
         keys = keys[: held // self._identity.chunk_tokens]
-        # Others may have begun while the source was asked.
-        self._check_room(len(keys))
+        # Other jobs may have started while the source was asked.
+        self._check_load(len(keys))
         move = MoveJob(
             event_id=uuid.uuid4().hex,
             request=msgspec.structs.replace(request, tokens=None, keys=None),
@@ -135,20 +139,20 @@ class MoveJobs:
         return move
 
     async def status(self, event_id: str, wait_s: float) -> wire.MoveStatus | None:
-        """Say how a move stands when it is over, or after ``wait_s``.
+        """Return a job's status when it has ended, or after ``wait_s``.
 
-        None: no such move is running or was among the latest.
+        Returns None for a job that neither runs nor is one of the latest.
         """
         if event_id in self._ended:
             return self._ended[event_id]
         for move in self._running.values():
             if move.event_id == event_id:
-                await wait_for_event(move.over, wait_s)
+                await wait_for_event(move.ended, wait_s)
                 return move.status()
         return None
 
     async def stop(self) -> None:
-        """End the moves that are running; what has arrived stays."""
+        """End the running jobs; chunks that arrived stay."""
         tasks = list(self._running)
         for task, move in self._running.items():
             if move.fetch is None:
@@ -159,9 +163,9 @@ class MoveJobs:
             await asyncio.wait(tasks, timeout=_STOP_S)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # --- what may be moved ---
+    # --- checks ---
 
-    def _check_room(self, chunks: int) -> None:
+    def _check_load(self, chunks: int) -> None:
         if len(self._running) >= MAX_RUNNING:
             raise OverloadedError(f"{len(self._running)} moves are running; try again later")
         running = sum(len(move.keys) for move in self._running.values())
@@ -170,17 +174,19 @@ class MoveJobs:
 
     def _check_tier(self, tier: str, replica: str, tiers: dict[str, wire.TierInfo]) -> None:
         if tier not in tiers:
-            raise BadRequestError(f"{replica} has no {tier} tier, only {', '.join(tiers)}")
+            raise BadRequestError(f"{replica} has no {tier} tier; it has {', '.join(tiers)}")
 
     def _check_source(
         self, request: wire.MoveRequest, info: wire.InstanceInfo
     ) -> tuple[str, int] | None:
-        """Return where the source's chunks are fetched; None if they are here already."""
+        """Return the source's transfer address; None if the source is this replica."""
         if request.source.tier is not None:
             self._check_tier(request.source.tier, f"the source, {info.instance_id},", info.tiers)
         if info.incarnation == self._engine.incarnation:
             if request.source.tier == request.tier:
-                raise BadRequestError(f"from and to the {request.tier} tier of the same replica")
+                raise BadRequestError(
+                    f"the source and the destination are both this replica's {request.tier} tier"
+                )
             return None
         layout = self._engine.layout.fingerprint()
         if info.layout != layout:
@@ -191,7 +197,7 @@ class MoveJobs:
             )
         if info.transfer_port is None:
             raise BadRequestError(
-                f"{info.instance_id} gives no chunks away: set distributed_url in its configuration"
+                f"{info.instance_id} does not serve chunks: set its distributed_url"
             )
         try:
             return split_host_port(request.source.transfer_address)
@@ -203,7 +209,7 @@ class MoveJobs:
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
 
-    # --- how it is done ---
+    # --- running a job ---
 
     async def _run(self, move: MoveJob) -> None:
         self._meter.add("moves")
@@ -215,7 +221,7 @@ class MoveJobs:
             if not move.request.copy:
                 await self._drop_at_source(move)
         except asyncio.CancelledError:
-            move.error = move.error or "given up: this replica stops"
+            move.error = move.error or "cancelled, because this replica stops"
         except Exception as error:
             logger.exception("a move of chunks failed")
             move.error = f"{type(error).__name__}: {error}"
@@ -228,7 +234,7 @@ class MoveJobs:
 
     async def _fetch(self, move: MoveJob, address: tuple[str, int]) -> None:
         async with self._free_threads:
-            # Made now, not before the wait: it looks at what is here already.
+            # Created after the wait, because it checks which chunks are here already.
             move.fetch = Fetch(
                 self._engine,
                 move.keys,
@@ -246,7 +252,11 @@ class MoveJobs:
         move.error = fetched.error
 
     async def _move_within(self, move: MoveJob) -> None:
-        """Between tiers of this replica: up by promotion; down only what was put there."""
+        """Move between tiers of this replica.
+
+        Promotes chunks to the CPU tier. A lower tier only gets chunks when they are stored, so the
+        job waits for writes in progress and reports the missing chunks.
+        """
         tier = move.request.tier
         if tier == "cpu":
             promotion = self._engine.promote(move.keys, pin_s=move.request.pin_s)
@@ -256,20 +266,20 @@ class MoveJobs:
             await self._wait_for_puts(move.keys, tier)
         move.held_chunks = self._engine.held_in(move.keys, tier)
         if move.held_chunks < len(move.keys):
-            how = "chunks are put into lower tiers when they are stored, and not again later"
+            how = "chunks are written to lower tiers only when they are stored"
             move.error = f"the {tier} tier has {move.held_chunks} of {len(move.keys)} chunks" + (
                 f"; {how}" if tier != "cpu" else ""
             )
 
     async def _wait_for_puts(self, keys: list[bytes], tier: wire.TierName) -> None:
-        """Return when none of the chunks is on its way to the lower tier any more."""
-        pause_s = _SHORTEST_PAUSE_S
+        """Wait until the lower tier has written or dropped the chunks."""
+        pause_s = _MIN_PAUSE_S
         while self._engine.is_putting(keys, tier):
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     async def _drop_at_source(self, move: MoveJob) -> None:
-        """Have the source drop exactly what is here now."""
+        """Have the source drop exactly the chunks that are here now."""
         keys, tier = move.keys[: move.held_chunks], move.request.source.tier
         if not keys or tier is None:
             return

@@ -1,7 +1,12 @@
-"""Noticing that vLLM's weights, or an adapter's, are replaced while it runs.
+"""The KV connector that vLLM loads: its own offloading connector, with what the engine also needs.
 
-vLLM tells a connector of neither. Both reach its workers by two methods of its engine core,
-which runs in the process of the manager and does one thing after the other.
+``--kv-transfer-config`` names it (see ``cacheengine.launch``): ``{"kv_connector":
+"WarmrouteConnector", "kv_connector_module_path": "cacheengine.connector.connector",
+"kv_role": "kv_both"}``. All other settings come from LMCache's configuration and from vLLM's own.
+
+vLLM's offloading interface knows only the model's name. It does not report a request's adapter or
+an update of the weights, and it offers each chunk for storing only once. `WarmrouteConnector` adds
+the model's identity, the adapters and the repeated offers. `WeightWatch` reports changed weights.
 """
 
 import dataclasses
@@ -34,16 +39,17 @@ _HARMLESS: Final = frozenset(
         *("get_supported_tasks", "get_kv_cache_spec", "list_loras"),
     }
 )
-"""Calls to the workers that leave the weights as they are; of all others, whose code may be a
-user's own, that is not known."""
+"""Worker methods that do not change the weights. Any other method may: it can be a user's code."""
 
-_LEVEL_THAT_KEEPS_WEIGHTS: Final = 1
+_SLEEP_LEVEL_KEEPING_WEIGHTS: Final = 1
 
 
 class WeightWatch:
-    """Tells a manager of changed weights, from now on to `end`.
+    """Reports changes of the model's or an adapter's weights to the manager, until `end`.
 
-    Wraps methods of vLLM's engine core; raises AttributeError in a vLLM that has none of them.
+    vLLM does not report them to a connector. They reach the workers through methods of vLLM's
+    engine core, which runs in the manager's process, one call at a time: these methods are wrapped.
+    Raises AttributeError in a vLLM version that does not have them.
     """
 
     def __init__(self, manager: WarmrouteManager) -> None:
@@ -54,16 +60,16 @@ class WeightWatch:
         self._wrap("sleep", self._sleep)
 
     def end(self) -> None:
-        """Tell no more; the methods only pass calls on."""
+        """Stop reporting; the wrapped methods then only call the originals."""
         self._is_on = False
 
     def _wrap(self, name: str, watched: Callable[..., Any]) -> None:
         original = getattr(EngineCore, name)
 
-        # vLLM reads from its signature what the arguments are.
+        # vLLM reads the method's signature to decode the arguments.
         @wraps(original)
         def method(core: EngineCore, *args: Any, **kwargs: Any) -> Any:
-            call = watched if self._is_on else _plainly
+            call = watched if self._is_on else _call_original
             return call(original, core, *args, **kwargs)
 
         setattr(EngineCore, name, method)
@@ -74,7 +80,7 @@ class WeightWatch:
         try:
             return original(core, method, *args, **kwargs)
         finally:
-            # One that failed may have changed some of them.
+            # A call that failed may have changed some weights.
             if not (isinstance(method, str) and method in _HARMLESS):
                 self._manager.weights_changed()
 
@@ -98,28 +104,19 @@ class WeightWatch:
         try:
             return original(core, *args, **kwargs)
         finally:
-            # Deeper sleep drops the weights; which are loaded after it is not known.
-            if level > _LEVEL_THAT_KEEPS_WEIGHTS:
+            # Deeper sleep drops the weights; others may be loaded afterwards.
+            if level > _SLEEP_LEVEL_KEEPING_WEIGHTS:
                 self._manager.weights_changed()
 
 
-def _plainly(original: Callable[..., Any], core: EngineCore, *args: Any, **kwargs: Any) -> Any:
+def _call_original(
+    original: Callable[..., Any], core: EngineCore, *args: Any, **kwargs: Any
+) -> Any:
     return original(core, *args, **kwargs)
 
 
-# TODO of cacheengine.connector.connector: What vLLM loads: its own offloading connector, which tells the engine what it must know.
-#
-# Named to vLLM by ``--kv-transfer-config`` (see ``cacheengine.launch``): ``{"kv_connector":
-# "WarmrouteConnector", "kv_connector_module_path": "cacheengine.connector.connector",
-# "kv_role": "kv_both"}``. The rest comes from LMCache's configuration and from vLLM's own.
-#
-# vLLM's offloading interface says of a model no more than its name, of a request not which
-# adapter it uses, and of an update of the weights nothing: that is added here. And vLLM offers
-# each chunk once; what found no room is offered again.
-
-
 class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
-    """Loads the engine, tells it of models, adapters and weights, and offers chunks again."""
+    """Gives the engine the model's identity and adapters, and offers refused chunks again."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -153,7 +150,7 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Look up a prompt, but one that waits only by what it waits for."""
+        """Look up a prompt; skip the lookup while the request waits for a promotion."""
         compute_s = self._rate.seconds(request.num_tokens - num_computed_tokens)
         if self._manager.waits.must_wait(request.request_id, num_computed_tokens, compute_s):
             return None, False
@@ -163,25 +160,25 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
         return matched
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Do as vLLM does, then set each request back to the first chunk that was refused."""
+        """Build vLLM's metadata, then set each request back to its first refused chunk."""
         scheduled = scheduler_output.num_scheduled_tokens
         self._rate.begin_step(sum(scheduled.values()) - len(scheduled), time.monotonic())
-        offers = self._manager.stores.offers
-        offers.hurry(scheduler_output.finished_req_ids or ())
+        refused = self._manager.stores.refused
+        refused.end_backoff(scheduler_output.finished_req_ids or ())
         metadata = super().build_connector_meta(scheduler_output)
-        for req_id, first in offers.take_news().items():
+        for req_id, first in refused.take_refused().items():
             self._offer_again(req_id, first)
         return metadata
 
     def _offer_again(self, req_id: str, first: OffloadKey) -> None:
-        """Set a request back in the same step, as vLLM leaves one of which nothing was taken.
+        """Set a request back to a chunk, in the same step, so that vLLM offers it again.
 
-        Later would be too late for a window's blocks: vLLM looks after those
-        that are still to be offered, and may have given away the others.
+        A later step would be too late for a sliding window: vLLM keeps the blocks that it has still
+        to offer, and may have reused the others.
         """
         status: Any = self.scheduler._req_status.get(req_id)
         if status is None:
-            return  # it has ended: this was its last offer
+            return  # the request has ended: this was its last offer
         groups = zip(self.scheduler.config.kv_group_configs, status.group_states, strict=True)
         for config, state in groups:
             end_tokens = status.req_context.get_offload_key_position(first)
@@ -190,18 +187,18 @@ class WarmrouteConnector(OffloadingConnector):  # type: ignore[misc]
                 state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, chunk_idx)
 
     def _empty_gpu(self) -> bool:
-        """Have vLLM forget the KV in its own cache, unless requests use some of it."""
+        """Reset vLLM's prefix cache; return False if requests use some of it."""
         cache: Any = self._kv_cache_manager
-        # Asked first: a reset that cannot be is a warning in vLLM's log.
+        # Usage is checked first, because a reset that fails logs a warning in vLLM.
         return cache is not None and cache.usage == 0 and bool(cache.reset_prefix_cache())
 
     def shutdown(self) -> None:
-        """End the watch, then the engine."""
+        """Stop watching the weights, then stop the engine."""
         if self._watch is not None:
             self._watch.end()
         super().shutdown()
 
 
 def adapter_of(lora: LoRARequest | None) -> LoraAdapter | None:
-    """Return vLLM's adapter as the engine names it."""
+    """Return the engine's description of vLLM's adapter."""
     return LoraAdapter(lora.lora_name, lora.lora_path, lora.lora_int_id) if lora else None

@@ -1,8 +1,12 @@
-"""Which bytes a transfer moves: vLLM's specs turned into runs of pages.
+"""Copies of KV between vLLM's cache and the pool's chunk rows, on the CPU and on a GPU.
 
-Pure arithmetic on block numbers, shared by both directions and testable
-without tensors. Source of the rules: ``GPULoadStoreSpec`` of vLLM 0.32
-(``v1/kv_offload/base.py``) and ``CPUOffloadingWorker.transfer_async``.
+`plan_runs` turns vLLM's transfer specs into runs of adjacent pages. It is arithmetic on block
+numbers; its rules come from ``GPULoadStoreSpec`` (``v1/kv_offload/base.py``) and
+``CPUOffloadingWorker.transfer_async`` of vLLM 0.32. `RunCopier` copies the runs of all layers in
+one native call, which holds no interpreter lock and starts no threads: torch would start its own
+next to the model's, and a Python call per run would take the lock each time. `CpuCopyWorker` is
+the copy worker for the CPU platform, where vLLM has none. `JoinedCopies` makes vLLM's own worker
+issue fewer and larger copies on a GPU.
 """
 
 import ctypes
@@ -30,8 +34,17 @@ from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker, SingleDirecti
 
 from cacheengine.connector.pool_region import PoolRegion
 
+logger = logging.getLogger("vllm.warmroute")
+
+BlockIds = npt.NDArray[np.int32]
+Integers = npt.NDArray[np.int64]
+CopyCall = Callable[[Integers, Integers, Integers], None]
+"""Copies ``lengths[i]`` bytes from address ``sources[i]`` to ``targets[i]``, for every i.
+
+Its arguments are ``(targets, sources, lengths)``.
+"""
 PageRuns = npt.NDArray[np.int64]
-"""``[4, runs]``: runs of pages that lie side by side on both sides of a copy.
+"""``[4, runs]``: runs of pages that are adjacent on both sides of a copy.
 
 The rows are blocks, slots, pages, lengths: run i covers ``lengths[i]`` GPU
 blocks from ``blocks[i]`` on, and the same number of pages of chunk row
@@ -40,7 +53,7 @@ blocks from ``blocks[i]`` on, and the same number of pages of chunk row
 
 
 def single_pages(runs: PageRuns) -> PageRuns:
-    """Return the same pages, each a run of its own."""
+    """Return the same pages with one run per page."""
     blocks, slots, pages, lengths = np.repeat(runs, runs[3], axis=1)
     first_of_run = np.repeat(np.cumsum(runs[3]) - runs[3], runs[3])
     offsets = np.arange(len(lengths)) - first_of_run
@@ -53,7 +66,7 @@ def plan_runs(
     first_block_index: int,
     blocks_per_chunk: int,
 ) -> PageRuns:
-    """Pair GPU blocks with pages of chunk rows and merge neighbours.
+    """Pair GPU blocks with pages of chunk rows and merge adjacent ones.
 
     ``block_ids`` are logically consecutive blocks of one request, the first
     being block ``first_block_index`` of it: where that is not a multiple of
@@ -81,22 +94,6 @@ def plan_runs(
     return np.stack([blocks[starts], rows[chunks[starts]], pages, lengths])
 
 
-# TODO of cacheengine.connector.copy_worker: Copies of many runs of bytes at once, by address.
-#
-# A transfer moves a run of pages for every layer, chunk and gap between blocks.
-# All of them go into one call that holds no interpreter lock and starts no
-# threads: torch would start its own beside those of the model, and a call from
-# Python for each run takes and gives the lock as often.
-
-logger = logging.getLogger("vllm.warmroute")
-
-Integers = npt.NDArray[np.int64]
-CopyCall = Callable[[Integers, Integers, Integers], None]
-"""Copies ``lengths[i]`` bytes from address ``sources[i]`` to ``targets[i]``, for every i."""
-
-_WORD: Final = np.dtype(np.int64)
-
-
 @dataclass(frozen=True)
 class PagedMemory:
     """Rows of pages in memory that another object keeps alive.
@@ -112,22 +109,22 @@ class PagedMemory:
 
     @classmethod
     def of(cls, tensor: Any) -> "PagedMemory":
-        """Describe an int8 tensor ``[rows, pages, page_bytes]``; rows may lie apart.
+        """Describe an int8 tensor ``[rows, pages, page_bytes]``; there may be gaps between rows.
 
-        Raises ValueError unless the pages of a row lie side by side.
+        Raises ValueError unless the pages of a row are contiguous.
         """
         rows, pages, page_bytes = tensor.shape
         row_stride, page_stride, byte_stride = tensor.stride()
         if byte_stride != 1 or (pages > 1 and page_stride != page_bytes) or tensor.itemsize != 1:
             raise ValueError(
-                f"no pages of bytes side by side: {tuple(tensor.shape)}, {tensor.stride()}"
+                f"pages are not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
             )
         if rows > 1 and row_stride < pages * page_bytes:
-            raise ValueError(f"the rows overlap: {tuple(tensor.shape)}, {tensor.stride()}")
+            raise ValueError(f"rows overlap: {tuple(tensor.shape)}, strides {tensor.stride()}")
         return cls(tensor.data_ptr(), rows, pages, row_stride, page_bytes)
 
     def addresses(self, rows: Integers, pages: Integers, lengths: Integers) -> Integers:
-        """Return where runs of pages begin. Raises IndexError for one that leaves its row."""
+        """Return the addresses of runs of pages; raise IndexError if one leaves its row."""
         is_inside = (
             (rows >= 0)
             & (rows < self.rows)
@@ -147,10 +144,10 @@ class PagedMemory:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """The two places of one KV cache tensor: vLLM's blocks and the pool's chunk rows."""
+    """The memory of one layer's KV: vLLM's blocks and the pool's chunk rows."""
 
     blocks: PagedMemory
-    """One row of all blocks, or a row for each block where they lie apart."""
+    """One row of all blocks, or one row per block if there are gaps between blocks."""
     chunks: PagedMemory
 
     @classmethod
@@ -161,16 +158,18 @@ class LayerMemory:
         blocks = PagedMemory.of(kv.unsqueeze(1) if lie_apart else kv.unsqueeze(0))
         chunks = PagedMemory.of(pool)
         if chunks.page_bytes != blocks.page_bytes:
-            raise ValueError(f"pages of {blocks.page_bytes} and of {chunks.page_bytes} bytes")
+            raise ValueError(
+                f"vLLM's pages have {blocks.page_bytes} bytes, the pool's {chunks.page_bytes}"
+            )
         return cls(blocks, chunks)
 
 
 def addresses_of(
     layers: Sequence[LayerMemory], runs: PageRuns
 ) -> tuple[Integers, Integers, Integers]:
-    """Return where each layer's runs are in vLLM's blocks and in the pool, and their bytes.
+    """Return the runs' addresses in vLLM's blocks, those in the pool, and their sizes in bytes.
 
-    A layer after the other. Raises IndexError for a run that leaves its row.
+    Layer by layer. Raises IndexError for a run that leaves its row.
     """
     split: PageRuns | None = None
     in_kv, in_pool, sizes = [], [], []
@@ -196,7 +195,10 @@ class RunCopier:
         self._copy = copy
 
     def copy(self, runs: PageRuns, *, store: bool) -> int:
-        """Copy and return the bytes. Raises IndexError, having copied nothing, for a bad run."""
+        """Copy runs, to the pool if ``store``; return the number of bytes.
+
+        Raises IndexError for a run that leaves its row; nothing is copied then.
+        """
         kv_side, pool_side, sizes = addresses_of(self._layers, runs)
         if store:
             self._copy(pool_side, kv_side, sizes)
@@ -206,21 +208,21 @@ class RunCopier:
 
 
 def make_copy_call() -> CopyCall:
-    """Return the fastest way to copy there is; compiling it takes half a second.
+    """Return the fastest available copy function; compiling it takes half a second.
 
-    Without numba (which vLLM brings), or where that cannot compile, each run
-    is a call of its own.
+    Without numba (a dependency of vLLM), or if it cannot compile, each run is copied by a call of
+    its own.
     """
     try:
         import numba  # noqa: PLC0415  (half a second, and not everywhere)
     except ImportError as error:
-        logger.warning("KV copies are slower without numba: %s", error)
+        logger.warning("KV copies are slow, because numba cannot be imported: %s", error)
         return copy_one_by_one
     try:
         compiled = _compiled(numba)
         _try_out(compiled)
     except (numba.errors.NumbaError, RuntimeError, TypeError, OSError) as error:
-        logger.warning("KV copies are slower, they cannot be compiled: %s", error)
+        logger.warning("KV copies are slow, because numba cannot compile them: %s", error)
         return copy_one_by_one
     return compiled
 
@@ -239,33 +241,27 @@ def _compiled(numba: Any) -> CopyCall:
 
 
 def _try_out(call: CopyCall) -> None:
-    memory = np.arange(4, dtype=_WORD)
+    memory = np.arange(4, dtype=np.int64)
     begin = memory.ctypes.data
-    call(*(np.array([number], dtype=_WORD) for number in (begin, begin + 16, 16)))
+    call(*(np.array([number], dtype=np.int64) for number in (begin, begin + 16, 16)))
     if memory.tolist() != [2, 3, 2, 3]:
-        raise RuntimeError(f"16 bytes came out as {memory.tolist()}")
+        raise RuntimeError(f"a test copy of 16 bytes gave {memory.tolist()}")
 
 
 def copy_one_by_one(targets: Integers, sources: Integers, lengths: Integers) -> None:
-    """Copy by one call of the C library for each run."""
+    """Copy with one call of the C library per run."""
     for target, source, length in zip(
         targets.tolist(), sources.tolist(), lengths.tolist(), strict=True
     ):
         ctypes.memmove(target, source, length)
 
 
-# TODO of cacheengine.connector.copy_worker: Fewer and larger copies for vLLM's own copy worker on a GPU.
-#
-# It asks the driver for one copy per block and layer, 1,280 for a chunk of 16 blocks and 80
-# layers, each of which costs about a microsecond. Blocks side by side on both sides go in one.
-
-Blocks = npt.NDArray[np.int32]
-
-
 def join_copies(worker: CPUOffloadingWorker) -> None:
-    """Have a worker ask for one copy for each run of blocks, in both directions.
+    """Make vLLM's worker issue one copy per run of blocks, in both directions.
 
-    Not where it copies by a kernel of its own, which splits what it copies anyway.
+    vLLM issues one copy per block and layer: 1,280 for a chunk of 16 blocks and 80 layers, each
+    about a microsecond. A direction that copies with a kernel of its own is left alone, because
+    the kernel splits copies anyway.
     """
     for handler in vars(worker).values():
         if not isinstance(handler, SingleDirectionOffloadingHandler):
@@ -275,7 +271,7 @@ def join_copies(worker: CPUOffloadingWorker) -> None:
 
 
 class JoinedCopies:
-    """What one direction of a worker copies, with as few descriptors as there are runs.
+    """Fills in the copy descriptors of one direction of vLLM's worker, one per run.
 
     A run never leaves its chunk row: vLLM registers the rows with the driver in pieces that
     end between rows.
@@ -297,7 +293,7 @@ class JoinedCopies:
     def _layers_of(
         self, refs: Sequence[Any], kv: Sequence[Any], pool: Sequence[Any]
     ) -> list[LayerMemory] | None:
-        """Return the layers of a group; None where vLLM leaves a part of each page out."""
+        """Return the layers of a group; None if vLLM copies only a part of each page."""
         if any(ref.page_size_bytes != kv[ref.tensor_idx].shape[1] for ref in refs):
             return None
         pages = (-1, self._blocks_per_chunk)
@@ -309,8 +305,8 @@ class JoinedCopies:
     def fill(  # noqa: PLR0917  (vLLM calls it so)
         self,
         g_idx: int,
-        group_src: Blocks,
-        group_dst: Blocks,
+        group_src: BlockIds,
+        group_dst: BlockIds,
         group_size: int,
         src_skip_count: int,
         dst_skip_count: int,
@@ -319,10 +315,10 @@ class JoinedCopies:
         all_sizes: Integers,
         op_idx: int,
     ) -> tuple[int, int]:
-        """Fill in a group's descriptors from ``op_idx`` on.
+        """Fill in a group's descriptors from index ``op_idx`` on.
 
-        Returns the index after them, and the bytes they copy. In place of vLLM's
-        ``_fill_direct_ops``, with its arguments; it has room for a descriptor per page.
+        Returns the index after them and the number of bytes they copy. Replaces vLLM's
+        ``_fill_direct_ops`` and has its arguments; the buffers fit one descriptor per page.
         """
         layers = self._layers[g_idx]
         if layers is None:
@@ -334,29 +330,21 @@ class JoinedCopies:
         runs = plan_runs(blocks, rows, skipped, self._blocks_per_chunk)
         kv, chunks, sizes = addresses_of(layers, runs)
         end = op_idx + len(sizes)
-        # Addresses have the same bits in vLLM's buffers, whose type differs by platform.
+        # The integer type of vLLM's buffers differs by platform; the addresses' bits are the same.
         all_src.view(np.int64)[op_idx:end] = kv if self._stores else chunks
         all_dst.view(np.int64)[op_idx:end] = chunks if self._stores else kv
         all_sizes.view(np.int64)[op_idx:end] = sizes
         return end, int(sizes.sum())
 
 
-# TODO of cacheengine.connector.copy_worker: KV copies between vLLM's cache and the pool on the CPU platform.
-#
-# vLLM's own copy worker needs a GPU. This one does the same over the same chunk
-# rows: one thread per worker process, one native call per job, which copies all
-# runs of pages without the interpreter lock. One thread, not several: it already
-# moves what memory can, and the model needs the other cores.
-
-
 class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies whole pages between KV cache tensors and chunk rows, in order.
+    """Copies whole pages between KV cache tensors and chunk rows on the CPU platform.
 
-    Owns ``region`` from construction on. Jobs run one after another on one
-    thread, in the order they were submitted: a load never overtakes the store
-    of the same row. `submit_store` and `submit_load` only queue; the caller
-    (vLLM's worker) submits a store after the step that computed its blocks,
-    and waits for it before their reuse.
+    Owns ``region`` from construction on. Jobs run on one thread in the order of submission, so a
+    load never overtakes the store of the same row. One thread is enough: it uses the memory's full
+    bandwidth, and the model needs the other cores. `submit_store` and `submit_load` only queue a
+    job. The caller (vLLM's worker) submits a store after the step that computed its blocks, and
+    waits for it before it reuses them.
     """
 
     def __init__(
@@ -372,8 +360,8 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
             for each in pages_bytes
         ]
         self._jobs: queue.SimpleQueue[Callable[[], TransferResult] | None] = queue.SimpleQueue()
-        # Guards _finished and _pending: the copy thread moves a job from one
-        # to the other while vLLM's thread polls or waits.
+        # Guards _finished and _pending: the copy thread moves a job from one to the other while
+        # vLLM's thread polls or waits.
         self._changed = threading.Condition()
         self._pending: set[int] = set()
         self._finished: list[TransferResult] = []
@@ -397,8 +385,8 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
     ) -> bool:
         """Queue a copy from chunk rows to KV cache blocks.
 
-        ``expedited`` (vLLM 0.33) asks to overtake queued stores; here order is
-        kept, and the caller waits.
+        ``expedited`` (vLLM 0.33) asks to overtake queued stores. The order is kept here, and the
+        caller waits.
         """
         return self._submit(job_id, dst_spec, src_spec, store=False)
 
@@ -409,12 +397,12 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Block until none of these jobs is pending; unknown ones are done."""
+        """Block until none of these jobs is pending; unknown jobs count as done."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending.isdisjoint(job_ids))
 
     def shutdown(self) -> None:
-        """Finish what is queued, end the thread, release the region. Idempotent."""
+        """Finish the queued jobs, end the thread and release the region. Idempotent."""
         if self._thread.is_alive():
             self._jobs.put(None)
             self._thread.join()
@@ -426,7 +414,7 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
         self, job_id: int, gpu_spec: GPULoadStoreSpec, chunk_spec: LoadStoreSpec, *, store: bool
     ) -> bool:
         assert isinstance(chunk_spec, BlockIDsLoadStoreSpec)
-        # The spec refuses models with several KV groups at start.
+        # The spec refuses models with several KV groups when it starts.
         assert len(gpu_spec.group_sizes) == 1
         runs = plan_runs(
             gpu_spec.block_ids,
@@ -451,7 +439,7 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
         start_s = time.perf_counter()
         try:
             copied_bytes = self._copier.copy(runs, store=store)
-        except Exception:  # without this thread vLLM would wait for ever; told, it ends
+        except Exception:  # vLLM ends on a failed job; without this thread it would wait for ever
             logger.exception("a KV copy failed")
             return TransferResult(job_id=job_id, success=False)
         return TransferResult(

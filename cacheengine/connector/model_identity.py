@@ -1,4 +1,10 @@
-"""Which models' KV the engine can keep exactly: told by their layers, at start."""
+"""The identity of the model that vLLM serves, and whether the engine can keep its KV exactly.
+
+`identify` collects everything that a token's KV depends on: weights, options, build, attention
+backend. Every option counts unless it is known not to change KV: losing a cache costs time, but
+reusing a wrong one gives wrong answers. `check_groups` and `check_attention` refuse models whose
+layers keep something other than the KV of every token.
+"""
 
 import dataclasses
 import enum
@@ -36,95 +42,15 @@ from vllm.v1.kv_cache_interface import (
 
 from cacheengine.identity import WeightFiles
 
-
-def check_groups(layer_names: Sequence[Iterable[str]]) -> None:
-    """Raise ValueError, with the way out, unless all layers' KV is in one group.
-
-    Takes the names of each group's layers. Says more in a worker, which knows them.
-    """
-    if len(layer_names) == 1:
-        return
-    specs = [spec for names in layer_names for spec in _kv_specs(names)]
-    if not all(isinstance(spec, _UNIFIABLE) for spec in specs):
-        raise ValueError(_holds_not(specs))
-    raise ValueError(
-        f"this model has {len(layer_names)} KV cache groups (hybrid or "
-        "sliding-window layers beside full attention); the cache engine supports "
-        "models with one group. Start vLLM with --disable-hybrid-kv-cache-manager, as "
-        "`warmroute replica` does, or without the engine (no --kv-transfer-config)"
-    )
-
-
-_UNIFIABLE = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-"""What vLLM makes one group of where it is told to."""
-
-
-def check_attention(layer_names: Iterable[str], blocks_per_chunk: int) -> None:
-    """Raise ValueError, with the way out, if chunks of this one KV group could be wrong.
-
-    To be called in a worker process while vLLM builds its KV cache: there the
-    layers are known, which the offloading interface does not describe.
-    """
-    problem = _problem(_kv_specs(layer_names), blocks_per_chunk)
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def _kv_specs(layer_names: Iterable[str]) -> list[Any]:
-    """Return how each layer keeps its KV; nothing outside a worker."""
-    vllm_config = get_current_vllm_config_or_none()
-    if vllm_config is None:
-        return []
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
-    return [layer.get_kv_cache_spec(vllm_config) for layer in layers.values()]
-
-
-def _problem(kv_specs: Sequence[Any], blocks_per_chunk: int) -> str | None:
-    # With one layer of full attention in a group, vLLM keeps every token of
-    # the others too (that is what makes it one group).
-    if not kv_specs or any(isinstance(spec, FullAttentionSpec) for spec in kv_specs):
-        return None
-    if not all(isinstance(spec, SlidingWindowSpec) for spec in kv_specs):
-        return _holds_not(kv_specs)
-    if blocks_per_chunk == 1:
-        return None
-    # vLLM frees and reuses blocks that leave the window, and stores what is
-    # left of a chunk (`_build_store_jobs` skips blocks that are gone). If the
-    # pool had no room at first, the chunk is stored late, with a block missing
-    # that a shorter prompt still needs: a wrong answer. A chunk of one block
-    # is stored whole or not at all.
-    window_tokens = min(spec.sliding_window for spec in kv_specs)
-    block_tokens = kv_specs[0].block_size
-    return (
-        f"all layers of this model have a sliding window ({window_tokens} tokens), so vLLM "
-        f"may store a chunk of {blocks_per_chunk} blocks in part. Make a chunk one block: "
-        f"chunk_size: {block_tokens} in the cache configuration, or --block-size "
-        f"{block_tokens * blocks_per_chunk} where the attention backend allows it; or "
-        "--disable-sliding-window, which also limits the context to the window"
-    )
-
-
-def _holds_not(kv_specs: Iterable[Any]) -> str:
-    kinds = ", ".join(sorted({type(spec).__name__ for spec in kv_specs}))
-    return (
-        f"this model's layers keep something else than the KV of every token ({kinds}); "
-        "the cache engine cannot hold that. Start vLLM without it (no --kv-transfer-config)"
-    )
-
-
-# TODO of cacheengine.connector.model_identity: Which model vLLM serves, told by vLLM's own configuration: what its KV depends on.
-#
-# Everything counts that is not known to be harmless: a cache lost is slow, a cache kept
-# wrongly lies.
-
 logger = logging.getLogger("vllm.warmroute")
 
 IDENTITY_KEY: Final = "warmroute_model"
+"""Key of `ModelIdentity` in ``kv_connector_extra_config``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelIdentity:
-    """What `ChunkLayout` has of a model, beside the sizes that the offloading interface tells."""
+    """The model's part of `ChunkLayout`; the offloading interface reports the sizes."""
 
     model: str
     weights: str
@@ -136,20 +62,20 @@ class ModelIdentity:
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> "ModelIdentity":
-        """Read what `WarmrouteConnector` put there; raises ValueError if another connector did."""
-        told = extra_config.get(IDENTITY_KEY)
-        if told is None:
+        """Read what `WarmrouteConnector` has put there; raise ValueError if it is missing."""
+        fields = extra_config.get(IDENTITY_KEY)
+        if fields is None:
             raise ValueError(
-                "kv_connector: only WarmrouteConnector tells the cache engine which weights are "
-                'served. Set "kv_connector": "WarmrouteConnector" and "kv_connector_module_path": '
+                "kv_connector: the cache engine works only with WarmrouteConnector. "
+                'Set "kv_connector": "WarmrouteConnector" and "kv_connector_module_path": '
                 '"cacheengine.connector.connector" in --kv-transfer-config, or start the replica '
                 "with `warmroute replica`"
             )
-        return cls(**told)
+        return cls(**fields)
 
 
 def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelIdentity:
-    """Return the identity of what a vLLM process serves."""
+    """Return the identity of the model that a vLLM process serves."""
     model, load = vllm_config.model_config, vllm_config.load_config
     files = _files_of(model, load)
     return ModelIdentity(
@@ -164,7 +90,7 @@ def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelId
 
 
 def locate(name: str, revision: str | None = None, cache: str | None = None) -> WeightFiles | None:
-    """Return where the files of a model or an adapter are on this machine, without a download."""
+    """Find the files of a model or an adapter on this machine, without a download."""
     path = Path(name).expanduser()
     if path.exists():
         return WeightFiles(path.absolute())
@@ -192,19 +118,19 @@ def _weights(files: WeightFiles | None, model: Any, load: Any) -> str:
     except OSError as error:
         doubt = str(error)
     logger.warning(
-        "which weights %s stands for cannot be told: %s. Its KV is not found again after a "
-        "restart, nor by other replicas",
+        "the weights of %s cannot be identified: %s. Its stored KV will not be reused after a "
+        "restart or by other replicas",
         *(model.model, doubt),
     )
     return f"unknown-{uuid.uuid4().hex}"
 
 
 def _doubt(files: WeightFiles | None, model: Any) -> str | None:
-    """Return why the files found now may be others than were loaded; None: they are the same."""
+    """Return why the files found now may differ from the loaded ones; None if they are the same."""
     if files is None or model.model_weights:
         return "its files are in no directory or hub cache of this machine"
     if files.hub_name is None:
-        # They are loaded after this process has started, and before this is asked.
+        # The files were loaded between the start of this process and now.
         changed = files.changed_since(_process_start_s())
         return "its files changed while they were loaded" if changed else None
     loaded = getattr(model.hf_config, "_commit_hash", None)
@@ -224,18 +150,18 @@ def _process_start_s() -> float:
 
 _HARMLESS_OF_MODEL: Final = frozenset(
     {
-        # which files: known by their content
+        # names of the files, which are identified by their content
         *("model", "model_weights", "revision", "hf_config_path", "config_format", "hf_token"),
-        # how text becomes tokens, and answers become text: keys are made of tokens
+        # how text becomes tokens, and tokens become text: keys are computed from tokens
         *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"),
         *("served_model_name", "generation_config", "override_generation_config"),
         *("max_logprobs", "logprobs_mode", "logits_processors", "io_processor_plugin"),
         *("use_fp64_gumbel", "return_sampling_mask", "pooler_config", "enable_prompt_embeds"),
-        # what requests may hold, and how it comes; media are known by their content
+        # what requests may contain, and how media are loaded; their content is in the keys
         *("allowed_local_media_path", "allowed_media_domains", "limit_mm_per_prompt"),
         *("mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb"),
         *("skip_mm_profiling", "renderer_num_workers", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb"),
-        # where and when it runs
+        # where and when the model runs
         *("enforce_eager", "enable_sleep_mode", "sleep_mode_backend"),
         *("sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names"),
         *("enable_nccl_comm_suspend", "enable_cumem_allocator", "enable_trace_replay"),
@@ -249,7 +175,7 @@ _HARMLESS_OF_CACHE: Final = frozenset(
         *("kv_cache_memory_bytes", "kv_offloading_size", "kv_offloading_backend"),
         *("enable_prefix_caching", "prefix_cache_retention_interval", "swap_space"),
         *("user_specified_block_size", "cpu_offload_gb", "cpu_kvcache_space_bytes"),
-        # the layout has it by itself
+        # fields of the layout
         *("prefix_caching_hash_algo", "block_size", "hash_block_size"),
     }
 )
@@ -266,22 +192,22 @@ _NOT_OF_THE_MODEL: Final = frozenset({"_name_or_path", "_commit_hash", "transfor
 
 
 def _options(vllm_config: VllmConfig) -> str:
-    """Return a digest of what changes a token's KV for equal weights."""
+    """Return a digest of the options that change a token's KV for equal weights."""
     draft = vllm_config.speculative_config
     draft_model = draft and draft.draft_model_config
     load = vllm_config.load_config
-    told = {
+    options = {
         "model": _fields(vllm_config.model_config, _HARMLESS_OF_MODEL),
         "cache": _fields(vllm_config.cache_config, _HARMLESS_OF_CACHE),
         "attention": _plain(vllm_config.attention_config),
         "lora": _fields(vllm_config.lora_config, _HARMLESS_OF_LORA),
         "loading": {name: _plain(getattr(load, name)) for name in _OF_LOADING},
-        # Its layers keep KV in the same chunks.
+        # The draft model's layers keep KV in the same chunks.
         "draft": _fields(draft, _HARMLESS_OF_DRAFT),
         "draft weights": draft_model and _weights(_files_of(draft_model, load), draft_model, load),
         "more": _plain(vllm_config.additional_config),
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _fields(config: Any, harmless: frozenset[str]) -> Any:
@@ -292,7 +218,7 @@ def _fields(config: Any, harmless: frozenset[str]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; what has no content of its own by its type."""
+    """Return a value in JSON's types; an object without content as its type's name."""
     match value:
         case None | bool() | int() | float() | str():
             plain: Any = value
@@ -322,7 +248,7 @@ def _plain_object(value: Any) -> Any:
     return _plain_object(type(value))
 
 
-# --- what computes ---
+# --- build and attention ---
 
 
 def _build() -> str:
@@ -350,8 +276,8 @@ def _backend(vllm_config: VllmConfig, spec: Any) -> str:
             has_sliding_window=getattr(spec, "sliding_window", None) is not None,
         )
     except (ValueError, AssertionError, NotImplementedError, ImportError):
-        # Layers of this kind ask for one with needs of their own. Equal builds, devices and
-        # options, which all count, then select equal ones.
+        # Layers of this kind select a backend by their own needs. Builds, devices and options are
+        # part of the identity; equal ones select equal backends.
         return "selected by the layers"
     return str(backend.get_name())
 
@@ -359,3 +285,80 @@ def _backend(vllm_config: VllmConfig, spec: Any) -> str:
 def _pages(kv_cache_config: KVCacheConfig) -> str:
     groups = kv_cache_config.kv_cache_groups
     return "; ".join(f"{len(group.layer_names)} x {group.kv_cache_spec}" for group in groups)
+
+
+# --- which models are supported ---
+
+_UNIFIABLE: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Kinds of layers that vLLM puts into one group with --disable-hybrid-kv-cache-manager."""
+
+
+def check_groups(layer_names: Sequence[Iterable[str]]) -> None:
+    """Raise ValueError, saying what to do, unless all layers' KV is in one group.
+
+    Takes the names of each group's layers. Only a worker knows the layers, so only its message
+    names their kinds.
+    """
+    if len(layer_names) == 1:
+        return
+    specs = [spec for names in layer_names for spec in _kv_specs(names)]
+    if not all(isinstance(spec, _UNIFIABLE) for spec in specs):
+        raise ValueError(_unsupported(specs))
+    raise ValueError(
+        f"this model has {len(layer_names)} KV cache groups (hybrid or "
+        "sliding-window layers next to full attention); the cache engine supports "
+        "models with one group. Start vLLM with --disable-hybrid-kv-cache-manager, as "
+        "`warmroute replica` does, or without the engine (no --kv-transfer-config)"
+    )
+
+
+def check_attention(layer_names: Iterable[str], blocks_per_chunk: int) -> None:
+    """Raise ValueError, saying what to do, if chunks of this KV group could be wrong.
+
+    To be called in a worker process while vLLM builds its KV cache: the layers are known there. The
+    offloading interface does not describe them.
+    """
+    problem = _problem(_kv_specs(layer_names), blocks_per_chunk)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _kv_specs(layer_names: Iterable[str]) -> list[Any]:
+    """Return how each layer keeps its KV; an empty list outside a worker."""
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is None:
+        return []
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+    return [layer.get_kv_cache_spec(vllm_config) for layer in layers.values()]
+
+
+def _problem(kv_specs: Sequence[Any], blocks_per_chunk: int) -> str | None:
+    # If one layer of a group has full attention, vLLM keeps every token for the others too. That is
+    # why they can be one group.
+    if not kv_specs or any(isinstance(spec, FullAttentionSpec) for spec in kv_specs):
+        return None
+    if not all(isinstance(spec, SlidingWindowSpec) for spec in kv_specs):
+        return _unsupported(kv_specs)
+    if blocks_per_chunk == 1:
+        return None
+    # vLLM frees and reuses blocks that leave the window, and stores the rest of a chunk
+    # (`_build_store_jobs` skips freed blocks). If the pool had no space at first, the chunk is
+    # stored late, without a block that a shorter prompt still needs: a wrong answer. A chunk of one
+    # block is stored completely or not at all.
+    window_tokens = min(spec.sliding_window for spec in kv_specs)
+    block_tokens = kv_specs[0].block_size
+    return (
+        f"all layers of this model have a sliding window ({window_tokens} tokens), so vLLM "
+        f"may store a chunk of {blocks_per_chunk} blocks in part. Make a chunk one block: "
+        f"chunk_size: {block_tokens} in the cache configuration, or --block-size "
+        f"{block_tokens * blocks_per_chunk} where the attention backend allows it; or "
+        "--disable-sliding-window, which also limits the context to the window"
+    )
+
+
+def _unsupported(kv_specs: Iterable[Any]) -> str:
+    kinds = ", ".join(sorted({type(spec).__name__ for spec in kv_specs}))
+    return (
+        f"this model's layers keep something other than the KV of every token ({kinds}), which "
+        "the cache engine does not support. Start vLLM without it (no --kv-transfer-config)"
+    )

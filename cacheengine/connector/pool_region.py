@@ -15,21 +15,19 @@ logger = logging.getLogger("vllm.warmroute")
 
 
 class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
-    """vLLM's shared region, whose name goes as soon as all processes have mapped it.
+    """vLLM's shared memory region, which is unlinked as soon as all processes have mapped it.
 
-    The workers map the region while vLLM sets up its KV cache, the scheduler
-    after them: it is the last, and calls `forget_name`. From then on the
-    kernel frees the memory with the last process, however that ends: a
-    replica killed with SIGKILL leaves nothing in /dev/shm.
+    The workers map the region while vLLM sets up its KV cache. The scheduler maps it last and calls
+    `forget_name`. From then on the kernel frees the memory with the last process: a replica killed
+    with SIGKILL leaves nothing in /dev/shm.
 
-    With ``hugepages`` the first process makes a nameless file of 2 MiB pages
-    and gives it the region's name, as a link to its own descriptor; where too
-    few pages are there it says so, and makes the ordinary file. Every other
-    process maps what it finds under the name. So they all agree, whatever
-    they themselves could have had.
+    With ``hugepages`` the first process creates a nameless file of 2 MiB pages, and makes the
+    region's name a link to its own descriptor. If too few huge pages are free, it logs a warning
+    and creates the ordinary file. All other processes map whatever the name points to, so they
+    always agree.
 
-    Huge pages are unmapped whole: if the last is not filled, the kernel keeps
-    the mapping until the process ends.
+    The kernel unmaps whole huge pages only: if the last one is not full, its mapping stays until
+    the process ends.
     """
 
     def __init__(
@@ -65,21 +63,21 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
         if hugepages and self._creator:
             self._drop_huge_file(name)
             logger.warning(
-                "local_cpu_use_hugepages: %s. The pool is made of ordinary pages now", refused
+                "local_cpu_use_hugepages: %s. The pool uses ordinary pages instead", refused
             )
         elif self._huge_file is not None:
-            logger.info("the pool is made of %d huge pages of 2 MiB", pages_of(size_bytes))
+            logger.info("the pool uses %d huge pages of 2 MiB", pages_of(size_bytes))
 
     @property
     def has_huge_pages(self) -> bool:
-        """Whether what this process has mapped are 2 MiB pages; not after `cleanup`."""
+        """Whether this process has mapped 2 MiB pages; not valid after `cleanup`."""
         return os.fstatvfs(self.fd).f_bsize == HUGE_PAGE_BYTES
 
     def check_shared(self) -> None:
-        """Raise ValueError, with the way out, in the scheduler where no worker has mapped it.
+        """Raise ValueError, saying what to do, if no worker has mapped the region.
 
-        Then the workers are elsewhere, and what the scheduler's tiers kept would not be KV.
-        To be called before `forget_name`.
+        The scheduler calls it before `forget_name`. The workers would be on another machine then,
+        and the scheduler's tiers would store memory without KV.
         """
         if self._creator or self._huge_file is not None:
             raise ValueError(
@@ -95,14 +93,14 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
         self._creator = False
 
     def cleanup(self) -> None:
-        """Unmap; the name is unlinked if it still exists (a start that failed)."""
+        """Unmap the region; unlink its name if it still exists (after a failed start)."""
         if self._creator and not Path(self.mmap_path).exists():
             self._creator = False
         super().cleanup()
         self._drop_huge_file(Path(self.mmap_path))
 
     def _drop_huge_file(self, name: Path) -> None:
-        """Close the huge file that this process made; its name goes, if it still has one."""
+        """Close the huge file that this process created; unlink its name if it still exists."""
         if self._huge_file is None:
             return
         if _names(name, self._huge_file):
@@ -112,12 +110,12 @@ class PoolRegion(SharedOffloadRegion):  # type: ignore[misc]
 
 
 def _give_name_to_huge_file(name: Path, size_bytes: int) -> int | None:
-    """Make the region's huge file, unless the name is taken; return its descriptor.
+    """Create the region's huge file and return its descriptor; None if the name is taken.
 
-    The descriptor is what the name points to, so it stays open until all
-    processes have mapped the file. Raises `HugePagesMissingError`.
+    The name points to the descriptor, so it stays open until all processes have mapped the file.
+    Raises `HugePagesMissingError`.
     """
-    # Two ranks that allocate at once could each find too few pages left.
+    # Without the lock, two ranks that allocate at once could each find too few pages left.
     with _locked(name.with_suffix(".lock")):
         if os.path.lexists(name):
             return None
@@ -125,8 +123,8 @@ def _give_name_to_huge_file(name: Path, size_bytes: int) -> int | None:
         try:
             name.symlink_to(_path_of(file))
         except FileExistsError:
-            # A rank that found too few free pages a moment ago has left the
-            # lock and has made the ordinary file by now.
+            # Another rank has found too few free pages, released the lock, and has created the
+            # ordinary file meanwhile.
             os.close(file)
             return None
         except BaseException:
@@ -136,7 +134,7 @@ def _give_name_to_huge_file(name: Path, size_bytes: int) -> int | None:
 
 
 def _path_of(file: int) -> str:
-    """Return where other processes of this user find an open file."""
+    """Return the path under which other processes of this user can open the file."""
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
@@ -146,7 +144,7 @@ def _names(name: Path, file: int) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, alone; it goes afterwards (a waiting process has it open)."""
+    """Hold an exclusive lock on a file, then remove the file (waiting processes have it open)."""
     file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)

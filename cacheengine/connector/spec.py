@@ -1,7 +1,13 @@
-"""Whether the ranks of a replica can share chunk rows: asked among them, at start.
+"""The `OffloadingSpec` that vLLM loads: builds the engine's parts in vLLM's processes.
 
-A chunk is one row of memory in which every rank has a slice, as large as any other's. So the
-ranks must see the same memory, and each must keep as many bytes of a block as the others.
+`WarmrouteConnector` names it to vLLM's offloading. The scheduler process gets the manager, the
+engine and the agent; each worker process gets a copy worker. Written against ``v1/kv_offload`` of
+vLLM 0.32 and 0.33; that interface is experimental.
+
+`check_ranks` refuses replicas whose ranks cannot share chunk rows: a chunk is one row of shared
+memory, in which every rank has a slice of equal size. `exit_with_parent` ends the engine process
+when vLLM's API server is killed. With SIGKILL the server cannot end it, and it would keep the
+model's memory, the agent's port and the disk tier's lock, so that no restart could succeed.
 """
 
 import contextlib
@@ -51,58 +57,62 @@ from cacheengine.tiers.remote import lossy_name
 from cacheengine.transfer import TransferServer
 from warmroute_common.agent_protocol import ReplicaIdentity
 
-_MACHINE: Final = Path("/proc/sys/kernel/random/boot_id")
+logger = logging.getLogger("vllm.warmroute")
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MEMORY: Final = Path("/dev/shm")
+_EXIT_GRACE_S: Final = 30.0
+"""Time for an orderly exit after SIGTERM; the engine's own limits are well below."""
 
 
 class RankMemory(NamedTuple):
-    """What a rank tells the others of itself."""
+    """The memory that a rank keeps KV in; the ranks of a replica exchange it at start."""
 
     memory: str
-    """The machine, and the mount of its shared memory: containers may have one each."""
+    """The machine, and the mount of its /dev/shm: each container may have its own."""
     kv_bytes_per_block: int
 
 
 def check_ranks(kv_bytes_per_block: int) -> None:
-    """Raise ValueError, with the way out, if the ranks' slices do not make up whole chunks.
+    """Raise ValueError, saying what to do, if this replica's ranks cannot share chunk rows.
 
-    To be called in every worker of a replica at once, while vLLM builds its KV cache.
+    All workers of a replica must call it at the same time, while vLLM builds its KV cache.
     """
-    memory = f"{_MACHINE.read_text().strip()}:{_SHARED_MEMORY.stat().st_dev}"
-    problem = rank_mismatch(_told_by_all(RankMemory(memory, kv_bytes_per_block)))
+    memory = f"{_BOOT_ID.read_text().strip()}:{_SHARED_MEMORY.stat().st_dev}"
+    problem = rank_mismatch(_gather(RankMemory(memory, kv_bytes_per_block)))
     if problem is not None:
         raise ValueError(problem)
 
 
 def rank_mismatch(ranks: Sequence[RankMemory]) -> str | None:
-    """Return why the cache engine cannot keep the KV of these ranks, and what to do instead."""
+    """Return why these ranks cannot share chunk rows and what to do instead; None if they can."""
     machines = len({rank.memory for rank in ranks})
     if machines > 1:
         return (
             f"the {len(ranks)} tensor or pipeline parallel ranks of this replica are on {machines} "
-            "machines (or in containers that do not share /dev/shm), and the cache engine keeps "
-            "the KV of one. Start one replica for each machine, or start vLLM without the engine "
-            "(no --kv-transfer-config)"
+            "machines (or in containers that do not share /dev/shm), but the cache engine needs "
+            "them on one machine. Start one replica on each machine, or start vLLM without the "
+            "engine (no --kv-transfer-config)"
         )
     sizes = [rank.kv_bytes_per_block for rank in ranks]
     if len(set(sizes)) > 1:
         return (
             "the pipeline stages of this replica keep different amounts of KV "
-            f"({', '.join(map(str, sizes))} bytes of a block), and the cache engine needs equal "
-            "ones. Choose a --pipeline-parallel-size that divides the number of layers, or equal "
+            f"({', '.join(map(str, sizes))} bytes per block), but the cache engine needs equal "
+            "amounts. Choose a --pipeline-parallel-size that divides the number of layers, equal "
             "stages in VLLM_PP_LAYER_PARTITION, or start vLLM without the engine "
             "(no --kv-transfer-config)"
         )
     return None
 
 
-def _told_by_all(own: RankMemory) -> list[RankMemory]:
+def _gather(own: RankMemory) -> list[RankMemory]:
     if not torch.distributed.is_initialized():
         return [own]
     group = _ranks_of_replica()
-    told: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(told, own, group=group.cpu_group)
-    return told
+    ranks: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(ranks, own, group=group.cpu_group)
+    return ranks
 
 
 def _ranks_of_replica() -> Any:
@@ -112,78 +122,59 @@ def _ranks_of_replica() -> Any:
         return get_world_group()
 
 
-# TODO of cacheengine.connector.spec: An engine process whose server has been killed must not live on.
-#
-# vLLM's API server ends its engine process when it ends in order. Killed with
-# SIGKILL it cannot, and the engine process, with the model's memory, the agent's
-# port and the disk tier's lock, would stay for ever: no restart could succeed.
+def exit_with_parent(grace_s: float = _EXIT_GRACE_S) -> None:
+    """End this process soon after its parent: by SIGTERM, then by force after ``grace_s``.
 
-logger = logging.getLogger("vllm.warmroute")
-
-_GRACE_S: Final = 30.0
-"""For ending in order; the engine's own limits are well below."""
-
-
-def exit_with_parent(grace_s: float = _GRACE_S) -> None:
-    """End this process soon after its parent: by SIGTERM, then at once.
-
-    Does nothing in a process that `multiprocessing` did not start: its parent
-    is a shell, and may go.
+    Does nothing in a process that `multiprocessing` did not start: its parent is a shell, which may
+    end earlier.
     """
     if multiprocessing.parent_process() is None:
         return
     parent = os.getppid()
     watch = threading.Thread(
-        target=_watch, args=(parent, grace_s), name="kv-parent-watch", daemon=True
+        target=_wait_for_parent, args=(parent, grace_s), name="kv-parent-watch", daemon=True
     )
     watch.start()
 
 
-def _watch(parent: int, grace_s: float) -> None:
+def _wait_for_parent(parent: int, grace_s: float) -> None:
     try:
         descriptor = os.pidfd_open(parent)
     except ProcessLookupError:
-        pass  # it has gone already
+        pass  # it has ended already
     except OSError as error:
-        logger.warning("cannot watch the API server (%s): kill both if it is killed", error)
+        logger.warning(
+            "cannot watch the API server (%s): if you kill it, also kill this engine process", error
+        )
         return
     else:
-        # The parent may have ended before, and its number been given away.
+        # The parent may have ended before, and its process number may be another process's now.
         if os.getppid() == parent:
             select.select([descriptor], [], [])
         os.close(descriptor)
-    logger.error("the API server (process %d) has ended; ending the engine too", parent)
+    logger.error("the API server (process %d) has ended; the engine process ends too", parent)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace_s)
     os._exit(1)
 
 
-# TODO of cacheengine.connector.spec: What vLLM loads: the engine as an out-of-tree ``OffloadingSpec``.
-#
-# Named to vLLM's offloading by `connector`. The rest comes from LMCache's configuration.
-#
-# Written against ``v1/kv_offload`` of vLLM 0.32 and 0.33; that interface is experimental.
-
-
 class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """Builds the engine's two halves inside vLLM.
+    """Builds the manager, engine and agent in the scheduler process, copy workers in the others.
 
-    The scheduler process gets the manager, the engine with its I/O threads,
-    and the agent; every worker process gets a copy worker over the same
-    memory. Geometry (bytes of a chunk row, each rank's slice of it) is
-    vLLM's own, so that its CUDA copy worker fits unchanged.
+    All of them use the same shared memory. Its layout (bytes of a chunk row, each rank's slice of
+    it) is vLLM's own, so that vLLM's CUDA copy worker fits unchanged.
     """
 
     @classmethod
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        """None: the engine's metrics are the agent's ``/metrics``."""
+        """Return no metrics: the agent serves the engine's on its ``/metrics``."""
         return {}
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """None, for the same reason (asked since vLLM 0.33)."""
+        """Return no keys, for the same reason (called since vLLM 0.33)."""
         return ()
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -193,7 +184,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         self.model = ModelIdentity.from_extra_config(config.extra_config)
         self.engine_config.check_hash_algorithm(self.model.hash_algorithm)
         super().__init__(_with_engine_settings(config, self.engine_config))
-        # The parent's own attributes, declared again for the type checker.
+        # The parent class's attributes, declared again for the type checker.
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
         self._check_supported()
@@ -204,13 +195,13 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         if chunk_tokens != self.engine_config.chunk_size:
             raise ValueError(
                 f"chunk_size: {self.engine_config.chunk_size} tokens in the cache configuration, "
-                f"but vLLM was told {chunk_tokens}; start the replica with `warmroute replica`, "
+                f"but {chunk_tokens} in vLLM's; start the replica with `warmroute replica`, "
                 'or set "block_size" in kv_connector_extra_config to chunk_size'
             )
         if self.num_chunks == 0 and self.config.worker_kv_bytes_per_block > 0:
             needed_gb = 2 * self.kv_bytes_per_chunk / 1024**3
             raise ValueError(
-                f"max_local_cpu_size: {self.engine_config.max_local_cpu_size} GB holds not one "
+                f"max_local_cpu_size: {self.engine_config.max_local_cpu_size} GB does not hold one "
                 f"chunk of {self.kv_bytes_per_chunk} bytes; set at least {needed_gb:.3f}"
             )
 
@@ -228,9 +219,9 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         )
 
     def create_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return the copy worker of this rank over its slice of every chunk row.
+        """Return a copy worker over this rank's slice of every chunk row.
 
-        Raises ValueError for a model whose chunks could be wrong.
+        Raises ValueError for a model or a set of ranks that the engine does not support.
         """
         check_attention(self.config.groups[0].layer_names, self.blocks_per_chunk)
         check_ranks(self.config.worker_kv_bytes_per_block)
@@ -251,13 +242,13 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             raise
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return the one copy worker of this process."""
+        """Return this process's copy worker; create it in the first call."""
         if self._worker is None:
             self._worker = self.create_worker(kv_caches)
         return self._worker
 
     def get_manager(self) -> OffloadingManager:
-        """Return the one manager of this replica; starts the engine and the agent."""
+        """Return this replica's manager; the first call starts the engine and the agent."""
         if self._manager is None:
             self._manager = self._create_manager()
         return self._manager
@@ -280,11 +271,11 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
             versions = KvVersions(locate)
             identity = self._identity(transfer_port)
             agent = Agent(engine, identity, self.engine_config, meter, versions)
-            # Stopped before what its moves and its answers rely on.
+            # The agent stops before everything that its jobs and answers use.
             undo.callback(agent.stop)
             agent.start()
             exit_with_parent()
-            # From here on the manager's shutdown is what undoes all of it.
+            # From here on the manager's shutdown releases all of it.
             return WarmrouteManager(
                 engine,
                 group_idx=self.config.groups[0].group_id,
@@ -296,7 +287,7 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
     def _serve_transfers(
         self, engine: CacheEngine, meter: TransferMeter, undo: contextlib.ExitStack
     ) -> int | None:
-        """Let other replicas fetch chunks; return the port, or None if that is not wanted."""
+        """Serve chunks to other replicas; return the port, or None without distributed_url."""
         address = self.engine_config.transfer_address
         if address is None:
             return None
@@ -330,9 +321,8 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         )
 
     def _hash_seed(self) -> str:
-        # vLLM derives its root hash after it has built this object, from the
-        # same environment; only without PYTHONHASHSEED and with a
-        # non-cryptographic hash is it random, and `warmroute replica` sets one.
+        # vLLM derives its root hash later, from the same environment. It is random only without
+        # PYTHONHASHSEED and with a non-cryptographic hash, and `warmroute replica` sets a seed.
         seed = os.environ.get("PYTHONHASHSEED")
         return seed if seed is not None else str(get_none_hash_seed())
 
@@ -351,17 +341,16 @@ class WarmrouteSpec(CPUOffloadingSpec):  # type: ignore[misc]
         )
 
     def _port_of_rank(self, port: int | None) -> int | None:
-        # As vLLM's publisher counts: over the data parallel ranks of all machines.
+        # vLLM's publisher adds the rank's number among the data parallel ranks of all machines.
         return port and port + self.config.parallel.data_parallel_index
 
 
 def _with_engine_settings(config: OffloadingConfig, engine: EngineConfig) -> OffloadingConfig:
-    """Return vLLM's configuration with the pool's size and our defaults in it."""
+    """Return vLLM's offloading configuration with the engine's settings."""
     extra = {
         **config.extra_config,
         "cpu_bytes_to_use": engine.max_local_cpu_bytes,
-        # Generated tokens are stored too, so that the next turn of a chat
-        # finds its own answer.
+        # With it generated tokens are stored too: the next turn of a chat finds its own answer.
         "offload_prompt_only": not engine.save_decode_cache,
     }
     return dataclasses.replace(config, extra_config=extra)

@@ -1,7 +1,8 @@
-"""Room for chunks that come from another replica, and what becomes of them there.
+"""Fetching chunks from another replica into a tier of this engine.
 
-The one place where a transfer's reservations and holds are taken and given
-back, whatever ends it.
+`FetchWindows` takes and releases the slots and holds of one fetch, however the fetch ends. `Fetch`
+opens the connections, requests one window of chunks after another, and receives them directly into
+the reserved slots. What has arrived stays, even if the rest fails.
 """
 
 import logging
@@ -15,33 +16,43 @@ from typing import Final
 from cacheengine.engine import CacheEngine
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
-from cacheengine.transfer.protocol import Channel, ChunkProofs, PeerGoneError
+from cacheengine.transfer.protocol import Channel, ChunkDigests, PeerGoneError
 from warmroute_common.addresses import join_host_port
 from warmroute_common.fleet_secret import FleetSecret
 
-_SHORTEST_PAUSE_S: Final = 0.002
-_LONGEST_PAUSE_S: Final = 0.256
+logger = logging.getLogger("vllm.warmroute")
+
+CONNECTIONS: Final = 2
+TIMEOUT_S: Final = 30.0
+_CONNECT_S: Final = 5.0
+_GETS_AHEAD: Final = 2
+"""Windows per connection that are requested but not completely received."""
+_WINDOW_BYTES: Final = 16 * 1024**2
+_MAX_POOL_FRACTION: Final = 4
+"""All windows together use at most this fraction of the pool: a quarter."""
+_WAIT_SLICE_S: Final = 0.2
+_MIN_PAUSE_S: Final = 0.002
+_MAX_PAUSE_S: Final = 0.256
 
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """Some of the chunks, in prefix order, with room reserved for each."""
+    """Consecutive chunks of a prefix, each with a reserved slot."""
 
     keys: Sequence[bytes]
     slots: Sequence[int]
     arrived: list[bytes] = field(default_factory=list)
-    """Chunks whose bytes are whole; the receiver adds them."""
+    """Chunks that were completely received; the receiver adds them."""
 
 
 class FetchWindows:
-    """Lends room for ``keys`` a window at a time, and publishes what has arrived.
+    """Reserves slots for ``keys``, a window at a time, and publishes the chunks that arrived.
 
-    Chunks that the engine has, or is getting otherwise, are left out. With
-    ``tier`` "cpu" what has arrived is held until `close`, so that the end of
-    a long prefix does not evict its beginning. For a lower tier the engine
-    writes it there as it does with all that is stored; windows then follow
-    each other only as fast as that goes. ``prefetched``: a request is to use
-    them, and it counts if none does. Thread-safe.
+    Leaves out chunks that the engine has or is already loading. With ``tier`` "cpu" the arrived
+    chunks are held until `close`, so that the end of a long prefix does not evict its beginning.
+    With a lower tier the engine writes them there like all stored chunks, and the next window waits
+    for that write. ``prefetched`` chunks are counted as unused if no request uses them.
+    Thread-safe.
     """
 
     def __init__(
@@ -57,59 +68,59 @@ class FetchWindows:
         self._tier = tier
         self._prefetched = prefetched
         self._window_chunks = window_chunks
-        # Guards all below: the connections of one transfer share it.
+        # Guards everything below: all connections of one fetch use this object.
         self._lock = threading.Lock()
         self._left = deque(keys)
         self._held: list[bytes] = []
         self._stopped = False
-        self.no_room = False
-        """Whether it ended for want of room."""
+        self.pool_is_full = False
+        """Whether reserving stopped because the pool had no free slot."""
         self.received_chunks = 0
         """Chunks completed so far."""
 
     @property
     def windows_left(self) -> int:
-        """How many windows there are at least to be reserved."""
+        """The least number of windows that are still to be reserved."""
         with self._lock:
             return -(-len(self._left) // self._window_chunks)
 
     def reserve(self) -> Window | None:
-        """Return the next window; None when there is none, no room, or after `stop`."""
+        """Return the next window; None at the end, if the pool is full, or after `stop`."""
         with self._lock:
             while self._left and not self._stopped:
                 window = self._reserve()
                 if window is None:
-                    self.no_room = self._stopped = True
+                    self.pool_is_full = self._stopped = True
                 elif window.keys:
                     return window
         return None
 
     def _reserve(self) -> Window | None:
-        """Return the next window, without keys if what was next is there; None: no room."""
+        """Return the next window, empty if all is here already; None if the pool is full."""
         size = min(self._window_chunks, len(self._left))
         keys = [self._left[position] for position in range(size)]
         reservation = self._engine.prepare_store(keys)
         if reservation is None:
             return None
         if reservation.keys:
-            # Of those after the last reserved it is not told which are there
-            # and which found no room: they are the beginning of the next window.
+            # The keys after the last reserved one are either here already or found no slot. The
+            # engine does not say which, so the next window begins with them.
             size = keys.index(reservation.keys[-1]) + 1
         for _ in range(size):
             self._left.popleft()
         return Window(reservation.keys, reservation.slots)
 
     def complete(self, window: Window) -> None:
-        """Publish what of a window has arrived, and give the rest's room back."""
+        """Publish the window's arrived chunks, and free the slots of the others."""
         arrived = window.arrived
-        whole = set(arrived)
-        lost = [key for key in window.keys if key not in whole]
-        if lost:
-            self._engine.complete_store(lost, success=False)
+        arrived_keys = set(arrived)
+        missing = [key for key in window.keys if key not in arrived_keys]
+        if missing:
+            self._engine.complete_store(missing, success=False)
         if arrived:
             self._engine.complete_store(arrived, prefetched=self._prefetched)
         if self._tier == "cpu":
-            # One that was evicted or cleared in between is simply not held.
+            # A chunk that was evicted or cleared meanwhile is not held.
             held = [key for key in arrived if self._engine.try_hold(key) is not None]
         else:
             held = []
@@ -119,69 +130,53 @@ class FetchWindows:
             self.received_chunks += len(arrived)
 
     def _wait_for_puts(self, keys: Sequence[bytes]) -> None:
-        """Return when none of these is on its way down; lend no more if one was dropped."""
-        pause_s = _SHORTEST_PAUSE_S
+        """Wait until the tier has written these chunks; stop reserving if one was dropped."""
+        pause_s = _MIN_PAUSE_S
         while self._engine.is_putting(keys, self._tier):
             with self._lock:
                 if self._stopped:
                     return
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         if self._engine.held_in(keys, self._tier) < len(keys):
             self.stop()
 
     def stop(self) -> None:
-        """Lend no more windows; those lent are still to be completed."""
+        """Reserve no more windows; reserved ones must still be completed."""
         with self._lock:
             self._stopped = True
 
     def close(self) -> None:
-        """Let go of what was held. Idempotent; all windows have been completed."""
+        """Release the held chunks, after all windows were completed. Idempotent."""
         with self._lock:
             held, self._held = self._held, []
             self._stopped = True
         self._engine.release(held)
 
 
-# TODO of cacheengine.transfer.fetch: The side of a replica that fetches chunks from another.
-
-logger = logging.getLogger("vllm.warmroute")
-
-CONNECTIONS: Final = 2
-TIMEOUT_S: Final = 30.0
-_CONNECT_S: Final = 5.0
-_GETS_AHEAD: Final = 2
-"""Windows that one connection has asked for and not received whole."""
-_WINDOW_BYTES: Final = 16 * 1024**2
-_POOL_SHARE: Final = 4
-"""All windows together take at most this part of the pool: a quarter."""
-_SLICE_S: Final = 0.2
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """How a fetch ended."""
+    """The result of a fetch."""
 
     held_chunks: int
-    """Leading chunks held now, also from before: in the wanted tier if it is a lower
-    one, else in any."""
+    """Leading chunks of the prefix that are here now, received or present before: in the
+    requested tier if it is a lower one, else in any tier."""
     received_chunks: int
-    """Chunks that came from the other replica."""
+    """Chunks received from the other replica."""
     received_bytes: int
     error: str = ""
-    """Why not all are held; empty if they are."""
+    """Why some chunks are not here; empty if all are."""
 
 
 class Fetch:
-    """Brings the chunks of a prefix from another replica into a tier of this engine.
+    """Copies the chunks of a prefix from another replica into a tier of this engine.
 
-    ``keys`` in prefix order, all of one length. ``peer`` is where the other
-    replica's `TransferServer` listens. What has arrived in the cpu tier is
-    pinned for ``pin_s`` from the moment it is complete. With a ``secret`` only a
-    peer that proves it is taken for one, and only what it has sent itself is kept.
+    ``keys`` are in prefix order and of equal length. ``peer`` is the address of the other replica's
+    `TransferServer`. Chunks in the cpu tier are pinned for ``pin_s`` when the fetch is complete.
+    With a ``secret`` the peer must prove that it knows it, and every chunk is authenticated.
 
-    `run` blocks, and may be called once; `cancel` ends it early from any
-    thread, and the counts may be read at any time.
+    `run` blocks and may be called once. Any thread may call `cancel`, which ends it early, and read
+    the counts.
     """
 
     def __init__(
@@ -205,19 +200,19 @@ class Fetch:
         self._pin_s = pin_s
         self._secret = secret
         self._timeout_s = timeout_s
-        # A lower tier takes one window after the other: see `FetchWindows`.
+        # A lower tier writes one window after the other: see `FetchWindows`.
         self._connections = connections if tier == "cpu" else 1
         self._gets_ahead = _GETS_AHEAD if tier == "cpu" else 1
         held_before = len(engine.match(keys)) if tier == "cpu" else engine.held_in(keys, tier)
-        self._arrivals = FetchWindows(
+        self._windows = FetchWindows(
             engine,
             self._keys[held_before:],
             tier=tier,
             window_chunks=self._window_chunks(),
             prefetched=tier == "cpu" and pin_s > 0,
         )
-        # Guards the three below: connections are opened while `cancel` shuts
-        # those there are, and each notes how it ended.
+        # Guards the three below: threads open connections and note their errors while `cancel`
+        # shuts the open ones.
         self._lock = threading.Lock()
         self._open: set[Channel] = set()
         self._errors: list[str] = []
@@ -227,22 +222,22 @@ class Fetch:
         layout = self._engine.layout
         pool_chunks = self._engine.tier_info()["cpu"].capacity_bytes // layout.chunk_bytes
         at_once = self._connections * self._gets_ahead
-        most = min(protocol.MAX_GET_KEYS, pool_chunks // (_POOL_SHARE * at_once))
-        return max(1, min(most, _WINDOW_BYTES // layout.chunk_bytes))
+        limit = min(protocol.MAX_GET_KEYS, pool_chunks // (_MAX_POOL_FRACTION * at_once))
+        return max(1, min(limit, _WINDOW_BYTES // layout.chunk_bytes))
 
     @property
     def received_chunks(self) -> int:
-        """Chunks that have come so far."""
-        return self._arrivals.received_chunks
+        """Chunks received so far."""
+        return self._windows.received_chunks
 
     def run(self) -> Fetched:
-        """Fetch; never raises for what the other side or the network does."""
+        """Fetch the chunks; faults of the peer or the network end up in `Fetched.error`."""
         try:
             self._receive_all()
-            held = self._settle()
+            held = self._pin()
         finally:
-            self._arrivals.close()
-        received = self._arrivals.received_chunks
+            self._windows.close()
+        received = self._windows.received_chunks
         return Fetched(
             held_chunks=held,
             received_chunks=received,
@@ -251,15 +246,15 @@ class Fetch:
         )
 
     def cancel(self) -> None:
-        """End `run` soon; what has arrived stays."""
-        self._arrivals.stop()
+        """Make `run` end soon; chunks that arrived stay."""
+        self._windows.stop()
         with self._lock:
             self._cancelled.set()
             for channel in self._open:
                 channel.shut()
 
     def _receive_all(self) -> None:
-        wanted = min(self._connections, self._arrivals.windows_left)
+        wanted = min(self._connections, self._windows.windows_left)
         others = [
             threading.Thread(target=self._receive_some, name="kv-fetch", daemon=True)
             for _ in range(wanted - 1)
@@ -273,25 +268,25 @@ class Fetch:
 
     def _receive_some(self) -> None:
         """Fetch windows over one connection until there are no more."""
-        asked: deque[Window] = deque()
+        requested: deque[Window] = deque()
         channel: Channel | None = None
         try:
             channel = self._connect()
-            self._converse(channel, asked)
+            self._receive_windows(channel, requested)
         except (OSError, PeerGoneError, protocol.ProtocolError) as error:
             self._meter.add("receive_failures")
             self._meter.add("receive_corrupt", isinstance(error, protocol.DamagedError))
             where = join_host_port(*self._peer)
             self._note(f"{where}: {error or type(error).__name__}")
-            if asked:  # what comes after a gap is of no use
-                self._arrivals.stop()
-        except Exception as error:  # on the other threads it would be lost
+            if requested:  # chunks after a gap are of no use
+                self._windows.stop()
+        except Exception as error:  # on the other threads it would get lost
             logger.exception("fetching chunks failed")
             self._note(f"{type(error).__name__}: {error}")
-            self._arrivals.stop()
+            self._windows.stop()
         finally:
-            for window in asked:
-                self._arrivals.complete(window)
+            for window in requested:
+                self._windows.complete(window)
             if channel is not None:
                 with self._lock:
                     self._open.remove(channel)
@@ -307,30 +302,33 @@ class Fetch:
                 channel.shut()
         return channel
 
-    def _converse(self, channel: Channel, asked: deque[Window]) -> None:
-        """Ask ahead, receive in order; leaves in ``asked`` what is not completed."""
+    def _receive_windows(self, channel: Channel, requested: deque[Window]) -> None:
+        """Request windows ahead and receive them in order.
+
+        Leaves the windows that it has not completed in ``requested``.
+        """
         layout = self._engine.layout.fingerprint()
-        proofs = protocol.greet(channel, layout, len(self._keys[0]), self._secret)
+        digests = protocol.greet(channel, layout, len(self._keys[0]), self._secret)
         while True:
-            while len(asked) < self._gets_ahead:
-                window = self._arrivals.reserve()
+            while len(requested) < self._gets_ahead:
+                window = self._windows.reserve()
                 if window is None:
                     break
-                asked.append(window)
+                requested.append(window)
                 protocol.send_get(channel, window.keys)
-            if not asked:
+            if not requested:
                 return
-            if not self._receive(channel, asked[0], proofs):
-                self._arrivals.stop()
+            if not self._receive(channel, requested[0], digests):
+                self._windows.stop()
                 return
-            self._arrivals.complete(asked.popleft())
+            self._windows.complete(requested.popleft())
 
-    def _receive(self, channel: Channel, window: Window, proofs: ChunkProofs) -> bool:
-        """Receive a window's chunks; False at one that the source does not have."""
+    def _receive(self, channel: Channel, window: Window, digests: ChunkDigests) -> bool:
+        """Receive a window's chunks; return False if the source does not have one of them."""
         for key, slot in zip(window.keys, window.slots, strict=True):
             payload = self._engine.view(slot)
-            if not protocol.receive_chunk(channel, key, payload, proofs):
-                self._note("the source does not have all of it any more")
+            if not protocol.receive_chunk(channel, key, payload, digests):
+                self._note("the source no longer has all of the chunks")
                 return False
             window.arrived.append(key)
             self._meter.add("received_chunks")
@@ -341,26 +339,26 @@ class Fetch:
         with self._lock:
             self._errors.append(error)
 
-    def _settle(self) -> int:
-        """Pin what is there, wait for what another call is bringing; return how much is held.
+    def _pin(self) -> int:
+        """Pin the chunks, and wait for those that another call loads; return how many are here.
 
-        Before the holds of the arrivals end, so that nothing evicts them in between.
+        Called before the windows' holds end, so that nothing evicts the chunks in between.
         """
         if self._tier != "cpu":
             return self._engine.held_in(self._keys, self._tier)
         promotion = self._engine.promote(self._keys, pin_s=self._pin_s)
         deadline_s = time.monotonic() + self._timeout_s
-        while not (promotion.wait(_SLICE_S) or self._cancelled.is_set()):
+        while not (promotion.wait(_WAIT_SLICE_S) or self._cancelled.is_set()):
             if time.monotonic() > deadline_s:
                 break
         return len(self._engine.match(self._keys))
 
     def _why_not_all(self, held: int) -> str:
-        lacking = len(self._keys) - held
+        missing = len(self._keys) - held
         if self._cancelled.is_set():
-            return f"given up with {lacking} chunks to come: this replica stops"
+            return f"cancelled with {missing} chunks missing, because this replica stops"
         if self._errors:
             return self._errors[0]
-        if self._arrivals.no_room:
-            return f"the cpu tier here has no room for the last {lacking} chunks"
-        return f"the {self._tier} tier here did not take the last {lacking} chunks"
+        if self._windows.pool_is_full:
+            return f"this replica's cpu tier has no space for the last {missing} chunks"
+        return f"this replica's {self._tier} tier did not store the last {missing} chunks"

@@ -1,6 +1,8 @@
-"""One connection of another replica that fetches chunks from this one.
+"""The TCP server from which other replicas fetch this replica's chunks.
 
-The chunks are lent by the engine; those below the pool are brought up first.
+`TransferServer` accepts connections, a thread each. `ChunkSender` answers the gets of one
+connection in order. `RequestedChunks` holds the chunks of one get in the pool while they are sent;
+chunks in lower tiers are promoted first, while the previous get is still being sent.
 """
 
 import contextlib
@@ -18,32 +20,41 @@ from cacheengine.engine import CacheEngine
 from cacheengine.record import TransferMeter
 from cacheengine.residency import Promotion
 from cacheengine.transfer import protocol
-from cacheengine.transfer.protocol import Channel, ChunkProofs, PeerGoneError
+from cacheengine.transfer.protocol import Channel, ChunkDigests, PeerGoneError
 from warmroute_common.addresses import join_host_port, listening_family
 from warmroute_common.fleet_secret import FleetSecret
 
-_LOANS: Final = 2
-"""Gets whose chunks are read from the lower tiers ahead of being sent, the present one included."""
+logger = logging.getLogger("vllm.warmroute")
+
+TIMEOUT_S: Final = 30.0
+MAX_CONNECTIONS: Final = 16
+_MAX_REFUSALS: Final = 16
+"""Connections beyond `MAX_CONNECTIONS` that get a refusal at the same time; others are closed."""
+_JOIN_S: Final = 5.0
+_ACCEPT_PAUSE_S: Final = 0.5
+"""Pause after a failed accept: without free descriptors the next one would fail at once."""
+_MAX_GETS: Final = 2
+"""Gets that are read from the lower tiers at the same time, including the one being sent."""
 _PIN_S: Final = 10.0
-"""How long a chunk that was read for a transfer is kept for it, if it never comes to be sent."""
-_ROOM_S: Final = 5.0
-"""How long room in a full pool is waited for."""
-_SHORTEST_PAUSE_S: Final = 0.002
-_LONGEST_PAUSE_S: Final = 0.128
+"""How long a chunk that was promoted for a transfer stays pinned if it is never sent."""
+_FREE_SLOT_S: Final = 5.0
+"""How long to wait for a free slot in a full pool."""
+_MIN_PAUSE_S: Final = 0.002
+_MAX_PAUSE_S: Final = 0.128
 
 
 class RequestedChunks:
-    """Chunks that were asked for together, held one at a time while they are sent.
+    """The chunks of one get, held one at a time while they are sent.
 
-    Making one starts to read, without waiting, the chunks that are not in the pool:
-    so the next loan is read while this one is sent.
+    The constructor starts, without waiting, the promotion of chunks that are not in the pool: so
+    the next get is read while this one is sent.
     """
 
     def __init__(self, engine: CacheEngine, keys: Sequence[bytes], *, timeout_s: float) -> None:
         self.keys = keys
         self._engine = engine
         self._timeout_s = timeout_s
-        self._holder = f"loan {uuid.uuid4().hex}"
+        self._holder = f"get {uuid.uuid4().hex}"
         self._promoted: frozenset[bytes] = frozenset()
         self._promotion: Promotion | None = None
         below = [key for key in keys if engine.match([key]) != ["cpu"]]
@@ -53,12 +64,12 @@ class RequestedChunks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each of the chunks is there or has room to be read into."""
+        """Whether each of the chunks is in the pool or has a slot to be read into."""
         return self._promotion is None or self._promotion.counts.missing == 0
 
     @contextlib.contextmanager
     def hold(self, key: bytes) -> Iterator[memoryview | None]:
-        """Lend a chunk's bytes, held meanwhile; None if there is none to be had."""
+        """Hold a chunk and yield its bytes; None if the engine no longer has it."""
         slot = self._hold(key)
         if slot is None:
             yield None
@@ -80,14 +91,14 @@ class RequestedChunks:
         return self._promote_and_hold(key)
 
     def _promote_and_hold(self, key: bytes) -> int | None:
-        """Bring up a chunk by itself.
+        """Promote a single chunk, and hold it.
 
-        It was evicted since the loan was made; or it was not read then, because
-        one before it was nowhere or there was no room. Room comes as other
-        connections send what they have pinned, so that is waited for.
+        Either it was evicted meanwhile, or the constructor could not promote it: an earlier chunk
+        was missing, or the pool was full. Slots become free as other connections send the chunks
+        that they have pinned, so this waits for one.
         """
-        deadline_s = time.monotonic() + _ROOM_S
-        pause_s = _SHORTEST_PAUSE_S
+        deadline_s = time.monotonic() + _FREE_SLOT_S
+        pause_s = _MIN_PAUSE_S
         while True:
             promotion = self._engine.promote([key], pin_s=_PIN_S, holder=self._holder)
             promotion.wait(self._timeout_s)
@@ -97,11 +108,11 @@ class RequestedChunks:
             if time.monotonic() > deadline_s:
                 return None
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _hold_promoted(self, key: bytes) -> int | None:
-        # Not try_hold: this is the use that the pin has waited for. A pin that
-        # stayed would let a prefix larger than the pool fill it and get stuck.
+        # Not try_hold: `hold` also ends this holder's pin. If pins stayed, a prefix larger than the
+        # pool would fill it, and the transfer would get stuck.
         try:
             (slot,) = self._engine.hold([key], holder=self._holder)
         except KeyError:
@@ -111,83 +122,67 @@ class RequestedChunks:
 
 @dataclass(slots=True, eq=False)
 class ChunkSender:
-    """Answers gets, in order, until the other side has enough."""
+    """Answers the gets of one connection in order, until the peer closes it."""
 
     engine: CacheEngine
     channel: Channel
     meter: TransferMeter
-    proofs: ChunkProofs
+    digests: ChunkDigests
     key_bytes: int
     timeout_s: float
-    _loans: deque[RequestedChunks] = field(default_factory=deque, init=False)
+    _gets: deque[RequestedChunks] = field(default_factory=deque, init=False)
     _ended: bool = field(default=False, init=False)
 
     def run(self) -> None:
-        """Send what is asked for, up to a chunk that is not there.
+        """Send the requested chunks, up to the first missing one.
 
-        Raises what the channel does, and `ProtocolError`.
+        Raises the channel's exceptions and `ProtocolError`.
         """
         while self._receive_gets():
-            for key in self._loans[0].keys:
-                # So that what is asked for next is read while this is sent.
+            for key in self._gets[0].keys:
+                # The next get is received here, so that it is read while this one is sent.
                 self._receive_gets()
-                if not self._send(self._loans[0], key):
+                if not self._send(self._gets[0], key):
                     return
-            self._loans.popleft()
+            self._gets.popleft()
 
     def _receive_gets(self) -> bool:
-        """Take what is asked for, waiting only with nothing left to send; False at the end."""
-        while not self._ended and len(self._loans) < _LOANS:
-            # Reading ahead of a loan that found no room would keep the room that
-            # it waits for. So a waiting sender has nothing pinned, and no two wait
-            # for each other.
-            if self._loans and not (self._loans[-1].is_whole and self.channel.has_input()):
+        """Receive gets, waiting only if nothing is left to send; return False at the end."""
+        while not self._ended and len(self._gets) < _MAX_GETS:
+            # To read ahead of a get that found the pool full would take the slots that it waits
+            # for. So a waiting sender pins nothing, and no two senders wait for each other.
+            if self._gets and not (self._gets[-1].is_whole and self.channel.has_input()):
                 break
             keys = protocol.receive_get(self.channel, self.key_bytes)
             if keys is None:
                 self._ended = True
             else:
-                self._loans.append(RequestedChunks(self.engine, keys, timeout_s=self.timeout_s))
-        return bool(self._loans)
+                self._gets.append(RequestedChunks(self.engine, keys, timeout_s=self.timeout_s))
+        return bool(self._gets)
 
-    def _send(self, loan: RequestedChunks, key: bytes) -> bool:
-        """Send a chunk; False, and the end, if it is not there."""
-        with loan.hold(key) as payload:
+    def _send(self, get: RequestedChunks, key: bytes) -> bool:
+        """Send a chunk; if it is missing, report that and return False."""
+        with get.hold(key) as payload:
             if payload is not None:
-                protocol.send_chunk(self.channel, key, payload, self.proofs)
+                protocol.send_chunk(self.channel, key, payload, self.digests)
                 self.meter.add("sent_chunks")
                 self.meter.add("sent_bytes", len(payload))
                 return True
         self.meter.add("send_missing")
-        protocol.send_missing(self.channel, key, self.key_bytes, self.proofs)
+        protocol.send_missing(self.channel, key, self.key_bytes, self.digests)
         return False
-
-
-# TODO of cacheengine.transfer.transfer_server: The side of a replica that others fetch chunks from.
-
-logger = logging.getLogger("vllm.warmroute")
-
-TIMEOUT_S: Final = 30.0
-MAX_CONNECTIONS: Final = 16
-_REFUSALS: Final = 16
-"""How many connections beyond those are answered, with a refusal, at the same time."""
-_JOIN_S: Final = 5.0
-_REST_S: Final = 0.5
-"""Pause after an accept that failed: without descriptors the next one would fail at once."""
 
 
 class TransferServer:
     """Serves an engine's chunks to other replicas from `start` to `stop`.
 
-    Listens on ``address`` (port 0: any free one) and nowhere else. With a ``secret``
-    each peer proves that it knows it, and each chunk is proven to be ours; without
-    one any host that reaches the port and knows a prompt's keys can read its KV. There
-    is no encryption, so it belongs on a private network.
+    Listens on ``address`` only; port 0 means any free port. With a ``secret`` each peer must prove
+    that it knows it, and each chunk is authenticated. Without one, any host that reaches the port
+    and knows a prompt's keys can read its KV. Nothing is encrypted, so use a private network.
 
-    A connection beyond ``max_connections`` is refused, one on which nothing
-    moves for ``timeout_s`` is closed. `start` raises OSError, naming the
-    setting, when the address cannot be listened on; `stop` is idempotent and
-    may be called without a start.
+    Connections beyond ``max_connections`` are refused, and idle ones are closed after
+    ``timeout_s``. `start` raises OSError, which names the setting, if it cannot listen on the
+    address. `stop` is idempotent and may be called without a start.
     """
 
     def __init__(
@@ -210,15 +205,15 @@ class TransferServer:
         self._listening: socket.socket | None = None
         self._accepting: threading.Thread | None = None
         self._stopping = threading.Event()
-        # Guards the table, and that a connection which comes while `stop` shuts
-        # those there are is either among them or turned away.
+        # Guards the table: a connection that arrives while `stop` shuts the open ones is either
+        # among them or refused.
         self._lock = threading.Lock()
         self._open: dict[Channel, threading.Thread] = {}
         self.address: tuple[str, int] | None = None
-        """Host and port listened on, once started."""
+        """The host and port that it listens on, once started."""
 
     def start(self) -> None:
-        """Listen; returns when connections are taken."""
+        """Listen; returns when connections are accepted."""
         host, port = self._wanted
         try:
             family = listening_family(host, port)
@@ -238,15 +233,15 @@ class TransferServer:
         )
 
     def stop(self) -> None:
-        """Take no more connections, end those there are, wait for their threads."""
+        """Stop listening, close all connections and wait for their threads."""
         with self._lock:
             self._stopping.set()
             serving = dict(self._open)
-            # Under the lock: a thread that is done gives its socket back under it too.
+            # Under the lock, because a finished thread closes its channel under it too.
             for channel in serving:
                 channel.shut()
         if self._listening is not None:
-            # Shut first: closing alone does not wake a thread that accepts.
+            # Shut down first: closing alone does not wake a thread in accept().
             self._listening.shutdown(socket.SHUT_RDWR)
             self._listening.close()
             self._listening = None
@@ -256,7 +251,7 @@ class TransferServer:
 
     @property
     def num_connections(self) -> int:
-        """Replicas' connections that are open now."""
+        """The number of open connections."""
         with self._lock:
             return len(self._open)
 
@@ -266,36 +261,37 @@ class TransferServer:
                 connected, peer = listening.accept()
             except OSError as error:
                 if not self._stopping.is_set():
-                    logger.warning("a transfer connection could not be accepted: %s", error)
-                    self._stopping.wait(_REST_S)
+                    logger.warning("could not accept a transfer connection: %s", error)
+                    self._stopping.wait(_ACCEPT_PAUSE_S)
             else:
                 self._take(connected, peer[0])
 
     def _take(self, connected: socket.socket, peer: str) -> None:
-        """Serve a connection, or close it: whatever happens, others are accepted after it."""
+        """Serve a connection, or close it; errors do not stop the accepting thread."""
         try:
             self._open_channel(Channel(connected, self._timeout_s), peer)
-        except (OSError, RuntimeError) as error:  # RuntimeError: no more threads to be had
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             connected.close()
             self._meter.add("send_failures")
-            logger.warning("a transfer connection of %s could not be served: %s", peer, error)
+            logger.warning("could not serve a transfer connection from %s: %s", peer, error)
 
     def _open_channel(self, channel: Channel, peer: str) -> None:
         with self._lock:
             others = len(self._open)
-            is_taken = others < self._max_connections + _REFUSALS and not self._stopping.is_set()
-            if is_taken:
+            limit = self._max_connections + _MAX_REFUSALS
+            is_accepted = others < limit and not self._stopping.is_set()
+            if is_accepted:
                 thread = threading.Thread(
                     target=self._serve_and_close,
                     args=(channel, peer, others >= self._max_connections),
                     name="kv-send",
                     daemon=True,
                 )
-                # Under the lock, so that `stop` never joins one not started, and
-                # that one which ends at once finds itself noted.
+                # Under the lock, so that `stop` never joins a thread before its start, and so that
+                # a thread that ends at once finds itself in the table.
                 thread.start()
                 self._open[channel] = thread
-        if not is_taken:
+        if not is_accepted:
             self._meter.add("send_refused")
             channel.close()
 
@@ -305,7 +301,7 @@ class TransferServer:
         except (OSError, PeerGoneError, protocol.ProtocolError) as error:
             if not self._stopping.is_set():
                 self._meter.add("send_failures")
-                logger.warning("sending chunks to %s ended: %s", peer, error)
+                logger.warning("sending chunks to %s failed: %s", peer, error)
         except Exception:
             self._meter.add("send_failures")
             logger.exception("sending chunks to %s failed", peer)
@@ -318,16 +314,16 @@ class TransferServer:
         hello = protocol.receive_hello(channel, self._layout, self._secret)
         reason = hello.refusal
         if is_too_many and reason is None:
-            reason = f"{self._max_connections} connections are served already; try again later"
+            reason = f"all {self._max_connections} connections are in use; try again later"
         if reason is not None:
             protocol.refuse(channel, reason)
             self._meter.add("send_refused")
-            logger.warning("chunks were refused to %s: %s", peer, reason)
+            logger.warning("refused to send chunks to %s: %s", peer, reason)
             return
-        proofs = protocol.welcome(channel, hello, self._secret)
+        digests = protocol.welcome(channel, hello, self._secret)
         ChunkSender(
             *(self._engine, channel, self._meter),
-            proofs=proofs,
+            digests=digests,
             key_bytes=hello.key_bytes,
             timeout_s=self._timeout_s,
         ).run()

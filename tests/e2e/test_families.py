@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _NOT_TO_BE_JOINED = "Failed to promote local KV cache specs to one unified type."
 REFUSED = {
-    "mamba2": "this model's layers keep something else than the KV of every token (MambaSpec)",
+    "mamba2": "this model's layers keep something other than the KV of every token (MambaSpec)",
     # vLLM's own words, before it asks the connector.
     "falcon-h1": _NOT_TO_BE_JOINED,
     "granite-hybrid": _NOT_TO_BE_JOINED,

@@ -133,7 +133,7 @@ def test_both_pools_are_of_huge_pages_and_give_them_back(pair: Pair, has_huge_pa
         pytest.skip("this machine cannot have the huge pages of two pools")
     assert counts().available == SPARE_PAGES, "two ranks share a pool"
     for each in pair:
-        assert f"the pool is made of {POOL_PAGES} huge pages" in each.log
+        assert f"the pool uses {POOL_PAGES} huge pages" in each.log
     pair.one_rank.stop()
     wait_free(POOL_PAGES + SPARE_PAGES)
     pair.two_ranks.kill()

@@ -19,7 +19,7 @@ from cacheengine.residency import Presence
 from cacheengine.tiers.tier import PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
-from cacheengine.transfer.protocol import Channel, ChunkProofs
+from cacheengine.transfer.protocol import Channel, ChunkDigests
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import CHUNK_BYTES, Bench, config, keys
 from tests.cacheengine.scripted_tier import ScriptedTier
@@ -159,7 +159,7 @@ async def test_a_copy_takes_what_the_sources_tiers_hold_together(fleet: Fleet) -
     assert (ended["state"], ended["asked_chunks"], ended["arrived_chunks"]) == ("done", 20, 20)
     assert fleet.second.bench.has_right_bytes(PREFIX)
     refused = await fleet.begin(400, old=None)
-    assert "name the 'tier' that the source must remove the chunks from" in refused["error"]
+    assert "give the source's 'tier' from which to remove the chunks" in refused["error"]
 
 
 async def test_a_part_of_a_prefix_is_copied_behind_what_the_destination_holds(
@@ -218,12 +218,12 @@ async def test_the_peer_dies_in_the_middle(fleet: Fleet, monkeypatch: pytest.Mon
     send = protocol.send_chunk
     sent = iter(range(1000))
 
-    def dies(channel: Channel, key: bytes, view: memoryview, proofs: ChunkProofs) -> None:
+    def dies(channel: Channel, key: bytes, view: memoryview, digests: ChunkDigests) -> None:
         if next(sent) == 10:
             channel.send(protocol._CHUNK.pack(0, len(view)) + bytes(32) + key, view[:99])
             for each in list(fleet.first.server._open):
                 each.shut()
-        send(channel, key, view, proofs)
+        send(channel, key, view, digests)
 
     monkeypatch.setattr(protocol, "send_chunk", dies)
     ended = await fleet.move()
@@ -259,7 +259,7 @@ async def test_a_destination_without_room(make_fleet: MakeFleet, make_bench: Mak
     fleet: Fleet = await make_fleet(first, second)
     ended = await fleet.move()
     assert (ended["state"], ended["arrived_chunks"]) == ("failed", 6)
-    assert ended["error"] == "the cpu tier here has no room for the last 14 chunks"
+    assert ended["error"] == "this replica's cpu tier has no space for the last 14 chunks"
     assert fleet.first.bench.engine.held_in(PREFIX, "cpu") == 0
     assert fleet.first.bench.has_right_bytes(PREFIX[6:])
     second.engine.release(keys(1, 2))
@@ -289,11 +289,11 @@ async def test_within_one_replica_down(fleet: Fleet) -> None:
     fleet.second.bench.engine.clear(["disk"], PREFIX[12:])
     ended = await fleet.move(old="cpu", tier="disk", source=here)
     assert (ended["state"], ended["arrived_chunks"]) == ("failed", 12)
-    assert "the disk tier has 12 of 20 chunks; chunks are put into lower tiers" in ended["error"]
+    assert "the disk tier has 12 of 20 chunks; chunks are written to lower tiers" in ended["error"]
     tiers = fleet.second.bench.engine.match(PREFIX)
     assert tiers == ["disk"] * 12 + ["cpu"] * 8
     same = await fleet.begin(400, old="cpu", tier="cpu", source=here)
-    assert "from and to the cpu tier of the same replica" in same["error"]
+    assert "the source and the destination are both this replica's cpu tier" in same["error"]
 
 
 async def test_other_puts_do_not_keep_a_move_running(
@@ -318,10 +318,10 @@ async def test_other_puts_do_not_keep_a_move_running(
 @pytest.mark.parametrize(
     ("changes", "status", "message"),
     [
-        ({"tier": "remote"}, 400, "this replica has no remote tier, only cpu, disk"),
+        ({"tier": "remote"}, 400, "this replica has no remote tier; it has cpu, disk"),
         ({"old": "remote"}, 400, "the source, one, has no remote tier"),
         ({"keys": ["aa"]}, 400, "give either 'tokens' or 'keys'"),
-        ({"tokens": None, "keys": ["aa"]}, 400, "digests of 32 bytes"),
+        ({"tokens": None, "keys": ["aa"]}, 400, "this replica's keys have 32 bytes"),
         ({"pin_s": -1}, 400, "give seconds from 0"),
         ({"stall_s": 0}, 400, "'stall_s' is 0.0; give seconds from 0.1 to 3600"),
         ({"source": {"transfer_address": "nowhere"}}, 400, "'transfer_address': 'nowhere'"),
@@ -350,8 +350,8 @@ async def test_another_layout_and_no_transfer_port_are_refused(fleet: Fleet) -> 
         source = {"agent_url": str(server.make_url(""))}
         for status, message in (
             (400, "the chunks of one have layout ffff"),
-            (400, "one gives no chunks away: set distributed_url"),
-            (502, "is no agent"),
+            (400, "one does not serve chunks: set its distributed_url"),
+            (502, "is not an agent"),
         ):
             refused = await fleet.begin(status, source=source)
             assert message in refused["error"]
@@ -359,7 +359,7 @@ async def test_another_layout_and_no_transfer_port_are_refused(fleet: Fleet) -> 
 
 async def test_an_event_nobody_knows(fleet: Fleet) -> None:
     answer = await fleet.call(f"{fleet.second.url}/moves/abc", status=404)
-    assert answer["error"] == "/moves/abc: no such move, or it is long over"
+    assert answer["error"] == "/moves/abc: this move is unknown, or ended too long ago"
 
 
 async def test_moves_are_bounded_and_end_with_the_agent(
@@ -412,7 +412,7 @@ async def test_the_latest_moves_are_remembered(
     begun = []
     for _ in range(5):
         move = await moves.begin(wire.MoveRequest(source=source, tokens=[]), [])
-        await move.over.wait()
+        await move.ended.wait()
         begun.append(move.event_id)
     ended = [await moves.status(event_id, 0.0) for event_id in begun]
     assert [each and each.state for each in ended] == [None, None, *["done"] * 3]

@@ -152,7 +152,7 @@ async def test_a_controller_that_is_away_is_tried_ever_less_often(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 3
     assert "one is registered" in lines[0]
-    assert "goes on trying" in lines[1] and "503: not now" in lines[1]
+    assert "keeps trying" in lines[1] and "503: not now" in lines[1]
     assert "one is registered" in lines[2]
 
 

@@ -140,12 +140,12 @@ class Rogue:
 
     def _serve(self, channel: Channel) -> None:
         hello = protocol.receive_hello(channel, layout().fingerprint(), SECRET)
-        proofs = protocol.welcome(channel, hello, None)
-        if hello.said[-32:] != bytes(32):
+        digests = protocol.welcome(channel, hello, None)
+        if hello.message[-32:] != bytes(32):
             channel.receive(32)
         while (asked := protocol.receive_get(channel, hello.key_bytes)) is not None:
             for key in asked:
-                protocol.send_chunk(channel, key, memoryview(EVIL), proofs)
+                protocol.send_chunk(channel, key, memoryview(EVIL), digests)
 
     def app(self) -> web.Application:
         async def info(request: web.Request) -> web.Response:
@@ -211,7 +211,7 @@ async def test_an_agent_follows_nobody_elsewhere(rig: Rig) -> None:
         caller = AgentHttpClient(rig.session, SECRET)
         with pytest.raises(calling.PeerRefusedError) as refused:
             await caller.call("GET", str(server.make_url("/info")))
-    assert refused.value.answered == 307
+    assert refused.value.http_status == 307
 
 
 # --- web pages ---
@@ -242,7 +242,7 @@ async def test_pages_of_other_sites_reach_no_agent(rig: Rig, headers: dict[str, 
     for method, path in (("POST", "/clear"), ("GET", "/snapshot")):
         status, told = await rig.status(rig.loose.url + path, JSON | headers, method)
         assert status == 403, told
-        assert "it may come from a web page" in told
+        assert "may come from a web page" in told
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]:8090"])
@@ -258,7 +258,7 @@ async def test_no_call_names_chunks_without_bound(rig: Rig, path: str) -> None:
     body = {"keys": [PREFIX[0].hex()] * (handlers.MAX_CHUNKS + 1)}
     status, told = await rig.status(rig.loose.url + path, JSON, body=json.dumps(body).encode())
     assert status == 400
-    assert "65537 chunks; one call may name 65536" in told
+    assert "65537 chunks are too many; one call may name 65536" in told
 
 
 async def test_a_body_beyond_the_bound_is_refused(rig: Rig) -> None:
@@ -312,7 +312,7 @@ async def test_a_peer_s_answer_is_read_up_to_a_bound(rig: Rig) -> None:
     app = web.Application()
     app.router.add_get("/info", endless)
     async with TestServer(app) as server:
-        with pytest.raises(answers.PeerError, match="an answer of more than 4194304 bytes"):
+        with pytest.raises(answers.PeerError, match="its answer has more than 4194304 bytes"):
             await AgentHttpClient(rig.session, None).call("GET", str(server.make_url("/info")))
     assert sent < 10 * calling.MAX_ANSWER_BYTES
 
@@ -323,25 +323,25 @@ async def test_of_moves_that_are_over_only_their_end_is_kept(
     """A thousand are remembered; each may have named a million tokens."""
     other = await asyncio.to_thread(WholeReplica, "other", make_bench(32), None)
     other.bench.store(PREFIX)
-    mover = moving.MoveJobs(
+    jobs = moving.MoveJobs(
         rig.loose.bench.engine,
         identity("loose"),
         AgentHttpClient(rig.session, None),
         TransferMeter(),
     )
     source = wire.MoveSource(agent_url=other.url, transfer_address=other.address)
-    begun = await mover.begin(wire.MoveRequest(source=source, tokens=TOKENS, copy=True), PREFIX)
+    begun = await jobs.begin(wire.MoveRequest(source=source, tokens=TOKENS, copy=True), PREFIX)
     assert (begun.request.tokens, begun.status().asked_chunks) == (None, 4)
-    await begun.over.wait()
+    await begun.ended.wait()
     ended = begun.status()
     assert (ended.state, ended.asked_chunks, ended.arrived_chunks) == ("done", 4, 4)
     assert (begun.keys, begun.fetch) == ([], None)
-    assert await mover.status(begun.event_id, 0.0) == ended
+    assert await jobs.status(begun.event_id, 0.0) == ended
     del begun
     await asyncio.sleep(0)  # the task that ran it is let go of
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is moving.MoveJob]
-    await mover.stop()
+    await jobs.stop()
     await asyncio.to_thread(other.stop)
 
 
@@ -351,7 +351,7 @@ async def test_chunks_of_all_moves_together_are_bounded(
     monkeypatch.setattr(moving, "MAX_CHUNKS", 7)
     other = await asyncio.to_thread(WholeReplica, "other", make_bench(32), None)
     other.bench.store(PREFIX)
-    mover = moving.MoveJobs(
+    jobs = moving.MoveJobs(
         rig.loose.bench.engine,
         identity("loose"),
         AgentHttpClient(rig.session, None),
@@ -362,13 +362,13 @@ async def test_chunks_of_all_moves_together_are_bounded(
     async def waits(move: moving.MoveJob, address: tuple[str, int]) -> None:
         await gate.wait()
 
-    monkeypatch.setattr(mover, "_fetch", waits)
+    monkeypatch.setattr(jobs, "_fetch", waits)
     source = wire.MoveSource(agent_url=other.url, transfer_address=other.address)
     wanted = wire.MoveRequest(source=source, tokens=[], copy=True)
-    begun = await mover.begin(wanted, PREFIX)
+    begun = await jobs.begin(wanted, PREFIX)
     with pytest.raises(OverloadedError, match="4 chunks are being moved; try again later"):
-        await mover.begin(wanted, PREFIX)
+        await jobs.begin(wanted, PREFIX)
     gate.set()
-    await begun.over.wait()
-    await mover.stop()
+    await begun.ended.wait()
+    await jobs.stop()
     await asyncio.to_thread(other.stop)

@@ -151,9 +151,9 @@ def test_a_run_out_of_bounds_moves_nothing(
 
 def test_memory_of_another_form_is_refused() -> None:
     pages = torch.zeros((4, 3, 8), dtype=torch.int8)
-    with pytest.raises(ValueError, match="side by side"):
+    with pytest.raises(ValueError, match="not contiguous"):
         PagedMemory.of(pages.transpose(1, 2))
-    with pytest.raises(ValueError, match="side by side"):
+    with pytest.raises(ValueError, match="not contiguous"):
         PagedMemory.of(pages.to(torch.int16))
     with pytest.raises(ValueError, match="overlap"):
         PagedMemory.of(pages.as_strided((4, 3, 8), (8, 8, 1)))
@@ -166,7 +166,7 @@ def test_without_numba_copies_are_right_and_a_warning_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     assert make_copy_call() is copy_one_by_one
-    assert "slower without numba" in caplog.text
+    assert "numba cannot be imported" in caplog.text
 
 
 def test_a_compiler_that_is_switched_off_is_found_out(
@@ -175,7 +175,7 @@ def test_a_compiler_that_is_switched_off_is_found_out(
     numba = pytest.importorskip("numba")
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     assert make_copy_call() is copy_one_by_one
-    assert "cannot be compiled" in caplog.text
+    assert "numba cannot compile them" in caplog.text
 
 
 def test_the_interpreter_is_free_while_bytes_move() -> None:

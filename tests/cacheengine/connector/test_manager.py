@@ -97,7 +97,7 @@ def test_a_hit_stays_until_the_step_ends(scheduler: Scheduler) -> None:
     assert scheduler.lookup(1, 2, 3, 4) == ["HIT"] * 4
     assert _offer(scheduler, 5) == []
     scheduler.end_step()
-    scheduler.manager.stores.offers.clear()
+    scheduler.manager.stores.refused.clear()
     assert _offer(scheduler, 5) == [5]
 
 
@@ -412,7 +412,7 @@ def test_a_vllm_that_says_when_it_has_flushed_is_believed(scheduler: Scheduler) 
     scheduler.manager.reset_cache()
     assert _offer(scheduler, 6) == []
     scheduler.manager.on_reset_flushed()
-    scheduler.manager.stores.offers.clear()
+    scheduler.manager.stores.refused.clear()
     assert _offer(scheduler, 6) == [6]
 
 
@@ -563,7 +563,7 @@ def _offer(scheduler: Scheduler, *numbers: int) -> list[int]:
 
 
 def _refused(scheduler: Scheduler) -> list[Any]:
-    return list(scheduler.manager.stores.offers.take_news().values())
+    return list(scheduler.manager.stores.refused.take_refused().values())
 
 
 def test_the_first_chunk_without_room_is_remembered(scheduler: Scheduler) -> None:
@@ -587,7 +587,7 @@ def test_a_request_refused_again_and_again_is_asked_for_less_often(scheduler: Sc
         asked.append(scheduler.bench.engine.stats().store_drops > before)
     assert [number for number, each in enumerate(asked) if each] == [0, 2, 6, 14, 30]
     scheduler.end_step()
-    stores.offers.hurry(["another", scheduler.context.req_id])
+    stores.refused.end_backoff(["another", scheduler.context.req_id])
     assert _offer(scheduler, 5, 6) == [5, 6]
 
 

@@ -8,12 +8,12 @@ import pytest
 
 PARENT = """
 import multiprocessing, signal, sys, time
-from cacheengine.connector.spec import end_with_parent
+from cacheengine.connector.spec import exit_with_parent
 
 def engine(deaf):
     if deaf:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_with_parent(grace_s=0.1)
+    exit_with_parent(grace_s=0.1)
     print("watching", flush=True)
     while True:
         signal.pause()
@@ -42,8 +42,8 @@ def test_the_engine_ends_with_a_killed_server(method: str, hearing: str, tmp_pat
 
 def test_a_process_of_somebodys_shell_is_left_alone() -> None:
     code = (
-        "import threading; from cacheengine.connector.spec import end_with_parent;"
-        "end_with_parent(); print(threading.active_count())"
+        "import threading; from cacheengine.connector.spec import exit_with_parent;"
+        "exit_with_parent(); print(threading.active_count())"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

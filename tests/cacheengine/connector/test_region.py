@@ -148,7 +148,7 @@ def test_without_pages_the_pool_is_ordinary_and_says_so(
         first = open_region(engine_id, 0)
         assert not first.has_huge_pages
         assert "local_cpu_use_hugepages: 4 huge pages of 2 MiB are needed" in caplog.text
-        assert "made of ordinary pages now" in caplog.text
+        assert "uses ordinary pages instead" in caplog.text
         # Pages that come too late do not part the processes.
         set_free_huge_pages(HUGE_PAGES)
         caplog.clear()

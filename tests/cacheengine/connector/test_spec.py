@@ -124,7 +124,7 @@ def test_lossy_kv_never_meets_exact_kv(configured: Path, config: str, lossy: str
     ("config", "changes", "message"),
     [
         ("", {"groups": 2}, "2 KV cache groups .* --disable-hybrid-kv-cache-manager"),
-        ("", {"blocks_per_chunk": 4}, "chunk_size: 256 tokens .* vLLM was told 512"),
+        ("", {"blocks_per_chunk": 4}, "chunk_size: 256 tokens .* but 512 in vLLM's"),
         ("", {"model": None}, "kv_connector: only WarmrouteConnector tells .* which weights"),
         (
             "",
@@ -132,7 +132,7 @@ def test_lossy_kv_never_meets_exact_kv(configured: Path, config: str, lossy: str
             "single_tenant: false, .* is xxhash, with which a prompt can be made .*; start vLLM "
             "with sha256 or sha256_cbor, or set single_tenant: true",
         ),
-        ("max_local_cpu_size: 0.001", {}, "max_local_cpu_size: 0.001 GB holds not one chunk"),
+        ("max_local_cpu_size: 0.001", {}, "max_local_cpu_size: 0.001 GB does not hold one chunk"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(

@@ -55,7 +55,7 @@ def test_what_the_source_lacks_ends_it_there(make_bench: MakeBench, serve: Serve
     peer = serve(source)
     fetched, _ = fetch(other, PREFIX, peer.address)
     assert (fetched.held_chunks, fetched.received_chunks) == (5, 5)
-    assert "the source does not have all of it any more" in fetched.error
+    assert "the source no longer has all of the chunks" in fetched.error
     # A window or two beyond the gap were asked for, not the whole rest.
     wait_until(lambda: 0 < peer.meter.stats().send_missing < 20)
     assert_idle(other)
@@ -94,7 +94,7 @@ def test_without_room_the_beginning_is_kept(
     other.engine.hold(keys(100, 101, 102, 103))
     fetched, _ = fetch(other, PREFIX, serve(source).address)
     assert fetched.held_chunks == 12
-    assert fetched.error == "the cpu tier here has no room for the last 28 chunks"
+    assert fetched.error == "this replica's cpu tier has no space for the last 28 chunks"
     assert other.has_right_bytes(PREFIX[:12])
     assert other.has_right_bytes(keys(100, 101, 102, 103))
     other.engine.release(keys(100, 101, 102, 103))
@@ -125,7 +125,7 @@ def test_a_disk_that_takes_nothing_ends_it(
     other = make_bench(64, tier=FullTier())
     fetched, _ = fetch(other, PREFIX, serve(source).address, tier="disk")
     assert fetched.held_chunks == 0
-    assert fetched.error == "the disk tier here did not take the last 40 chunks"
+    assert fetched.error == "this replica's disk tier did not store the last 40 chunks"
     # It was not all fetched in vain.
     assert 0 < fetched.received_chunks < 40
     assert_idle(other)
@@ -189,7 +189,7 @@ def test_a_server_that_has_enough_says_so(
 ) -> None:
     peer, other = serve(source, max_connections=0), make_bench(64)
     fetched, meter = fetch(other, PREFIX, peer.address)
-    assert "0 connections are served already; try again later" in fetched.error
+    assert "all 0 connections are in use; try again later" in fetched.error
     assert meter.stats().receive_failures == 2
     # The server counts after it has answered.
     wait_until(lambda: peer.meter.stats().send_refused == 2)

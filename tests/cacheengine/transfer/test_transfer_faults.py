@@ -11,7 +11,7 @@ import pytest
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.fetch import Fetch
-from cacheengine.transfer.protocol import Channel, Checksums, ChunkProofs
+from cacheengine.transfer.protocol import Channel, Checksums, ChunkDigests
 from tests.cacheengine.helpers import CHUNK_BYTES, Bench, keys, layout, payload, wait_until
 from tests.cacheengine.transfer.conftest import (
     LAYOUT,
@@ -105,11 +105,11 @@ _GONE = "closed in the middle of a chunk|closed between two chunks|reset by peer
         (dies_within_a_chunk, _GONE),
         (dies_within_a_header, _GONE),
         (flips_a_bit, "a chunk was damaged on the way"),
-        (sends_another_chunk, "answered for another chunk"),
+        (sends_another_chunk, "sent another chunk than the one requested"),
         (sends_too_much, f"a chunk of {2 * CHUNK_BYTES} bytes instead of {CHUNK_BYTES}"),
         (sends_too_little, f"a chunk of {CHUNK_BYTES // 2} bytes instead of {CHUNK_BYTES}"),
-        (sends_garbage, "a chunk of unknown status"),
-        (does_not_have_it, "the source does not have all of it any more"),
+        (sends_garbage, "a chunk with unknown status"),
+        (does_not_have_it, "the source no longer has all of the chunks"),
     ],
 )
 def test_what_came_before_is_usable(
@@ -166,7 +166,7 @@ def test_something_else_listens(other: Bench, play: Play) -> None:
         channel.send(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n")
 
     fetched, _ = fetch(other, PREFIX, play(web_server))
-    assert "what listens there is no replica's distributed_url" in fetched.error
+    assert "that address is not a replica's distributed_url" in fetched.error
     assert_idle(other)
 
 
@@ -242,7 +242,7 @@ def test_a_fetch_that_is_cancelled_ends_at_once(other: Bench, play: Play) -> Non
     thread.join(10)
     assert not thread.is_alive()
     over.set()
-    assert results[0].error == "given up with 40 chunks to come: this replica stops"
+    assert results[0].error == "cancelled with 40 chunks missing, because this replica stops"
     assert_idle(other)
 
 
@@ -343,11 +343,11 @@ def test_a_server_that_stops_in_the_middle_of_a_chunk(
     send = protocol.send_chunk
     sent = iter(range(1000))
 
-    def stops(channel: Channel, key: bytes, view: memoryview, proofs: ChunkProofs) -> None:
+    def stops(channel: Channel, key: bytes, view: memoryview, digests: ChunkDigests) -> None:
         if next(sent) == 10:
             channel.send(header(key), view[:100])
             channel.shut()
-        send(channel, key, view, proofs)
+        send(channel, key, view, digests)
 
     monkeypatch.setattr(protocol, "send_chunk", stops)
     fetched, _ = fetch(other, PREFIX, peer.address, connections=1)

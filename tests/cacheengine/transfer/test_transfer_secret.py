@@ -11,7 +11,7 @@ from cacheengine.transfer.protocol import (
     PROOF_BYTES,
     Channel,
     Checksums,
-    ChunkProofs,
+    ChunkDigests,
     Handshake,
     KeyedDigests,
 )
@@ -49,7 +49,7 @@ def test_a_chunk_that_is_missing_is_told_with_proof(
     peer = serve(source, secret=SECRET)
     fetched, meter = fetch(other, PREFIX, peer.address, secret=SECRET, connections=1)
     assert fetched.held_chunks == 9
-    assert "the source does not have all of it any more" in fetched.error
+    assert "the source no longer has all of the chunks" in fetched.error
     assert meter.stats().receive_failures == 0
 
 
@@ -57,7 +57,7 @@ def test_a_chunk_that_is_missing_is_told_with_proof(
     ("known", "message"),
     [
         ((None, SECRET), "the fleet secret: this replica has none; set fleet_secret_file"),
-        ((SECRET, None), "the fleet secret: it is asked for here; set fleet_secret_file"),
+        ((SECRET, None), "the fleet secret: this replica requires it; set fleet_secret_file"),
         ((OTHER, SECRET), "the source does not know the fleet secret"),
     ],
 )
@@ -78,7 +78,7 @@ def test_strangers_get_and_give_nothing(
     wait_until(lambda: peer.server.num_connections == 0)
 
 
-def rogue(greets: Callable[[Channel, protocol.Hello], None], proofs: ChunkProofs) -> Script:
+def rogue(greets: Callable[[Channel, protocol.Hello], None], digests: ChunkDigests) -> Script:
     """Play a source that greets in its own way, and sends bytes of its choosing under any key."""
 
     def script(channel: Channel) -> None:
@@ -88,7 +88,7 @@ def rogue(greets: Callable[[Channel, protocol.Hello], None], proofs: ChunkProofs
             return
         while (asked := protocol.receive_get(channel, hello.key_bytes)) is not None:
             for key in asked:
-                protocol.send_chunk(channel, key, memoryview(EVIL), proofs)
+                protocol.send_chunk(channel, key, memoryview(EVIL), digests)
 
     return script
 
@@ -99,8 +99,8 @@ def without_a_secret(channel: Channel, hello: protocol.Hello) -> None:
 
 def with_the_nonce_sent_back(channel: Channel, hello: protocol.Hello) -> None:
     """The proof of the other side is of another kind: what it says proves nothing of us."""
-    own = hello.said[-32:]
-    proof = Handshake(OTHER, hello.said + own).peer_proof()
+    own = hello.message[-32:]
+    proof = Handshake(OTHER, hello.message + own).peer_proof()
     channel.send(struct.pack(">4sHH", b"WRKV", 0, 0) + own + proof)
 
 
@@ -121,10 +121,10 @@ def test_without_a_secret_the_rogue_would_succeed(other: Bench, play: Play) -> N
 
     def script(channel: Channel) -> None:
         hello = protocol.receive_hello(channel, LAYOUT, None)
-        proofs = protocol.welcome(channel, hello, None)
+        digests = protocol.welcome(channel, hello, None)
         while (asked := protocol.receive_get(channel, hello.key_bytes)) is not None:
             for key in asked:
-                protocol.send_chunk(channel, key, memoryview(EVIL), proofs)
+                protocol.send_chunk(channel, key, memoryview(EVIL), digests)
 
     fetched, _ = fetch(other, PREFIX, play(script))
     assert fetched.held_chunks == 40
@@ -134,10 +134,11 @@ def test_without_a_secret_the_rogue_would_succeed(other: Bench, play: Play) -> N
 
 
 @pytest.mark.parametrize(
-    "proofs", [Checksums(), KeyedDigests(OTHER.key("chunks")), KeyedDigests(SECRET.key("transfer"))]
+    "digests",
+    [Checksums(), KeyedDigests(OTHER.key("chunks")), KeyedDigests(SECRET.key("transfer"))],
 )
 def test_a_chunk_forged_in_the_middle_of_a_true_connection_is_refused(
-    other: Bench, play: Play, proofs: ChunkProofs
+    other: Bench, play: Play, digests: ChunkDigests
 ) -> None:
     """As by a machine between the two, which has seen all and knows all but the secret."""
 
@@ -149,7 +150,7 @@ def test_a_chunk_forged_in_the_middle_of_a_true_connection_is_refused(
             for key in asked:
                 forged = number == 7
                 sent = EVIL if forged else payload(key)
-                protocol.send_chunk(channel, key, memoryview(sent), proofs if forged else true)
+                protocol.send_chunk(channel, key, memoryview(sent), digests if forged else true)
                 number += 1
 
     fetched, meter = fetch(other, PREFIX, play(script), secret=SECRET, connections=1)
@@ -176,9 +177,9 @@ def test_a_true_chunk_proves_no_other_key_and_no_other_connection(
     assert recorded[0][:10] == recorded[1][:10]
     assert recorded[0][10:42] != recorded[1][10:42]
     assert recorded[0][42:] == recorded[1][42:]
-    proofs = KeyedDigests(bytes(32))
+    digests = KeyedDigests(bytes(32))
     chunk = memoryview(payload(PREFIX[0]))
-    assert proofs.of(PREFIX[0], chunk) != proofs.of(PREFIX[1], chunk)
+    assert digests.of(PREFIX[0], chunk) != digests.of(PREFIX[1], chunk)
 
 
 def test_a_peer_that_does_not_prove_it_has_nothing_read_for_it(source: Bench, serve: Serve) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol
-from cacheengine.transfer.protocol import Channel, ChunkProofs
+from cacheengine.transfer.protocol import Channel, ChunkDigests
 from router.agent_client import AgentClient
 from router.config.settings import PrefetchConfig
 from router.fleet.cost_model import CostPart
@@ -201,7 +201,7 @@ async def test_a_source_that_dies_in_the_middle(
     monkeypatch.setattr(fetching, "_WINDOW_BYTES", 4 * CHUNK_BYTES)
     send = protocol.send_chunk
 
-    def dies(channel: Channel, key: bytes, view: memoryview, proofs: ChunkProofs) -> None:
+    def dies(channel: Channel, key: bytes, view: memoryview, proofs: ChunkDigests) -> None:
         # From then on, too: the second of the two connections may open later.
         if CHUNKS.index(key) >= 10:
             # The first window may go over the other connection, and be slower.
