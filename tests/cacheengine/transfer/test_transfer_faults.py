@@ -182,7 +182,7 @@ def test_another_layout_is_refused(source: Bench, serve: Serve, play: Play) -> N
     stranger.check()
     stranger.close()
     assert fetched.held_chunks == 0
-    assert f"its chunks have layout {layout(model='another').fingerprint()}" in fetched.error
+    assert f"the peer's chunks have layout {layout(model='another').fingerprint()}" in fetched.error
     assert "model, weights, dtype, chunk_size" in fetched.error
     wait_until(lambda: peer.meter.stats().send_refused == 2)
     assert peer.meter.stats().send_failures == 0
