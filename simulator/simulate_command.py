@@ -14,9 +14,9 @@ import click
 import orjson
 import yaml
 
-from simulator.fleet import run
 from simulator.model.machine_and_request import Rates, Shape
-from simulator.settings import Settings
+from simulator.simulated_fleet import run
+from simulator.simulator_settings import SimulatorSettings
 from warmroute_common.command_line import NumberRange, WholeNumberRange
 from warmroute_common.fleet_secret import read_fleet_secret
 
@@ -29,7 +29,7 @@ class _Option(Protocol):
 
 _RATES = Rates()
 _SHAPE = Shape()
-_FLEET = Settings(directory=Path())
+_FLEET = SimulatorSettings(directory=Path())
 _EXIT_CANNOT = 2
 
 
@@ -188,16 +188,18 @@ def simulate(directory: Path | None, as_json: bool, **given: Any) -> None:
         sys.exit(_EXIT_CANNOT)
 
 
-def _settings(directory: Path, given: dict[str, Any]) -> Settings:
+def _settings(directory: Path, given: dict[str, Any]) -> SimulatorSettings:
     rates, shape = (
         {each.name: given.pop(each.name) for each in dataclasses.fields(kind) if each.name in given}
         for kind in (Rates, Shape)
     )
     given["fleet_secret"] = read_fleet_secret(None, os.environ)
-    return Settings(directory=directory, rates=Rates(**rates), shape=Shape(**shape), **given)
+    return SimulatorSettings(
+        directory=directory, rates=Rates(**rates), shape=Shape(**shape), **given
+    )
 
 
-def _run(settings: Settings, *, as_json: bool) -> None:
+def _run(settings: SimulatorSettings, *, as_json: bool) -> None:
     # Imported late: --help needs none of it.
     import uvloop  # noqa: PLC0415
 
@@ -206,8 +208,9 @@ def _run(settings: Settings, *, as_json: bool) -> None:
         sys.stdout.flush()
         count = len(where["replicas"])
         click.echo(
-            f"{count} simulated replica{'s are' if count != 1 else ' is'} ready; the router's "
-            "configuration is on standard output. Ctrl-C stops them.",
+            f"{count} simulated replica{'s are' if count != 1 else ' is'} ready. Save the router's "
+            "configuration above as FILE, and run in another terminal: warmroute serve --config "
+            "FILE. Ctrl-C stops the replicas.",
             err=True,
         )
 

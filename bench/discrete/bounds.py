@@ -15,7 +15,7 @@ from typing import Final
 
 from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError
 from bench.discrete.requests import Sent
-from simulator.model.cache_news import Found
+from simulator.model.cache_news import LoadableTokens
 from simulator.model.estimate import Estimate, estimate
 from simulator.model.machine_and_request import SimRequest
 
@@ -38,12 +38,12 @@ class SharedCache:
         self._chunk_tokens = chunk_tokens
         self._held: set[bytes] = set()
 
-    def find(self, request: SimRequest, gpu_tokens: int) -> Found | None:
+    def find(self, request: SimRequest, gpu_tokens: int) -> LoadableTokens | None:
         """Return all that was ever computed of a request's prompt."""
         first = gpu_tokens // self._chunk_tokens
         end = first + len(self.tiers_of(request.chunk_keys[first : self._chunks(request)]))
         tokens = end * self._chunk_tokens - gpu_tokens
-        return Found(cpu=tokens) if tokens >= self._chunk_tokens else Found()
+        return LoadableTokens(cpu=tokens) if tokens >= self._chunk_tokens else LoadableTokens()
 
     def begin_load(self, request: SimRequest) -> None:
         """Nothing is held: nothing is ever evicted."""

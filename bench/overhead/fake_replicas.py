@@ -34,7 +34,7 @@ import xxhash
 
 from bench.overhead.cases import EVENT_GAP_S, MODEL, PATH, SHORT_TOKENS, AnswerForm
 from router.prompt.prompt_reader import PromptReader
-from simulator.kv_stream import KvStream
+from simulator.kv_event_publisher import KvEventPublisher
 from warmroute_common.api_errors import BadRequestError
 from warmroute_common.keys import HashScheme, key64
 
@@ -335,7 +335,7 @@ def read_prompts(path: Path) -> Prompts:
 class Telling:
     """What one replica tells; what it has stored it does not tell again."""
 
-    def __init__(self, prompts: Prompts, stream: KvStream) -> None:
+    def __init__(self, prompts: Prompts, stream: KvEventPublisher) -> None:
         self._prompts = prompts
         self._stream = stream
         self._stored: set[int] = set()
@@ -372,7 +372,7 @@ def _stored_event(known: Known, keys: "array[int]", first: int) -> dict[str, obj
     }
 
 
-def handlers(tokenizer: Path, stream: KvStream) -> Mapping[bytes, Handler]:
+def handlers(tokenizer: Path, stream: KvEventPublisher) -> Mapping[bytes, Handler]:
     """Return what such a replica answers beside completions."""
     reader = PromptReader.load(tokenizer)
     source = {"endpoint": stream.endpoint, "replay_endpoint": stream.replay_endpoint, "topic": ""}
@@ -433,7 +433,7 @@ async def _telling(
     clock: StreamClock, prompts: Prompts, tokenizer: Path, stack: AsyncExitStack
 ) -> dict[str, str]:
     """Start a replica whose tokens and keys can be known; return where it is."""
-    stream = KvStream(HOST)
+    stream = KvEventPublisher(HOST)
     stream.start()
     stack.push_async_callback(stream.stop)
     replica = Replica(

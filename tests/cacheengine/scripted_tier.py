@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from cacheengine.tiers.tier import Chunk, GetOutcome, LocalTier, PutOutcome, SharedTier, Tier
-from tests.cacheengine.building import CHUNK_BYTES
+from tests.cacheengine.helpers import CHUNK_BYTES
 
 
 class Scripted(Tier):

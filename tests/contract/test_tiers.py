@@ -15,7 +15,7 @@ from cacheengine.tiers.remote import SERDE_NAMES, RemoteTier, make_serde
 from cacheengine.tiers.remote_url import parse_remote_url
 from cacheengine.tiers.store import BlobStore, StoreError
 from cacheengine.tiers.tier import GetOutcome, LocalTier, NullTier, PutOutcome, SharedTier, Tier
-from tests.cacheengine.building import key, keys, payload, wait_until
+from tests.cacheengine.helpers import key, keys, payload, wait_until
 from tests.servers import PATIENT
 
 CHUNK_BYTES = 3 * 512 * 1024 + 17  # several pieces, the last one odd

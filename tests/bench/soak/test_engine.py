@@ -23,7 +23,7 @@ from bench.soak.engines import (
 from bench.soak.harness import Sample, Verdict
 from bench.soak.measured_lock import Durations, Holds, MeasuredLock, bucket, measure_lock
 from bench.soak.scheduler import LONGEST_CHUNKS, PAGE_BYTES, content, prefix_keys
-from tests.cacheengine.building import Bench, key
+from tests.cacheengine.helpers import Bench, key
 
 
 def _failing(found: list[Verdict]) -> list[str]:

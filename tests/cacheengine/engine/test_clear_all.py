@@ -7,7 +7,8 @@ from cacheengine.engine.tier_io import TierIo
 from cacheengine.memory import Pool
 from cacheengine.residency import POLICY_NAMES, PORTION, Presence
 from cacheengine.tiers.tier import PutOutcome
-from tests.cacheengine.building import (
+from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import (
     CHUNK_BYTES,
     FakeClock,
     ManualThreads,
@@ -19,7 +20,6 @@ from tests.cacheengine.building import (
     tier_stack,
     wait_until,
 )
-from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier
 
 MANY = 4 * PORTION

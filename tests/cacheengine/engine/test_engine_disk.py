@@ -16,14 +16,14 @@ from cacheengine.memory import Pool
 from cacheengine.residency import Presence
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.disk import DiskTier
-from tests.cacheengine.building import CHUNK_BYTES, config, key, keys, layout, tier_stack
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import CHUNK_BYTES, config, key, keys, layout, tier_stack
 from warmroute_common.config_reader import ConfigError
 
 _PROGRAM = """
 import itertools, sys, time
 from pathlib import Path
-from tests.cacheengine.building import Bench, config, keys
+from tests.cacheengine.helpers import Bench, config, keys
 bench = Bench(64, config(Path(sys.argv[1])), clock=time.monotonic)
 told = False
 for number in itertools.cycle(range(0, 400, 8)):

@@ -31,7 +31,7 @@ from cacheengine.memory import Pool
 from cacheengine.residency import POLICY_NAMES, Presence, Promotion
 from cacheengine.residency.shared_index import SharedIndex
 from cacheengine.tiers.tier import Chunk, GetOutcome, PutOutcome
-from tests.cacheengine.building import (
+from tests.cacheengine.helpers import (
     CHUNK_BYTES,
     FakeClock,
     InterruptedLock,

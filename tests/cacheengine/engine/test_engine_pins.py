@@ -7,8 +7,8 @@ import pytest
 
 from cacheengine.residency import Presence
 from cacheengine.tiers.tier import GetOutcome
-from tests.cacheengine.building import Bench, config, key, keys, payload
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import Bench, config, key, keys, payload
 from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier
 
 

@@ -9,8 +9,8 @@ from cacheengine.engine.engine import CacheEngine
 from cacheengine.residency import Presence
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from tests.cacheengine.building import Bench, config, key, keys, payload, wait_until
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import Bench, config, key, keys, payload, wait_until
 from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier
 
 

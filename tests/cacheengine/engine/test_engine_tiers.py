@@ -7,8 +7,8 @@ import pytest
 
 from cacheengine.residency import Presence
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from tests.cacheengine.building import Bench, config, key, keys, payload, tier_stack, wait_until
 from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import Bench, config, key, keys, payload, tier_stack, wait_until
 from tests.cacheengine.scripted_tier import ScriptedTier
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from cacheengine.residency import PORTION, Presence
 from cacheengine.tiers.tier import GetOutcome
-from tests.cacheengine.building import (
+from tests.cacheengine.conftest import MakeBench
+from tests.cacheengine.helpers import (
     Bench,
     InterruptedLock,
     config,
@@ -16,7 +17,6 @@ from tests.cacheengine.building import (
     payload,
     tier_stack,
 )
-from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.scripted_tier import ScriptedRemote, ScriptedTier
 
 CHUNKS = 3 * PORTION

@@ -2,7 +2,7 @@
 
 from cacheengine.residency.local_index import LocalIndex
 from cacheengine.tiers.tier import GetOutcome
-from tests.cacheengine.building import key, keys
+from tests.cacheengine.helpers import key, keys
 
 
 def _tier(held: int, capacity: int = 3) -> LocalIndex:

@@ -2,7 +2,7 @@
 
 from cacheengine.residency.shared_index import SharedIndex
 from cacheengine.tiers.tier import GetOutcome
-from tests.cacheengine.building import key, keys
+from tests.cacheengine.helpers import key, keys
 
 NOW_S = 100.0
 

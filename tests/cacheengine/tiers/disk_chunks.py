@@ -5,7 +5,7 @@ from pathlib import Path
 from cacheengine.tiers.chunk_file import SEAL_BYTES
 from cacheengine.tiers.disk import DiskTier
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from tests.cacheengine.building import CHUNK_BYTES, payload
+from tests.cacheengine.helpers import CHUNK_BYTES, payload
 
 FINGERPRINT = "0123456789abcdef" * 2
 ITEM_BYTES = CHUNK_BYTES + SEAL_BYTES

@@ -7,7 +7,7 @@ import pytest
 from cacheengine.tiers.redis_connection import Conversation
 from cacheengine.tiers.redis_store import ConnectionPool
 from cacheengine.tiers.store import Deadline, ServerBackoff, StoreError
-from tests.cacheengine.building import FakeClock, wait_until
+from tests.cacheengine.helpers import FakeClock, wait_until
 
 
 class Wire(Conversation):

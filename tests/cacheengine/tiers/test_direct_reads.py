@@ -12,7 +12,7 @@ from cacheengine.tiers import chunk_file
 from cacheengine.tiers.chunk_file import why_not_direct
 from cacheengine.tiers.disk import DiskTier
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from tests.cacheengine.building import key, keys, payload
+from tests.cacheengine.helpers import key, keys, payload
 
 CHUNK_BYTES = 64 * 4096
 

@@ -12,7 +12,7 @@ from cacheengine.tiers.chunk_file import SEAL_BYTES, ChunkFile
 from cacheengine.tiers.disk import DiskTier
 from cacheengine.tiers.disk_space import DirectoryInUseError
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
+from tests.cacheengine.helpers import CHUNK_BYTES, key, keys, payload
 from tests.cacheengine.tiers.disk_chunks import FINGERPRINT, get, open_disk, put
 
 

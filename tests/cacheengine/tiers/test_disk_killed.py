@@ -14,7 +14,7 @@ import pytest
 from cacheengine import tiers
 from cacheengine.tiers.disk import DiskTier
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from tests.cacheengine.building import key, keys, payload
+from tests.cacheengine.helpers import key, keys, payload
 
 CHUNK_BYTES = 64 * 1024
 _TIERS = str(Path(tiers.__file__).parent)

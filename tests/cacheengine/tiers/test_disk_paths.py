@@ -14,7 +14,7 @@ from cacheengine.tiers import chunk_file
 from cacheengine.tiers.disk import DiskTier
 from cacheengine.tiers.disk_space import DirectoryInUseError
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from tests.cacheengine.building import CHUNK_BYTES, key, keys, payload
+from tests.cacheengine.helpers import CHUNK_BYTES, key, keys, payload
 from tests.cacheengine.tiers.disk_chunks import FINGERPRINT, bytes_under, open_disk, put
 
 MANY = keys(*range(40))

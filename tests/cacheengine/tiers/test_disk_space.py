@@ -11,7 +11,7 @@ import pytest
 
 from cacheengine.tiers.disk import DiskTier
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from tests.cacheengine.building import key, keys
+from tests.cacheengine.helpers import key, keys
 from tests.cacheengine.tiers.disk_chunks import ITEM_BYTES, bytes_under, get, open_disk, put
 
 OURS, THEIRS = "a" * 32, "b" * 32

@@ -15,7 +15,7 @@ import pytest
 
 from cacheengine.tiers.hosted_store import HostedStore
 from cacheengine.tiers.store import Blob, ReadTarget, ServerBackoff, StoreError, StoreFullError
-from tests.cacheengine.building import wait_until
+from tests.cacheengine.helpers import wait_until
 from tests.cacheengine.tiers.fake_library import fake_library
 
 LANE_BYTES = 64 * 1024

@@ -13,7 +13,7 @@ import pytest
 
 from cacheengine.tiers.mooncake_store import MooncakeStore
 from cacheengine.tiers.store import Blob, ReadTarget, StoreError, StoreFullError
-from tests.cacheengine.building import wait_until
+from tests.cacheengine.helpers import wait_until
 from tests.mooncake_master import MooncakeMaster, check_mooncake, running_master
 
 MIB = 1024 * 1024

@@ -4,7 +4,7 @@ import pytest
 
 from cacheengine.tiers.remote import OutageLog
 from cacheengine.tiers.store import StoreError
-from tests.cacheengine.building import FakeClock
+from tests.cacheengine.helpers import FakeClock
 
 
 def test_a_server_that_fails_every_other_call_does_not_fill_the_log(

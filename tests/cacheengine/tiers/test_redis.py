@@ -23,7 +23,7 @@ from cacheengine.tiers.store import (
     StoreFullError,
 )
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from tests.cacheengine.building import CHUNK_BYTES, key, keys, layout, payload
+from tests.cacheengine.helpers import CHUNK_BYTES, key, keys, layout, payload
 from tests.cacheengine.tiers.scripted_redis import scripted
 from tests.servers import (
     PATIENT,

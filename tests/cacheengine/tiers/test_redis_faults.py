@@ -17,7 +17,7 @@ from cacheengine.tiers.remote_url import parse_remote_url
 from cacheengine.tiers.serde import NaiveSerde
 from cacheengine.tiers.store import ServerBackoff
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from tests.cacheengine.building import FakeClock, key, keys, layout, payload, wait_until
+from tests.cacheengine.helpers import FakeClock, key, keys, layout, payload, wait_until
 from tests.cacheengine.tiers.scripted_redis import Answer, scripted
 from tests.servers import PATIENT, RedisProcess, redis_program, running
 

@@ -11,7 +11,7 @@ from cacheengine.tiers.remote import HEADER_BYTES, RemoteTier
 from cacheengine.tiers.serde import NaiveSerde, Part, Serde, SerdeError
 from cacheengine.tiers.store import Blob, StoreError, StoreFullError, StorePausedError
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from tests.cacheengine.building import key, keys, layout, payload
+from tests.cacheengine.helpers import key, keys, layout, payload
 from tests.cacheengine.tiers.memory_store import MemoryStore
 
 CHUNK_BYTES = 600 * 1024  # more than one piece of the checksum
