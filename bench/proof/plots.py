@@ -1,6 +1,7 @@
 """The proof's plots, as PNG: goodput curves and distributions of TTFT."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ mpl.use("Agg")  # before pyplot: there is no screen
 import matplotlib.pyplot as plt
 
 from bench.proof.case import BOUNDS, OURS
-from bench.proof.compare import points
+from bench.proof.compare import P90, points, time
 from bench.proof.figures import MET_SHARE, monotone
 from bench.proof.records import Columns
 from bench.proof.results import Result
@@ -19,6 +20,14 @@ from bench.proof.tables import PLOTS
 
 _DPI: Final = 110
 _SHOWN_LOAD: Final = 0.8
+_BARS: Final = {
+    OURS: ("Warmroute", "#1f6fd1"),
+    "vllm-kv-aware": ("vLLM router, KV-aware", "#f28e2b"),
+    "vllm-kv-aware-sessions": ("vLLM router, KV-aware with sessions", "#b07aa1"),
+    "vllm-cache-aware-tuned": ("vLLM router, cache-aware (tuned)", "#8c8c8c"),
+    "llm-d-affinity": ("llm-d, prefix scorer with affinity", "#59a14f"),
+}
+"""Name and colour of each router in the chart of p90: one colour a router."""
 
 
 def write_plots(
@@ -35,7 +44,40 @@ def write_plots(
         if some:
             written.append(directory / PLOTS[name])
             _save(written[-1], some, draw)
+    if headline:
+        written.append(directory / PLOTS["p90"])
+        _save_p90(written[-1], headline)
     return written
+
+
+def _save_p90(path: Path, results: Sequence[Result]) -> None:
+    """Draw the p90 TTFT of every router as bars, with intervals, a group for each case."""
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    positions, labels, at = [], [], 0.0
+    for result in results:
+        routers = [each for each in result.case.contenders if each in _BARS]
+        for offset, router in enumerate(routers):
+            name, colour = _BARS[router]
+            if (p90 := time(result, router, P90)) is None:
+                continue
+            axes.barh(at + offset, p90.value, color=colour, label=name, height=0.8)
+            end = p90.value
+            if isfinite(p90.high):  # a single seed has no interval
+                end = p90.high
+                errors = [[p90.value - p90.low], [p90.high - p90.value]]
+                axes.errorbar(p90.value, at + offset, xerr=errors, color="black", linewidth=0.8)
+            axes.annotate(f" {p90.value:.1f} s", (end, at + offset), va="center", fontsize=8)
+        positions.append(at + (len(routers) - 1) / 2)
+        labels.append(f"{result.case.workload},\nCPU RAM {result.case.ram:g}x GPU cache")
+        at += len(routers) + 0.8
+    axes.set_yticks(positions, labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="p90 time to first token, seconds (8 simulated replicas, 80% load)")
+    by_name = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    axes.legend(by_name.values(), by_name.keys(), loc="upper right", fontsize=8, frameon=False)
+    figure.savefig(path, dpi=_DPI, metadata={"Software": None})
+    plt.close(figure)
 
 
 def _save(path: Path, results: Sequence[Result], draw: Callable[[Any, Result], None]) -> None:

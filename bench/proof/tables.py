@@ -79,7 +79,7 @@ def plain(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 Results = Sequence[Result]
 
-PLOTS: Final = {"goodput": "goodput.png", "ttft": "ttft.png"}
+PLOTS: Final = {"goodput": "goodput.png", "ttft": "ttft.png", "p90": "p90.png"}
 """Files beside the results, by what they show."""
 _SETS: Final = {
     "headline": ("headline", "goodput"),
@@ -299,6 +299,7 @@ _MARK: Final = re.compile(r"^<!-- (/?)proof:([\w-]+) -->$", re.MULTILINE)
 _ALT: Final = {
     "goodput": "share of requests whose first token is in time, over load",
     "ttft": "share of requests answered within a time, at 80% load",
+    "p90": "p90 time to first token of each router, at 80% load",
 }
 
 

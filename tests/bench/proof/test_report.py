@@ -309,6 +309,6 @@ def test_plots_are_written(tmp_path: Path, results: list[Result]) -> None:
         return [kept(ours, [1.0, None, 2.0]), kept(peer, [2.0, 3.0, 4.0])]
 
     written = write_plots(tmp_path, results, records)
-    assert [path.name for path in written] == ["goodput.png", "ttft.png"]
+    assert [path.name for path in written] == ["goodput.png", "ttft.png", "p90.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     assert write_plots(tmp_path, of_set(results, "faults"), records) == []
