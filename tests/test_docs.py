@@ -196,11 +196,6 @@ def is_metric(name: str) -> bool:
     return bare.removeprefix("tier_") in sources()
 
 
-def test_the_readme_lists_every_command() -> None:
-    listed = re.findall(r"^\| `warmroute ([a-z-]+)", text_of("README.md"), flags=re.MULTILINE)
-    assert sorted(listed) == sorted(COMMANDS)
-
-
 def test_the_readme_leads_to_every_page() -> None:
     linked = {each.partition("#")[0] for each in LINK.findall(prose("README.md"))}
     pages = {each for each in PAGES if each.startswith("docs/") or "/" not in each}
