@@ -29,7 +29,7 @@ from warmroute_common.agent_protocol import (
     PrefetchRequest,
     Snapshot,
 )
-from warmroute_common.config_reader import describe
+from warmroute_common.connection_errors import connection_problem
 from warmroute_common.fleet_secret import FleetSecret
 from warmroute_common.keys import ALGORITHMS
 
@@ -226,7 +226,7 @@ class AgentClient:
         except TimeoutError:
             raise AgentTimeoutError(f"{where}: no answer within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise AgentError(f"{where}: {describe(error)}") from error
+            raise AgentError(f"{where}: {connection_problem(error, where)}") from error
         if response.status == _WANTS_SECRET:
             raise AgentRefusedError(
                 where, response.status, f"{_said(answer)} (here: {self._known()})"

@@ -1,6 +1,5 @@
 """The ``warmroute`` command and its subcommands. Slow imports wait until a command needs them."""
 
-import functools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
@@ -19,7 +18,7 @@ from router.doctor import doctor
 from router.gateway.envoy_config import envoy_configuration
 from router.launch import ChildFailedError, commands_text, load_any, load_fleet_file, run_fleet
 from router.policy import check_gateway
-from warmroute_common.command_line import WholeNumberRange
+from warmroute_common.command_line import WholeNumberRange, config_file
 from warmroute_common.config_reader import ConfigError, ConfigLocation
 
 _PLUGINS: Final = "warmroute.commands"
@@ -87,25 +86,6 @@ def main() -> None:
     is predicted to answer first: the one that holds the prompt's KV cache,
     unless it is too busy.
     """
-
-
-def config_file(help_text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take its YAML file as -c/--config FILE or as an argument: ``config_path``."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def with_file(*, config_path: Path | None, file: Path | None, **options: Any) -> None:
-            if config_path is not None and file is not None:
-                raise click.UsageError("give the file once: as FILE or with --config")
-            command(config_path=config_path if file is None else file, **options)
-
-        path = click.Path(path_type=Path)
-        option = click.option(
-            "-c", "--config", "config_path", metavar="FILE", type=path, help=help_text
-        )
-        return option(click.argument("file", required=False, type=path)(with_file))
-
-    return decorate
 
 
 _ROUTER_FILE: Final = config_file("The router's YAML file (see configs/router.yaml).")

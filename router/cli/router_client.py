@@ -1,4 +1,4 @@
-"""Asking a running router: the client of `explain`, `top`, `drain` and `resume`."""
+"""The HTTP client of a running router, for `explain`, `top`, `drain` and `resume`."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ from urllib.parse import quote, urlsplit
 
 import click
 
-from warmroute_common.command_line import NumberRange, counted
+from warmroute_common.command_line import ADMIN_KEY, NumberRange, counted
 
 _WITHIN_S: Final = 30.0
 
@@ -26,10 +26,12 @@ class RouterRefusedError(click.ClickException):
 
 
 class RouterClient:
-    """Calls a running router's endpoints, and explains failures to a person."""
+    """Calls a running router's endpoints; failures say what to do."""
 
     def __init__(self, url: str, *, admin_key: str | None = None, ca_file: Path | None = None):
-        """``url`` may end in ``/v1``. Raises click's errors for a URL or file of no use."""
+        """``url`` may end in ``/v1``. Raises click's errors for a URL or file that cannot be
+        used.
+        """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             fix = f"write http://{url}" if "://" not in url else "write http://host:port"
@@ -98,15 +100,6 @@ class RouterClient:
         )
 
 
-ADMIN_KEY: Final = click.option(
-    "--admin-key",
-    "--key",
-    "admin_key",
-    metavar="KEY",
-    envvar="WARMROUTE_ADMIN_KEY",
-    show_envvar=True,
-    help="The router's admin key, if it has one.",
-)
 _OPTIONS: Final = (
     click.option(
         "--router",

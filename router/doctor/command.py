@@ -1,4 +1,4 @@
-"""The command: what it is told, and how its findings are shown."""
+"""The command ``warmroute doctor``: its options and its output."""
 
 import json
 import logging
@@ -13,6 +13,7 @@ import click
 from router.config import RouterConfig, load_router_config, read_yaml, router_config
 from router.doctor.findings import Level, Report, Section
 from router.launch import load_fleet_file
+from warmroute_common.command_line import ADMIN_KEY, config_file
 from warmroute_common.config_reader import ConfigError
 
 _COLOURS: Final[dict[Level | None, dict[str, Any]]] = {
@@ -23,34 +24,23 @@ _COLOURS: Final[dict[Level | None, dict[str, Any]]] = {
 }
 
 
-@click.command(short_help="Say what is wrong with a configuration and its fleet.")
-@click.option(
-    "-c",
-    "--config",
-    "config_path",
-    type=click.Path(path_type=Path),
-    help="The router's YAML file, or the fleet's of 'warmroute up'.",
-)
+@click.command(short_help="Check a configuration and its running fleet.")
+@config_file("The router's YAML file, or the fleet's YAML file of 'warmroute up'.")
 @click.option(
     "-r",
     "--replica",
     "urls",
     multiple=True,
     metavar="URL",
-    help="A replica's base URL; repeat it for each. Instead of the file.",
+    help="A replica's base URL, instead of a file; repeat it for each.",
 )
 @click.option(
     "--probe",
     is_flag=True,
-    help="Send each replica one short prompt, and see that its KV events come.",
+    help="Also send each replica one short prompt, and check its KV events.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-@click.option(
-    "--admin-key",
-    envvar="WARMROUTE_ADMIN_KEY",
-    show_envvar=True,
-    help="That of the router that runs already, where it asks for one.",
-)
+@ADMIN_KEY
 def doctor(
     *,
     config_path: Path | None,
@@ -59,19 +49,17 @@ def doctor(
     as_json: bool,
     admin_key: str | None,
 ) -> None:
-    """Check a configuration and its live fleet; say what is wrong and how to fix it.
+    """Check a configuration and its running fleet, and say how to fix problems.
 
-    Each replica is asked what it is: whether it answers, which models it
-    serves, whether its agent and its KV events can be followed, whether its
-    tokens and hashes are those that the router computes. Nothing is changed,
-    and without --probe no prompt is sent. Where the router runs already, it is
-    asked too.
+    Checks for each replica that it answers, which models it serves, that its
+    agent and its KV events can be reached, and that its tokens and hashes
+    equal the ones that the router computes. If the router already runs, it is
+    checked too. Nothing is changed, and no prompt is sent without --probe.
 
-    Exit code 0 when nothing is wrong (notes may be meant so), 1 when something
-    is.
+    Exit code 0 if there is no problem (notes may be intended), 1 otherwise.
     """
     if (config_path is None) == (not urls):
-        raise click.UsageError("give --config FILE or --replica URL")
+        raise click.UsageError("give either a FILE or --replica URL")
     report = _report(config_path, urls, probe=probe, admin_key=admin_key)
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=2))
@@ -92,7 +80,7 @@ def _report(
         where = ": ".join(filter(None, (error.path, error.key)))
         section.problem("file", f"the settings do not load: {where}: {error.problem}", error.fix)
         return Report([section])
-    # The rooms that are asked take a while to import.
+    # aiohttp and the tokenizers are slow to import, and no other command needs them.
     import asyncio  # noqa: PLC0415
 
     from router.doctor.examination import examine  # noqa: PLC0415
@@ -112,7 +100,7 @@ def _loaded(path: Path | None, urls: tuple[str, ...]) -> RouterConfig:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what the router's parts log out of the findings, which say the same."""
+    """Turn off logging: the findings say the same."""
     logging.disable(logging.CRITICAL)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The whole examination: the router's own machine, each replica, and the fleet together."""
+"""All checks: the router's own machine, each replica, and the fleet as a whole."""
 
 import asyncio
 import errno
@@ -32,18 +32,18 @@ from warmroute_common.command_line import counted
 from warmroute_common.config_reader import ConfigError
 
 _ANSWER_S: Final = 2.0
-_FILES_A_REQUEST: Final = 2
-"""The connection of its client, and the one to a replica."""
-_ROOM_FILES: Final = 256
+_FILES_PER_REQUEST: Final = 2
+"""A client's connection and the one to a replica."""
+_RESERVED_FILES: Final = 256
 """For libraries, logs and connections to agents."""
 
 
 async def running_router(
     session: aiohttp.ClientSession, config: RouterConfig, admin_key: str | None
 ) -> dict[str, Any] | None:
-    """Return the ``/health`` of a router that runs at the configured port; None without one.
+    """Return the ``/health`` of the router that runs at the configured port, or None.
 
-    With its admin key (or on its machine, if it has none) the answer has each replica.
+    With its admin key (or on its machine, if it has none) the answer names each replica.
     """
     scheme, host, port = "http" if config.tls is None else "https", config.host, config.port
     if config.picker is not None:
@@ -51,10 +51,11 @@ async def running_router(
     headers = None if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
     url = f"{scheme}://{join_host_port(reachable(host), port)}/health"
     try:
-        told = (await get(session, url, headers=headers, timeout_s=_ANSWER_S, verify=False)).json()
+        answer = await get(session, url, headers=headers, timeout_s=_ANSWER_S, verify=False)
     except NoAnswerError:
         return None
-    return told if isinstance(told, dict) and "first_probes" in told else None
+    health = answer.json()
+    return health if isinstance(health, dict) and "first_probes" in health else None
 
 
 def check_ports(config: RouterConfig, section: Section, *, runs: bool) -> None:
@@ -62,7 +63,7 @@ def check_ports(config: RouterConfig, section: Section, *, runs: bool) -> None:
     free = []
     for key, host, port in _ports(config):
         if port == 0:
-            continue  # any that is free
+            continue  # the router then picks a free one
         why = _taken(host, port)
         if why is None:
             free.append(f"{port} ({key})")
@@ -71,7 +72,7 @@ def check_ports(config: RouterConfig, section: Section, *, runs: bool) -> None:
             section.problem("port", f"{key}: {join_host_port(host, port)} {why}", fix)
     if free and runs:
         found = f"it does not listen on {', '.join(free)}: it was started with another file"
-        section.problem("port", found, "restart it with this one")
+        section.problem("port", found, "restart it with this file")
     elif free:
         section.ok("port", f"free: {', '.join(free)}")
 
@@ -96,7 +97,7 @@ def _ports(config: RouterConfig) -> Iterator[tuple[str, str, int]]:
 
 
 def _taken(host: str, port: int) -> str | None:
-    """Return why a port cannot be listened on; None if it can."""
+    """Return why a port cannot be listened on, or None."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -132,7 +133,7 @@ def check_open_files(config: RouterConfig, section: Section) -> None:
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return
-    requests = max(0, allowed - _ROOM_FILES) // _FILES_A_REQUEST
+    requests = max(0, allowed - _RESERVED_FILES) // _FILES_PER_REQUEST
     if requests < config.admission.max_waiting:
         found = f"{allowed} open files are allowed, enough for about {requests} requests at once"
         section.note("open-files", found, "raise the limit: ulimit -n 65536")
@@ -140,7 +141,7 @@ def check_open_files(config: RouterConfig, section: Section) -> None:
         section.ok("open-files", f"{allowed} open files are allowed")
 
 
-_NAMED: Final = 5
+_MAX_NAMES: Final = 5
 
 _Key = TypeVar("_Key", bound=Hashable)
 _T = TypeVar("_T")
@@ -160,29 +161,30 @@ def check_fleet(config: RouterConfig, replicas: Sequence[Examined], section: Sec
 
 
 def _check_models(aliases: Mapping[str, str], seen: Sequence[Examined], section: Section) -> None:
-    telling = [each for each in seen if each.entries]
-    served = set(chain.from_iterable(each.models for each in telling))
+    listed = [each for each in seen if each.entries]
+    served = set(chain.from_iterable(each.models for each in listed))
     for model in sorted(served):
-        missing = [each.name for each in telling if model not in each.models]
+        missing = [each.name for each in listed if model not in each.models]
         if missing:
-            found = f"'{model}' is not served by {_listed(missing)}: its requests go to the others"
+            names = _joined(missing)
+            found = f"'{model}' is not served by {names}: its requests go to the other replicas"
             section.note("models-differ", found)
-    if len(telling) < len(seen):
-        return  # what the others serve is not known
+    if len(listed) < len(seen):
+        return  # some replicas' models are not known
     for alias, real in aliases.items():
         if real not in served:
             found = f"model_aliases: '{alias}' stands for '{real}', which no replica serves"
-            section.problem("alias", found, f"name one that is: {_listed(sorted(served))}")
+            section.problem("alias", found, f"use one of {_joined(sorted(served))}")
         elif alias in served:
-            found = f"model_aliases: '{alias}' hides a model of that name, and stands for '{real}'"
+            found = f"model_aliases: '{alias}' stands for '{real}', and hides a model of that name"
             section.note("alias", found)
 
 
 def _check_versions(seen: Sequence[Examined], section: Section) -> None:
     versions = _groups((each.version, each.name) for each in seen if each.version)
     if len(versions) > 1:
-        found = f"versions of vLLM differ: {_told(versions)}"
-        fix = "finish the upgrade: answers and keys of KV may differ between them"
+        found = f"versions of vLLM differ: {_described(versions)}"
+        fix = "finish the upgrade: answers and KV keys may differ between versions"
         section.problem("versions", found, fix)
 
 
@@ -190,7 +192,7 @@ def _check_agents(seen: Sequence[Examined], section: Section) -> None:
     infos = [(each.info, each.name) for each in seen if each.info is not None]
     for names in _groups((info.incarnation, name) for info, name in infos).values():
         if len(names) > 1:
-            found = f"{_listed(names)} have one and the same agent"
+            found = f"{_joined(names)} have the same agent"
             section.problem("agent-url", found, "give each its own agent_url")
     for model, of_model in _groups((info.model, (info, name)) for info, name in infos).items():
         _check_alike(model, of_model, section)
@@ -199,35 +201,36 @@ def _check_agents(seen: Sequence[Examined], section: Section) -> None:
 def _check_alike(
     model: str, replicas: Sequence[tuple[InstanceInfo, str]], section: Section
 ) -> None:
-    """See that replicas of a model can give each other KV."""
+    """Check that replicas of a model can copy KV from each other."""
     hashes = _groups(
         (hash_in_words(info.hash_algorithm, info.hash_seed), name) for info, name in replicas
     )
     sizes = _groups((info.chunk_tokens, name) for info, name in replicas)
     layouts = _groups((info.layout, name) for info, name in replicas)
     if len(hashes) > 1:
-        found = f"hash seeds differ between replicas of '{model}': {_told(hashes)}"
+        found = f"hash seeds differ between replicas of '{model}': {_described(hashes)}"
         fix = (
-            "start all with the same PYTHONHASHSEED and --prefix-caching-hash-algo: else none "
-            "can give another its KV"
+            "start all with the same PYTHONHASHSEED and --prefix-caching-hash-algo: otherwise KV "
+            "cannot be copied between them"
         )
         section.problem("hash-differs", found, fix)
     if len(sizes) > 1:
-        found = f"chunk_size differs between replicas of '{model}': {_told(sizes)}"
-        section.problem("chunk-size", found, "give all the same: else none can give another its KV")
+        found = f"chunk_size differs between replicas of '{model}': {_described(sizes)}"
+        fix = "set the same value everywhere: otherwise KV cannot be copied between them"
+        section.problem("chunk-size", found, fix)
     elif len(layouts) > 1 and len(hashes) == 1:
-        apart = "; ".join(_listed(names) for names in layouts.values())
-        found = f"replicas of '{model}' lay out KV differently, and can give each other none: "
+        groups = "; ".join(_joined(names) for names in layouts.values())
+        found = f"replicas of '{model}' differ in their KV layout, so KV cannot be copied: "
         fix = "start all with the same weights, dtype, kv_cache_dtype and parallel sizes"
-        section.problem("layout", found + apart, fix)
+        section.problem("layout", found + groups, fix)
     without = [name for info, name in replicas if info.transfer_port is None]
     if len(replicas) > 1 and without:
-        found = f"{_listed(without)} give other replicas no KV: they have no distributed_url"
-        section.note("copies", found, "set it in the replica's file to have KV copied")
+        found = f"no KV can be copied from {_joined(without)}: distributed_url is not set there"
+        section.note("copies", found, "set it in the replica's file")
 
 
 def _check_stock_hashes(seen: Sequence[Examined], section: Section) -> None:
-    """Compare the hashes that KV events have shown, where there is no agent."""
+    """Compare the hashes of replicas without an agent, as their KV events have shown them."""
     shapes = [(each.replica.shape, each.name) for each in seen if each.info is None]
     schemes = [(shape.scheme, name) for shape, name in shapes if shape is not None]
     hashes = _groups(
@@ -236,7 +239,9 @@ def _check_stock_hashes(seen: Sequence[Examined], section: Section) -> None:
         if scheme is not None
     )
     if len(hashes) > 1:
-        found = f"hash seeds differ: {_told(hashes)}; the router hashes each prompt for each"
+        found = (
+            f"hash seeds differ: {_described(hashes)}; the router hashes each prompt once for each"
+        )
         section.note("hash-differs", found, "start all with the same PYTHONHASHSEED")
 
 
@@ -248,39 +253,39 @@ def _check_lmcache_workers(config: RouterConfig, section: Section) -> None:
         each.name for each in config.replicas if each.agent_url is None and each.hash_seed is None
     ]
     if unknown:
-        found = f"LMCache's builtin hash needs the hash_seed of {_listed(unknown)}"
+        found = f"LMCache's builtin hash needs the hash_seed of {_joined(unknown)}"
         fix = "set PYTHONHASHSEED there, and hash_seed in the file, to the same number"
         section.problem("lmcache-hash", found, fix)
 
 
 def _groups(pairs: Iterable[tuple[_Key, _T]]) -> dict[_Key, list[_T]]:
-    """Return what belongs to each key, in the order of its first."""
+    """Return the values of each key, in their order."""
     found: dict[_Key, list[_T]] = {}
     for key, value in pairs:
         found.setdefault(key, []).append(value)
     return found
 
 
-def _told(groups: Mapping[_Key, Sequence[str]]) -> str:
-    return "; ".join(f"{key} ({_listed(names)})" for key, names in groups.items())
+def _described(groups: Mapping[_Key, Sequence[str]]) -> str:
+    return "; ".join(f"{key} ({_joined(names)})" for key, names in groups.items())
 
 
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMED])
-    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+def _joined(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
 
 
-_AT_ONCE: Final = 16
-"""Replicas that are examined together."""
+_CONCURRENT: Final = 16
+"""Replicas that are examined at the same time."""
 
 
 async def examine(
     config: RouterConfig, *, source: str, probe: bool = False, admin_key: str | None = None
 ) -> Report:
-    """Examine a configuration that has loaded, and the fleet that it names.
+    """Check a configuration that has loaded, and its fleet. Changes nothing.
 
-    ``source`` is where it comes from. Nothing is changed anywhere; with ``probe`` each replica
-    answers one short prompt. ``admin_key`` is the running router's.
+    ``source`` names the configuration's file. With ``probe`` each replica answers one short prompt.
+    ``admin_key`` is that of the running router.
     """
     router, whole = Section(about="the router", at=source), Section(about="the fleet")
     count = len(config.replicas)
@@ -296,7 +301,7 @@ async def examine(
         prompts = await _prompts(config, router)
         with zmq.asyncio.Context() as context:
             parts = CheckContext(config, fleet, session, context, prompts)
-            turns = asyncio.Semaphore(_AT_ONCE)
+            turns = asyncio.Semaphore(_CONCURRENT)
 
             async def examined(seen: Examined) -> None:
                 async with turns:
@@ -329,7 +334,7 @@ async def _prompts(config: RouterConfig, router: Section) -> PromptSource | None
 
 
 async def _check(parts: CheckContext, seen: Examined, *, probe: bool) -> None:
-    """Examine one replica: what does not answer is asked no more."""
+    """Check one replica; if it does not answer, the further checks are skipped."""
     config, session = parts.config, parts.session
     is_keyed, timeout_s = bool(config.access.keys), config.timeouts.health_timeout_s
     await check_replica(session, seen, is_keyed=is_keyed, timeout_s=timeout_s)
@@ -345,27 +350,27 @@ async def _check(parts: CheckContext, seen: Examined, *, probe: bool) -> None:
 def _check_running(
     running: dict[str, Any] | None, replicas: list[Examined], router: Section
 ) -> None:
-    """Compare what a running router says of its replicas with what was found here."""
+    """Compare a running router's view of its replicas with the findings."""
     if running is None:
         router.ok("running", "no router runs at its port")
         return
-    told = running.get("replicas")
-    if not isinstance(told, dict):
-        found = f"a router runs at its port, and tells no more than '{running.get('status')}'"
-        router.note("running", found, "give its admin key: --admin-key")
+    known = running.get("replicas")
+    if not isinstance(known, dict):
+        found = f"a router runs at its port ({running.get('status')}), but hides its replicas"
+        router.note("running", found, "give its admin key with --admin-key")
         return
     router.ok("running", f"a router runs at its port: {running.get('status')}")
-    states = {str(each.get("url")): str(each.get("state")) for each in told.values()}
+    states = {str(each.get("url")): str(each.get("state")) for each in known.values()}
     for each in replicas:
         state = states.pop(each.config.url, None)
         if state is None:
             found = "the running router does not know it"
             each.section.problem("running", found, "reload or restart the router with this file")
         elif each.answers and state not in ("up", "draining"):
-            found = f"it answers here, and the running router says it is {state}"
-            each.section.problem("running", found, "look into the router's log")
+            found = f"it answers here, but the running router says that it is {state}"
+            each.section.problem("running", found, "see the router's log")
         elif state == "draining":
-            each.section.note("running", "the running router drains it: it gets nothing new")
+            each.section.note("running", "the running router drains it: it gets no new requests")
     for url in states:
-        found = f"the running router has a replica at {url}, which the file does not name"
+        found = f"the running router has a replica at {url}, which is not in the file"
         router.problem("running", found, "reload or restart it with this file")

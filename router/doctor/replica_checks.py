@@ -67,7 +67,7 @@ class Examined:
 
     @property
     def roots(self) -> set[str]:
-        """The root models of those that it serves."""
+        """The base models behind the models that it serves."""
         return {str(each.get("root") or each["id"]) for each in self.entries or []}
 
 
@@ -86,14 +86,14 @@ async def check_replica(
     """
     section, config = seen.section, seen.config
 
-    async def asked(path: str) -> HttpAnswer:
+    async def answer(path: str) -> HttpAnswer:
         headers = authorization(config)
         return await get(session, config.url + path, headers=headers, timeout_s=timeout_s)
 
     try:
-        health = await asked("/health")
+        health = await answer("/health")
         seen.answers = health.status < 500
-        models, version = await asked("/v1/models"), await asked("/version")
+        models, version = await answer("/v1/models"), await answer("/version")
     except NoAnswerError as error:
         fix = "start it, or correct its url; until then it gets no requests"
         section.problem("health", str(error), fix)
@@ -107,27 +107,27 @@ async def check_replica(
     seen.entries = _entries(models)
     runs = "a server without a version" if seen.version is None else f"vLLM {seen.version}"
     section.ok("health", f"answers, and runs {runs}")
-    _tell_models(seen, models, is_keyed=is_keyed)
-    _tell_clock(section, health)
+    _report_models(seen, models, is_keyed=is_keyed)
+    _report_clock(section, health)
 
 
-def _tell_models(seen: Examined, told: HttpAnswer, *, is_keyed: bool) -> None:
+def _report_models(seen: Examined, answer: HttpAnswer, *, is_keyed: bool) -> None:
     section, has_key = seen.section, seen.config.api_key is not None
-    if told.status in (401, 403):
+    if answer.status in (401, 403):
         if has_key:
             fix = "correct api_key at this replica"
-            section.problem("key", f"refuses the router's key ({told.status})", fix)
+            section.problem("key", f"refuses the router's key ({answer.status})", fix)
         elif is_keyed:
-            found = f"requires a key ({told.status}), and clients' keys are not forwarded"
+            found = f"requires a key ({answer.status}), and clients' keys are not forwarded"
             section.problem("key", found, "set api_key at this replica")
         else:
             found = (
-                f"requires a key ({told.status}): clients' keys are forwarded, but the router has "
-                "none itself, so it does not know the replica's models and tokens"
+                f"requires a key ({answer.status}): clients' keys are forwarded, but without its "
+                "own key the router does not know this replica's models and tokens"
             )
             section.problem("key", found, "set api_key at this replica")
     elif seen.entries is None:
-        found = f"does not list its models (/v1/models: {told.status})"
+        found = f"does not list its models (/v1/models: {answer.status})"
         section.problem("models", found, "check that url is an OpenAI server's, without a path")
     elif not seen.entries:
         section.problem("models", "lists no model at /v1/models", "look into its log")
@@ -137,21 +137,21 @@ def _tell_models(seen: Examined, told: HttpAnswer, *, is_keyed: bool) -> None:
         section.ok("models", f"serves {shown}" + (f" and {more} more" if more > 0 else ""))
 
 
-def _tell_clock(section: Section, told: HttpAnswer) -> None:
-    ahead_s = told.clock_ahead_s
+def _report_clock(section: Section, answer: HttpAnswer) -> None:
+    ahead_s = answer.clock_ahead_s
     if ahead_s is not None and abs(ahead_s) > MOST_AHEAD_S:
         side = "ahead of" if ahead_s > 0 else "behind"
         found = f"its clock is {abs(ahead_s):.0f} s {side} this machine's: logs do not line up"
         section.problem("clock", found, "synchronize both clocks with NTP")
 
 
-def _entries(told: HttpAnswer) -> list[dict[str, object]] | None:
-    return list(model_entries(told.json())) if told.status == 200 else None
+def _entries(answer: HttpAnswer) -> list[dict[str, object]] | None:
+    return list(model_entries(answer.json())) if answer.status == 200 else None
 
 
-def _version(told: HttpAnswer) -> str | None:
-    answer = told.json() if told.status == 200 else None
-    version = answer.get("version") if isinstance(answer, dict) else None
+def _version(answer: HttpAnswer) -> str | None:
+    found = answer.json() if answer.status == 200 else None
+    version = found.get("version") if isinstance(found, dict) else None
     return version if isinstance(version, str) else None
 
 
@@ -165,7 +165,7 @@ _FIX: Final = (
 async def check_agent(
     parts: CheckContext, seen: Examined, feed: KvFeed, secret: FleetSecret | None
 ) -> None:
-    """Ask a replica's agent what it is; note it with the replica, the fleet and the feed."""
+    """Ask a replica's agent for its settings; apply them to the replica, the fleet and the feed."""
     session, fleet = parts.session, parts.fleet
     section, config = seen.section, seen.config
     if config.lmcache is not None:
@@ -179,28 +179,28 @@ async def check_agent(
         info = await AgentClient(session, config.agent_url, secret).info()
     except AgentRefusedError as error:
         if error.status != _WANTS_SECRET:
-            section.problem("agent", f"its agent refuses the router ({error})", _FIX)
+            section.problem("agent", f"its agent refuses the router's request ({error})", _FIX)
             return
-        found = f"its agent asks for the fleet secret, and here {_known(secret)}"
+        found = f"its agent requires the fleet secret, but here {_known(secret)}"
         section.problem("fleet-secret", found, HOW_TO_SET)
         return
     except AgentError as error:
-        section.problem("agent", f"its agent cannot be asked ({error})", _FIX)
+        section.problem("agent", f"its agent does not answer ({error})", _FIX)
         return
     seen.info = info
     feed.agent_told(info, fleet.apply_info(seen.replica.id, info))
     section.ok("agent", _described(info))
     _check_identity(seen, info)
     if secret is not None:
-        await _check_asks(session, section, config.agent_url)
+        await _check_secret(session, section, config.agent_url)
 
 
-async def _check_asks(session: aiohttp.ClientSession, section: Section, url: str) -> None:
+async def _check_secret(session: aiohttp.ClientSession, section: Section, url: str) -> None:
     """Note an agent that answers calls without a secret."""
     try:
         await AgentClient(session, url).info()
     except AgentError:
-        section.ok("fleet-secret", "its agent asks for the fleet secret")
+        section.ok("fleet-secret", "its agent requires the fleet secret")
         return
     found = "its agent answers every caller, although the router has a fleet secret"
     section.note("fleet-secret", found, HOW_TO_SET)
@@ -251,7 +251,7 @@ async def _check_lmcache(session: aiohttp.ClientSession, section: Section, url: 
         status = await LmcacheServerClient(session, url).status()
     except LmcacheServerError as error:
         fix = "start it ('lmcache server --http-port'), or correct lmcache at this replica"
-        section.problem("lmcache", f"its LMCache server cannot be asked ({error})", fix)
+        section.problem("lmcache", f"its LMCache server does not answer ({error})", fix)
         return
     worlds = status.world_sizes()
     found = (

@@ -22,6 +22,7 @@ from router.fleet import Fleet, Replica
 from router.prompt import PromptSource, ServedModel
 from router.record import Cause
 from warmroute_common.config_reader import describe
+from warmroute_common.connection_errors import connection_problem
 from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.health")
@@ -70,7 +71,8 @@ async def fetch(
         ) as response:
             return await response.read() if response.status == 200 else None
     except (aiohttp.ClientError, OSError) as error:
-        log.debug("%s does not answer at %s: %s", config.name, path, describe(error))
+        problem = connection_problem(error, config.url)
+        log.debug("%s does not answer at %s: %s", config.name, path, problem)
         return None
 
 
@@ -295,7 +297,7 @@ class HealthMonitor:
         except TimeoutError:
             raise
         except (aiohttp.ClientError, OSError) as error:
-            return describe(error)
+            return connection_problem(error, config.url)
 
     async def _ask_models(self, replica: Replica) -> None:
         timeout_s = self._timeouts.health_timeout_s

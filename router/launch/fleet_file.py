@@ -29,6 +29,10 @@ from warmroute_common.config_reader import ConfigLocation, check_kind
 
 WARMROUTE: Final = (sys.executable, "-m", "router")
 """The beginning of each ``warmroute`` command line."""
+_AGENT_PORT_KEY: Final = "lmcache_worker_port"
+_TRANSFER_KEY: Final = "distributed_url"
+_NAME_KEY: Final = "lmcache_instance_id"
+_CONTROLLER_KEY: Final = "controller_url"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ class FleetPlan:
     log_dir: Path
     ready_timeout_s: float
     gateway: PlannedProcess | None = None
-    """Envoy, if it carries the requests; the router is then its picker."""
+    """Envoy, if it carries the requests; the router is then its endpoint picker."""
     gateway_settings: dict[str, Any] | None = None
 
     @property
@@ -83,7 +87,7 @@ def router_process(command: str, url: str, log_dir: Path) -> PlannedProcess:
 def behind_envoy(
     plan: FleetPlan, router: RouterConfig, at: ConfigLocation, *, own: str | None
 ) -> FleetPlan:
-    """Return the plan with Envoy at the router's port, and the router as its picker.
+    """Return the plan with Envoy at the router's port, and the router as its endpoint picker.
 
     ``own`` is a file with more settings for Envoy, relative to the fleet's file (``at``). Raises
     `ConfigError`.
@@ -114,18 +118,6 @@ def behind_envoy(
         gateway=gateway,
         gateway_settings=settings,
     )
-
-
-# TODO of router.launch.fleet_file: The file of ``warmroute up``: what it may say, and the processes that it means.
-#
-# The file's ``router`` section has the keys of ``router.yaml``, without its
-# replicas: those are the ones started here. Each becomes an ordinary
-# ``warmroute`` command, so what runs is what a person would start by hand.
-
-_AGENT_PORT_KEY: Final = "lmcache_worker_port"
-_TRANSFER_KEY: Final = "distributed_url"
-_NAME_KEY: Final = "lmcache_instance_id"
-_CONTROLLER_KEY: Final = "controller_url"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +192,7 @@ def load_fleet_file(path: Path | str, *, by_envoy: bool = False) -> FleetPlan:
     check_kind(value, "fleet", at)
     file = build(FleetFile, value, at)
     if not file.replicas:
-        raise at.at("replicas").error("names no replica", "add at least one")
+        raise at.at("replicas").error("is empty", "add at least one replica")
     log_dir = Path(file.log_dir).expanduser()
     planned = [_planned_replica(file, index, path, log_dir) for index in range(len(file.replicas))]
     if by_envoy:
@@ -236,8 +228,8 @@ def _router_settings(
     """Return the router's settings; raise `ConfigError` if they contradict the replicas'."""
     at = ConfigLocation(str(path))
     if "replicas" in file.router:
-        fix = "leave it out: the replicas above are used"
-        raise at.at("router.replicas").error("is not set here", fix)
+        fix = "remove it: the router uses the replicas of this file"
+        raise at.at("router.replicas").error("cannot be set here", fix)
     # Checked without the replicas: errors about those name this file's keys (`check_unique`).
     alone = {**file.router, "replicas": [{"url": "http://127.0.0.1"}]}
     router = router_config(alone, path=str(path), key="router", base=path.parent)
@@ -336,6 +328,6 @@ def _check_controller(
     """Raise `ConfigError` if a replica would register with another router's controller."""
     for index, port in enumerate(each.controller_port for each in planned):
         if port not in (None, monitor_port):
-            names = f"has port {port}, but router.controller.monitor_port is {monitor_port}"
+            found = f"has port {port}, but router.controller.monitor_port is {monitor_port}"
             here = at.item(index).at(f"config: {_CONTROLLER_KEY}")
-            raise here.error(names, "make them the same")
+            raise here.error(found, "make them the same")

@@ -1,4 +1,4 @@
-"""One child process, the leader of a process group of its own."""
+"""Child processes that are started together and ended together."""
 
 import http.client
 import os
@@ -13,9 +13,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
+_POLL_S: Final = 0.2
+_REPORT_EVERY_S: Final = 5.0
+_LINGER_S: Final = 3.0
+_TAIL_BYTES: Final = 16 << 10
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Child:
-    """A process that was started, and where its output goes."""
+    """A started process. It leads a session and a process group of its own."""
 
     def __init__(
         self,
@@ -25,7 +31,7 @@ class Child:
         log_path: Path,
         cwd: Path | None,
     ) -> None:
-        """Start it, its output in a new ``log_path``; raise OSError."""
+        """Start it with its output in ``log_path``, which is truncated; raise OSError."""
         self.name = name
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +48,7 @@ class Child:
         self.started_s = time.monotonic()
 
     def returncode(self) -> int | None:
-        """Return how it ended, as subprocess has it, without reaping it; None if it has not."""
+        """Return its exit code as in `subprocess`, without reaping it; None while it runs."""
         try:
             info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -53,7 +59,7 @@ class Child:
 
 
 def alive_in(groups: Collection[int]) -> bool:
-    """Whether a process of these groups lives; zombies do not."""
+    """Whether a process of these groups lives; zombies do not count."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
@@ -65,10 +71,10 @@ def alive_in(groups: Collection[int]) -> bool:
 
 
 def answers(url: str) -> bool:
-    """Whether a child answers 200 there."""
+    """Whether a GET of ``url`` gets 200."""
     try:
-        # Never through a proxy from the environment: these are our own children. Nor is their
-        # certificate verified, which may well name another host than this one.
+        # Never through a proxy from the environment: these are our own children. Their certificate
+        # is not verified, since it may name another host.
         unverified = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
         opener = urllib.request.build_opener(
@@ -80,47 +86,34 @@ def answers(url: str) -> bool:
         return False
 
 
-def meaning(returncode: int) -> str:
-    """Return a returncode in words."""
+def exit_text(returncode: int) -> str:
+    """Describe an exit code or a signal."""
     if returncode >= 0:
         return f"exit code {returncode}"
     name = signal.Signals(-returncode).name
     return f"{name}, perhaps out of memory" if name == "SIGKILL" else name
 
 
-# TODO of router.launch.processes: Several child processes with one fate: started together, ended together.
-#
-# `ProcessGroup` is a context manager for the main thread. Leaving it, for
-# whatever reason (return, exception, Ctrl-C, SIGTERM, SIGHUP), ends every child
-# and whatever the children have started.
-
-_POLL_S: Final = 0.2
-_TELL_S: Final = 5.0
-_LINGER_S: Final = 3.0
-_TAIL_BYTES: Final = 16 << 10
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
 class ChildFailedError(Exception):
-    """A child cannot serve: which, why, and the end of its log."""
+    """A child cannot serve; has its name, the reason and the end of its log."""
 
-    def __init__(self, name: str, what: str, log_path: Path, tail: str) -> None:
-        super().__init__(name, what, log_path, tail)
+    def __init__(self, name: str, problem: str, log_path: Path, tail: str) -> None:
+        super().__init__(name, problem, log_path, tail)
         self.name = name
-        self.what = what
+        self.problem = problem
         self.log_path = log_path
         self.tail = tail
 
     def __str__(self) -> str:
         shown = "\n".join(f"  | {line}" for line in self.tail.splitlines())
-        return f"{self.name} {self.what}; the end of {self.log_path}:\n{shown or '  | (empty)'}"
+        return f"{self.name} {self.problem}; the end of {self.log_path}:\n{shown or '  | (empty)'}"
 
 
 class ChildDiedError(ChildFailedError):
     """A child ended by itself."""
 
     def __init__(self, name: str, returncode: int, log_path: Path, tail: str) -> None:
-        super().__init__(name, f"died ({meaning(returncode)})", log_path, tail)
+        super().__init__(name, f"died ({exit_text(returncode)})", log_path, tail)
         self.returncode = returncode
 
 
@@ -129,18 +122,16 @@ class ChildNotReadyError(ChildFailedError):
 
 
 class ProcessGroup:
-    """Child processes that are ended together.
+    """Child processes that are ended together; a context manager for the main thread.
 
-    Each child leads a session (and process group) of its own, so a Ctrl-C at
-    the terminal reaches only this process, which then ends them in order. A
-    child's output goes to its log file directly; nothing is lost when this
-    process stops reading.
-
-    ``grace_s`` is how long a child may take to end after SIGTERM before it and
-    all it started are killed.
+    Leaving it (by a return, an exception, Ctrl-C, SIGTERM or SIGHUP) ends every child and all
+    processes that the children have started. A child has its own session, so Ctrl-C at the
+    terminal reaches only this process, which then ends the children in order. A child writes to its
+    log file directly, so no output is lost if this process hangs.
     """
 
     def __init__(self, *, grace_s: float = 15.0) -> None:
+        """A child that has not ended ``grace_s`` after SIGTERM is killed with all it started."""
         self._grace_s = grace_s
         self._children: dict[str, Child] = {}
         self._previous: dict[signal.Signals, Any] = {}
@@ -169,14 +160,13 @@ class ProcessGroup:
     ) -> int:
         """Start a child and return its process id.
 
-        ``env`` is the whole environment (None: this process's). ``log_path`` is
-        truncated. Raises `ChildFailedError` when the program cannot be started,
-        ValueError when the name is taken.
+        ``env`` is the whole environment (None: this process's). ``log_path`` is truncated. Raises
+        `ChildFailedError` if the program cannot be started, ValueError if the name is in use.
         """
         if name in self._children:
             raise ValueError(f"a child named {name!r} is already running")
-        # A signal between the fork and the entry in the table would leave a
-        # child that is never ended.
+        # A KeyboardInterrupt between the fork and the entry in the table would leave a child that
+        # is never ended.
         with self._no_interrupt():
             try:
                 child = Child(name, argv, env, log_path, cwd)
@@ -196,21 +186,21 @@ class ProcessGroup:
     ) -> float:
         """Wait until ``url`` answers 200; return the seconds since the child's start.
 
-        Raises `ChildDiedError` when any child of the group ends meanwhile, and
-        `ChildNotReadyError` after ``timeout_s``. ``say`` is told now and then how it gets on.
+        Raises `ChildDiedError` if any child of the group ends meanwhile, and `ChildNotReadyError`
+        after ``timeout_s``. ``say`` gets a line of progress every few seconds.
         """
         child = self._children[name]
-        began_s = told_s = time.monotonic()
+        began_s = reported_s = time.monotonic()
         while True:
             self.check()
             if answers(url):
                 return time.monotonic() - child.started_s
             now_s = time.monotonic()
             if now_s - began_s >= timeout_s:
-                what = f"did not answer at {url} within {timeout_s:.0f} s"
-                raise ChildNotReadyError(name, what, child.log_path, tail(child.log_path))
-            if say is not None and now_s - told_s >= _TELL_S:
-                told_s = now_s
+                problem = f"did not answer at {url} within {timeout_s:.0f} s"
+                raise ChildNotReadyError(name, problem, child.log_path, tail(child.log_path))
+            if say is not None and now_s - reported_s >= _REPORT_EVERY_S:
+                reported_s = now_s
                 last_line = tail(child.log_path, lines=1)[:100]
                 say(f"{name}: starting for {now_s - child.started_s:.0f} s | {last_line}")
             time.sleep(_POLL_S)
@@ -223,33 +213,31 @@ class ProcessGroup:
                 raise ChildDiedError(child.name, returncode, child.log_path, tail(child.log_path))
 
     def wait(self) -> None:
-        """Block until a child ends by itself (`ChildDiedError`) or a signal (KeyboardInterrupt)."""
+        """Block until a child ends (`ChildDiedError`) or a signal comes (KeyboardInterrupt)."""
         while True:
             self.check()
             time.sleep(_POLL_S)
 
     def stop(self, name: str, *, kill: bool = False) -> None:
-        """End one child and all it started; with ``kill`` at once, by SIGKILL."""
+        """End one child and all that it started, with ``kill`` by SIGKILL at once."""
         child = self._children[name]
         with self._no_interrupt():
             self._end([child], grace_s=0.0 if kill else self._grace_s)
             del self._children[name]
 
     def stop_all(self) -> None:
-        """End every child and all they started, the last started first. Idempotent."""
+        """End every child and all that they started, in reverse order. Idempotent."""
         with self._no_interrupt(raise_after=False):
             self._end(list(reversed(self._children.values())), grace_s=self._grace_s)
             self._children.clear()
 
     def _end(self, children: Collection[Child], *, grace_s: float) -> None:
-        """SIGTERM the leaders, wait for them, then SIGKILL what is left of their groups.
+        """Send SIGTERM to the children, wait for them, then send SIGKILL to their groups.
 
-        Only the leader gets SIGTERM: it knows in which order its own children
-        must end (vLLM's server ends its engine processes itself). What outlives
-        it gets a moment to clean up: vLLM's workers then unlink their shared
-        memory, which outlives a SIGKILL. The leader is
-        not reaped before the last signal to its group: until then its process
-        id cannot be given to a stranger.
+        Only the child itself gets SIGTERM, since it knows in which order its own children must end:
+        vLLM's server ends its engine processes. Processes that outlive it get a moment to clean up:
+        vLLM's workers unlink their shared memory, which would survive a SIGKILL. The child is not
+        reaped before the last signal to its group, so that its process id is not used again.
         """
         if grace_s > 0:
             for child in children:
@@ -276,7 +264,7 @@ class ProcessGroup:
 
     @contextmanager
     def _no_interrupt(self, *, raise_after: bool = True) -> Iterator[None]:
-        """Put off a signal's KeyboardInterrupt until the block is done."""
+        """Delay a signal's KeyboardInterrupt until the end of the block."""
         outer, self._uninterruptible = self._uninterruptible, True
         try:
             yield
@@ -292,7 +280,7 @@ class ProcessGroup:
 
 
 def tail(path: Path, *, lines: int = 30) -> str:
-    """Return the last non-empty lines of a text file, or '' if there is none."""
+    """Return the last non-empty lines of a text file; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -300,6 +288,6 @@ def tail(path: Path, *, lines: int = 30) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    # A progress bar rewrites its line: only what it shows last counts.
+    # A progress bar rewrites its line; keep its last state.
     kept = [line.rsplit("\r", 1)[-1].rstrip() for line in text.rstrip().split("\n")]
     return "\n".join([line for line in kept if line][-lines:])

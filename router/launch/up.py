@@ -1,4 +1,4 @@
-"""``warmroute up``: replicas and the router on one machine, started and ended together."""
+"""``warmroute up``: runs replicas and the router on one machine."""
 
 import json
 import os
@@ -24,10 +24,10 @@ def commands_text(fleet: FleetPlan) -> str:
 
 
 def run(fleet: FleetPlan, *, say: Callable[[str], None]) -> None:
-    """Start everything, tell when it is ready, and stay until it ends.
+    """Start all processes, report when they are ready, and wait; stop all at the end.
 
-    Returns on Ctrl-C or SIGTERM; raises `ChildFailedError` when a process dies or
-    does not get ready. Nothing that was started is left running.
+    Returns on Ctrl-C or SIGTERM. Raises `ChildFailedError` if a process dies or is not ready in
+    time.
     """
     _write_files(fleet)
     try:
@@ -40,10 +40,10 @@ def run(fleet: FleetPlan, *, say: Callable[[str], None]) -> None:
                 url = f"{process.url}/health"
                 took_s = group.wait_ready(process.name, url, fleet.ready_timeout_s, say)
                 say(f"{process.name}: ready at {process.url} after {took_s:.0f} s")
-            say(f"All is ready: OPENAI_BASE_URL={fleet.url}/v1 (Ctrl-C ends everything)")
+            say(f"All processes are ready: OPENAI_BASE_URL={fleet.url}/v1 (Ctrl-C stops them)")
             group.wait()
     except KeyboardInterrupt:
-        say("Ended: everything that was started has been stopped.")
+        say("Stopped all processes.")
 
 
 def _files(fleet: FleetPlan) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -56,8 +56,8 @@ def _write_files(fleet: FleetPlan) -> None:
     try:
         fleet.log_dir.mkdir(parents=True, exist_ok=True)
         for path, settings in _files(fleet):
-            # JSON is YAML. The file may carry an api_key: only for its owner, also where a fleet
-            # before this one has left a file that others may read.
+            # JSON is YAML. The file may have an api_key, so only its owner may read it. An old file
+            # is deleted first: others may be able to read it.
             path.unlink(missing_ok=True)
             path.touch(mode=0o600)
             path.write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -16,6 +16,7 @@ from typing import Final, Protocol
 from router.config import DiscoveredConfig, ReplicaConfig
 from router.fleet import Fleet, Replica, ReplicaState
 from warmroute_common.addresses import join_host_port, server_key
+from warmroute_common.command_line import counted
 from warmroute_common.tasks import all_set, end_all
 
 log = logging.getLogger("warmroute.membership")
@@ -27,7 +28,7 @@ _FIRST_PROBES_S: Final = 3.0
 
 
 class Source(IntEnum):
-    """Where replicas are named. If several sources name a replica, the lowest one's settings win."""
+    """Where replicas are named. The settings of the lowest source that names a replica are used."""
 
     FILE = 0
     REGISTRATION = 1
@@ -51,7 +52,7 @@ class NameReplicas(Protocol):
 def discovered(
     each: DiscoveredConfig, scheme: str, host: str, port: int, *, name: str | None = None
 ) -> ReplicaConfig:
-    """Return the settings of a discovered replica; ``each`` has those that all of them share."""
+    """Return the settings of a discovered replica; ``each`` has the settings that all share."""
 
     def at(scheme: str, port: int | None) -> str | None:
         return None if port is None else f"{scheme}://{join_host_port(host, port)}"
@@ -88,8 +89,8 @@ class Membership:
         left: Callable[[Replica], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``joined`` is called after a replica has joined the fleet; it returns an event that is set
-        after the replica's first probe. ``left`` is called before a replica is removed, at most
+        """``joined`` is called after a replica has joined the fleet; it returns an event that is
+        set after the replica's first probe. ``left`` is called before a replica is removed, at most
         ``drain_s`` after the last source stopped naming it.
         """
         self.fleet = fleet
@@ -152,9 +153,9 @@ class Membership:
         that is known to be up.
         """
         before = set(self._replicas.values())
-        probed = self._take_in(self._wanted())
+        probed = self._add_all(self._wanted())
         await all_set(probed, _FIRST_PROBES_S)
-        self._let_go(self._wanted())
+        self._drain_all(self._wanted())
         if before != set(self._replicas.values()):
             for listener in self.listeners:
                 listener()
@@ -168,7 +169,7 @@ class Membership:
 
     # --- joining
 
-    def _take_in(self, wanted: Mapping[_Key, ReplicaConfig]) -> list[asyncio.Event]:
+    def _add_all(self, wanted: Mapping[_Key, ReplicaConfig]) -> list[asyncio.Event]:
         """Add and change replicas; return events that are set when the new ones were probed."""
         for key in self._leaving.keys() & wanted.keys():
             self._stay(key)
@@ -222,14 +223,16 @@ class Membership:
 
     # --- leaving
 
-    def _let_go(self, wanted: Container[_Key]) -> None:
+    def _drain_all(self, wanted: Container[_Key]) -> None:
         now_s = self._clock()
         for key, replica in list(self._replicas.items()):
             if key not in wanted and key not in self._leaving:
                 was_draining = replica.state is ReplicaState.DRAINING
                 self._leaving[key] = _Leaving(now_s + self._drain_s, was_draining)
                 log.info(
-                    "%s is leaving the fleet; %d requests run there", replica.id, replica.in_flight
+                    "%s is leaving the fleet, with %s in flight",
+                    replica.id,
+                    counted(replica.in_flight, "request"),
                 )
                 self.fleet.drain(replica.id)
         for key, leaving in list(self._leaving.items()):
@@ -245,4 +248,8 @@ class Membership:
         replica = self._replicas.pop(key)
         self._left(replica)
         self.fleet.remove(replica.id)
-        log.info("%s has left the fleet; %d requests still run", replica.id, replica.in_flight)
+        log.info(
+            "%s has left the fleet, with %s in flight",
+            replica.id,
+            counted(replica.in_flight, "request"),
+        )

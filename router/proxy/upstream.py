@@ -22,6 +22,7 @@ from yarl import URL
 from router.config import TimeoutsConfig
 from router.record import Cause
 from warmroute_common.config_reader import describe
+from warmroute_common.connection_errors import connection_problem
 
 _SWITCHING_PROTOCOLS: Final = 101
 RETRYABLE: Final = frozenset({502, 503, 504})
@@ -220,7 +221,7 @@ class Upstream:
         except BaseException as error:
             if response is not None:
                 response.close()
-            if (failure := self._failure(error, wait)) is None:
+            if (failure := self._failure(error, wait, url)) is None:
                 raise
             raise failure from error
         if data is not None and data.sent_s is not None:
@@ -228,7 +229,7 @@ class Upstream:
             sent_s = data.sent_s
         return ReplicaAnswer(response, first, sent_s=sent_s, headers_s=headers_s)
 
-    def _failure(self, error: BaseException, wait: Wait) -> AttemptFailedError | None:
+    def _failure(self, error: BaseException, wait: Wait, url: str) -> AttemptFailedError | None:
         """Map aiohttp's exceptions; None for an error that is not the replica's."""
         match error:
             case aiohttp.ConnectionTimeoutError():
@@ -241,7 +242,7 @@ class Upstream:
                 wait_s = self._timeouts.first_byte_s
                 return AttemptFailedError(Cause.TIMEOUT, f"no first byte within {wait_s} s")
             case aiohttp.ClientConnectorError():
-                return AttemptFailedError(Cause.CONNECT, describe(error))
+                return AttemptFailedError(Cause.CONNECT, connection_problem(error, url))
             case aiohttp.ClientError() | OSError():
                 return AttemptFailedError(Cause.CUT, describe(error))
         return None

@@ -1,4 +1,4 @@
-"""``warmroute doctor`` as a newcomer meets it."""
+"""``warmroute doctor`` on the command line."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ def invoke(*args: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_trouble_is_told_in_lines_and_by_the_exit_code() -> None:
+def test_problems_are_lines_and_an_exit_code() -> None:
     code, output = invoke("--replica", "http://127.0.0.1:1")
     assert code == 1
     lines = output.splitlines()
@@ -31,18 +31,18 @@ def test_trouble_is_told_in_lines_and_by_the_exit_code() -> None:
         "url; until then it gets no requests"
     ) in lines
     assert re.fullmatch(r"2 problems(, \d notes?)?\.", lines[-1])
-    logging.getLogger("warmroute").warning("logging goes on after it")
+    logging.getLogger("warmroute").warning("logging is on again")
     assert logging.root.manager.disable == logging.NOTSET
 
 
 def test_json_is_for_programs() -> None:
     code, output = invoke("--replica", "http://127.0.0.1:1", "--json")
-    told = json.loads(output)
-    assert (code, told["well"]) == (1, False)
-    assert told["counts"]["problem"] == len(
-        [each for each in told["findings"] if each["level"] == "problem"]
+    report = json.loads(output)
+    assert (code, report["well"]) == (1, False)
+    assert report["counts"]["problem"] == len(
+        [each for each in report["findings"] if each["level"] == "problem"]
     )
-    (health,) = [each for each in told["findings"] if each["check"] == "health"]
+    (health,) = [each for each in report["findings"] if each["check"] == "health"]
     assert health["fix"].startswith("start it") and health["at"] == "http://127.0.0.1:1"
 
 
@@ -56,16 +56,16 @@ def test_a_file_that_does_not_load_is_a_finding(tmp_path: Path, text: str) -> No
     assert output.endswith("1 problem.\n")
 
 
-def test_a_fleets_file_is_the_router_s_with_its_replicas() -> None:
+def test_a_fleets_file_has_a_router_and_replicas() -> None:
     _, output = invoke("--config", str(CONFIGS / "fleet.yaml"), "--json")
     about = {each["about"] for each in json.loads(output)["findings"]}
     assert {"the router", "replica1", "replica2"} <= about
 
 
-def test_what_is_examined_must_be_said() -> None:
+def test_either_a_file_or_replicas_must_be_given(tmp_path: Path) -> None:
     for args in ([], ["--config", "x.yaml", "--replica", "http://a"]):
         code, output = invoke(*args)
-        assert code == 2 and "give --config FILE or --replica URL" in output
+        assert code == 2 and "give either a FILE or --replica URL" in output
 
 
 def test_a_bad_url_is_a_finding() -> None:
@@ -73,7 +73,7 @@ def test_a_bad_url_is_a_finding() -> None:
     assert code == 1 and "'localhost:8000' is not an HTTP base URL" in output
 
 
-def test_a_report_without_trouble() -> None:
+def test_a_report_without_problems() -> None:
     section = Section(about="the router", at="file")
     section.ok("port", "free")
     assert list(Report([section]).lines())[-1] == (None, "No problem found.")
@@ -92,7 +92,7 @@ def test_a_report_without_trouble() -> None:
 
 
 def test_nothing_but_findings_is_printed() -> None:
-    """The router's parts log what they meet: here that would be told twice."""
+    """The findings say what the router's parts would log."""
     done = subprocess.run(
         [sys.executable, "-m", "router", "doctor", "--replica", "http://127.0.0.1:1"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""What the doctor finds of KV events: real publishers, and ports that are none."""
+"""The doctor's checks of KV events, with real publishers and with ports of other servers."""
 
 import asyncio
 import contextlib
@@ -51,8 +51,8 @@ async def test_events_that_are_not_published() -> None:
         assert "--kv-events-config" in found(await examined(entry))["one", "kv-events"]
         made.version = None
         report = await examined(entry)
-    assert "what it holds is guessed" in found(report, Level.NOTE)["one", "kv-events"]
-    assert found(report) == {}, "no vLLM, and none is expected"
+    assert "the router guesses its KV" in found(report, Level.NOTE)["one", "kv-events"]
+    assert found(report) == {}, "other servers publish none"
 
 
 async def test_ports_that_are_no_publishers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,22 +62,22 @@ async def test_ports_that_are_no_publishers(monkeypatch: pytest.MonkeyPatch) -> 
         web_server = entry["url"].replace("http", "tcp")
         strange = await examined({**entry, "kv_events": web_server})
     assert "nothing listens at 127.0.0.1:1" in found(closed)["one", "kv-events"]
-    assert "is no publisher of KV events" in found(strange)["one", "kv-events"]
+    assert "does not publish KV events" in found(strange)["one", "kv-events"]
 
 
 async def test_messages_that_are_not_vllms(context: zmq.asyncio.Context) -> None:
     async with publisher(context) as source, replica(**published_at(source)) as (_, entry):
         source.keep_raw(b"\xc1")
         report = await examined(entry)
-    assert "is not vLLM's KV events" in found(report)["one", "kv-events"]
+    assert "are not vLLM's KV events" in found(report)["one", "kv-events"]
 
 
-async def test_events_that_are_not_repeated(context: zmq.asyncio.Context) -> None:
+async def test_events_that_are_not_replayed(context: zmq.asyncio.Context) -> None:
     async with publisher(context) as source, replica(kv_events=source.endpoint) as (_, entry):
         none = await examined(entry)
         closed = await examined({**entry, "kv_replay": "tcp://127.0.0.1:1"})
-    assert "repeats no KV events" in found(none, Level.NOTE)["one", "kv-replay"]
-    assert "cannot be repeated: nothing listens" in found(closed)["one", "kv-replay"]
+    assert "replays no KV events" in found(none, Level.NOTE)["one", "kv-replay"]
+    assert "cannot be replayed: nothing listens" in found(closed)["one", "kv-replay"]
 
 
 async def test_hashes(context: zmq.asyncio.Context) -> None:
@@ -136,8 +136,8 @@ async def test_a_probe_that_is_answered_without_events(
         made.completion = complete
         silent = await examined(entry, probe=True)
         await examined(entry)
-    assert "is answered with 500: out of order" in found(refused)["one", "probe"]
-    assert "no KV event came" in found(silent)["one", "probe"]
+    assert "was answered with 500: out of order" in found(refused)["one", "probe"]
+    assert "no KV event arrived" in found(silent)["one", "probe"]
     assert len(asked) == 1, "without --probe no prompt is sent"
 
 
@@ -167,4 +167,4 @@ async def test_a_probes_keys_are_compared(
         assert "with the keys computed here" in found(report, Level.OK)["one", "probe"]
         assert found(report) == {}
     else:
-        assert "with other keys than computed here" in found(report)["one", "probe"]
+        assert "have other keys than computed here" in found(report)["one", "probe"]

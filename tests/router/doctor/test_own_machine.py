@@ -1,4 +1,4 @@
-"""What the doctor finds on the router's own machine, a router that runs already included."""
+"""The doctor's checks of the router's own machine and of a router that already runs."""
 
 import resource
 import socket
@@ -72,10 +72,10 @@ async def test_a_router_that_runs_is_asked(fleet: Fleet) -> None:
     new = {"url": fleet.two.url + "/other", "instance_id": "new"}
     router.parts.fleet.drain("one")
     report = await examined(one, new, port=port)
-    troubles = found(report)
-    assert ("the router", "port") not in troubles, "it is the router's own"
-    assert "the running router does not know it" in troubles["new", "running"]
-    assert f"a replica at {fleet.two.url}, which" in troubles["the router", "running"]
+    problems = found(report)
+    assert ("the router", "port") not in problems, "it is the router's own"
+    assert "the running router does not know it" in problems["new", "running"]
+    assert f"a replica at {fleet.two.url}, which" in problems["the router", "running"]
     assert "drains it" in found(report, Level.NOTE)["one", "running"]
 
 
@@ -85,7 +85,7 @@ async def test_a_replica_that_the_running_router_holds_for_down(fleet: Fleet) ->
     port = int(router.url.rpartition(":")[2])
     router.parts.fleet.down("one")
     report = await examined({"url": fleet.one.url, "instance_id": "one"}, port=port)
-    assert "the running router says it is down" in found(report)["one", "running"]
+    assert "the running router says that it is down" in found(report)["one", "running"]
 
 
 async def test_a_running_routers_admin_key(fleet: Fleet) -> None:

@@ -63,12 +63,15 @@ async def test_replicas_that_do_not_answer() -> None:
         gone = {"url": "http://127.0.0.1:1", "instance_id": "gone"}
         lost = {"url": "http://no-such-host.invalid", "instance_id": "lost"}
         report = await examined(first, second, gone, lost)
-    troubles = found(report)
-    assert "answers /health with 503" in troubles["one", "health"]
-    assert "nothing listens at 127.0.0.1:1 (connection refused)" in troubles["gone", "health"]
-    assert "'no-such-host.invalid' is not known here" in troubles["lost", "health"]
-    assert {about for about, _ in troubles} == {"one", "two", "gone", "lost"}
-    assert set(troubles) - {("two", "kv-events")} == {
+    problems = found(report)
+    assert "answers /health with 503" in problems["one", "health"]
+    assert "nothing listens at 127.0.0.1:1 (connection refused)" in problems["gone", "health"]
+    assert (
+        "the host name 'no-such-host.invalid' cannot be resolved (DNS)"
+        in problems["lost", "health"]
+    )
+    assert {about for about, _ in problems} == {"one", "two", "gone", "lost"}
+    assert set(problems) - {("two", "kv-events")} == {
         (about, "health") for about in ("one", "gone", "lost")
     }
 
@@ -99,7 +102,7 @@ async def test_models_and_aliases() -> None:
         assert "'gpt' stands for 'nowhere'" in found(report)["the fleet", "alias"]
         notes = found(report, Level.NOTE)
         assert "'only-here' is not served by two" in notes["the fleet", "models-differ"]
-        assert "'m' hides a model" in notes["the fleet", "alias"]
+        assert "'m' stands for 'm', and hides a model" in notes["the fleet", "alias"]
         one.models = []
         report = await examined(*entries, model_aliases={"gpt": "nowhere"})
         assert "lists no model" in found(report)["one", "models"]
@@ -110,12 +113,12 @@ async def test_versions_and_clocks() -> None:
     async with two() as (one, other, entries):
         one.version, one.ahead_s = "0.33.0", 60.0
         other.ahead_s = -1.0
-        troubles = found(await examined(*entries))
-        assert troubles["the fleet", "versions"].startswith(
+        problems = found(await examined(*entries))
+        assert problems["the fleet", "versions"].startswith(
             "versions of vLLM differ: 0.33.0 (one); 0.32.0 (two); finish the upgrade"
         )
-        assert "its clock is 60 s ahead of this machine's" in troubles["one", "clock"]
-        assert ("two", "clock") not in troubles
+        assert "its clock is 60 s ahead of this machine's" in problems["one", "clock"]
+        assert ("two", "clock") not in problems
         one.version, one.ahead_s = None, -60.0
         report = await examined(*entries)
         assert "60 s behind" in found(report)["one", "clock"]
@@ -132,13 +135,13 @@ async def test_agents_that_differ() -> None:
     second = AgentServer(incarnation="two", model=model, chunk_tokens=128, instance_id="other")
     async with two(one=first, two=second) as (_, _, entries):
         report = await examined(*entries)
-    troubles, notes = found(report), found(report, Level.NOTE)
-    differs = troubles["the fleet", "hash-differs"]
+    problems, notes = found(report), found(report, Level.NOTE)
+    differs = problems["the fleet", "hash-differs"]
     assert "sha256 with PYTHONHASHSEED 0 (one); sha256 with PYTHONHASHSEED not set (two)" in differs
-    assert "64 (one); 128 (two)" in troubles["the fleet", "chunk-size"]
-    assert "its engine is warmroute 0.0.1" in troubles["one", "agent-version"]
+    assert "64 (one); 128 (two)" in problems["the fleet", "chunk-size"]
+    assert "its engine is warmroute 0.0.1" in problems["one", "agent-version"]
     assert "calls it 'other' (lmcache_instance_id), the file 'two'" in notes["two", "agent-name"]
-    assert "one, two give other replicas no KV" in notes["the fleet", "copies"]
+    assert "no KV can be copied from one, two" in notes["the fleet", "copies"]
 
 
 async def test_agents_with_other_layouts() -> None:
@@ -146,33 +149,35 @@ async def test_agents_with_other_layouts() -> None:
     second = AgentServer(incarnation="two", model="m", layout="b", transfer_port=1)
     async with two(one=first, two=second) as (_, _, entries):
         report = await examined(*entries)
-    assert found(report)["the fleet", "layout"].startswith("replicas of 'm' lay out KV differently")
+    assert found(report)["the fleet", "layout"].startswith(
+        "replicas of 'm' differ in their KV layout"
+    )
     assert ("the fleet", "copies") not in found(report, Level.NOTE)
 
 
 async def test_an_agent_that_is_another_replicas() -> None:
     async with two(one=AgentServer(model="another")) as (_, _, (first, second)):
         second["agent_url"] = f"{first['agent_url']}/"
-        troubles = found(await examined(first, second))
+        problems = found(await examined(first, second))
     assert (
         "its agent belongs to a replica of 'another', which url does not serve"
-        in troubles["one", "agent-model"]
+        in problems["one", "agent-model"]
     )
-    assert "one, two have one and the same agent" in troubles["the fleet", "agent-url"]
+    assert "one, two have the same agent" in problems["the fleet", "agent-url"]
 
 
 async def test_an_agent_that_does_not_answer() -> None:
     async with two() as (_, _, (first, second)):
-        troubles = found(await examined({**first, "agent_url": "http://127.0.0.1:1"}, second))
-    assert "its agent cannot be asked" in troubles["one", "agent"]
-    assert "warmroute replica" in troubles["one", "kv-events"]
+        problems = found(await examined({**first, "agent_url": "http://127.0.0.1:1"}, second))
+    assert "its agent does not answer" in problems["one", "agent"]
+    assert "warmroute replica" in problems["one", "kv-events"]
 
 
 async def test_an_lmcache_server_that_does_not_answer() -> None:
     async with two() as (_, _, (first, second)):
         url = "http://127.0.0.1:1"
         report = await examined({**first, "lmcache": url}, second, controller={})
-    assert "its LMCache server cannot be asked" in found(report)["one", "lmcache"]
+    assert "its LMCache server does not answer" in found(report)["one", "lmcache"]
 
 
 async def test_the_builtin_hash_of_lmcache_inside_vllm_needs_a_seed() -> None:
@@ -228,12 +233,12 @@ async def test_agents_that_ask_for_the_fleet_secret(
         replicas = [{name: each[name] for name in names} for each in where["replicas"]]
         report = await examined(*replicas)
         assert (
-            "asks for the fleet secret, and here none is set"
+            "requires the fleet secret, but here none is set"
             in (found(report)["sim1", "fleet-secret"])
         )
         monkeypatch.setenv("WARMROUTE_FLEET_SECRET", "of-another-fleet-altogether")
         report = await examined(*replicas)
-        assert "and here another one is set" in found(report)["sim1", "fleet-secret"]
+        assert "but here another one is set" in found(report)["sim1", "fleet-secret"]
         monkeypatch.setenv("WARMROUTE_FLEET_SECRET", secret)
         report = await examined(*replicas)
     assert ("sim1", "fleet-secret") not in found(report)

@@ -1,4 +1,4 @@
-"""Real child processes: readiness, death with its log's end, and one end for all."""
+"""Real child processes: readiness, a death reported with its log, and a common end."""
 
 import os
 import signal
@@ -71,7 +71,7 @@ def test_ready_when_its_url_answers(tmp_path: Path) -> None:
     assert not exists(pid)
 
 
-def test_a_death_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
+def test_a_death_is_reported_with_the_end_of_the_log(tmp_path: Path) -> None:
     code = "print('first'); print('second: out of memory'); raise SystemExit(3)"
     with ProcessGroup() as group:
         other = group.start("other", python(SLEEPER), None, tmp_path / "other.log")
@@ -93,7 +93,7 @@ def test_a_signal_is_named(tmp_path: Path) -> None:
 
 
 def test_not_ready_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.launch.processes._TELL_S", 0.0)
+    monkeypatch.setattr("router.launch.processes._REPORT_EVERY_S", 0.0)
     seen: list[str] = []
     with ProcessGroup() as group:
         code = "print('loading weights', flush=True);" + SLEEPER
@@ -107,7 +107,7 @@ def test_not_ready_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {each.partition(" s | ")[2] for each in seen} == {"loading weights"}
 
 
-def test_what_a_child_has_started_is_ended_too(tmp_path: Path) -> None:
+def test_a_childs_own_children_are_ended_too(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with ProcessGroup(grace_s=60) as group:
         leader = group.start("leader", python(LEAVES_A_CHILD), None, log)
@@ -118,8 +118,8 @@ def test_what_a_child_has_started_is_ended_too(tmp_path: Path) -> None:
     wait_until(lambda: not exists(grandchild), group)
 
 
-def test_what_a_leader_leaves_may_clean_up_after_it(tmp_path: Path) -> None:
-    """As vLLM's workers do, which end when their server has gone."""
+def test_a_childs_own_children_may_clean_up_after_it(tmp_path: Path) -> None:
+    """vLLM's workers do, once their server has ended."""
     cleaned, log = tmp_path / "cleaned", tmp_path / "log"
     child = (
         "import pathlib, sys, time; sys.stdin.read(); time.sleep(0.3);"
@@ -160,7 +160,7 @@ def test_one_child_can_be_killed_and_started_again(tmp_path: Path) -> None:
         assert exists(second)
 
 
-def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
     with (
         ProcessGroup() as group,
         pytest.raises(ChildFailedError, match=r"ghost cannot be started .*No such file"),
@@ -214,7 +214,7 @@ def test_stopping_twice_is_harmless(tmp_path: Path) -> None:
         assert not exists(pid)
 
 
-def test_the_handlers_of_before_come_back() -> None:
+def test_the_previous_signal_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with ProcessGroup():
         assert signal.getsignal(signal.SIGTERM) != before

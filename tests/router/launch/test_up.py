@@ -1,4 +1,4 @@
-"""``warmroute up``: what it plans, and that it ends all it has started."""
+"""``warmroute up``: its plan, and that it stops all that it has started."""
 
 import importlib.util
 import json
@@ -68,7 +68,7 @@ def test_the_plan(engines: Path) -> None:
     ]
 
 
-def test_the_routers_files_are_found_beside_the_fleets(engines: Path) -> None:
+def test_the_routers_files_are_relative_to_the_fleets_file(engines: Path) -> None:
     (engines / "keys.yaml").write_text(f"keys: [{{name: a, sha256: {'f' * 64}}}]")
     fleet = load(engines, FLEET.replace("policy: session", "access: {keys_file: keys.yaml}"))
     assert fleet.router_settings["access"] == {"keys_file": str(engines / "keys.yaml")}
@@ -103,7 +103,7 @@ def test_the_router_is_started_with_its_controller(engines: Path) -> None:
         ("0.0.0.0", "http://127.0.0.1:8088"),
     ],
 )
-def test_the_router_is_waited_for_where_it_listens(engines: Path, host: str, url: str) -> None:
+def test_the_url_at_which_the_router_is_polled(engines: Path, host: str, url: str) -> None:
     assert load(engines, FLEET.replace("policy: session", f"host: '{host}'")).router.url == url
 
 
@@ -111,7 +111,7 @@ def test_the_router_is_waited_for_where_it_listens(engines: Path, host: str, url
 def test_a_replica_that_registers_elsewhere_on_this_machine_is_refused(
     engines: Path, at: str
 ) -> None:
-    """It would be in the hands of another fleet's controller, or of none."""
+    """Another fleet's controller, or none, would control it."""
     (engines / "two.yaml").write_text(f"enable_controller: true\ncontroller_url: '{at}'\n")
     fleet = FLEET.replace("policy: session", "controller: {monitor_port: MONITOR}")
     with pytest.raises(ConfigError) as caught:
@@ -127,13 +127,13 @@ def test_a_replica_that_registers_elsewhere_on_this_machine_is_refused(
     "settings",
     ["controller_url: localhost:9101", "enable_controller: true\ncontroller_url: far.away:9101"],
 )
-def test_a_controller_elsewhere_is_the_operators_own_affair(engines: Path, settings: str) -> None:
+def test_a_controller_on_another_machine_is_not_checked(engines: Path, settings: str) -> None:
     (engines / "two.yaml").write_text(settings + "\n")
     fleet = FLEET.replace("policy: session", "controller: {monitor_port: 9102}")
     assert len(load(engines, fleet).replicas) == 2
 
 
-def test_a_free_port_for_chunks_is_nobodys(engines: Path) -> None:
+def test_a_free_port_for_chunks_cannot_collide(engines: Path) -> None:
     (engines / "one.yaml").write_text("lmcache_instance_id: one\ndistributed_url: localhost:0\n")
     (engines / "two.yaml").write_text("distributed_url: localhost:0\n")
     assert len(load(engines, FLEET).replicas) == 2
@@ -175,11 +175,11 @@ def test_the_plan_can_be_printed(engines: Path) -> None:
         (("gpus: [0, 1]", "gpus: 0"), "replicas[0].gpus: expected a list, got 0"),
         (("port: 8088", "port: [1]"), "router.port: expected a whole number, got a list;"),
         (("policy: session", "polcy: x"), "router.polcy: unknown key; did you mean 'policy'?"),
-        (("policy: session", "replicas: []"), "router.replicas: is not set here; leave it out"),
+        (("policy: session", "replicas: []"), "router.replicas: cannot be set here; remove it"),
         (("env: {A: all}", "env: {A: 1}"), "env.A: expected text, got 1; put it in quotes"),
     ],
 )
-def test_what_is_wrong_is_said(engines: Path, change: tuple[str, str], message: str) -> None:
+def test_a_mistake_is_reported(engines: Path, change: tuple[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(engines, FLEET.replace(*change))
     assert message in str(caught.value)
@@ -257,11 +257,11 @@ def test_it_tells_how_to_use_it_and_ends_on_sigterm(
         lines = []
         for line in supervisor.stdout:
             lines.append(line)
-            if line.startswith("All is ready"):
+            if line.startswith("All processes are ready"):
                 supervisor.send_signal(signal.SIGTERM)
     assert supervisor.returncode == 0
     assert f"OPENAI_BASE_URL=http://127.0.0.1:{ports[1]}/v1" in "".join(lines)
-    assert lines[-1] == "Ended: everything that was started has been stopped.\n"
+    assert lines[-1] == "Stopped all processes.\n"
     assert json.loads((tmp_path / "router.yaml").read_text()) == {}
 
 
@@ -296,7 +296,7 @@ def test_clients_of_a_fleet_behind_envoy_are_answered_by_way_of_the_picker(
     ) as supervisor:
         assert supervisor.stdout is not None
         for line in supervisor.stdout:
-            if line.startswith("All is ready"):
+            if line.startswith("All processes are ready"):
                 assert f"OPENAI_BASE_URL=http://127.0.0.1:{entry}/v1" in line
                 with urllib.request.urlopen(f"http://127.0.0.1:{entry}/v1/models") as answer:
                     assert answer.headers["x-warmroute-replica"] == "replica1"
