@@ -12,14 +12,13 @@ from aiohttp.typedefs import Handler
 from router.api.access import Access
 from router.api.cors import allow_origins
 from router.config import (
-    PROMPTED,
     RouterConfig,
     client_context,
 )
 from router.fleet import Fleet
 from router.membership import ConfigFile
 from router.parts import Parts, make_parts
-from router.policy import METHODS, Plane
+from router.policy import METHODS, PROMPTED, Plane
 from router.prompt import PromptSource
 from router.proxy import client_session
 from router.record import Outlets, RecordReader

@@ -20,10 +20,17 @@ from urllib.parse import quote
 import orjson
 import xxhash
 
-from router.config import MAX_WAIT_HEADER, PROMPTED, RouterConfig
+from router.config import RouterConfig
 from warmroute_common.addresses import is_loopback
 from warmroute_common.api_errors import BadRequestError, NotFoundError, NotSupportedError
 from warmroute_common.config_reader import ConfigLocation
+
+PROMPTED: Final = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"}
+)
+"""Endpoints, all POST, that compute KV for a prompt."""
+MAX_WAIT_HEADER: Final = "x-warmroute-max-wait-s"
+"""A client's limit for the time that its request is held, in seconds."""
 
 METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _IDEMPOTENT: Final = ("GET", "HEAD", "PUT", "DELETE", "OPTIONS")

@@ -143,7 +143,7 @@ def start(
     except ChildFailedError as error:
         if error.name != contender.name:
             raise BenchError(str(error)) from None
-        raise CannotRunError(f"{error.what}: {tail(log, lines=3)}") from None
+        raise CannotRunError(f"{error.problem}: {tail(log, lines=3)}") from None
     return Running(urls=(launch.url,), pid=pid)
 
 

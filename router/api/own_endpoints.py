@@ -11,11 +11,11 @@ from aiohttp import web
 
 from router.api.access import GRANT, Access
 from router.api.explanation import explanation
-from router.config import PROMPTED, RouterConfig
+from router.config import RouterConfig
 from router.feeds import authorization, fetch_models
 from router.fleet import Fleet, ReplicaState
 from router.membership import Reload
-from router.policy import Plane, json_object
+from router.policy import PROMPTED, Plane, json_object
 from router.proxy import RequestLifecycle
 from router.record import CONTENT_TYPE, Metrics
 from warmroute_common.api_errors import BadRequestError, NoReplicaError, UnknownModelError

@@ -1,4 +1,4 @@
-"""Everything that an operator can set, and how it is read and checked."""
+"""The router's settings, and how its file is read and checked."""
 
 from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights, LearningWeights
 from router.config.credentials import (
@@ -8,7 +8,6 @@ from router.config.credentials import (
     server_context,
 )
 from router.config.loading import check_unique, load_router_config, router_config
-from router.config.requests import MAX_WAIT_HEADER, PROMPTED
 from router.config.settings import (
     AccessConfig,
     BreakerConfig,
@@ -43,8 +42,6 @@ from warmroute_common.config_reader import build, read_yaml, setting
 
 __all__ = [
     "DEFAULT_WEIGHTS",
-    "MAX_WAIT_HEADER",
-    "PROMPTED",
     "AccessConfig",
     "BreakerConfig",
     "CorsConfig",

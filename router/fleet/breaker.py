@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from router.config import BreakerConfig
+from warmroute_common.command_line import counted
 
 _TELLING: Final = 10
 """Results in the window, below which a share of failures says little."""
@@ -169,7 +170,7 @@ class Breaker:
             return False
         failed, count = self._results.failed, self._results.count
         if self._in_a_row >= config.failures_in_a_row:
-            why = f"{self._in_a_row} requests in a row failed"
+            why = f"{counted(self._in_a_row, 'request')} in a row failed"
         elif count >= _TELLING and failed >= config.failure_share * count:
             why = f"{failed} of {count} requests failed within {config.window_s:g} s"
         else:

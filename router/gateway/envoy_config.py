@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from router.config import MAX_WAIT_HEADER, PickerConfig, RouterConfig, reachable
-from router.policy import METHODS, NOT_CANONICAL, Limits, Policy, Route, not_forwarded
+from router.config import PickerConfig, RouterConfig, reachable
+from router.policy import (
+    MAX_WAIT_HEADER,
+    METHODS,
+    NOT_CANONICAL,
+    Limits,
+    Policy,
+    Route,
+    not_forwarded,
+)
 from warmroute_common.config_reader import ConfigLocation
 
 DESTINATION: Final = "x-gateway-destination-endpoint"

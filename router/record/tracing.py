@@ -202,6 +202,8 @@ _EXPORT_S: Final = 5.0
 """How long sending a batch may take, with its retries."""
 _LAST_SPANS_S: Final = 5.0
 """How long `Traces.stop` waits for the last spans."""
+_ABORT_S: Final = 1.0
+"""How long `Traces.stop` then waits for the exporter's thread to end."""
 _SAMPLED: Final = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 _NO_RESOURCE: Final = Resource.get_empty()
 
@@ -221,6 +223,7 @@ class _Exporter(SpanExporter):
     def __init__(self, maker: SpanMaker, sender: SpanExporter) -> None:
         self._maker = maker
         self._sender = sender
+        self._is_shut_down = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send the spans of some records."""
@@ -229,8 +232,10 @@ class _Exporter(SpanExporter):
         return self._sender.export(made)
 
     def shutdown(self) -> None:
-        """Stop sending."""
-        self._sender.shutdown()
+        """Stop sending, and end the pause between two retries. Idempotent."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._sender.shutdown()
 
 
 class Traces:
@@ -241,7 +246,8 @@ class Traces:
             {"service.name": config.service_name, "service.version": version("warmroute")}
         )
         sender = OTLPSpanExporter(endpoint=config.endpoint, timeout=_EXPORT_S)
-        self._processor = BatchSpanProcessor(_Exporter(SpanMaker(resource), sender))
+        self._exporter = _Exporter(SpanMaker(resource), sender)
+        self._processor = BatchSpanProcessor(self._exporter)
 
     def take(self, record: RequestRecord) -> None:
         """Queue a request's spans if it is sampled; does not wait.
@@ -253,8 +259,11 @@ class Traces:
             self._processor.on_end(_Ended(record))
 
     def stop(self) -> None:
-        """Send the queued spans, for `_LAST_SPANS_S` at most."""
+        """Send the queued spans, for `_LAST_SPANS_S` at most, and end the exporter's threads."""
         # In a thread, since a collector that does not answer would delay the router's stop.
         ending = threading.Thread(target=self._processor.shutdown, daemon=True)
         ending.start()
         ending.join(_LAST_SPANS_S)
+        # Otherwise its thread would continue to retry.
+        self._exporter.shutdown()
+        ending.join(_ABORT_S)

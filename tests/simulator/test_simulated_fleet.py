@@ -4,6 +4,7 @@ import http.client
 import json
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -338,6 +339,21 @@ def test_disk_files_outlive_the_fleet(tmp_path: Path) -> None:
             wait_until("all is on disk", lambda: len([*(tmp_path / "disk").rglob("*.kv")]) == 4)
             process.terminate()
             assert process.wait(_ENDS_S) == 0
+
+
+def test_a_port_in_use_is_reported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "simulator", "--replicas", "1", "--port", port],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parents[2],
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("warmroute simulate: a port is already in use (")
+    assert done.stderr.endswith("choose others with --port and --agent-port\n")
 
 
 def test_what_cannot_be_simulated_is_said(tmp_path: Path) -> None:

@@ -181,6 +181,11 @@ def test_a_taken_agent_port_is_found_before_vllm_starts(tmp_path: Path) -> None:
         ("local_disk: /proc/kv\nmax_local_disk_size: 1", ["--model", "M"], "local_disk:"),
         ("chunk_size: 256", ["--port", "1"], "--model: is missing"),
         (
+            "chunk_size: 100",
+            ["--model", "M", "--block-size", "64"],
+            "chunk_size: 100 is not a multiple of vLLM's block size, 64; set 128, or vLLM's",
+        ),
+        (
             "chunk_size: 256",
             ["--model", "M", "--prefix-caching-hash-algo", "xxhash"],
             "single_tenant: is false, and with vLLM's --prefix-caching-hash-algo xxhash",

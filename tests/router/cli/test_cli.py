@@ -1,4 +1,4 @@
-"""The command as a newcomer meets it."""
+"""The command line: help, files, mistakes."""
 
 import json
 import subprocess
@@ -26,6 +26,20 @@ def router_yaml(tmp_path: Path) -> Path:
     path = tmp_path / "router.yaml"
     path.write_text("replicas: [{url: 'http://127.0.0.1:1', api_key: hidden}]\n")
     return path
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("drain", "one", "--wait-s", "abc"), "'abc' is not a valid number"),
+        (("drain", "one", "--wait-s", "-1"), "-1.0 is not in the range 0<=x<=3600"),
+        (("serve", "--port", "80.5"), "'80.5' is not a valid whole number"),
+        (("simulate", "--speed", "abc"), "'abc' is not a valid number"),
+    ],
+)
+def test_a_number_of_no_use_is_explained(args: tuple[str, ...], message: str) -> None:
+    code, output = invoke(*args)
+    assert code == 2 and message in output
 
 
 def test_help_lists_every_command_plugins_included() -> None:

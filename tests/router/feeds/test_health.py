@@ -156,6 +156,22 @@ async def test_ill_and_well_again(
     assert len(heard.served) == 2, "who comes back may serve other models"
 
 
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("http://127.0.0.1:1", "nothing listens at 127.0.0.1:1 (connection refused)"),
+        ("http://no-such-host.invalid:8000", "the host name 'no-such-host.invalid' cannot be"),
+    ],
+)
+async def test_a_replica_that_cannot_be_reached(
+    session: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture, url: str, problem: str
+) -> None:
+    heard = Heard()
+    async with monitoring(session, url, heard, health_interval_s=3600):
+        assert heard.states == ["r down"]
+    assert f"r ({url}) is down: {problem}" in caplog.text
+
+
 async def test_a_failed_request_is_believed_and_checked_at_once(
     session: aiohttp.ClientSession, eventually: Wait, caplog: pytest.LogCaptureFixture
 ) -> None:

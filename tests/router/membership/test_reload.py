@@ -115,8 +115,12 @@ async def test_the_old_ones_serve_until_the_new_ones_were_probed(
 
 
 async def test_a_replica_that_leaves_answers_what_it_has(
-    reloading: Reloading, client: aiohttp.ClientSession, eventually: Wait
+    reloading: Reloading,
+    client: aiohttp.ClientSession,
+    eventually: Wait,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "warmroute.membership")
     one, two = await reloading.upstream(), await reloading.upstream()
     gate = asyncio.Event()
     one.will(stream(*chat_events("a", "b"), gates=(None, gate)))
@@ -128,6 +132,7 @@ async def test_a_replica_that_leaves_answers_what_it_has(
         reloading.write([two])
         await reload(running)
         await eventually(lambda: replica.state is ReplicaState.DRAINING)
+        assert "r0 is leaving the fleet, with 1 request in flight" in caplog.text
         assert await ask(client, running) == 200
         assert len(two.seen) == 1
         gate.set()

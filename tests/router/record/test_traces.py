@@ -203,6 +203,9 @@ async def test_a_collector_that_is_gone_costs_requests_nothing(
     assert record.status == 200
     async with asyncio.timeout(20):
         await router.runner.cleanup()
+    assert not [each for each in threading.enumerate() if "OtelBatch" in each.name], (
+        "a thread that retries would use `random` during later tests, which Hypothesis refuses"
+    )
 
 
 async def test_a_missing_extra_is_named(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

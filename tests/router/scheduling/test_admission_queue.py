@@ -185,11 +185,13 @@ def test_too_late() -> None:
     assert driver.in_flight() == 2 and not len(driver.queue)
 
 
-def test_a_full_line() -> None:
+def test_a_full_queue() -> None:
     driver = Driver(make_learned_fleet(max_waiting=1))
     driver.ask("a", 10.0)
     driver.ask("b", 1.0)
-    with pytest.raises(RateLimitedError, match="1 requests wait for a replica") as caught:
+    with pytest.raises(
+        RateLimitedError, match=r"the router's queue is full \(1 request, admission"
+    ) as caught:
         driver.ask("c", 2.0)
     assert (caught.value.cause, caught.value.retry_after_s) == ("full", 13)
     assert len(driver.queue) == 1 and driver.in_flight() == 1
