@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from bench.discrete.estimates import Estimate, Foresight, estimate
 from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError
 from bench.discrete.requests import Sent
 from simulator.model.cache_news import LoadableTokens
-from simulator.model.estimate import Estimate, estimate
 from simulator.model.machine_and_request import SimRequest
 
 _AHEAD_S: Final = 0.25
@@ -156,7 +156,7 @@ class Oracle:
         """Return the replica that is best for a request; None while all are dead."""
         now_s = self._loop.time()
         estimates = [
-            (each, estimate(each.model, waiting.asked, now_s))
+            (each, estimate(_foresight(each), waiting.asked, now_s))
             for each in self._replicas
             if each.is_alive
         ]
@@ -187,7 +187,7 @@ class Oracle:
         """Begin to read what lies on the replica's disk."""
         model, asked = replica.model, waiting.asked
         first = model.blocks.match(asked) * model.shape.block_tokens // model.shape.chunk_tokens
-        tiers = model.lower_tiers_of(asked, first)
+        tiers = _foresight(replica).lower_tiers_of(asked, first)
         if any(tier == "disk" for tier in tiers):
             replica.engine.promote(asked.chunk_keys[first : first + len(tiers)], pin_s=_PIN_S)
 
@@ -206,3 +206,8 @@ class Oracle:
         self._pumping.cancel()
         with suppress(asyncio.CancelledError):
             await self._pumping
+
+
+def _foresight(replica: ModelReplica) -> Foresight:
+    assert replica.foresight is not None, "the oracle needs replicas with foresees=True"
+    return replica.foresight

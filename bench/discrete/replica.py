@@ -9,6 +9,7 @@ from itertools import count
 from typing import Final, Protocol
 
 from bench.discrete.engine import ModelEngine
+from bench.discrete.estimates import Foresight
 from bench.discrete.requests import ModelPrompt
 from cacheengine.record import KeyEventRecord
 from router.index.prompt_keys import Tier, keys64
@@ -65,7 +66,7 @@ class ModelReplica:
     """Serves `submit`, on the present event loop.
 
     ``noise`` is the standard deviation of the logarithm of a step's duration;
-    ``foresees`` as in `ReplicaModel`; ``shared`` tiers take the place of its own.
+    ``foresees``: keeps a `Foresight`; ``shared`` tiers take the place of its own.
     """
 
     def __init__(
@@ -92,14 +93,15 @@ class ModelReplica:
             prefill_tokens_per_s=machine.rates.prefill_tokens_per_s,
             on_promoted=self._wake,
         )
+        lower_tiers: LowerTiers = self._tiers if shared is None else shared
         chooser = random.Random(f"{seed} {slot}")
         self.model = ReplicaModel(
             machine.shape,
             machine.rates,
-            self._tiers if shared is None else shared,
+            lower_tiers,
             noise=lambda: chooser.lognormvariate(0.0, noise) if noise else 1.0,
-            foresees=foresees,
         )
+        self.foresight = Foresight(self.model, lower_tiers) if foresees else None
         self._serving: dict[SimRequest, Serving] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._numbers = count(1)
@@ -119,7 +121,14 @@ class ModelReplica:
             chunk_keys=prompt.keys[step - 1 :: step],
             emit_every=_FIRST_AND_LAST,
         )
-        self.model.arrive(request, self._loop.time())
+        if self.foresight is not None:
+            self.model.advance(self._loop.time())
+            self.foresight.expect(request)
+        try:
+            self.model.arrive(request, self._loop.time())
+        except ValueError:
+            self._forget(request)
+            raise
         serving = Serving(request, on_first_token, self._loop.create_future())
         self._serving[request] = serving
         self._settle()
@@ -132,6 +141,7 @@ class ModelReplica:
         self.is_alive = False
         for serving in list(self._serving.values()):
             self.model.cancel(serving.request, self._loop.time())
+            self._forget(serving.request)
             serving.done.set_exception(AnswerCutError())
         self._serving.clear()
         self.model.clear_gpu()
@@ -177,7 +187,12 @@ class ModelReplica:
             serving.on_first_token(at_s)
         if serving.request.finished_s is not None:
             del self._serving[serving.request]
+            self._forget(serving.request)
             serving.done.set_result(None)
+
+    def _forget(self, request: SimRequest) -> None:
+        if self.foresight is not None:
+            self.foresight.forget(request)
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -179,8 +179,6 @@ class SimRequest:
     first_token_s: float | None = None
     finished_s: float | None = None
     cached: CachedTokens = field(default_factory=CachedTokens)
-    expected_tokens: int = 0
-    """Prompt tokens that it was thought to have to compute when it arrived."""
 
     prefill_end: int = 0
     """Tokens to compute before the next one is given: the prompt's; after a preemption
@@ -219,8 +217,8 @@ class SimRequest:
 
     @property
     def remaining_prefill(self) -> int:
-        """Prompt tokens to compute: the true number, or before it runs the expected one."""
-        return self.expected_tokens if not self.num_blocks else self.prefill_end - self.computed
+        """Tokens left to compute before the next output token."""
+        return self.prefill_end - self.computed
 
     def steps_to_progress(self) -> int:
         """Return after how many decode steps the caller hears of it, its end being one such."""

@@ -1,12 +1,12 @@
 """Copies of KV between a GPU and its CPU RAM, and when each has come. Pure."""
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from simulator.model.cache_news import BlockEvent, LoadableTokens, LowerTiers, TokenProgress, Totals
-from simulator.model.gpu_cache import GpuCache, RequestBlocks
+from simulator.model.gpu_cache import RequestBlocks
 from simulator.model.machine_and_request import CachedTokens, Rates, Shape, SimRequest
 
 
@@ -200,75 +200,6 @@ class Batch:
         request.prefill_end = request.prompt_tokens + request.generated
 
 
-# TODO of simulator.model.replica_model: What a request will not have to compute, as far as a replica can know it. Pure.
-
-
-class Foresight:
-    """A replica's tiers, and what the requests that it has will have computed.
-
-    ``keeps_promises``: those requests' prompts are kept track of, block by block; else what
-    is there counts, and nothing is expected of requests.
-    """
-
-    def __init__(
-        self, shape: Shape, cache: GpuCache, tiers: LowerTiers, *, keeps_promises: bool
-    ) -> None:
-        self._shape = shape
-        self._cache = cache
-        self._tiers = tiers
-        self._keeps_promises = keeps_promises
-        self._promised: dict[bytes, int] = {}
-
-    def expect(self, request: SimRequest) -> None:
-        """Note a request that comes now, and what it is thought to have to compute."""
-        if not self._keeps_promises:
-            return
-        request.expected_tokens = request.prompt_tokens - self.known_tokens(request)
-        for key in self._prompt_keys(request):
-            self._promised[key] = self._promised.get(key, 0) + 1
-
-    def forget(self, request: SimRequest) -> None:
-        """Note that a request is over; once, after `expect`."""
-        if not self._keeps_promises:
-            return
-        for key in self._prompt_keys(request):
-            left = self._promised[key] - 1
-            if left:
-                self._promised[key] = left
-            else:
-                del self._promised[key]
-
-    def known_tokens(self, request: SimRequest) -> int:
-        """Return the prompt tokens in any tier, and those that others will have computed."""
-        most = (request.prompt_tokens - 1) // self._shape.block_tokens
-        blocks = 0
-        for key in request.block_keys[:most]:
-            if key not in self._promised and key not in self._cache:
-                break
-            blocks += 1
-        gpu_tokens = blocks * self._shape.block_tokens
-        first = gpu_tokens // self._shape.chunk_tokens
-        end = (first + len(self.lower_tiers_of(request, first))) * self._shape.chunk_tokens
-        # Less than a chunk is not worth a load.
-        known = end if end - gpu_tokens >= self._shape.chunk_tokens else gpu_tokens
-        return min(known, request.prompt_tokens - 1)
-
-    def lower_tiers_of(self, request: SimRequest, first_chunk: int) -> Sequence[str]:
-        """Return the lower tier of each chunk of the prompt from ``first_chunk`` on."""
-        end = request.prompt_tokens // self._shape.chunk_tokens
-        return self._tiers.tiers_of(request.chunk_keys[first_chunk:end])
-
-    def _prompt_keys(self, request: SimRequest) -> Sequence[bytes]:
-        return request.block_keys[: request.prompt_tokens // self._shape.block_tokens]
-
-    def check(self, requests: Iterable[SimRequest]) -> None:
-        """Raise AssertionError if other requests than these are expected to compute something."""
-        expected = requests if self._keeps_promises else ()
-        assert self._promised == Counter(
-            key for each in expected for key in self._prompt_keys(each)
-        )
-
-
 # TODO of simulator.model.replica_model: One replica's scheduler: continuous batching with chunked prefill, as vLLM's. Pure.
 #
 # Time is told to it, in model seconds, and never goes back. What can be worked
@@ -289,8 +220,7 @@ def _steady() -> float:
 class ReplicaModel:
     """The queue, the batch and the GPU cache of one replica.
 
-    ``noise`` gives the factor on the duration of each step. ``foresees``: what waiting
-    requests will compute is kept track of, for `known_tokens`; else what is there counts.
+    ``noise`` returns the factor on the duration of each step.
     """
 
     def __init__(
@@ -300,7 +230,6 @@ class ReplicaModel:
         tiers: LowerTiers,
         *,
         noise: Callable[[], float] = _steady,
-        foresees: bool = True,
     ) -> None:
         self.shape = shape
         self.rates = rates
@@ -313,7 +242,6 @@ class ReplicaModel:
         self._tiers = tiers
         self._batch = Batch(shape, rates, self.blocks, noise)
         self._copies = Copies(shape, rates, tiers)
-        self._foresight = Foresight(shape, self.cache, tiers, keeps_promises=foresees)
         self._step: Step | None = None
         self._news: list[TokenProgress] = []
 
@@ -340,7 +268,6 @@ class ReplicaModel:
             )
         self.advance(now_s)
         request.arrived_s = now_s
-        self._foresight.expect(request)
         self.totals.requests += 1
         self.waiting.append(request)
         self._look_again(now_s)
@@ -404,17 +331,6 @@ class ReplicaModel:
     def tokens_in_step(self) -> int:
         """Prompt tokens that the present step is computing."""
         return 0 if self._step is None else sum(tokens for _, tokens in self._step.prefill)
-
-    def known_tokens(self, request: SimRequest) -> int:
-        """Return the prompt tokens that will not need to be computed, as far as can be known now.
-
-        Those in any tier, and those that requests before it will have computed.
-        """
-        return self._foresight.known_tokens(request)
-
-    def lower_tiers_of(self, request: SimRequest, first_chunk: int) -> Sequence[str]:
-        """Return the lower tier of each chunk of the prompt from ``first_chunk`` on."""
-        return self._foresight.lower_tiers_of(request, first_chunk)
 
     # --- steps
 
@@ -540,7 +456,6 @@ class ReplicaModel:
         """Give back all that a request has; it is in no queue any more."""
         request.is_over = True
         self.blocks.release(request)
-        self._foresight.forget(request)
         self._tiers.forget(request)
 
     def check(self) -> None:
@@ -551,4 +466,3 @@ class ReplicaModel:
         assert self.cache._unkeyed == sum(each.unkeyed for each in holding)
         assert not any(each.is_over for each in [*holding, *self.waiting])
         assert not any(each.num_blocks for each in self.waiting)
-        self._foresight.check([*holding, *self.waiting])

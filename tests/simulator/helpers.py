@@ -1,14 +1,22 @@
 """Requests and models with round numbers."""
 
 import hashlib
+import threading
 from collections.abc import Sequence
 
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.identity import ChunkLayout
+from cacheengine.memory import Pool
+from cacheengine.settings.engine_config import EngineConfig
+from simulator.engine_storage import MemoryDisk, PacedTier, Pacer, threads_for_memory
+from simulator.engine_tiers import EngineTiers
 from simulator.model.cache_news import LowerTiers, NoLowerTiers, TokenProgress
 from simulator.model.machine_and_request import Rates, Shape, SimRequest
 from simulator.model.replica_model import ReplicaModel
 
 BLOCK = 10
 CHUNK = 20
+CHUNK_BYTES = 64
 
 
 def shape(**changes: int) -> Shape:
@@ -77,3 +85,50 @@ def run(sim: ReplicaModel, until_s: float = 1e9) -> list[tuple[str, int, float]]
 
 def told(news: TokenProgress) -> tuple[str, int, float]:
     return (news.request.id, news.generated, round(news.at_s, 6))
+
+
+class Bench:
+    """A model over an engine whose disk reads wait until `read` lets them."""
+
+    def __init__(self, cpu_chunks: int, disk_chunks: int, gpu_tokens: int = 200) -> None:
+        self.may_read = threading.Event()
+        disk = MemoryDisk(chunks=disk_chunks, chunk_bytes=CHUNK_BYTES)
+        layout = ChunkLayout(
+            model="m",
+            dtype="bfloat16",
+            block_tokens=BLOCK,
+            chunk_tokens=CHUNK,
+            chunk_bytes=CHUNK_BYTES,
+        )
+        pacer = Pacer(1e9, sleep=lambda _: self.waits())
+        self.engine = CacheEngine(
+            EngineConfig(chunk_size=CHUNK, disk_read_threads=1, put_queue_share=1.0),
+            layout,
+            Pool.allocate(cpu_chunks, CHUNK_BYTES),
+            tier=PacedTier(disk, pacer),
+            make_threads=threads_for_memory,
+        )
+        self.promoted = threading.Event()
+        self.now_s = 0.0
+        self.tiers = EngineTiers(
+            self.engine,
+            chunk_tokens=CHUNK,
+            view=self.engine.view,
+            clock=lambda: self.now_s,
+            prefill_tokens_per_s=1.0,
+            on_promoted=self.promoted.set,
+        )
+        self.model: ReplicaModel = model(self.tiers, gpu_tokens=gpu_tokens)
+
+    def waits(self) -> None:
+        assert self.may_read.wait(20)
+
+    def serve(self, name: str, prompt_tokens: int, at_s: float) -> None:
+        """Compute a prompt, all alone."""
+        self.model.arrive(request(name, prompt_tokens, text=name), at_s)
+        run(self.model)
+        self.engine.check()
+
+    def close(self) -> None:
+        self.may_read.set()
+        self.engine.close()

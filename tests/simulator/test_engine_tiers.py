@@ -1,82 +1,12 @@
 """The model over a real engine: hits in CPU RAM and on disk, loads, stores, promotions."""
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity import ChunkLayout
-from cacheengine.memory import Pool
-from cacheengine.settings.engine_config import EngineConfig
-from simulator.engine_storage import MemoryDisk, PacedTier, Pacer, threads_for_memory
-from simulator.engine_tiers import EngineTiers
+from simulator.engine_storage import Pacer
 from simulator.model.cache_news import LoadableTokens
-from simulator.model.estimate import estimate
-from simulator.model.replica_model import ReplicaModel
-from tests.simulator.helpers import BLOCK, CHUNK, keys, model, request, run
-
-CHUNK_BYTES = 64
-
-
-class Bench:
-    """A model over an engine whose disk reads wait until `read` lets them."""
-
-    def __init__(self, cpu_chunks: int, disk_chunks: int, gpu_tokens: int = 200) -> None:
-        self.may_read = threading.Event()
-        disk = MemoryDisk(chunks=disk_chunks, chunk_bytes=CHUNK_BYTES)
-        layout = ChunkLayout(
-            model="m",
-            dtype="bfloat16",
-            block_tokens=BLOCK,
-            chunk_tokens=CHUNK,
-            chunk_bytes=CHUNK_BYTES,
-        )
-        pacer = Pacer(1e9, sleep=lambda _: self.waits())
-        self.engine = CacheEngine(
-            EngineConfig(chunk_size=CHUNK, disk_read_threads=1, put_queue_share=1.0),
-            layout,
-            Pool.allocate(cpu_chunks, CHUNK_BYTES),
-            tier=PacedTier(disk, pacer),
-            make_threads=threads_for_memory,
-        )
-        self.promoted = threading.Event()
-        self.now_s = 0.0
-        self.tiers = EngineTiers(
-            self.engine,
-            chunk_tokens=CHUNK,
-            view=self.engine.view,
-            clock=lambda: self.now_s,
-            prefill_tokens_per_s=1.0,
-            on_promoted=self.promoted.set,
-        )
-        self.model: ReplicaModel = model(self.tiers, gpu_tokens=gpu_tokens)
-
-    def waits(self) -> None:
-        assert self.may_read.wait(20)
-
-    def serve(self, name: str, prompt_tokens: int, at_s: float) -> None:
-        """Compute a prompt, all alone."""
-        self.model.arrive(request(name, prompt_tokens, text=name), at_s)
-        run(self.model)
-        self.engine.check()
-
-    def close(self) -> None:
-        self.may_read.set()
-        self.engine.close()
-
-
-@pytest.fixture
-def benches() -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
-
-    def make(**sizes: int) -> Bench:
-        made.append(Bench(**sizes))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+from tests.simulator.helpers import Bench, keys, request, run
 
 
 def test_what_left_the_gpu_is_loaded_from_cpu_ram(benches: Callable[..., Bench]) -> None:
@@ -193,42 +123,6 @@ def test_a_chunk_that_the_gpu_holds_in_part_is_found_only_with_those_after_it(
     assert bench.tiers.find(asked, 0) == LoadableTokens(cpu=100)
     bench.tiers.end_schedule()
     bench.tiers.forget(asked)
-
-
-def test_the_estimate_is_what_then_happens(benches: Callable[..., Bench]) -> None:
-    """Alone, behind a queue, and with KV in each tier."""
-    bench = benches(cpu_chunks=50, disk_chunks=100, gpu_tokens=1000)
-    for at_s, name, prompt_tokens in (
-        (0.0, "a", 100),
-        (1000.0, "a", 95),
-        (2000.0, "b", 250),
-        (2001.0, "c", 130),
-        (2002.0, "c", 130),
-    ):
-        bench.model.advance(at_s)
-        asked = request(f"{name}@{at_s}", prompt_tokens, text=name)
-        expected = estimate(bench.model, asked, at_s)
-        bench.model.arrive(asked, at_s)
-        if at_s < 2000.0:
-            run(bench.model)
-            bench.model.clear_gpu()
-            assert asked.first_token_s is not None
-            assert expected.ttft_s == pytest.approx(asked.first_token_s - at_s)
-        asked_last, expected_last = asked, expected
-    run(bench.model)
-    assert asked_last.first_token_s is not None
-    # Steps are shared at the seams: a step's fixed second or two.
-    assert expected_last.ttft_s == pytest.approx(asked_last.first_token_s - 2002.0, abs=2.5)
-
-
-def test_the_estimate_counts_the_disk_beside_the_queue(benches: Callable[..., Bench]) -> None:
-    bench = benches(cpu_chunks=5, disk_chunks=100, gpu_tokens=100)
-    bench.serve("a", 100, 0.0)
-    bench.serve("b", 100, 50.0)
-    asked = request("again", 95, text="a")
-    # 80 tokens: 0.004 s from disk, 0.8 s load; 15 are computed in 2.5 s.
-    assert estimate(bench.model, asked, 100.0).ttft_s == pytest.approx(3.304)
-    assert estimate(bench.model, asked, 100.0).busy_s == pytest.approx(2.3)
 
 
 def test_paced_reads_keep_the_schedule_however_late_a_sleep_ends() -> None:

@@ -266,14 +266,6 @@ def test_a_client_that_goes_away_frees_its_place(fleet: Fleet) -> None:
     assert (truth["running"], truth["held_tokens"]["gpu_in_use"]) == (0, 0)
 
 
-def test_the_oracle_knows_where_the_kv_is(fleet: Fleet) -> None:
-    ids = prompt(4)
-    fleet.ask(ids, base=fleet.url("sim2"))
-    answer = call(f"{fleet.where['control_url']}/oracle", {"token_ids": ids})
-    assert (answer["instance_id"], answer["url"]) == ("sim2", fleet.url("sim2"))
-    assert answer["predicted_ttft_s"] == pytest.approx(0.006 + 64 / 8000)
-
-
 def test_streams_tell_the_first_token_alone_and_end_with_the_usage(fleet: Fleet) -> None:
     body = {
         "messages": [{"role": "user", "content": "hello"}],

@@ -16,7 +16,7 @@ from simulator.engine_tiers import ToldTiers
 from simulator.kv_event_publisher import TierEvents, encode_events
 from simulator.openai_prompts import Prompts
 from tests.simulator.helpers import CHUNK, model, request, run
-from tests.simulator.test_engine_tiers import Bench
+from tests.simulator.helpers import Bench
 from warmroute_common.keys import HashScheme, key64
 
 BLOCK, PER_CHUNK = 16, 4
