@@ -1,7 +1,9 @@
-"""A disk tier in memory: what it keeps is real, its speed is the model's, its files are none.
+"""The real part of a simulated replica: its cache engine, agent and transfer server.
 
-A fleet writes hundreds of chunks a second. As files they would take more of
-this machine than all the rest, and its own disk's speed would show.
+Disk and network speeds are modelled: `Pacer` slows threads down, `PacedTier` applies
+it to disk reads and `PacedEngine` to transfers. `MemoryDisk` keeps the disk tier's chunks in memory,
+because a fleet writes hundreds of chunks per second: as files they would load this machine more
+than everything else, and its own disk's speed would show. `open_storage` starts all of it.
 """
 
 import contextlib
@@ -83,9 +85,6 @@ class InlineJobs:
 def threads_for_memory(name: str, count: int) -> JobRunner:
     """Return the threads of an engine over a `MemoryDisk`: only reads, which are paced, wait."""
     return InlineJobs() if name.startswith("kv-put") else IoThreads(name, count)
-
-
-# TODO of simulator.engine_storage: Making real threads as slow as a modelled device.
 
 
 class Pacer:
@@ -176,8 +175,6 @@ class PacedEngine:
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
-
-# TODO of simulator.engine_storage: The real part of a simulated replica: its engine, its agent, its transfer server.
 
 HASH_ALGORITHM: Final = "sha256"
 _GB: Final = 1024**3

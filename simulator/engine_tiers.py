@@ -1,8 +1,9 @@
 """The tiers below a simulated GPU: a real cache engine, driven as vLLM drives it.
 
-The calls are those of `cacheengine.connector.manager`, in the order in which
-vLLM's offloading connector makes them in a scheduler's step. The bytes of a
-chunk are its key, again and again, so that whoever loads it can tell.
+`EngineTiers` makes the calls of `cacheengine.connector.manager`, in the order in which vLLM's
+offloading connector makes them in a scheduler step. A chunk's bytes are its key, repeated, so that
+a load can detect a wrong chunk. `ObservedTiers` also reports the chunks that it stores and finds,
+as vLLM's connector notes them for its KV events.
 """
 
 from collections import Counter
@@ -204,14 +205,8 @@ class EngineTiers:
         return self._engine.match(chunk_keys)
 
 
-# TODO of simulator.engine_tiers: Tiers that tell which chunks they reserve and find, as vLLM's connector notes for its events.
-
-
-class ToldTiers(EngineTiers):
-    """Tiers that tell which of a request's chunks were just reserved, or found ready.
-
-    ``noted`` is called with the chunks' numbers.
-    """
+class ObservedTiers(EngineTiers):
+    """Calls ``noted`` with the numbers of a request's chunks that were reserved or found ready."""
 
     def __init__(
         self, *given: Any, noted: Callable[[SimRequest, Iterable[int]], None], **options: Any

@@ -1,9 +1,10 @@
-"""What vLLM's offloading connector publishes of the tiers below the GPU, in its own words.
+"""KV events of a simulated replica, published over ZMQ as vLLM publishes them, with a replay.
 
-As with ``self_describing_kv_events``: a chunk stored is told as its blocks with their
-tokens, a chunk lost as its blocks. The connector knows a chunk's blocks while the chunk is
-in CPU RAM, from when a request stored or found it there; of any other it can tell only the
-key, which is its last block's.
+`TierEvents` converts the engine's events to those of vLLM's offloading connector with
+``self_describing_kv_events``: a stored chunk is reported as its blocks with their tokens, a removed
+chunk as its blocks. The connector knows a chunk's blocks while the chunk is in CPU RAM, from the
+request that stored or found it there. For any other chunk it reports only the key, which is that of
+the last block. `encode_events` adds the GPU's events, and `KvEventPublisher` sends the messages.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ class TierEvents:
         while len(self._known) > self._most:
             self._known.popitem(last=False)
 
-    def told(self, records: Sequence[KeyEventRecord]) -> list[dict[str, Any]]:
+    def vllm_events(self, records: Sequence[KeyEventRecord]) -> list[dict[str, Any]]:
         """Return vLLM's events, in order, of what the tiers gained and lost."""
         events = [event for record in records for event in self._events(record)]
         for record in records:
@@ -108,8 +109,6 @@ class TierEvents:
             }
         return event
 
-
-# TODO of simulator.kv_event_publisher: KV events as vLLM publishes them over ZMQ, with a replay of the latest.
 
 _KEPT: Final = 10_000
 """Messages kept for replay, as many as vLLM keeps by default."""

@@ -1,4 +1,9 @@
-"""What an OpenAI server answers, byte for byte in vLLM's order of fields."""
+"""The OpenAI server of one simulated replica, with vLLM's answers, errors and metrics.
+
+`CallReader` parses requests and refuses what vLLM refuses. `CompletionBody` builds answers with
+vLLM's fields in vLLM's order. `render` writes ``/metrics`` under vLLM's names. `OpenAiServer` has
+the handlers; other paths get a 404 in OpenAI's error format.
+"""
 
 import asyncio
 import contextlib
@@ -10,6 +15,7 @@ from typing import Any, Final
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from simulator.openai_prompts import BadPromptError, Prompts, SimPrompt, chat_text, text_of
 from simulator.simulated_replica import RunningRequest, SimulatedReplica
@@ -92,9 +98,6 @@ def error_body(message: str, status: int, *, kind: str, param: str | None = None
     """Return an error as vLLM answers it."""
     error = {"message": message, "type": kind, "param": param, "code": status}
     return orjson.dumps({"error": error})
-
-
-# TODO of simulator.openai_server: Reading what a client asks of a simulated replica.
 
 
 class SimulatedCallError(Exception):
@@ -232,9 +235,6 @@ def _chat(body: Mapping[str, Any]) -> str:
     return chat_text(messages, add_generation_prompt=generation)
 
 
-# TODO of simulator.openai_server: A simulated replica's ``/metrics``, under vLLM's names.
-
-
 def render(replica: SimulatedReplica) -> str:
     """Return Prometheus' text format."""
     model, totals = replica.model, replica.model.totals
@@ -266,9 +266,21 @@ def render(replica: SimulatedReplica) -> str:
     )
 
 
-# TODO of simulator.openai_server: The OpenAI server of one simulated replica.
-
 _MAX_BODY_BYTES: Final = 64 * 1024**2
+
+
+@web.middleware
+async def _not_found_as_openai(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer an unknown path or method in OpenAI's error format."""
+    try:
+        return await handler(request)
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+        message = f"a simulated replica does not serve {request.method} {request.path}"
+        return web.Response(
+            body=error_body(message, error.status, kind="NotFoundError"),
+            status=error.status,
+            content_type="application/json",
+        )
 
 
 class OpenAiServer:
@@ -282,7 +294,7 @@ class OpenAiServer:
 
     def app(self) -> web.Application:
         """Return the application, to be served once."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_not_found_as_openai])
         app.add_routes(
             [
                 web.get("/health", self._health),

@@ -1,4 +1,4 @@
-"""One simulated replica at work: the model run against the clock, over real storage."""
+"""One simulated replica: the model run against the clock, over a real engine and agent."""
 
 import asyncio
 import math
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from simulator.engine_storage import EngineStorage, open_storage
-from simulator.engine_tiers import EngineTiers, ToldTiers
+from simulator.engine_tiers import EngineTiers, ObservedTiers
 from simulator.kv_event_publisher import KvEventPublisher, TierEvents, encode_events
 from simulator.model.cache_news import LowerTiers, NoLowerTiers
 from simulator.model.machine_and_request import SimRequest
@@ -104,7 +104,7 @@ class SimulatedReplica:
             kv_events_port=_port(self.stream.endpoint),
             kv_replay_port=_port(self.stream.replay_endpoint),
         )
-        self._tiers = ToldTiers(
+        self._tiers = ObservedTiers(
             self._storage.engine,
             noted=self._note_chunks,
             chunk_tokens=self.settings.shape.chunk_tokens,
@@ -205,7 +205,11 @@ class SimulatedReplica:
     def _publish(self) -> None:
         events = self.model.take_events()
         # vLLM asks its connector at the end of a step, and an idle scheduler makes none.
-        lower = self._tier_events.told(self.storage.engine.take_events()) if self._running else []
+        lower = (
+            self._tier_events.vllm_events(self.storage.engine.take_events())
+            if self._running
+            else []
+        )
         if events or lower:
             block_tokens = self.settings.shape.block_tokens
             self.stream.publish(

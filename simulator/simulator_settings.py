@@ -1,4 +1,4 @@
-"""What a simulated fleet is told."""
+"""The settings of a simulated fleet."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the model asks of the tiers below the GPU."""
+"""The tiers below the GPU that the model uses, and the events that it reports. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,9 +75,6 @@ class NoLowerTiers:
     def tiers_of(self, chunk_keys: Sequence[bytes]) -> Sequence[str]:
         """Hold nothing."""
         return ()
-
-
-# TODO of simulator.model.cache_news: What the model tells: to the callers, to the followers of its cache, in numbers. Pure.
 
 
 class TokenProgress(NamedTuple):

@@ -1,8 +1,8 @@
-"""The GPU's KV cache as vLLM keeps it: counted references, the rest in order of last use. Pure.
+"""The GPU's KV cache as vLLM keeps it: reference counts, and LRU order for unused blocks. Pure.
 
-A block that a request holds is not evicted. One that nobody holds keeps its
-content, and is taken for something else when it is the one that was left the
-longest ago; of one request's blocks the last of the prompt goes first.
+A block that a request holds is not evicted. A block that no request holds keeps its content until
+it is the least recently used one and is taken for other content; of one request's blocks the last
+of the prompt goes first. `RequestBlocks` takes blocks for requests and returns them.
 """
 
 from collections import OrderedDict
@@ -119,9 +119,6 @@ class GpuCache:
         assert self._blank >= 0 and self._unkeyed >= 0
         counted = self._blank + self._unkeyed + len(self._held) + len(self._idle)
         assert counted == self.num_blocks, f"{counted} of {self.num_blocks}"
-
-
-# TODO of simulator.model.gpu_cache: The blocks of the GPU's cache that requests hold: taken, given their keys, given back. Pure.
 
 
 class RequestBlocks:

@@ -1,4 +1,4 @@
-"""How long a simulated replica takes for what it does, and how big it is. Pure."""
+"""The machine of a modelled replica (speeds and sizes), and a request inside the model. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -113,9 +113,6 @@ class Shape:
         return -(-tokens // self.block_tokens)
 
 
-# TODO of simulator.model.machine_and_request: A replica's machine: its speeds, the sizes of its GPU cache and of the tiers below. Pure.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """What a modelled replica has and how fast it is."""
@@ -139,9 +136,6 @@ class Machine:
     def disk_chunks(self) -> int:
         """Chunks in the disk tier."""
         return self.disk_tokens // self.shape.chunk_tokens
-
-
-# TODO of simulator.model.machine_and_request: One request inside the model. Pure.
 
 
 @dataclass(slots=True)

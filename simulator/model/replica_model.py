@@ -1,4 +1,14 @@
-"""Copies of KV between a GPU and its CPU RAM, and when each has come. Pure."""
+"""One replica's scheduler: continuous batching with chunked prefill, as in vLLM. Pure.
+
+Callers pass the time, in model seconds; it never goes back. `ReplicaModel.advance` ends all steps
+that are over by then, at their own times, and takes steps that only decode together until something
+happens in them.
+
+As in vLLM (`scheduler_reserve_full_isl`), a request is admitted when there are blocks for its whole
+prompt. If running requests find no blocks for their answers, the last admitted one is preempted: it
+returns its blocks and later computes again what was evicted meanwhile. `Copies` models the loads
+and stores between GPU and CPU RAM, and `Batch` the running requests of a step.
+"""
 
 import math
 from collections import deque
@@ -69,9 +79,6 @@ class Copies:
     def check(self) -> None:
         """Raise AssertionError if stores are not in the order of their ends."""
         assert [at_s for at_s, _ in self._storing] == sorted(at_s for at_s, _ in self._storing)
-
-
-# TODO of simulator.model.replica_model: The requests that run, what each computes in a step, and which of them must give way. Pure.
 
 
 @dataclass(slots=True)
@@ -198,19 +205,6 @@ class Batch:
         self._blocks.release(request)
         request.computed = 0
         request.prefill_end = request.prompt_tokens + request.generated
-
-
-# TODO of simulator.model.replica_model: One replica's scheduler: continuous batching with chunked prefill, as vLLM's. Pure.
-#
-# Time is told to it, in model seconds, and never goes back. What can be worked
-# out is not waited for: `advance` ends all steps that were over by then, at
-# their own times, and steps that only decode are taken together until something
-# happens in them.
-#
-# As in vLLM (`scheduler_reserve_full_isl`), a request is admitted when blocks for
-# all of its prompt can be had; where running ones find none for their answers, the
-# one admitted last is preempted: it gives its blocks back and computes anew what
-# was evicted meanwhile.
 
 
 def _steady() -> float:

@@ -266,6 +266,17 @@ def test_a_client_that_goes_away_frees_its_place(fleet: Fleet) -> None:
     assert (truth["running"], truth["held_tokens"]["gpu_in_use"]) == (0, 0)
 
 
+def test_unknown_paths_are_refused_in_openais_format(fleet: Fleet) -> None:
+    split = urlsplit(fleet.url("sim1"))
+    connection = http.client.HTTPConnection(split.netloc, timeout=60)
+    connection.request("POST", "/v1/responses", b"{}")
+    response = connection.getresponse()
+    error = json.loads(response.read())["error"]
+    connection.close()
+    assert (response.status, error["code"], error["type"]) == (404, 404, "NotFoundError")
+    assert "does not serve POST /v1/responses" in error["message"]
+
+
 def test_streams_tell_the_first_token_alone_and_end_with_the_usage(fleet: Fleet) -> None:
     body = {
         "messages": [{"role": "user", "content": "hello"}],

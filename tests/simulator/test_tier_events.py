@@ -12,11 +12,10 @@ from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.fleet import Fleet
 from router.index.kv_events import BlocksRemoved, BlocksStored, KvEventReader
 from router.index.prompt_keys import Tier
-from simulator.engine_tiers import ToldTiers
+from simulator.engine_tiers import ObservedTiers
 from simulator.kv_event_publisher import TierEvents, encode_events
 from simulator.openai_prompts import Prompts
-from tests.simulator.helpers import CHUNK, model, request, run
-from tests.simulator.helpers import Bench
+from tests.simulator.helpers import CHUNK, Bench, model, request, run
 from warmroute_common.keys import HashScheme, key64
 
 BLOCK, PER_CHUNK = 16, 4
@@ -48,7 +47,7 @@ LIFE = (
 
 def told(events: TierEvents) -> list[list[dict[str, Any]]]:
     events.learn(PROMPT, range(2))
-    return [events.told(batch) for batch in LIFE]
+    return [events.vllm_events(batch) for batch in LIFE]
 
 
 @pytest.mark.vllm
@@ -108,14 +107,14 @@ def test_of_a_chunk_that_left_ram_only_its_key_is_known() -> None:
 def test_it_remembers_no_more_than_it_may() -> None:
     events = tier_events(most=1)
     events.learn(PROMPT, range(2))
-    first, second = events.told([stored("cpu", 0, 1)])
+    first, second = events.vllm_events([stored("cpu", 0, 1)])
     assert (len(first["block_hashes"]), len(second["block_hashes"])) == (1, 4)
 
 
 def test_the_router_reads_them_and_leaves_them_to_the_agent_where_there_is_one() -> None:
     events = tier_events()
     events.learn(PROMPT, range(2))
-    lower = events.told([stored("cpu", 0, 1), stored("disk", 0), removed("cpu", 1)])
+    lower = events.vllm_events([stored("cpu", 0, 1), stored("disk", 0), removed("cpu", 1)])
     batch = KvEventReader().read(0, encode_events([], lambda _: PROMPT, BLOCK, 0.0, lower))
     assert [each for each in batch.events if isinstance(each, BlocksStored | BlocksRemoved)] == [
         BlocksStored(Tier.CPU, KEYS[:4]),
@@ -136,7 +135,7 @@ def test_the_router_reads_them_and_leaves_them_to_the_agent_where_there_is_one()
 def test_tiers_tell_what_they_reserve_and_what_they_find() -> None:
     noted: list[tuple[str, list[int]]] = []
     engine = Bench(cpu_chunks=8, disk_chunks=8).engine
-    tiers = ToldTiers(
+    tiers = ObservedTiers(
         engine,
         chunk_tokens=CHUNK,
         clock=lambda: 0.0,
