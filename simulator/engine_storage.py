@@ -1,9 +1,9 @@
 """The real part of a simulated replica: its cache engine, agent and transfer server.
 
-Disk and network speeds are modelled: `Pacer` slows threads down, `PacedTier` applies
-it to disk reads and `PacedEngine` to transfers. `MemoryDisk` keeps the disk tier's chunks in memory,
-because a fleet writes hundreds of chunks per second: as files they would load this machine more
-than everything else, and its own disk's speed would show. `open_storage` starts all of it.
+Disk and network speeds are modelled: `Pacer` slows threads down, `PacedTier` applies it to disk
+reads and `PacedEngine` to transfers. `MemoryDisk` keeps the disk tier's chunks in memory, because
+a fleet writes hundreds of chunks per second: as files they would load this machine more than
+everything else, and its own disk's speed would show. `open_storage` starts all of it.
 """
 
 import contextlib

@@ -2,9 +2,10 @@
 
 vLLM's scheduler looks up chunks, reserves rows for chunks to store, and reports finished copies.
 `RequestKeys` translates vLLM's block hashes into the engine's keys, which also name the weights.
-`ComputeRate` measures how fast prompts are computed, for the decision how long to wait for a
-promotion. `ChunkStores` reserves rows in the CPU pool. `RefusedStores` remembers chunks for which the pool
-had no space: vLLM offers each chunk only once, so `WarmrouteConnector` has it offer them again.
+`ComputeRate` measures how fast prompts are computed, which decides how long to wait for a
+promotion. `ChunkStores` reserves rows in the CPU pool. `RefusedStores` remembers chunks for which
+the pool had no space: vLLM offers each chunk only once, so `WarmrouteConnector` has it offer them
+again.
 `WarmrouteManager` implements vLLM's interface. All of it runs on the scheduler's thread.
 """
 
