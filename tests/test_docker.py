@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -124,7 +125,10 @@ def test_what_is_copied_is_there_and_let_in(file: str) -> None:
 def test_all_that_the_wheel_is_made_of_is_copied() -> None:
     build = stages("Dockerfile")["build"]
     copied = {each for text in build.said("COPY") for each in text.split()[:-1]}
-    assert {"router/", "cacheengine/", "pyproject.toml", "README.md", "LICENSE"} <= copied
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    folders = {f"{each.removesuffix('*')}/" for each in packages}
+    assert {*folders, "pyproject.toml", "README.md", "LICENSE"} <= copied
 
 
 @pytest.mark.parametrize(("file", "image"), IMAGES)

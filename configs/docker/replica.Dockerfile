@@ -1,5 +1,5 @@
-# A replica on an NVIDIA GPU: vLLM with the cache engine inside. The driver's libraries come from
-# the host (nvidia-container-toolkit), all else from the locks.
+# Image of a replica on an NVIDIA GPU: vLLM with the cache engine inside. The driver's libraries come
+# from the host (nvidia-container-toolkit), everything else from the locks.
 #
 #   docker build -f configs/docker/replica.Dockerfile -t warmroute-replica:0.1.0 .
 FROM python:3.11.14-slim-bookworm AS build
@@ -8,18 +8,20 @@ WORKDIR /src
 COPY requirements/ requirements/
 RUN python -m venv /build \
  && /build/bin/pip install --no-deps --require-hashes -r requirements/build.lock
-# In this order where locks disagree: what a replica runs with wins.
+# If locks disagree, the last one wins: the replica's.
 RUN python -m venv /opt/warmroute \
  && /opt/warmroute/bin/pip install --no-deps --require-hashes -r requirements/router.lock \
  && /opt/warmroute/bin/pip install --no-deps --require-hashes -r requirements/vllm.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY router/ router/
 COPY cacheengine/ cacheengine/
+COPY simulator/ simulator/
+COPY warmroute_common/ warmroute_common/
 RUN /build/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /wheels . \
  && /opt/warmroute/bin/pip install --no-deps --no-index /wheels/*.whl
 
 FROM python:3.11.14-slim-bookworm AS replica
-# Triton compiles its launchers where it runs.
+# Triton compiles its launchers at run time, so the image needs a compiler.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev \
  && rm -rf /var/lib/apt/lists/* \

@@ -26,13 +26,13 @@ _FIXED: Final[Mapping[Reason, str]] = {
     Reason.ONLY_REPLICA: "is the only replica that can take it",
     Reason.BOUND: "holds the response that this request continues",
     Reason.RETRY: "is the best of the replicas that were not tried yet",
-    Reason.ROUND_ROBIN: "has its turn",
+    Reason.ROUND_ROBIN: "is next in turn",
 }
 
 _OTHER_POLICIES: Final[Mapping[str, str]] = {
-    "longest-prefix": "holds the longest match, or as much as others and has the least to do",
-    "session": "is where the session's name or the prompt's beginning belongs",
-    "least-loaded": "has the fewest requests under way",
+    "longest-prefix": "holds the longest match; ties go to the replica with the fewest requests",
+    "session": "is chosen by a hash of the session's name or of the prompt's beginning",
+    "least-loaded": "has the fewest requests in flight",
 }
 
 
@@ -75,7 +75,7 @@ def why(decision: Decision, policy: PolicyName, weights: CostWeights) -> str:
     if decision.reason in _FIXED:
         return f"{picked.replica_id} {_FIXED[decision.reason]}: {holds}."
     if policy != "ttft":
-        about = f"(policy {policy}, which looks at no times)"
+        about = f"(policy {policy}, which ignores times)"
         return f"{picked.replica_id} {_OTHER_POLICIES[policy]} {about}: {holds}."
     others = [each for each in decision.candidates if each is not picked]
     soonest = other = min(others, key=lambda each: each.ttft_s)
@@ -86,9 +86,9 @@ def why(decision: Decision, policy: PolicyName, weights: CostWeights) -> str:
     if decision.reason is Reason.SESSION_HOME:
         head = "is the session's home"
     elif picked.ttft_s - soonest.ttft_s < _NO_LATER_S:
-        head = "answers soonest"
+        head = "answers first"
     else:
-        head = "answers nearly as soon as any"
+        head = "is nearly as fast as the fastest"
     contrast = _against(picked, other, name, weights)
     return f"{picked.replica_id} {head}: {holds}; {contrast}."
 
@@ -110,7 +110,7 @@ def _holds(picked: Candidate, prompt_tokens: int) -> str:
     told = [f"{count:,} of {prompt_tokens:,} tokens are {where}"]
     told += [f"{count:,} {where}" for where, count in others]
     if picked.replica.reads_late(picked.matched_tokens):
-        told.append("read when it gets to the request, since it takes no prefetch")
+        told.append("read when the replica starts the request, because it accepts no prefetch")
     return ", ".join(told)
 
 
@@ -119,18 +119,19 @@ def _against(picked: Candidate, other: Candidate, name: str, weights: CostWeight
     late_s = other.ttft_s - picked.ttft_s
     if late_s >= _NO_LATER_S:
         return f"{name} would take {seconds_text(late_s)} longer"
-    sooner = "be as soon" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} sooner"
+    faster = "be as fast" if late_s > -_NO_LATER_S else f"be {seconds_text(-late_s)} faster"
     others_s, picked_others_s = other.others_s(weights), picked.others_s(weights)
     if others_s - picked_others_s >= _NO_LATER_S:
         return (
-            f"{name} would {sooner}, but cost the requests behind it {seconds_text(others_s)} "
-            f"in all rather than {seconds_text(picked_others_s)}"
+            f"{name} would {faster}, but delay other requests by {seconds_text(others_s)} "
+            f"in total instead of {seconds_text(picked_others_s)}"
         )
     if picked.matched > other.matched:
-        return f"{name} would {sooner}, but holds less"
+        return f"{name} would {faster}, but holds fewer tokens of the prompt"
     if picked.in_flight < other.in_flight:
-        return f"{name} would {sooner}, but has more to do"
-    return f"{name} would {sooner}: among equals, sessions stay and equal beginnings meet"
+        return f"{name} would {faster}, but has more requests in flight"
+    tie = "a tie: the session's home wins, then a hash of the prompt decides"
+    return f"{name} would {faster} ({tie})"
 
 
 def _shown(decision: Decision) -> list[Candidate]:

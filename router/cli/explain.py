@@ -84,7 +84,7 @@ def _pick_lines(answer: dict[str, Any]) -> list[str]:
         "predicted": f"{_ms(answer['predicted_ttft_s'])} ms to the first token",
     }
     picked = next(each for each in answer["candidates"] if each["replica_id"] == answer["replica"])
-    told["so far"] = _trust(answer["replica"], picked["predictions"])
+    told["accuracy"] = _trust(answer["replica"], picked["predictions"])
     if answer["prefetch_chunks"]:
         gain = _ms(answer["expected_gain_s"])
         told["prefetch"] = f"{answer['prefetch_chunks']:,} chunks, gains {gain} ms"
@@ -104,11 +104,11 @@ def _pick_lines(answer: dict[str, Any]) -> list[str]:
 
 def _trust(replica: str, predictions: dict[str, Any] | None) -> str:
     if predictions is None:
-        return f"{replica} has given no streamed answer yet to compare predictions with"
+        return f"{replica} has not streamed an answer yet"
     ratio, count = predictions["ratio"], predictions["answers"]
     return (
-        f"predictions of {replica} were within {ratio['p50']:.0%} half of the time, "
-        f"{ratio['p90']:.0%} nine times in ten ({counted(count, 'answer')})"
+        f"error of the predictions for {replica}: median {ratio['p50']:.0%}, p90 {ratio['p90']:.0%} "
+        f"({counted(count, 'answer')})"
     )
 
 
@@ -128,7 +128,7 @@ def _cost_lines(candidates: list[dict[str, Any]], picked: str) -> list[str]:
     told = {name: cells for name, cells in columns.items() if set(cells) != {"0"}}
     return [
         "Predicted ms (ttft = base + the longer of queue and fetch + load + prefill),",
-        "tokens of the prompt that it holds or gets copied, requests in flight (busy)",
+        "the prompt's tokens by tier, tokens copied from a peer, requests in flight (busy)",
         "",
         *_aligned(told),
     ]
@@ -145,7 +145,7 @@ def _rate_lines(candidates: list[dict[str, Any]]) -> list[str]:
         columns[f"{quantile} off"] = [_off(each["predictions"], quantile) for each in candidates]
     return [
         "Learned rates: prefill tokens/s, slowdown of a prefill by one running decode, bytes/s,",
-        "and how far predictions were off. In brackets: not learned yet",
+        "and the error of predictions. In brackets: not learned yet",
         "",
         *_aligned(columns),
     ]

@@ -68,14 +68,14 @@ function explained(answer) {
   return [
     verdict(answer),
     facts(answer),
-    element("h3", {}, "What each would take"),
-    hint("Milliseconds: ttft = base + the longer of queue and fetch + load + prefill. Then the " +
-      "tokens of the prompt that it holds or gets, and its requests under way (busy)."),
+    element("h3", {}, "Predicted times"),
+    hint("In milliseconds: ttft = base + the longer of queue and fetch + load + prefill. Then the " +
+      "prompt's tokens by tier, tokens copied from a peer, and requests in flight (busy)."),
     table(costColumns(answer), answer),
     ...rest,
-    element("h3", {}, "What was learned of each"),
-    hint("From its answers: rates, what one running decode adds to a prefill, and how far " +
-      "predictions were off. In brackets: not learned yet."),
+    element("h3", {}, "Learned rates"),
+    hint("Learned from each replica's answers: rates, how much one running decode slows a prefill, " +
+      "and the error of predictions. In brackets: not learned yet."),
     table(rateColumns(answer.candidates), answer),
   ];
 }
@@ -96,7 +96,7 @@ function facts(answer) {
   const rows = [
     ["prompt", `${count(all)} tokens${answer.exact_tokens ? "" : " (estimated)"}: ${told}`],
     ["predicted", `${seconds(answer.predicted_ttft_s)} to the first token`],
-    ["so far", trust(answer)],
+    ["accuracy", trust(answer)],
   ];
   if (answer.prefetch_chunks) {
     const gain = seconds(answer.expected_gain_s);
@@ -114,10 +114,10 @@ function facts(answer) {
 
 function trust({ replica, candidates }) {
   const { predictions } = candidates.find((each) => each.replica_id === replica);
-  if (predictions === null) return `no streamed answer of ${replica} to compare its predictions with`;
+  if (predictions === null) return `${replica} has not streamed an answer yet`;
   const { ratio, answers } = predictions;
-  return `predictions of ${replica} were within ${percent(ratio.p50)} half of the time, ` +
-    `${percent(ratio.p90)} nine times in ten (${plural(answers, "answer")})`;
+  return `error of the predictions for ${replica}: median ${percent(ratio.p50)}, ` +
+    `p90 ${percent(ratio.p90)} (${plural(answers, "answer")})`;
 }
 
 function costColumns({ candidates }) {

@@ -4,25 +4,25 @@ import { bar, byId, cell, element, headings, reconcile, setAttribute, setText } 
 import { TIERS, count, percent, plural, promptParts, seconds, short } from "./words.js";
 
 const PHASES = [
-  ["queued", "Sent, behind another prefill, as the router's schedule has it"],
-  ["fetching", "Held back while KV is brought from disk, remote or a peer to CPU RAM"],
+  ["queued", "Sent; waits behind another prefill, according to the router's schedule"],
+  ["fetching", "Held back while KV is copied from disk, remote store or a peer to CPU RAM"],
   ["prefilling", "Its prompt is being computed"],
-  ["decoding", "Its first token has come"],
+  ["decoding", "Its first token has arrived"],
 ];
 
 export function begin() {
-  const legend = [...TIERS, ["computed", "computed anew"]];
+  const legend = [...TIERS, ["computed", "computed"]];
   byId("legend").append(
     ...legend.map(([tier, name]) =>
       element("li", {}, element("span", { class: `swatch ${tier}`, "aria-hidden": "true" }), name),
     ),
   );
   headings(byId("fleet-head"), [
-    ["Replica", "", "Its state, and what the router is told of its KV by"],
+    ["Replica", "", "State, and the sources of what the router knows about its KV"],
     ...PHASES.map(([name, title]) => [name, "number", title]),
-    ...TIERS.map(([, name]) => [name, "tier", "How full, and how many blocks or chunks are known"]),
+    ...TIERS.map(([, name]) => [name, "tier", "How full the tier is, and how many blocks or chunks are known"]),
     ["warm", "warmth", "Share of prompt tokens that were matched, last 15 minutes"],
-    ["sessions", "number", "Sessions that are at home there"],
+    ["sessions", "number", "Sessions whose home it is"],
   ]);
 }
 
@@ -101,7 +101,7 @@ function updateRow(row, replica) {
 
 function noteOf({ note, told_by, others }) {
   if (note !== null) return note;
-  const told = told_by.length ? told_by.join(", ") : "tells nothing of its KV";
+  const told = told_by.length ? told_by.join(", ") : "does not report its KV";
   return others ? `${told}; ${plural(others, "request")} of other routers` : told;
 }
 
@@ -119,10 +119,10 @@ function updateGauge(its, tier, replica) {
 }
 
 function gaugeTitle(tokens, capacity, believed) {
-  if (believed) return "Not told by the replica: what the router has sent there";
+  if (believed) return "Not reported by the replica: blocks that the router has sent there";
   if (tokens === null) return null;
   const of = capacity === null ? "" : ` of ${count(capacity)}`;
-  return `KV of ${count(tokens)}${of} tokens is known to be there`;
+  return `KV of ${count(tokens)}${of} tokens is known to be in this tier`;
 }
 
 function updateWarmth(its, replica) {

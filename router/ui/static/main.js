@@ -65,7 +65,7 @@ function lost(error) {
   status("unreachable", "unreachable");
   stale(true);
   const why = error.name === "TimeoutError" ? "does not answer" : "cannot be reached";
-  const old = byId("main").hidden ? "" : " What is shown is from then.";
+  const old = byId("main").hidden ? "" : " The page shows the state of that time.";
   notice(`The router ${why} since ${clock(poll.lostAt)}.${old} Trying again every second.`);
   later();
 }
@@ -82,7 +82,7 @@ function askForKey() {
   stale(true);
   notice(null);
   setText(byId("key-label"), refused
-    ? "The router has refused this key. Type its admin key."
+    ? "The router refused this key. Enter its admin key."
     : "This router asks for an admin key.");
   byId("key").hidden = false;
   byId("key-input").focus();

@@ -8,9 +8,9 @@ export function begin() {
     ["Ended", "time", null],
     ["Replica", "", null],
     ["Why", "why", "Why that replica was picked"],
-    ["Prompt tokens", "prompt", "By the tier that they were matched in; the rest was computed"],
-    ["Predicted", "number predicted", "Time to first token as predicted"],
-    ["TTFT", "number", "Time to first token; of an answer that is not streamed, to its end"],
+    ["Prompt tokens", "prompt", "By the tier in which they were found; the rest was computed"],
+    ["Predicted", "number predicted", "Predicted time to first token, including the time held in the router"],
+    ["TTFT", "number", "Time to first token; if the answer was not streamed, time to its end"],
     ["Status", "number", null],
   ]);
 }
@@ -43,7 +43,7 @@ function said(status, outcome) {
 
 function time({ streamed, ttft_s }) {
   if (streamed || ttft_s === null) return seconds(ttft_s);
-  return element("span", { class: "whole", title: "Not streamed: until the whole answer" },
+  return element("span", { class: "whole", title: "Not streamed: time to the end of the answer" },
     seconds(ttft_s));
 }
 

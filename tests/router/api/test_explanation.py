@@ -41,7 +41,7 @@ def test_the_soonest_says_what_it_holds_and_who_is_next() -> None:
     stored(fleet, "r0", Tier.GPU, blocks(prompt)[:200])
     snapshot(fleet, "r0", cpu=chunks(prompt)[:60], disk=chunks(prompt)[:70])
     assert sentence(fleet, prompt) == (
-        "r0 answers soonest: 3,200 of 9,600 tokens are in its GPU, 640 in its CPU RAM, "
+        "r0 answers first: 3,200 of 9,600 tokens are in its GPU, 640 in its CPU RAM, "
         "640 on its disk; r1, the next, would take 4.8 s longer."
     )
 
@@ -54,18 +54,18 @@ def test_a_session_at_home_is_told_what_that_costs() -> None:
     other = "r1" if decision.replica_id == "r0" else "r0"
     assert why(decision, "ttft", fleet.weights) == (
         f"{decision.replica_id} is the session's home: it holds none of the 640 tokens; "
-        f"{other}, the next, would be as soon: among equals, sessions stay and equal "
-        "beginnings meet."
+        f"{other}, the next, would be as fast (a tie: the session's home wins, then a hash of "
+        "the prompt decides)."
     )
     fleet.replicas[decision.replica_id].queue.join(0.015, 0.0)
     assert sentence(fleet, prompt, session="s") == (
         f"{decision.replica_id} is the session's home: it holds none of the 640 tokens; "
-        f"{other}, the next, would be 15 ms sooner: among equals, sessions stay and equal "
-        "beginnings meet."
+        f"{other}, the next, would be 15 ms faster (a tie: the session's home wins, then a hash "
+        "of the prompt decides)."
     )
     fleet.replicas[decision.replica_id].queue.join(1.0, 0.0)
     assert sentence(fleet, prompt, session="s") == (
-        f"{other} answers soonest: it holds none of the 640 tokens; the session's home "
+        f"{other} answers first: it holds none of the 640 tokens; the session's home "
         f"{decision.replica_id} would take 1.0 s longer."
     )
 
@@ -76,8 +76,9 @@ def test_equals_are_told_apart() -> None:
     other = "r1" if decision.replica_id == "r0" else "r0"
     assert decision.reason is Reason.NO_INFORMATION
     assert why(decision, "ttft", fleet.weights) == (
-        f"{decision.replica_id} answers soonest: it holds none of the 640 tokens; {other}, the "
-        "next, would be as soon: among equals, sessions stay and equal beginnings meet."
+        f"{decision.replica_id} answers first: it holds none of the 640 tokens; {other}, the "
+        "next, would be as fast (a tie: the session's home wins, then a hash of the prompt "
+        "decides)."
     )
 
 
@@ -96,23 +97,23 @@ def test_who_spares_the_fleet_work_may_be_a_little_later() -> None:
     decision = place(fleet, prompt)
     assert decision.replica_id == "r1"
     told = why(decision, "ttft", fleet.weights)
-    assert "r1 answers nearly as soon as any" in told
-    assert "r0, the next, would be 0.23 s sooner, but cost the requests behind it 224.8 s" in told
+    assert "r1 is nearly as fast as the fastest" in told
+    assert "r0, the next, would be 0.23 s faster, but delay other requests by 224.8 s" in told
 
 
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
         ("longest-prefix", "holds the longest match"),
-        ("session", "is where the session's name or the prompt's beginning belongs"),
-        ("least-loaded", "has the fewest requests under way"),
+        ("session", "is chosen by a hash of the session's name or of the prompt's beginning"),
+        ("least-loaded", "has the fewest requests in flight"),
     ],
 )
-def test_policies_that_look_at_no_times_say_so(policy: PolicyName, said: str) -> None:
+def test_policies_that_ignore_times_say_so(policy: PolicyName, said: str) -> None:
     fleet, prompt = make_fleet(policy=policy), tokens(640)
     text = sentence(fleet, prompt)
     assert said in text
-    assert f"(policy {policy}, which looks at no times)" in text
+    assert f"(policy {policy}, which ignores times)" in text
 
 
 def test_every_reason_has_a_sentence() -> None:
@@ -208,7 +209,7 @@ async def test_a_running_router_tells_how_good_its_predictions_were(
     result = await asyncio.to_thread(run, main, args)
     assert result.exit_code == 0, result.output
     assert f"replica    {name}  (" in result.output
-    assert f"predictions of {name} were within" in result.output
+    assert f"error of the predictions for {name}: median" in result.output
     assert "(3 answers)" in result.output
     args[-1] = orjson.dumps({**ASK, "session_id": "another"}).decode()
     result = await asyncio.to_thread(run, main, args)

@@ -174,7 +174,7 @@ async def test_a_key_is_asked_for_used_and_kept_in_the_tab(fleet: Fleet, page: P
     await expect(page.locator("#main")).to_be_hidden()
     await page.fill("#key-input", "wr-wrong")
     await page.press("#key-input", "Enter")
-    await expect(page.locator("#key-label")).to_contain_text("has refused this key")
+    await expect(page.locator("#key-label")).to_contain_text("refused this key")
     await expect(page.locator("#status")).to_have_text("key refused")
     await page.fill("#key-input", ADMIN)
     await page.press("#key-input", "Enter")
@@ -198,7 +198,7 @@ async def test_a_router_that_is_gone_is_said_and_found_again(fleet: Fleet, page:
         await expect(page.locator("#status")).to_have_text("live")
     await expect(page.locator("#status")).to_have_text("unreachable")
     await expect(page.locator("#notice")).to_have_text(
-        re.compile(r"The router cannot be reached since \d\d:\d\d:\d\d\. What is shown is from")
+        re.compile(r"The router cannot be reached since \d\d:\d\d:\d\d\. The page shows the state")
     )
     await fleet.router(port=port)
     await expect(page.locator("#status")).to_have_text("live")
