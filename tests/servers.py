@@ -10,15 +10,16 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import valkey
 
 from cacheengine.launch.vllm_launch import free_ports
-from cacheengine.tiers.redis_connection import Conversation, PlainChannel, command
-from cacheengine.tiers.store import Deadline
+from tests.cacheengine.building import wait_until
 from tests.processes import ServerProcess
 
 
@@ -31,7 +32,7 @@ class Program:
 
     @property
     def name(self) -> str:
-        """What the process is called."""
+        """Name of the process."""
         return f"{self.scheme}-server"
 
 
@@ -82,7 +83,7 @@ class RedisProcess(ServerProcess):
         return f"{self._program.scheme}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it, anew and empty; return when it answers."""
+        """Start it empty; return when it answers."""
         common = ["--bind", "127.0.0.1", "--save", "", "--dir", str(self._directory)]
         common += ["--unixsocket", self.socket_path]
         ports = ["--port", "0", self._port_option, str(self.port)]
@@ -99,14 +100,10 @@ class RedisProcess(ServerProcess):
         except OSError:
             return False
 
-    def do(self, *words: str | bytes) -> None:
-        """Run a command whose answer does not matter."""
-        deadline = Deadline(10)
-        with socket.socket(socket.AF_UNIX) as connected:
-            connected.connect(self.socket_path)
-            talk = Conversation(PlainChannel(connected), deadline, drain_bytes_s=1e6)
-            talk.send([command(*words)])
-            assert connected.recv(1) != b"-", words
+    def do(self, *words: str | bytes) -> Any:
+        """Run a command and return its answer."""
+        with valkey.Valkey(unix_socket_path=self.socket_path, socket_timeout=10) as client:
+            return client.execute_command(*words)
 
 
 @contextmanager
@@ -121,6 +118,81 @@ def running(
         yield server
     finally:
         server.kill()
+
+
+@contextmanager
+def running_cluster(
+    program: Program, directory: Path, *options: str, size: int = 3
+) -> Iterator[list[RedisProcess]]:
+    """Run a cluster whose nodes share the hash slots evenly."""
+    bus_ports = free_ports(size)
+    with ExitStack() as stack:
+        nodes = []
+        for number, bus_port in enumerate(bus_ports):
+            mode = ("--cluster-enabled", "yes", "--cluster-port", str(bus_port), *options)
+            node = stack.enter_context(running(program, directory / str(number), *mode))
+            node.do("CLUSTER SET-CONFIG-EPOCH", str(number + 1))
+            first, end = 16384 * number // size, 16384 * (number + 1) // size
+            node.do("CLUSTER ADDSLOTSRANGE", str(first), str(end - 1))
+            nodes.append(node)
+        for node, bus_port in zip(nodes[1:], bus_ports[1:], strict=True):
+            nodes[0].do("CLUSTER MEET", "127.0.0.1", str(node.port), str(bus_port))
+        wait_until(lambda: all(_knows_all_slots(node) for node in nodes))
+        yield nodes
+
+
+def _knows_all_slots(node: RedisProcess) -> bool:
+    info = node.do("CLUSTER INFO")
+    return bool(info["cluster_state"] == "ok" and info["cluster_slots_ok"] == "16384")
+
+
+class SentinelProcess(ServerProcess):
+    """A Sentinel that watches one master, and makes a replica the master when that is down."""
+
+    def __init__(self, program: Program, directory: Path, master: RedisProcess, name: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        super().__init__(directory / "log")
+        self._program = program
+        self._file = directory / "sentinel.conf"
+        (self.port,) = free_ports(1)
+        lines = [
+            f"port {self.port}",
+            "bind 127.0.0.1",
+            f"dir {directory}",
+            f"sentinel monitor {name} 127.0.0.1 {master.port} 1",
+            f"sentinel down-after-milliseconds {name} 300",
+            f"sentinel failover-timeout {name} 2000",
+        ]
+        self._file.write_text("\n".join([*lines, ""]))
+
+    def start(self) -> None:
+        """Start it; return when it answers."""
+        command = [self._program.name, str(self._file), "--sentinel"]
+        self.run(command, self._answers, executable=self._program.path)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.do("PING"))
+        except valkey.exceptions.ConnectionError:
+            return False
+
+    def do(self, *words: str) -> Any:
+        """Run a command and return its answer."""
+        with valkey.Valkey(port=self.port, socket_timeout=10) as client:
+            return client.execute_command(*words)
+
+
+@contextmanager
+def running_sentinel(
+    program: Program, directory: Path, master: RedisProcess, name: str
+) -> Iterator[SentinelProcess]:
+    """Run a Sentinel for the time of the block."""
+    sentinel = SentinelProcess(program, directory, master, name)
+    try:
+        sentinel.start()
+        yield sentinel
+    finally:
+        sentinel.kill()
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from cacheengine.tiers import (
 from cacheengine.tiers.disk import DiskTier
 from cacheengine.tiers.infinistore_store import InfiniStore
 from cacheengine.tiers.mooncake_store import MooncakeStore
-from cacheengine.tiers.redis_store import REDIS_SCHEMES, RedisServer, RedisStore
 from cacheengine.tiers.remote import SERDE_NAMES, RemoteTier, make_serde
 from cacheengine.tiers.remote_url import RemoteUrl, parse_remote_url
 from cacheengine.tiers.serde import Serde
@@ -540,8 +539,12 @@ def make_remote(config: EngineConfig, layout: ChunkLayout) -> SharedTier | None:
 
 
 def _connect(url: RemoteUrl, text: str, config: EngineConfig) -> BlobStore:
+    # valkey-py is slow to import, and most engines need none of it.
+    from cacheengine.tiers.redis_cluster import open_redis  # noqa: PLC0415
+    from cacheengine.tiers.redis_store import REDIS_SCHEMES, RedisServer  # noqa: PLC0415
+
     if url.scheme in REDIS_SCHEMES:
-        return RedisStore(RedisServer.from_url(url, ttl_s=config.remote_ttl))
+        return open_redis(RedisServer.from_url(url, ttl_s=config.remote_ttl))
     store = MooncakeStore if url.scheme == "mooncakestore" else InfiniStore
     return store.connect(text, config.extra_config)
 

@@ -1,7 +1,8 @@
-"""A connection to a Redis or Valkey server: a byte stream, plain or under TLS, and RESP on it.
+"""A connection to a Redis or Valkey server.
 
-Commands are sent as parts from where they lie in memory; values are received straight into their
-targets. Every method raises OSError for faults, `TimeoutError` at the deadline, and
+valkey-py connects, encrypts and logs in. Everything else is read and sent here, on its socket:
+commands are sent as parts from where they lie in memory, and values are received straight into
+their targets. Every method raises OSError for faults, `TimeoutError` at the deadline, and
 `ConnectionError` if the server has closed. After any of these, and after a `RespError`, the
 connection must not be used again: the next bytes could answer another command.
 """
@@ -12,9 +13,11 @@ import socket
 import ssl
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+from valkey.connection import AbstractConnection, Connection
 
 from cacheengine.tiers.store import Deadline
 
@@ -60,11 +63,6 @@ class ServerChannel(ABC):
         # Not the method of SSLSocket: it would drop the session while that thread uses it.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close at once."""
-        with contextlib.suppress(OSError):
-            self._socket.close()
 
 
 class PlainChannel(ServerChannel):
@@ -206,18 +204,83 @@ def _bulk(word: bytes) -> bytes:
     return b"$%d\r\n%s\r\n" % (len(word), word)
 
 
+class RefusedError(Exception):
+    """The server refused the login."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.text)
+        self.refusal = refusal
+
+
+class TlsConnection(Connection):
+    """valkey-py's connection, under TLS with a context of ours.
+
+    Its own TLS connection trusts the system's authorities in addition to those of
+    ``tls_ca_file``, and reads all certificates again for each connection.
+    """
+
+    def __init__(self, context: ssl.SSLContext, **options: Any) -> None:
+        super().__init__(**options)  # type: ignore[no-untyped-call]
+        self._context = context
+
+    def _connect(self) -> ssl.SSLSocket:
+        plain: socket.socket = super()._connect()  # type: ignore[no-untyped-call]
+        try:
+            return self._context.wrap_socket(plain, server_hostname=self.host)
+        except BaseException:
+            plain.close()
+            raise
+
+
 class Conversation:
-    """Commands and replies on one channel, in order.
+    """Commands and replies on one connection, in order. It is the connection's parser, too.
 
     ``deadline`` bounds all calls. The thread that borrows the conversation sets it.
     """
 
-    def __init__(self, channel: ServerChannel, deadline: Deadline, *, drain_bytes_s: float) -> None:
+    must_close = False
+    """Whether the connection is closed when it is given back: its server takes no writes now."""
+
+    def __init__(self, deadline: Deadline, *, drain_bytes_s: float) -> None:
         self.deadline = deadline
-        self._channel = channel
         self._drain_bytes_s = drain_bytes_s
         self._ahead = memoryview(bytearray(_LINE_BYTES))
         self._start = self._end = 0
+        self._connection: AbstractConnection | None = None
+        self._channel: ServerChannel
+
+    def open(self, kind: Callable[..., AbstractConnection], **options: Any) -> None:
+        """Connect and log in with a connection of this kind; ``options`` are valkey-py's.
+
+        Raises `RefusedError` for a refused login, what valkey-py raises otherwise.
+        """
+        self._connection = kind(
+            # Each of the two would cost a round trip.
+            lib_name=None,
+            lib_version=None,
+            parser_class=lambda socket_read_size: self,
+            **options,
+        )
+        self._connection.connect()  # type: ignore[no-untyped-call]
+
+    def on_connect(self, connection: AbstractConnection) -> None:
+        """Take over the socket of the connection: valkey-py calls this before the login."""
+        connected = connection._sock
+        assert connected is not None
+        if isinstance(connected, ssl.SSLSocket):
+            self._channel = TlsChannel(connected)
+        else:
+            self._channel = PlainChannel(connected)
+
+    def on_disconnect(self) -> None:
+        """Part of valkey-py's interface of a parser."""
+
+    def read_response(self, disable_decoding: bool = False) -> str:
+        """Return the answer to the login: valkey-py reads nothing else."""
+        reply = self.simple()
+        if isinstance(reply, Refusal):
+            raise RefusedError(reply)
+        return reply
 
     def send(self, parts: Sequence[Part]) -> None:
         """Send commands."""
@@ -264,8 +327,9 @@ class Conversation:
         self._channel.abort()
 
     def close(self) -> None:
-        """Close the channel."""
-        self._channel.close()
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.disconnect()  # type: ignore[no-untyped-call]
 
     def _expect(self, kind: bytes) -> str | Refusal:
         line = self._line()

@@ -1,30 +1,35 @@
-"""Redis and Valkey as a remote store.
+"""Redis and Valkey as a remote store: one server, or the master that Sentinels name.
 
-The client is our own: it sends chunks from the pool and receives them into the pool, with one
-system call for most of a chunk.
+valkey-py connects. Chunks are sent from the pool and received into the pool by
+`redis_connection`, with one system call for most of a chunk.
 """
 
 import contextlib
+import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
+
+import valkey.exceptions
+from valkey.connection import Connection, UnixDomainSocketConnection
+from valkey.sentinel import Sentinel
 
 from cacheengine.tiers.redis_connection import (
     MAX_VALUE_BYTES,
     Conversation,
-    PlainChannel,
     Refusal,
+    RefusedError,
     RespError,
-    ServerChannel,
-    TlsChannel,
+    TlsConnection,
     command,
     set_command,
 )
-from cacheengine.tiers.remote_url import RemoteUrl
+from cacheengine.tiers.remote_url import Address, RemoteUrl
 from cacheengine.tiers.store import (
     SLOWEST_BYTES_S,
     Blob,
@@ -38,9 +43,17 @@ from cacheengine.tiers.store import (
 )
 from warmroute_common.config_reader import BadValueError, parse_bool, parse_int, parse_seconds
 
-REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
+SENTINEL_SCHEMES: Final = ("redis-sentinel", "valkey-sentinel")
+CLUSTER_SCHEMES: Final = ("redis-cluster", "valkey-cluster")
+REDIS_SCHEMES: Final = (
+    *("redis", "rediss", "valkey", "valkeys", "unix"),
+    *SENTINEL_SCHEMES,
+    *CLUSTER_SCHEMES,
+)
 _TLS_SCHEMES: Final = ("rediss", "valkeys")
 _TLS_OPTIONS: Final = ("tls_verify", "tls_ca_file", "tls_cert_file", "tls_key_file")
+_LMCACHE_SERVICE: Final = "redismaster"
+"""LMCache's default of REDIS_SERVICE_NAME."""
 _OPTIONS: Final = ("connect_timeout_s", "timeout_s", "connections")
 
 
@@ -60,10 +73,12 @@ class TlsSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RedisServer:
-    """A server's address, credentials and timeouts."""
+    """A server's address, credentials and timeouts; or those of Sentinels, or of a cluster."""
 
     host: str = ""
     port: int = 6379
+    more_hosts: tuple[Address, ...] = ()
+    """Further Sentinels, or nodes of the cluster. They are asked while the first is down."""
     socket_path: str = ""
     """A unix socket, instead of host and port."""
     user: str = ""
@@ -74,20 +89,32 @@ class RedisServer:
     timeout_s: float = 2.0
     """Timeout of an answer, plus the time for its bytes."""
     connections: int = 8
-    """The most connections at a time."""
+    """The most connections at a time, to each node of a cluster."""
+    service_name: str = ""
+    """The master's name in the configuration of the Sentinels; empty without Sentinels."""
+    is_cluster: bool = False
     ttl_s: int = 0
     """Seconds that the server keeps a chunk; 0: until it is full."""
 
     @classmethod
-    def from_url(cls, url: RemoteUrl, *, ttl_s: int = 0) -> "RedisServer":
+    def from_url(
+        cls, url: RemoteUrl, *, ttl_s: int = 0, environment: Mapping[str, str] = os.environ
+    ) -> "RedisServer":
         """Read a URL's path and options.
 
-        The database is the path, or for a unix socket the option
-        ``database``. Raises `BadValueError` for what cannot be meant.
+        The database is the path, or for a unix socket the option ``database``. The master that
+        Sentinels are asked for is the option ``service_name``, otherwise LMCache's variable.
+        Raises `BadValueError` for what cannot be meant.
         """
         is_unix, is_tls = url.scheme == "unix", url.scheme in _TLS_SCHEMES
+        is_sentinel, is_cluster = url.scheme in SENTINEL_SCHEMES, url.scheme in CLUSTER_SCHEMES
+        extra: tuple[str, ...]
         extra = ("database",) if is_unix else _TLS_OPTIONS if is_tls else ()
+        extra += ("service_name",) if is_sentinel else ()
         url.check_options((*_OPTIONS, *extra))
+        if is_cluster and url.path not in ("", "0"):
+            raise BadValueError("a cluster has database 0 only", "remove the path")
+        service_name = url.options.get("service_name") or environment.get("REDIS_SERVICE_NAME")
         if url.user and not url.password:
             raise BadValueError(
                 "names a user without a password", "write user:password@, or neither"
@@ -95,6 +122,7 @@ class RedisServer:
         return cls(
             host=url.host,
             port=url.port,
+            more_hosts=url.more_hosts,
             socket_path=url.path if is_unix else "",
             user=url.user,
             password=url.password,
@@ -103,8 +131,15 @@ class RedisServer:
             connect_timeout_s=url.option("connect_timeout_s", parse_seconds, 2.0),
             timeout_s=url.option("timeout_s", parse_seconds, 2.0),
             connections=url.option("connections", parse_int(minimum=1, maximum=1024), 8),
+            service_name=(service_name or _LMCACHE_SERVICE) if is_sentinel else "",
+            is_cluster=is_cluster,
             ttl_s=ttl_s,
         )
+
+    @property
+    def addresses(self) -> list[Address]:
+        """The server; the Sentinels; or the nodes of the cluster that the URL names."""
+        return [(self.host, self.port), *self.more_hosts]
 
     def check_files(self) -> None:
         """Raise `BadValueError` for a file of certificates or keys that cannot be read."""
@@ -224,10 +259,13 @@ class ConnectionPool:
             if connection is None:
                 return
             self._lent.remove(connection)
-            if is_sound and not self._closed:
+            if is_sound and not self._closed and not connection.must_close:
                 self._idle.append(connection)
                 return
-        connection.close()
+            # Connections to the same server, which would fail one after the other.
+            idle, self._idle = self._idle, []
+        for each in (connection, *idle):
+            each.close()
 
     @property
     def size(self) -> int:
@@ -259,9 +297,9 @@ _EXPLAINED: Final = {
     "WRONGPASS": "does not accept the user and the password",
     "NOPERM": "forbids it to this user: allow ping, set, get, exists, unlink on warmroute:*",
     "DENIED": "is in protected mode, and answers its own machine only",
-    "MOVED": "is part of a cluster, which is not served: name one server",
-    "ASK": "is part of a cluster, which is not served: name one server",
-    "CLUSTERDOWN": "is part of a cluster, which is not served: name one server",
+    "MOVED": "is in a cluster, and another node has this chunk: write redis-cluster://host:port",
+    "ASK": "is moving this chunk to another node of its cluster",
+    "CLUSTERDOWN": "is part of a cluster of which nodes are missing",
     "READONLY": "is a replica that takes no writes: name its master",
     "LOADING": "is still reading its data from disk",
     "OOM": "is at its maxmemory, and evicts nothing that would help",
@@ -326,7 +364,11 @@ class RedisStore(BlobStore):
             ttl_s = self._server.ttl_s
             sets = (set_command(blob.name, blob.parts, ttl_s=ttl_s) for blob in blobs)
             server.send([part for each in sets for part in each])
-            return [_stored(server.simple()) for _ in blobs]
+            refusals = [_stored(server.simple()) for _ in blobs]
+            # After a failover the former master lives on as a replica. The next connection goes to
+            # where the name, or Sentinel, then leads.
+            server.must_close = any(each and each.code == "READONLY" for each in refusals)
+            return refusals
 
         refusals = self._call(sum(blob.size_bytes for blob in blobs), talk)
         # Outside of `_call`: the connection is sound, and gets need no pause.
@@ -341,8 +383,10 @@ class RedisStore(BlobStore):
 
     def _remove(self, names: Sequence[str]) -> None:
         def talk(server: Conversation) -> None:
-            server.send([command("UNLINK", *names)])
-            _granted(server.integer())
+            # One for each name: in a cluster, all names of a command must be in one slot.
+            server.send([b"".join(command("UNLINK", name) for name in names)])
+            for _ in names:
+                _granted(server.integer())
 
         self._call(0, talk)
 
@@ -372,70 +416,79 @@ class RedisStore(BlobStore):
     def _connect(self, deadline: Deadline) -> Conversation:
         """Return a connection that has logged in and has answered."""
         sooner = deadline.at_most(self._server.connect_timeout_s)
+        conversation = Conversation(sooner, drain_bytes_s=SLOWEST_BYTES_S)
         try:
-            channel = self._channel(sooner)
-            conversation = Conversation(channel, sooner, drain_bytes_s=SLOWEST_BYTES_S)
             try:
-                self._introduce(conversation)
+                self._log_in(conversation, sooner)
+                self._choose_database(conversation)
             except BaseException:
-                channel.close()
+                conversation.close()
                 raise
-        except TimeoutError:
+        except RefusedError as error:
+            code = error.refusal.code
+            # Without the server's text: some servers repeat the password in it.
+            reason = _explained(code, "refuses the login: does it want a password?")
+            raise StoreError(f"{reason} ({code})") from None
+        except (TimeoutError, valkey.exceptions.TimeoutError):
             raise StoreError(f"no connection in {sooner.timeout_s:.1f} s") from None
+        except valkey.exceptions.ConnectionError as error:
+            raise StoreError(str(error)) from None
         return conversation
 
-    def _introduce(self, conversation: Conversation) -> None:
-        """Log in, choose the database, and wait for an answer."""
+    def _log_in(self, conversation: Conversation, deadline: Deadline) -> None:
         server = self._server
-        if server.password:
-            user = [server.user] if server.user else []
-            conversation.send([command("AUTH", *user, server.password)])
-            answer = conversation.simple()
-            if isinstance(answer, Refusal):
-                # Without the server's text: some servers repeat the password in it.
-                reason = _explained(answer.code, "refuses the login: does it want a password?")
-                raise StoreError(f"{reason} ({answer.code})")
-        if server.database:
-            conversation.send([command("SELECT", str(server.database))])
+        login = {"username": server.user or None, "password": server.password or None}
+        if server.socket_path:
+            left_s = deadline.left_s()
+            times = {"socket_connect_timeout": left_s, "socket_timeout": left_s}
+            conversation.open(UnixDomainSocketConnection, path=server.socket_path, **times, **login)
+            return
+        host, port = self._address(deadline)
+        # valkey-py gives each address of a name the whole timeout. One that does not answer must
+        # not use up the time of all.
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        left_s = deadline.left_s()
+        conversation.open(
+            partial(TlsConnection, self._tls) if self._tls else Connection,
+            host=host,
+            port=port,
+            socket_connect_timeout=left_s / max(1, len(addresses)),
+            socket_timeout=left_s,
+            **login,
+        )
+
+    def _address(self, deadline: Deadline) -> Address:
+        """Return where the server is, which after a failover only the Sentinels know."""
+        server = self._server
+        if not server.service_name:
+            return server.host, server.port
+        return _find_master(server, deadline)
+
+    def _choose_database(self, conversation: Conversation) -> None:
+        """Choose the database, and wait for an answer."""
+        if self._server.database:
+            conversation.send([command("SELECT", str(self._server.database))])
             _granted(conversation.simple())
         conversation.send([command("PING")])
         _granted(conversation.simple())
 
-    def _channel(self, deadline: Deadline) -> ServerChannel:
-        connected = self._dial(deadline)
-        try:
-            if self._tls is None:
-                return PlainChannel(connected)
-            connected.settimeout(deadline.left_s())
-            return TlsChannel(self._tls.wrap_socket(connected, server_hostname=self._server.host))
-        except BaseException:
-            connected.close()
-            raise
 
-    def _dial(self, deadline: Deadline) -> socket.socket:
-        if self._server.socket_path:
-            return _connected(socket.AF_UNIX, self._server.socket_path, deadline.left_s())
-        found = socket.getaddrinfo(self._server.host, self._server.port, type=socket.SOCK_STREAM)
-        for number, (family, _, _, _, address) in enumerate(found):
-            last = number == len(found) - 1
-            # A share for each address: one that does not answer must not use up the time of all.
-            share_s = deadline.left_s() / (len(found) - number)
-            with contextlib.nullcontext() if last else contextlib.suppress(OSError):
-                return _connected(family, address, share_s)
-        raise StoreError("its host name has no address")
-
-
-def _connected(family: int, address: object, timeout_s: float) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
+def _find_master(server: RedisServer, deadline: Deadline) -> Address:
+    """Ask the Sentinels, one after the other, for the address of the master."""
+    share_s = deadline.left_s() / len(server.addresses)
+    options = {"socket_timeout": share_s, "socket_connect_timeout": share_s}
+    sentinel = Sentinel(server.addresses, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
     try:
-        made.settimeout(timeout_s)
-        made.connect(address)  # type: ignore[arg-type]  # whatever the family has
-        if family != socket.AF_UNIX:
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except BaseException:
-        made.close()
-        raise
-    return made
+        host, port = sentinel.discover_master(server.service_name)  # type: ignore[no-untyped-call]
+    except valkey.exceptions.ValkeyError:
+        raise StoreError(
+            f"none of the Sentinels names a master {server.service_name!r} that is up: check that "
+            "they run and that service_name is the name in their configuration"
+        ) from None
+    finally:
+        for each in sentinel.sentinels:
+            each.close()  # type: ignore[no-untyped-call]
+    return str(host), int(port)
 
 
 def _tls_context(settings: TlsSettings) -> ssl.SSLContext:

@@ -14,28 +14,39 @@ from warmroute_common.config_reader import BadValueError, suggestion
 
 T = TypeVar("T")
 
+Address = tuple[str, int]
+
 _DEFAULT_PORTS: Final[Mapping[str, int]] = {
     "redis": 6379,
     "rediss": 6379,
     "valkey": 6379,
     "valkeys": 6379,
     "unix": 0,
+    "redis-sentinel": 26379,
+    "valkey-sentinel": 26379,
+    "redis-cluster": 6379,
+    "valkey-cluster": 6379,
     "mooncakestore": 50051,
     "infinistore": 12345,
 }
 SCHEMES: Final = tuple(_DEFAULT_PORTS)
 """The schemes that are served."""
 
-_ONE_SERVER: Final = "write redis://host:port of one server that takes writes"
+_SEVERAL_HOSTS: Final = frozenset(
+    {"redis-sentinel", "valkey-sentinel", "redis-cluster", "valkey-cluster"}
+)
 _OBJECT_STORE: Final = "run a Redis or Valkey server, or Mooncake Store, near the replicas"
 
 _REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
     "lm": ("LMCache's own server is not spoken to", "run Redis or Valkey: redis://host:6379"),
-    "redis-sentinel rediss-sentinel valkey-sentinel": (
-        "Sentinel is not asked for the server",
-        _ONE_SERVER,
+    "rediss-sentinel valkeys-sentinel": (
+        "Sentinels are asked without TLS only",
+        "write redis-sentinel://host:port, or rediss://host:port of the master",
     ),
-    "redis-cluster rediss-cluster valkey-cluster": ("a cluster is not served", _ONE_SERVER),
+    "rediss-cluster valkeys-cluster": (
+        "clusters are served without TLS only",
+        "write redis-cluster://host:port, or rediss://host:port of one server",
+    ),
     "s3 gs azure": ("object stores are not served", _OBJECT_STORE),
     "fs file": ("a file system is the disk tier", "set local_disk and max_local_disk_size"),
     "blackhole mock": ("a store that keeps nothing is none", "remove remote_url"),
@@ -54,6 +65,8 @@ class RemoteUrl:
     host: str = ""
     """Empty for a unix socket only."""
     port: int = 0
+    more_hosts: tuple[Address, ...] = ()
+    """The further ones of a list, where the scheme takes a list."""
     user: str = ""
     password: str = field(default="", repr=False)
     path: str = ""
@@ -67,7 +80,9 @@ class RemoteUrl:
             return f"unix://{self.path}"
         user = f"{self.user}@" if self.user else ""
         path = f"/{self.path}" if self.path else ""
-        return f"{self.scheme}://{user}{join_host_port(self.host, self.port)}{path}"
+        addresses = [(self.host, self.port), *self.more_hosts]
+        hosts = ",".join(join_host_port(host, port) for host, port in addresses)
+        return f"{self.scheme}://{user}{hosts}{path}"
 
     def option(self, name: str, parse: Callable[[object], T], default: T) -> T:
         """Return an option that one of `values`' parsers reads; raise `BadValueError` naming it."""
@@ -98,11 +113,14 @@ def parse_remote_url(text: str) -> RemoteUrl:
     adapter's to check.
     """
     scheme = _scheme(text)
-    if "," in text.partition("://")[2].rpartition("@")[2].partition("/")[0]:
+    text, more = _first_host(text.strip())
+    if more and scheme not in _SEVERAL_HOSTS:
         fix = f"write {scheme}://host:port of one server"
-        raise BadValueError(f"{redacted(text)} names several hosts", fix)
+        if scheme in ("redis", "valkey"):
+            fix += f", or {scheme}-cluster:// or {scheme}-sentinel:// before the hosts"
+        raise BadValueError(f"{','.join([redacted(text), *more])} names several hosts", fix)
     try:
-        parts = urlsplit(text.strip())
+        parts = urlsplit(text)
         host, port = parts.hostname or "", parts.port
     except ValueError:
         raise _unreadable(text) from None
@@ -118,11 +136,35 @@ def parse_remote_url(text: str) -> RemoteUrl:
         scheme=scheme,
         host=host,
         port=_DEFAULT_PORTS[scheme] if port is None else port,
+        more_hosts=_more_hosts(more, scheme),
         user=user,
         password=password,
         path=parts.path.strip("/"),
         options=_options(parts),
     )
+
+
+def _first_host(text: str) -> tuple[str, list[str]]:
+    """Return the URL with only the first of its hosts, and the others."""
+    scheme, separator, rest = text.partition("://")
+    login, at, hosts = rest.rpartition("@")
+    end = next((place for place, char in enumerate(hosts) if char in "/?#"), len(hosts))
+    first, *more = hosts[:end].split(",")
+    return scheme + separator + login + at + first + hosts[end:], more
+
+
+def _more_hosts(hosts: Sequence[str], scheme: str) -> tuple[Address, ...]:
+    found = []
+    for each in hosts:
+        try:
+            parts = urlsplit(f"//{each}")
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            raise _unreadable(each) from None
+        if not host or port == 0 or parts.path or parts.query or parts.fragment:
+            raise _unreadable(each)
+        found.append((host, _DEFAULT_PORTS[scheme] if port is None else port))
+    return tuple(found)
 
 
 def _unix(parts: SplitResult, user: str, password: str) -> RemoteUrl:

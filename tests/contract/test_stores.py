@@ -9,10 +9,12 @@ import pytest
 from cacheengine.tiers.hosted_store import HostedStore
 from cacheengine.tiers.infinistore_store import InfiniStore
 from cacheengine.tiers.mooncake_store import MooncakeStore
+from cacheengine.tiers.redis_cluster import open_redis
 from cacheengine.tiers.redis_store import RedisServer, RedisStore
 from cacheengine.tiers.remote_url import parse_remote_url
 from cacheengine.tiers.store import Blob, BlobStore, ReadTarget, StoreError
 from tests.cacheengine.tiers.fake_library import fake_library
+from tests.servers import redis_program, running_cluster
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
 MIB = 1024 * 1024
@@ -29,6 +31,13 @@ def redis(redis_url: str) -> Open:
 @pytest.fixture(scope="module")
 def valkey(valkey_url: str) -> Open:
     return lambda: RedisStore(RedisServer.from_url(parse_remote_url(valkey_url)))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+    with running_cluster(redis_program(), tmp_path_factory.mktemp("cluster")) as nodes:
+        url = f"redis-cluster://127.0.0.1:{nodes[0].port}"
+        yield lambda: open_redis(RedisServer.from_url(parse_remote_url(url)))
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +66,7 @@ def hosted() -> Iterator[Open]:
     params=[
         "redis",
         "valkey",
+        "cluster",
         "hosted",
         "infinistore",
         pytest.param("mooncake", marks=pytest.mark.slow),
@@ -180,7 +190,14 @@ def test_threads_do_not_get_each_others_bytes(store: BlobStore, name: str) -> No
 
 @pytest.mark.parametrize(
     "kind",
-    ["redis", "valkey", "hosted", "infinistore", pytest.param("mooncake", marks=pytest.mark.slow)],
+    [
+        "redis",
+        "valkey",
+        "cluster",
+        "hosted",
+        "infinistore",
+        pytest.param("mooncake", marks=pytest.mark.slow),
+    ],
 )
 def test_a_closed_store_fails_every_call(kind: str, request: pytest.FixtureRequest) -> None:
     open_: Open = request.getfixturevalue(kind)

@@ -1,6 +1,5 @@
 """The adapter for Redis and Valkey against real servers, as operators may have set them up."""
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,14 +8,12 @@ import pytest
 
 from cacheengine.engine.tier_io import make_remote
 from cacheengine.settings.engine_config import EngineConfig
-from cacheengine.tiers.redis_connection import Conversation, PlainChannel, command
 from cacheengine.tiers.redis_store import RedisServer, RedisStore
 from cacheengine.tiers.remote import RemoteTier
 from cacheengine.tiers.remote_url import parse_remote_url
 from cacheengine.tiers.serde import NaiveSerde
 from cacheengine.tiers.store import (
     Blob,
-    Deadline,
     ReadTarget,
     ServerBackoff,
     StoreError,
@@ -137,20 +134,10 @@ def test_what_is_put_expires(server: RedisProcess, ttl_s: int) -> None:
     blobs = [Blob("one", [content[:7], content[7:]]), Blob("none", [])]
     assert store.put_many(blobs) == [True, True]
     for name in ("one", "none"):
-        left_s = _integer(server, "TTL", name)
+        left_s = server.do("TTL", name)
         assert left_s == -1 if ttl_s == 0 else 3500 < left_s <= 3600
     assert _get(store, "one", 100_003) == (100_003, content)
     store.close()
-
-
-def _integer(server: RedisProcess, *words: str) -> int:
-    with socket.socket(socket.AF_UNIX) as connected:
-        connected.connect(server.socket_path)
-        talk = Conversation(PlainChannel(connected), Deadline(10), drain_bytes_s=1e6)
-        talk.send([command(*words)])
-        answer = talk.integer()
-        assert isinstance(answer, int)
-        return answer
 
 
 def test_what_is_removed_is_freed_in_the_background(open_store: OpenStore) -> None:
@@ -357,6 +344,23 @@ class TestNoWrites:
                     store.put_many([Blob("one", [b"1"]), Blob("two", [b"2"])])
                 assert _get(store, "name", 10)[0] == 7
             assert store.open_connections == 1
+
+
+def test_a_server_that_has_become_a_replica_is_connected_to_again(
+    server: RedisProcess, open_store: OpenStore
+) -> None:
+    """Where the name leads elsewhere after a failover, the next connection goes there."""
+    store = open_store(server.url)
+    assert store.put_many([Blob("name", [b"content"])]) == [True]
+    server.do("REPLICAOF", "127.0.0.1", "1")
+    try:
+        with pytest.raises(StoreFullError):
+            store.put_many([Blob("name", [b"other"])])
+        assert store.open_connections == 0
+        assert _get(store, "name", 7) == (7, b"content")
+    finally:
+        server.do("REPLICAOF", "NO", "ONE")
+    assert store.put_many([Blob("name", [b"other"])]) == [True]
 
 
 class TestFull:

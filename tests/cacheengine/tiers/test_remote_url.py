@@ -46,6 +46,29 @@ def _server(text: str) -> RedisServer:
             "unix://:p@/run/r.sock?database=2",
             RedisServer(socket_path="/run/r.sock", port=0, password="p", database=2),
         ),
+        (
+            "redis-sentinel://u:p@h,[::1]:7/3",
+            RedisServer(
+                host="h",
+                port=26379,
+                more_hosts=(("::1", 7),),
+                user="u",
+                password="p",
+                database=3,
+                service_name="redismaster",
+            ),
+        ),
+        (
+            "valkey-sentinel://h:1?service_name=main&connections=3",
+            RedisServer(host="h", port=1, service_name="main", connections=3),
+        ),
+        (
+            "redis-cluster://h:7000,i:7001,j",
+            RedisServer(
+                host="h", port=7000, more_hosts=(("i", 7001), ("j", 6379)), is_cluster=True
+            ),
+        ),
+        ("valkey-cluster://h", RedisServer(host="h", is_cluster=True)),
     ],
 )
 def test_what_a_url_means(text: str, server: RedisServer) -> None:
@@ -59,12 +82,19 @@ def test_what_a_url_means(text: str, server: RedisServer) -> None:
         ("redsi://h", "did you mean 'redis://"),
         ("memcached://h", "use one of redis://"),
         ("lm://h:1", "LMCache's own server"),
-        ("redis-sentinel://h:1", "Sentinel is not asked"),
+        ("rediss-sentinel://h:1", "without TLS only"),
+        ("rediss-cluster://h:1", "without TLS only"),
+        ("redis-cluster://h/1", "database 0 only"),
+        ("redis-cluster://h:1,", "cannot be read"),
+        ("redis-cluster://h:1,i:x", "cannot be read"),
+        ("redis-sentinel://,h:1", "names no host"),
+        ("redis-cluster://h?service_name=x", "no option 'service_name'"),
         ("s3://bucket", "object stores are not served"),
         ("fs://h:0/path", "set local_disk"),
         ("redis://", "names no host"),
         ("redis://a:1,b:2", "one server"),
         ("redis://a,b", "several hosts"),
+        ("valkey://a:1,b:2", "valkey-cluster://"),
         ("redis://h:0", "from 1 to 65535"),
         ("redis://h:65536", "from 1 to 65535"),
         ("redis://h:x", "from 1 to 65535"),
@@ -105,6 +135,7 @@ def test_what_is_refused_is_refused_when_the_configuration_is_loaded(text: str, 
         "redis://u:1?a=ter2@h",
         "redis://u:1#ter2@h",
         "redis://:hunter2@a,b",
+        "redis-sentinel://:hunter2@a,b:x",
         "redis://:hunter2@h/x",
         ":hunter2@h:1",
         "redis://:hunter2@h?typo=1",
@@ -128,7 +159,15 @@ def test_what_is_shown_of_a_url_has_no_password() -> None:
     for shown in (repr(url), repr(RedisServer.from_url(url)), repr(EngineConfig(remote_url=text))):
         assert "hunter2" not in shown
     assert str(parse_remote_url("unix://:hunter2@/run/s")) == "unix:///run/s"
+    several = "redis-sentinel://u:hunter2@h,i:1/3?service_name=main"
+    assert str(parse_remote_url(several)) == "redis-sentinel://u@h:26379,i:1/3"
     assert str(parse_remote_url("redis://[::1]")) == "redis://[::1]:6379"
+
+
+def test_the_master_that_sentinels_are_asked_for_has_lmcaches_variable() -> None:
+    url = parse_remote_url("redis-sentinel://h")
+    server = RedisServer.from_url(url, environment={"REDIS_SERVICE_NAME": "main"})
+    assert server.service_name == "main"
 
 
 def test_a_file_of_certificates_must_be_there_before_vllm_starts(tmp_path: Path) -> None:
