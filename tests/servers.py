@@ -19,7 +19,7 @@ import pytest
 import valkey
 
 from cacheengine.launch.vllm_launch import free_ports
-from tests.cacheengine.building import wait_until
+from tests.cacheengine.helpers import wait_until
 from tests.processes import ServerProcess
 
 

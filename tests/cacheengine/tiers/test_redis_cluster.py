@@ -12,7 +12,7 @@ from cacheengine.tiers.redis_cluster import RedisClusterStore, open_redis
 from cacheengine.tiers.redis_store import RedisServer
 from cacheengine.tiers.remote_url import parse_remote_url
 from cacheengine.tiers.store import Blob, ReadTarget, ServerBackoff, StoreError
-from tests.cacheengine.building import key, payload
+from tests.cacheengine.helpers import key, payload
 from tests.servers import (
     PATIENT,
     RedisProcess,

@@ -11,7 +11,7 @@ from cacheengine.launch.vllm_launch import free_ports
 from cacheengine.tiers.redis_store import RedisServer, RedisStore
 from cacheengine.tiers.remote_url import parse_remote_url
 from cacheengine.tiers.store import Blob, ReadTarget, ServerBackoff, StoreError, StoreFullError
-from tests.cacheengine.building import wait_until
+from tests.cacheengine.helpers import wait_until
 from tests.servers import (
     PATIENT,
     Program,
