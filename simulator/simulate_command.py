@@ -65,66 +65,75 @@ def _number(name: str, default: float, text: str) -> _Option:
     epilog="Example: warmroute simulate --replicas 4 > router.yaml, and in another terminal "
     "warmroute serve --config router.yaml."
 )
-@_tokens("--replicas", _FLEET.replicas, "How many replicas.")
+@_tokens("--replicas", _FLEET.replicas, "Number of replicas.")
 @_tokens(
     "--gpu-tokens",
     _SHAPE.gpu_tokens,
-    "Tokens that a GPU's KV cache holds, for what runs and as a prefix cache.",
+    "Capacity of a GPU's KV cache, in tokens.",
 )
-@_tokens("--cpu-tokens", _FLEET.cpu_tokens, "Tokens in a replica's CPU tier.")
-@_tokens("--disk-tokens", _FLEET.disk_tokens, "Tokens in its disk tier; 0: no disk.", least=0)
+@_tokens("--cpu-tokens", _FLEET.cpu_tokens, "Capacity of a replica's CPU tier, in tokens.")
+@_tokens(
+    "--disk-tokens",
+    _FLEET.disk_tokens,
+    "Capacity of its disk tier, in tokens; 0: no disk.",
+    least=0,
+)
 @_rate("--prefill-tokens-per-s", _RATES.prefill_tokens_per_s, "Speed of prefill.")
 @_rate("--load-tokens-per-s", _RATES.load_tokens_per_s, "Speed from CPU RAM to the GPU.")
 @_rate("--store-tokens-per-s", _RATES.store_tokens_per_s, "Speed from the GPU to CPU RAM.")
 @_number(
     "--transfer-slowdown",
     _RATES.transfer_slowdown,
-    "By how much a step takes longer while KV comes or goes that way; 0.1 is 10%.",
+    "How much longer a step takes while KV is loaded or stored; 0.1 is 10%.",
 )
 @_rate("--disk-tokens-per-s", _RATES.disk_tokens_per_s, "Speed from disk to CPU RAM.")
 @_rate("--peer-tokens-per-s", _RATES.peer_tokens_per_s, "Speed of copies out of a replica.")
 @_rate("--receive-tokens-per-s", _RATES.receive_tokens_per_s, "Speed of copies into a replica.")
-@_number("--step-s", _RATES.step_s, "What each step of a replica takes at least, in seconds.")
+@_number("--step-s", _RATES.step_s, "Shortest time of a step, in seconds.")
 @_number(
     "--decode-s-per-sequence",
     _RATES.decode_s_per_sequence,
-    "What each decoding sequence adds to a step, in seconds.",
+    "Time that each decoding sequence adds to a step, in seconds.",
 )
 @_number(
     "--decode-s-per-context-token",
     _RATES.decode_s_per_context_token,
-    "What each token adds whose KV a decoding sequence reads, in seconds.",
+    "Time that each token of a decoding sequence's context adds, in seconds.",
 )
 @_number(
     "--attention-tokens",
     _RATES.attention_tokens,
-    "Context at which a token's prefill takes twice as long; 0: it never does.",
+    "Context length at which a token's prefill takes twice as long; 0: off.",
 )
 @_number(
     "--request-s",
     _RATES.request_s,
-    "What each request takes before it is queued, in seconds.",
+    "Time that each request takes before it is queued, in seconds.",
 )
 @_tokens(
     "--max-batched-tokens",
     _SHAPE.max_batched_tokens,
-    "Tokens in one step at most: one for each decoding sequence, the rest prefill.",
+    "Most tokens in one step: one for each decoding sequence, the rest for prefill.",
 )
-@_tokens("--max-sequences", _SHAPE.max_sequences, "Requests that run at a time at most.")
-@_tokens("--block-tokens", _SHAPE.block_tokens, "Tokens in a block of the GPU.")
+@_tokens("--max-sequences", _SHAPE.max_sequences, "Most requests that run at the same time.")
+@_tokens("--block-tokens", _SHAPE.block_tokens, "Tokens in a block of the GPU's KV cache.")
 @_tokens("--chunk-tokens", _SHAPE.chunk_tokens, "Tokens in a chunk of the cache engine.")
-@_tokens("--chunk-bytes", _FLEET.chunk_bytes, "Real bytes that stand for a chunk's KV.")
+@_tokens("--chunk-bytes", _FLEET.chunk_bytes, "Bytes that are really stored for a chunk's KV.")
 @_tokens(
-    "--output-tokens", _FLEET.output_tokens, "Length of an answer whose request does not say it."
+    "--output-tokens", _FLEET.output_tokens, "Length of an answer if the request sets no limit."
 )
 @_tokens(
     "--stream-interval-tokens",
     _FLEET.stream_interval_tokens,
-    "Tokens in one event of a stream; the first token comes alone.",
+    "Tokens in one event of a stream; the first event has one token.",
 )
-@_rate("--speed", _FLEET.speed, "How many times faster than the clock everything goes.")
+@_rate("--speed", _FLEET.speed, "Speed of simulated time; 10 is ten times faster than the clock.")
 @click.option(
-    "--seed", metavar="N", default=_FLEET.seed, show_default=True, help="Makes other answers."
+    "--seed",
+    metavar="N",
+    default=_FLEET.seed,
+    show_default=True,
+    help="Another seed gives other answers.",
 )
 @click.option("--model", default=_FLEET.model, show_default=True, help="Name of the model.")
 @click.option("--host", default=_FLEET.host, show_default=True, help="Address to listen on.")
@@ -134,7 +143,7 @@ def _number(name: str, default: float, text: str) -> _Option:
     metavar="N",
     default=_FLEET.port,
     show_default=True,
-    help="Port of the first replica, the others follow; 0: free ones.",
+    help="Port of the first replica; the others use the next ones. 0: free ports.",
 )
 @click.option(
     "--agent-port",
@@ -142,33 +151,31 @@ def _number(name: str, default: float, text: str) -> _Option:
     metavar="N",
     default=_FLEET.agent_port,
     show_default=True,
-    help="Port of the first replica's agent, the others follow; 0: free ones.",
+    help="Port of the first replica's agent; the others use the next ones. 0: free ports.",
 )
-@_tokens(
-    "--first", _FLEET.first, "Number of the first replica, in its name: for several such fleets."
-)
+@_tokens("--first", _FLEET.first, "Number in the first replica's name, to run several fleets.")
 @click.option(
     "--directory",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where the tokenizer lies, and stays; by default a temporary directory.",
+    help="Directory for the tokenizer, which is kept.  [default: a temporary directory]",
 )
 @click.option(
     "--disk-files",
     is_flag=True,
-    help="Keep the disk tiers as files there, which takes more of this machine; else in memory.",
+    help="Keep the disk tiers in files there instead of in memory; slower.",
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print where all is as one line of JSON instead."
+    "--json", "as_json", is_flag=True, help="Print all addresses as one line of JSON instead."
 )
 def simulate(directory: Path | None, as_json: bool, **given: Any) -> None:
-    """Run a fleet of simulated replicas, until it is interrupted.
+    """Run a fleet of simulated replicas until Ctrl-C.
 
-    Each behaves as a vLLM with the cache engine inside, and needs no GPU.
-    The OpenAI API, the KV events, the cache engine and its agent are real; the
-    model's words mean nothing, and the seconds that a GPU, a disk and a network
-    would take are waited for. Rates and sizes are those of one replica.
+    Each replica behaves like vLLM with the cache engine inside, but needs no
+    GPU. The OpenAI API, the KV events, the cache engine and its agent are real.
+    The answers are meaningless words, and the time of GPU, disk and network is
+    simulated. Rates and sizes are per replica.
 
-    Prints the router's configuration for this fleet when all is ready.
+    Prints the router's configuration for this fleet once all replicas are ready.
     """
     try:
         with contextlib.ExitStack() as undo:
@@ -200,7 +207,7 @@ def _settings(directory: Path, given: dict[str, Any]) -> SimulatorSettings:
 
 
 def _run(settings: SimulatorSettings, *, as_json: bool) -> None:
-    # Imported late: --help needs none of it.
+    # Slow to import, and --help does not need it.
     import uvloop  # noqa: PLC0415
 
     def ready(where: dict[str, Any]) -> None:

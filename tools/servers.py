@@ -1,11 +1,10 @@
 """Install the servers and clients that tests run: `make servers`, or `python -m tools.servers`.
 
-From the distribution's packages, with apt-get, as root or where sudo asks for
-no password. Quiet and quick when all is there. What cannot be installed is
-said, with what it costs: the tests that need it are skipped. With ``CI`` in
-the environment nothing may be skipped, so that is then an error.
+Uses apt-get, as root or with sudo if that needs no password; does nothing if all are installed.
+Prints each package that cannot be installed and the tests that are then skipped. With ``CI`` in the
+environment no test may be skipped, so that is an error.
 
-Standard library only: it runs before there is a virtual environment, too.
+Standard library only, so that it runs without a virtual environment.
 """
 
 import ctypes.util
@@ -19,12 +18,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Need:
-    """Something that tests need, and where it comes from."""
+    """A program or library that tests need, and its package."""
 
     package: str
     is_there: Callable[[], bool]
     without: str
-    """What is not tested without it."""
+    """Its tests, which are skipped without it."""
 
 
 def _has_redis() -> bool:
@@ -38,7 +37,7 @@ def _has_library(name: str) -> Callable[[], bool]:
 
 _MOONCAKE = "the remote tier on Mooncake Store"
 _NODE = "OpenAI's client for Node"
-# redis-tools, not redis-server: that would start a server with the machine, which nobody asked for.
+# Not redis-server, whose package starts a server with the machine.
 NEEDS = (
     Need("redis-tools", _has_redis, "the remote tier on Redis"),
     Need("openssl", lambda: shutil.which("openssl") is not None, "TLS"),
@@ -75,17 +74,17 @@ def _install(packages: Sequence[str]) -> None:
         print("servers: cannot install packages here (no apt-get, or neither root nor sudo)")
         return
     print(f"servers: installing {' '.join(packages)}", flush=True)
-    # Another apt-get may be at work: that is waited for, not failed at.
+    # Waits for another apt-get that runs.
     apt = [*root, "apt-get", "-o", "DPkg::Lock::Timeout=60"]
     install = [*apt, "install", "-y", "-qq", "--no-install-recommends"]
     if _run([*install, *packages]):
         return
-    # An installation that was killed midway: until it is ended, apt-get refuses every other.
+    # After an interrupted installation apt-get refuses every other until this has run.
     _run([*root, "dpkg", "--configure", "-a"], show=True)
-    # The lists of packages may be old, or not there at all: as in a fresh container.
+    # The package lists may be old, or missing as in a fresh container.
     _run([*apt, "update", "-qq"])
     for package in packages:
-        # Alone: one that this distribution does not have must not keep the others away.
+        # One by one: a package that this distribution lacks must not block the others.
         _run([*install, package], show=True)
 
 

@@ -340,8 +340,8 @@ class AdmissionQueue:
 
     def _full(self, service_s: float, now_s: float) -> RateLimitedError:
         return RateLimitedError(
-            f"the router's queue is full ({counted(len(self), 'request')}, admission.max_waiting in "
-            "its configuration); send the request again later",
+            f"the router's queue is full ({counted(len(self), 'request')}, admission.max_waiting "
+            "in its configuration); send the request again later",
             cause="full",
             retry_after_s=self._retry_after_s(service_s, now_s),
         )

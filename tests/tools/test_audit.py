@@ -37,19 +37,17 @@ def test_clean_is_what_was_looked_up_and_has_no_weakness(
 @pytest.mark.parametrize(
     ("stdout", "stderr", "said"),
     [
-        ("", "ERROR: no connection", "weaknesses were not looked up (ERROR: no connection)"),
-        ("", "", "weaknesses were not looked up (no reason given)"),
+        ("", "ERROR: no connection", "vulnerabilities were not looked up (ERROR: no connection)"),
+        ("", "", "vulnerabilities were not looked up (no reason given)"),
         (
             report(UNKNOWN),
             "",
-            "weaknesses of no package were looked up: the database here does not know 1 of 1 "
-            "packages (yarl)",
+            "the database here does not know 1 of 1 packages (yarl)",
         ),
         (
             report(FINE, UNKNOWN),
             "",
-            "not all weaknesses were looked up: the database here does not know 1 of 2 packages "
-            "(yarl)",
+            "the database here does not know 1 of 2 packages (yarl)",
         ),
     ],
 )
@@ -63,7 +61,7 @@ def test_what_was_not_looked_up_is_said_in_one_line_and_not_called_clean(
     reporting(monkeypatch, stdout, stderr)
     assert (audit.main([]), audit.main(["--strict"])) == (0, 1)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"audit: NOT CALLED CLEAN: {said}"
+    assert last == f"audit: INCOMPLETE: {said}"
 
 
 def test_a_weakness_fails_by_its_name(
