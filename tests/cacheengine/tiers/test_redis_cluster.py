@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 from valkey.crc import key_slot
 
+from cacheengine.engine.tier_io import make_remote
+from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.redis_cluster import RedisClusterStore, open_redis
 from cacheengine.tiers.redis_store import RedisServer
 from cacheengine.tiers.remote_url import parse_remote_url
 from cacheengine.tiers.store import Blob, ReadTarget, ServerBackoff, StoreError
-from tests.cacheengine.helpers import key, payload
+from cacheengine.tiers.tier import GetOutcome, PutOutcome
+from tests.cacheengine.helpers import CHUNK_BYTES, key, keys, layout, payload
 from tests.servers import (
     PATIENT,
     RedisProcess,
@@ -191,3 +194,23 @@ def test_a_closed_store_calls_no_node(nodes: list[RedisProcess], open_store: Ope
     store.close()
     with pytest.raises(StoreError, match="closed"):
         store.exists(NAMES)
+
+
+def test_an_engine_with_the_url_of_a_cluster(
+    nodes: list[RedisProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = ",".join(f"127.0.0.1:{node.port}" for node in nodes)
+    url = f"redis-cluster://{hosts}?{PATIENT}"
+    with caplog.at_level(logging.INFO):
+        first, second = (make_remote(EngineConfig(remote_url=url), layout()) for _ in range(2))
+    assert first is not None and second is not None
+    assert f"redis-cluster://{hosts} answers" in caplog.text
+    chunks = keys(*range(1, 9))
+    pairs = [(each, memoryview(payload(each))) for each in chunks]
+    assert first.put_many(pairs) == [PutOutcome.STORED] * 8
+    buffers = [bytearray(CHUNK_BYTES) for _ in chunks]
+    targets = [(each, memoryview(into)) for each, into in zip(chunks, buffers, strict=True)]
+    assert second.get_many(targets) == [GetOutcome.OK] * 8
+    assert buffers == [payload(each) for each in chunks]
+    first.close()
+    second.close()

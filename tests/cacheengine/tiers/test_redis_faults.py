@@ -351,8 +351,13 @@ class TestBadAnswers:
         said[0] = b":0\r\n"
         assert tier.find(keys(1)) == [False]
 
-    def test_a_value_byte_by_byte_is_cut_off_at_the_deadline(
-        self, open_tier: OpenTier, clock: FakeClock
+    @pytest.mark.parametrize(
+        ("login", "options", "answer"),
+        [("", "?timeout_s=0.3", b"+PONG\r\n$1048\r\n"), (":p@", "?connect_timeout_s=0.3", b"+")],
+        ids=["value", "login"],
+    )
+    def test_an_answer_byte_by_byte_is_cut_off_at_the_deadline(
+        self, open_tier: OpenTier, login: str, options: str, answer: bytes
     ) -> None:
         done = threading.Event()
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -361,7 +366,7 @@ class TestBadAnswers:
                 connected, _ = listener.accept()
                 with connected:
                     connected.recv(1000)
-                    connected.sendall(b"+PONG\r\n$1048\r\n")
+                    connected.sendall(answer)
                     while not done.wait(0.01):
                         try:
                             connected.sendall(b"x")
@@ -370,8 +375,8 @@ class TestBadAnswers:
 
             thread = threading.Thread(target=drip)
             thread.start()
-            url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
-            tier = open_tier(url, "?timeout_s=0.3", chunk_bytes=1000)
+            url = f"redis://{login}127.0.0.1:{listener.getsockname()[1]}"
+            tier = open_tier(url, options, chunk_bytes=1000)
             assert _get(tier, key(1), size=1000) == [FAILED]
             done.set()
             thread.join()
