@@ -11,18 +11,17 @@ from aiohttp.typedefs import Handler
 
 from router.api.access import Access
 from router.api.cors import allow_origins
-from router.config import (
-    RouterConfig,
-    client_context,
-)
-from router.fleet import Fleet
-from router.membership import ConfigFile
+from router.config.credentials import client_context
+from router.config.settings import RouterConfig
+from router.fleet.fleet import Fleet
+from router.membership.reload import ConfigFile
 from router.parts import Parts, make_parts
 from router.policy import METHODS, PROMPTED, Plane
-from router.prompt import PromptSource
-from router.proxy import client_session
-from router.record import Outlets, RecordReader
-from router.ui import FILES
+from router.prompt.prompt_source import PromptSource
+from router.proxy.upstream import client_session
+from router.record.outlets import Outlets
+from router.record.records import RecordReader
+from router.ui.page import FILES
 from warmroute_common.http_server import BODIES, Bodies, announce_leaving, errors_answered
 
 log = logging.getLogger("warmroute")

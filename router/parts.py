@@ -16,24 +16,31 @@ from router.agent_client import AgentClient
 from router.api.access import Access
 from router.api.own_endpoints import OwnEndpoints
 from router.api.replica_endpoints import ReplicaEndpoints
-from router.config import (
-    ReplicaTlsConfig,
-    RouterConfig,
-    TlsConfig,
-    load_certificate,
-    load_fleet_secret,
-    server_context,
-)
-from router.feeds import Feeds, HealthMonitor
-from router.fleet import Fleet, Replica
-from router.lmcache import ConfiguredInstance, Controller, Lmcache
-from router.membership import ConfigFile, Discovery, Membership, Reload, Source
-from router.prompt import PromptSource
-from router.proxy import FirstByteWaits, Proxy, RequestLifecycle, Retries
-from router.record import Metrics, Outlets, RecordReader, RecordReaders
-from router.scheduling import AdmissionController, AdmissionQueue, RequestScheduler
-from router.staging import Stager
-from router.ui import Page, Recent
+from router.config.credentials import load_certificate, load_fleet_secret, server_context
+from router.config.settings import ReplicaTlsConfig, RouterConfig, TlsConfig
+from router.feeds.feeds import Feeds
+from router.feeds.health_monitor import HealthMonitor
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica
+from router.lmcache.controller import Controller
+from router.lmcache.instance_registry import ConfiguredInstance
+from router.lmcache.lmcache import Lmcache
+from router.membership.discovery import Discovery
+from router.membership.membership import Membership, Source
+from router.membership.reload import ConfigFile, Reload
+from router.prompt.prompt_source import PromptSource
+from router.proxy.first_byte_waits import FirstByteWaits
+from router.proxy.lifecycle import RequestLifecycle
+from router.proxy.proxy import Proxy
+from router.proxy.retries import Retries
+from router.record.metrics import Metrics
+from router.record.outlets import Outlets
+from router.record.records import RecordReader, RecordReaders
+from router.scheduling.admission import AdmissionController, AdmissionQueue
+from router.scheduling.request_scheduler import RequestScheduler
+from router.staging.stager import Stager
+from router.ui.page import Page
+from router.ui.recent import Recent
 from warmroute_common.addresses import is_loopback
 from warmroute_common.fleet_secret import FleetSecret
 

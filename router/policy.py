@@ -20,7 +20,7 @@ from urllib.parse import quote
 import orjson
 import xxhash
 
-from router.config import RouterConfig
+from router.config.settings import RouterConfig
 from warmroute_common.addresses import is_loopback
 from warmroute_common.api_errors import BadRequestError, NotFoundError, NotSupportedError
 from warmroute_common.config_reader import ConfigLocation

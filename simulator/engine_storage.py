@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from cacheengine.agent import Agent
-from cacheengine.engine import CacheEngine, IoThreads, JobRunner, make_tier
-from cacheengine.identity import ChunkLayout
+from cacheengine.agent.agent import Agent
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.engine.tier_io import IoThreads, JobRunner, make_tier
+from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.record import TransferMeter
-from cacheengine.settings import EngineConfig
-from cacheengine.tiers import Chunk, GetOutcome, LocalTier, NullTier, PutOutcome
-from cacheengine.transfer import TransferServer
+from cacheengine.settings.engine_config import EngineConfig
+from cacheengine.tiers.tier import Chunk, GetOutcome, LocalTier, NullTier, PutOutcome
+from cacheengine.transfer.transfer_server import TransferServer
 from simulator.simulator_settings import SimulatorSettings
 from warmroute_common.agent_protocol import ReplicaIdentity
 from warmroute_common.keys import DEFAULT_SEED

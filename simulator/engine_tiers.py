@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cacheengine.engine import Promotes, PromotionWaits
-from cacheengine.residency import Holder, Presence, StoreReservation
+from cacheengine.engine.promotion_waits import Promotes, PromotionWaits
+from cacheengine.residency.decisions import Presence, StoreReservation
+from cacheengine.residency.pool_index import Holder
 from simulator.model.cache_news import LoadableTokens
 from simulator.model.machine_and_request import SimRequest
 

@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 import yaml
 
-from router.config import PickerConfig, RouterConfig
+from router.config.settings import PickerConfig, RouterConfig
 from tools.reference import known_commands
 from tools.relock import LOCKS
 

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
-from router.config import RouterConfig
 from router.config.loading import router_config
+from router.config.settings import RouterConfig
 from tools.reference import hints, known_commands, section_of, slug
 from warmroute_common.config_reader import ConfigError
 

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from cacheengine.settings import load_engine_config
+from cacheengine.settings.lmcache_file import load_engine_config
 from router.cli.serve import leave_s
-from router.config import RouterConfig
 from router.config.loading import load_router_config
+from router.config.settings import RouterConfig
 from router.policy import METHODS, Plane, Policy, check_gateway
 from tools.reference import known_commands
 from warmroute_common.config_reader import ConfigLocation

@@ -19,11 +19,11 @@ from typing import Any, Final
 
 import click
 
-from cacheengine.settings import EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.settings.lmcache_file import ALIASES, INERT, REFUSED
 from cacheengine.tiers.mooncake_store import MooncakeSettings
 from router.cli.commands import main as warmroute
-from router.config import RouterConfig
+from router.config.settings import RouterConfig
 from router.launch.fleet_file import FleetFile
 from warmroute_common.config_reader import bounds_of, live_settings
 

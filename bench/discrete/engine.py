@@ -10,7 +10,7 @@ from typing import Final
 
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.engine_lock import EngineLock
-from cacheengine.identity import ChunkLayout
+from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.record import CPU, BandwidthMeter, KeyEventRecord
 from cacheengine.residency.decisions import PORTION, PendingWork

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 from bench.engine.cases import Case
 from bench.ttft import BenchError
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity import ChunkLayout
+from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.tier import Chunk, GetOutcome, LocalTier, PutOutcome

@@ -17,7 +17,7 @@ from bench.replica.local import (
 )
 from bench.replica.tiers import ReplicaTiers, Vllm, call, forget_pages, wait_until
 from cacheengine.launch.vllm_launch import free_ports
-from router.index import lmcache_chain
+from router.index.lmcache_keys import lmcache_chain
 from router.launch.processes import ProcessGroup
 
 CHUNK_TOKENS: Final = 256

@@ -19,7 +19,8 @@ from bench.overhead.cases import MODEL
 from bench.replica.local import router_command
 from bench.ttft import BenchError
 from cacheengine.launch.vllm_launch import free_ports
-from router.config import PickerConfig, ReplicaConfig, RouterConfig, load_router_config
+from router.config.loading import load_router_config
+from router.config.settings import PickerConfig, ReplicaConfig, RouterConfig
 from router.gateway.envoy_config import envoy_configuration, envoy_program
 from router.launch.processes import ChildFailedError, ProcessGroup, tail
 from warmroute_common.config_reader import ConfigLocation

@@ -25,7 +25,7 @@ from bench.soak.engine import EngineSoak, soak_engine
 from bench.soak.harness import LongRun, Result
 from bench.soak.router import RouterSoak, soak_router
 from bench.ttft import BenchError
-from router.launch import ChildFailedError
+from router.launch.processes import ChildFailedError
 
 _PROG = "bench.soak"
 

@@ -24,13 +24,13 @@ import orjson
 
 from bench.soak.measured_lock import MeasuredLock, measure_lock
 from bench.soak.scheduler import Scheduler
-from cacheengine.agent import Agent
-from cacheengine.engine import CacheEngine
-from cacheengine.identity import ChunkLayout
+from cacheengine.agent.agent import Agent
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.record import EventLog, TransferMeter
-from cacheengine.settings import EngineConfig
-from cacheengine.transfer import TransferServer
+from cacheengine.settings.engine_config import EngineConfig
+from cacheengine.transfer.transfer_server import TransferServer
 from warmroute_common.agent_protocol import ReplicaIdentity
 from warmroute_common.keys import DEFAULT_SEED
 

@@ -22,7 +22,7 @@ from bench.soak.answers import BLOCK_TOKENS, CHUNK_TOKENS
 from bench.soak.harness import HOST, Fault, schedule, stop_repeatedly, stopped
 from bench.ttft import BenchError
 from cacheengine.launch.vllm_launch import free_ports
-from router.config import load_router_config
+from router.config.loading import load_router_config
 from router.gateway.envoy_config import envoy_configuration, envoy_program
 from router.launch.fleet_file import WARMROUTE
 from router.launch.processes import ProcessGroup, tail

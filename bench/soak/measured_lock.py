@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final, Self, cast
 
-from cacheengine.engine import CacheEngine
+from cacheengine.engine.engine import CacheEngine
 
 LONG_NS: Final = 1_000_000
 """No hold should take longer."""

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from cacheengine.engine import CacheEngine
-from cacheengine.residency import Presence, Promotion, StoreReservation
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.residency.decisions import Presence, Promotion, StoreReservation
 
 _LOOKUP_PIN_S: Final = 10.0
 _MOST_RUNNING: Final = 16

@@ -22,10 +22,10 @@ from cacheengine.agent.agent_handlers import AgentHandlers
 from cacheengine.agent.agent_requests import MAX_BODY_BYTES, AgentErrors, agent_bodies, wake
 from cacheengine.agent.move_jobs import MoveJobs
 from cacheengine.agent.peers import AgentHttpClient, ControllerRegistration
-from cacheengine.engine import CacheEngine
-from cacheengine.identity import KvVersions
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.identity.kv_versions import KvVersions
 from cacheengine.record import TransferMeter
-from cacheengine.settings import EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from warmroute_common import agent_protocol as wire
 from warmroute_common.addresses import join_host_port, without_password
 from warmroute_common.api_errors import ForbiddenError, UnauthorizedError

@@ -25,8 +25,9 @@ from cacheengine.agent.agent_requests import (
     wait_for_promotion,
 )
 from cacheengine.agent.move_jobs import MoveJobs
-from cacheengine.engine import CacheEngine, render_metrics
-from cacheengine.identity import KvVersions
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.engine.engine_metrics import render_metrics
+from cacheengine.identity.kv_versions import KvVersions
 from cacheengine.record import TransferMeter
 from warmroute_common import agent_protocol as wire
 from warmroute_common.api_errors import BadRequestError, NotFoundError

@@ -14,8 +14,8 @@ from typing import Final, TypeVar
 import msgspec
 from aiohttp import web
 
-from cacheengine.engine import CacheEngine
-from cacheengine.residency import Promotion
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.residency.decisions import Promotion
 from warmroute_common import agent_protocol as wire
 from warmroute_common.api_errors import ApiError, BadRequestError
 from warmroute_common.http_server import Bodies, ErrorAnswers, read_body, release_body

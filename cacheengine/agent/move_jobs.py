@@ -16,9 +16,9 @@ import msgspec
 
 from cacheengine.agent.agent_requests import PeerError, wait_for_event, wait_for_promotion
 from cacheengine.agent.peers import AgentHttpClient, PeerAgent
-from cacheengine.engine import CacheEngine
+from cacheengine.engine.engine import CacheEngine
 from cacheengine.record import TransferMeter
-from cacheengine.transfer import Fetch
+from cacheengine.transfer.fetch import Fetch
 from warmroute_common import agent_protocol as wire
 from warmroute_common.addresses import split_host_port
 from warmroute_common.api_errors import BadRequestError, OverloadedError

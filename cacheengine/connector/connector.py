@@ -28,8 +28,8 @@ from vllm.v1.request import Request
 
 from cacheengine.connector.manager import ComputeRate, WarmrouteManager
 from cacheengine.connector.model_identity import IDENTITY_KEY, identify
-from cacheengine.identity import LoraAdapter
-from cacheengine.settings import load_engine_config
+from cacheengine.identity.kv_versions import LoraAdapter
+from cacheengine.settings.lmcache_file import load_engine_config
 
 _HARMLESS: Final = frozenset(
     {

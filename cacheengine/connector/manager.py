@@ -33,10 +33,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cacheengine.engine import CacheEngine, PromotionWaits
-from cacheengine.identity import KvVersion, KvVersions, LoraAdapter
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.engine.promotion_waits import PromotionWaits
+from cacheengine.identity.kv_versions import KvVersion, KvVersions, LoraAdapter
 from cacheengine.record import CPU
-from cacheengine.residency import Presence
+from cacheengine.residency.decisions import Presence
 
 _MIN_STEP_TOKENS: Final = 64
 """Steps with fewer prompt tokens mostly measure decoding, so they are ignored."""

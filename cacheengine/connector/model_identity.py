@@ -40,7 +40,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from cacheengine.identity import WeightFiles
+from cacheengine.identity.kv_versions import WeightFiles
 
 logger = logging.getLogger("vllm.warmroute")
 

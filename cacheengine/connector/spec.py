@@ -37,7 +37,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from cacheengine.agent import Agent
+from cacheengine.agent.agent import Agent
 from cacheengine.connector.copy_worker import CpuCopyWorker, join_copies
 from cacheengine.connector.manager import WarmrouteManager
 from cacheengine.connector.model_identity import (
@@ -47,14 +47,16 @@ from cacheengine.connector.model_identity import (
     locate,
 )
 from cacheengine.connector.pool_region import PoolRegion
-from cacheengine.engine import CacheEngine
-from cacheengine.identity import ChunkLayout, KvVersions
-from cacheengine.launch import ReplicaSettings, config_of_rank
+from cacheengine.engine.engine import CacheEngine
+from cacheengine.identity.chunk_layout import ChunkLayout
+from cacheengine.identity.kv_versions import KvVersions
+from cacheengine.launch.vllm_launch import ReplicaSettings, config_of_rank
 from cacheengine.memory import Pool
 from cacheengine.record import TransferMeter
-from cacheengine.settings import EngineConfig, load_engine_config
+from cacheengine.settings.engine_config import EngineConfig
+from cacheengine.settings.lmcache_file import load_engine_config
 from cacheengine.tiers.remote import lossy_name
-from cacheengine.transfer import TransferServer
+from cacheengine.transfer.transfer_server import TransferServer
 from warmroute_common.agent_protocol import ReplicaIdentity
 
 logger = logging.getLogger("vllm.warmroute")

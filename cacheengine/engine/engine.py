@@ -17,23 +17,22 @@ from typing import Protocol, TypeVar
 
 from cacheengine.engine.engine_lock import EngineLock
 from cacheengine.engine.tier_io import Clock, IoThreads, MakeThreads, TierStack
-from cacheengine.identity import ChunkLayout
+from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.record import CPU, EngineStats, KeyEventRecord, to_wire
-from cacheengine.residency import (
+from cacheengine.residency.decider import Decider
+from cacheengine.residency.decisions import (
     PORTION,
-    SHARDS,
-    Decider,
-    Holder,
-    LowerIndex,
     PendingWork,
-    PoolEntry,
     Presence,
     Promotion,
     StoreReservation,
 )
-from cacheengine.settings import EngineConfig
-from cacheengine.tiers import LocalTier, SharedTier
+from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.pool_index import Holder, PoolEntry
+from cacheengine.residency.state import SHARDS
+from cacheengine.settings.engine_config import EngineConfig
+from cacheengine.tiers.tier import LocalTier, SharedTier
 from warmroute_common import agent_protocol as wire
 from warmroute_common.keys import key64
 

@@ -5,7 +5,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from cacheengine.residency import Decider, PendingWork
+from cacheengine.residency.decider import Decider
+from cacheengine.residency.decisions import PendingWork
 
 logger = logging.getLogger("vllm.warmroute")
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from cacheengine.residency import Holder, Presence, Promotion
+from cacheengine.residency.decisions import Presence, Promotion
+from cacheengine.residency.pool_index import Holder
 
 PIN_S: Final = 10.0
 """How long chunks promoted for a request stay pinned if it never comes back."""

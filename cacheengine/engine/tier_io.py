@@ -15,19 +15,23 @@ from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from cacheengine.engine.engine_lock import EngineLock
-from cacheengine.identity import ChunkLayout
+from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.record import CPU, BandwidthMeter
-from cacheengine.residency import (
-    PORTION,
-    LocalIndex,
-    LowerIndex,
-    PendingWork,
-    PoolEntry,
-    SharedIndex,
-)
-from cacheengine.settings import ConfigError, EngineConfig
-from cacheengine.tiers import (
+from cacheengine.residency.decisions import PORTION, PendingWork
+from cacheengine.residency.local_index import LocalIndex
+from cacheengine.residency.lower_index import LowerIndex
+from cacheengine.residency.pool_index import PoolEntry
+from cacheengine.residency.shared_index import SharedIndex
+from cacheengine.settings.engine_config import EngineConfig
+from cacheengine.tiers.disk import DiskTier
+from cacheengine.tiers.infinistore_store import InfiniStore
+from cacheengine.tiers.mooncake_store import MooncakeStore
+from cacheengine.tiers.remote import SERDE_NAMES, RemoteTier, make_serde
+from cacheengine.tiers.remote_url import RemoteUrl, parse_remote_url
+from cacheengine.tiers.serde import Serde
+from cacheengine.tiers.store import BlobStore, StoreError
+from cacheengine.tiers.tier import (
     Chunk,
     GetOutcome,
     LocalTier,
@@ -36,15 +40,8 @@ from cacheengine.tiers import (
     SharedTier,
     Tier,
 )
-from cacheengine.tiers.disk import DiskTier
-from cacheengine.tiers.infinistore_store import InfiniStore
-from cacheengine.tiers.mooncake_store import MooncakeStore
-from cacheengine.tiers.remote import SERDE_NAMES, RemoteTier, make_serde
-from cacheengine.tiers.remote_url import RemoteUrl, parse_remote_url
-from cacheengine.tiers.serde import Serde
-from cacheengine.tiers.store import BlobStore, StoreError
 from warmroute_common import agent_protocol as wire
-from warmroute_common.config_reader import BadValueError
+from warmroute_common.config_reader import BadValueError, ConfigError
 
 logger = logging.getLogger("vllm.warmroute")
 

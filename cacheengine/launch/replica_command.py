@@ -19,9 +19,11 @@ from cacheengine.launch.vllm_launch import (
     vllm_arguments,
     vllm_environment,
 )
-from cacheengine.settings import ConfigError, EngineConfig, load_engine_config
+from cacheengine.settings.engine_config import EngineConfig
+from cacheengine.settings.lmcache_file import load_engine_config
 from warmroute_common.addresses import join_host_port, listening_family
 from warmroute_common.command_line import WholeNumberRange
+from warmroute_common.config_reader import ConfigError
 
 
 @click.command(

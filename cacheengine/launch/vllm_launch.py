@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Final
 
-from cacheengine.settings import ConfigError, EngineConfig
+from cacheengine.settings.engine_config import EngineConfig
 from warmroute_common.addresses import join_host_port
+from warmroute_common.config_reader import ConfigError
 from warmroute_common.keys import ALGORITHMS
 
 _SETTINGS_KEY: Final = "warmroute"

@@ -9,7 +9,7 @@ from cacheengine.residency.decisions import PORTION
 from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.residency.pool_index import PoolEntry
 from cacheengine.residency.state import CacheState
-from cacheengine.tiers import LONGEST_BACKOFF_S, PutOutcome, tier_backoff
+from cacheengine.tiers.tier import LONGEST_BACKOFF_S, PutOutcome, tier_backoff
 
 _TRIES: Final = 3
 """Writes of one chunk before it is given up."""

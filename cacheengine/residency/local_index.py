@@ -6,7 +6,7 @@ from typing import Final
 
 from cacheengine.residency.eviction_policies import DEFAULT_POLICY, make_policy
 from cacheengine.residency.lower_index import Activity, LowerIndex
-from cacheengine.tiers import GetOutcome, tier_backoff
+from cacheengine.tiers.tier import GetOutcome, tier_backoff
 from warmroute_common.backoff import Backoff
 
 _OPERATOR_SHARE: Final = 0.5

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from enum import Enum, auto
 
-from cacheengine.tiers import GetOutcome
+from cacheengine.tiers.tier import GetOutcome
 from warmroute_common.agent_protocol import TierName
 
 

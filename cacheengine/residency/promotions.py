@@ -12,7 +12,7 @@ from cacheengine.residency.lower_index import LowerIndex
 from cacheengine.residency.pool_index import EntryState, Holder, PoolEntry
 from cacheengine.residency.shared_index import SharedIndex
 from cacheengine.residency.state import CacheState
-from cacheengine.tiers import GetOutcome
+from cacheengine.tiers.tier import GetOutcome
 
 
 class Promoter:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from cacheengine.residency.lower_index import Activity, LowerIndex
-from cacheengine.tiers import GetOutcome, tier_backoff
+from cacheengine.tiers.tier import GetOutcome, tier_backoff
 
 _MAX_HELD: Final = 1_000_000
 _MAX_ABSENT: Final = 131_072

@@ -48,7 +48,7 @@ written to CPU memory, so Mooncake's build for CUDA has no advantage."""
 
 
 def _parse_policy(value: object) -> str:
-    from cacheengine.residency import POLICY_NAMES  # noqa: PLC0415  (it loads slowly)
+    from cacheengine.residency.eviction_policies import POLICY_NAMES  # noqa: PLC0415  (it loads slowly)
 
     name = str(value).strip().upper()
     if name in ("FIFO", "LFU", "MRU"):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from cacheengine.engine import CacheEngine
+from cacheengine.engine.engine import CacheEngine
 from cacheengine.record import TransferMeter
 from cacheengine.transfer import protocol
 from cacheengine.transfer.protocol import Channel, ChunkDigests, PeerGoneError

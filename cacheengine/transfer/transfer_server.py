@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from cacheengine.engine import CacheEngine
+from cacheengine.engine.engine import CacheEngine
 from cacheengine.record import TransferMeter
-from cacheengine.residency import Promotion
+from cacheengine.residency.decisions import Promotion
 from cacheengine.transfer import protocol
 from cacheengine.transfer.protocol import Channel, ChunkDigests, PeerGoneError
 from warmroute_common.addresses import join_host_port, listening_family

@@ -16,7 +16,7 @@ from typing import Final
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from router.config import AccessConfig, KeyConfig
+from router.config.settings import AccessConfig, KeyConfig
 from warmroute_common.addresses import is_loopback
 from warmroute_common.api_errors import (
     ApiError,

@@ -5,7 +5,7 @@ from typing import Final
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from router.config import CorsConfig
+from router.config.settings import CorsConfig
 from router.policy import METHODS
 
 _PREFLIGHT_MAX_AGE_S: Final = 7200

@@ -4,10 +4,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-from router.config import CostWeights, PolicyName
-from router.fleet import Candidate, CostModel, CostPart, Decision, Fleet, Reason, ReplicaState
-from router.index import Tier
-from router.prompt import Prompt
+from router.config.cost_weights import CostWeights
+from router.config.settings import PolicyName
+from router.fleet.cost_model import CostModel, CostPart
+from router.fleet.decision import Candidate, Decision, Reason
+from router.fleet.fleet import Fleet
+from router.fleet.replica import ReplicaState
+from router.index.prompt_keys import Tier
+from router.prompt.prompt import Prompt
 
 SHOWN: Final = 16
 """Candidates that are shown, the soonest; beside the pick and the session's home."""

@@ -11,13 +11,14 @@ from aiohttp import web
 
 from router.api.access import GRANT, Access
 from router.api.explanation import explanation
-from router.config import RouterConfig
-from router.feeds import authorization, fetch_models
-from router.fleet import Fleet, ReplicaState
-from router.membership import Reload
+from router.config.settings import RouterConfig
+from router.feeds.health_monitor import authorization, fetch_models
+from router.fleet.fleet import Fleet
+from router.fleet.replica import ReplicaState
+from router.membership.reload import Reload
 from router.policy import PROMPTED, Plane, json_object
-from router.proxy import RequestLifecycle
-from router.record import CONTENT_TYPE, Metrics
+from router.proxy.lifecycle import RequestLifecycle
+from router.record.metrics import CONTENT_TYPE, Metrics
 from warmroute_common.api_errors import BadRequestError, NoReplicaError, UnknownModelError
 from warmroute_common.http_server import LEAVING, as_json, read_body
 

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from router.fleet import Fleet, Replica, ReplicaState
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica, ReplicaState
 from warmroute_common.api_errors import BadRequestError, ForbiddenError, NotFoundError
 from warmroute_common.http_server import as_json
 

@@ -13,10 +13,13 @@ import yaml
 from router.cli.explain import explain
 from router.cli.router_client import drain, resume
 from router.cli.top import top
-from router.config import PickerConfig, RouterConfig, load_router_config, router_config
-from router.doctor import doctor
+from router.config.loading import load_router_config, router_config
+from router.config.settings import PickerConfig, RouterConfig
+from router.doctor.command import doctor
 from router.gateway.envoy_config import envoy_configuration
-from router.launch import ChildFailedError, commands_text, load_any, load_fleet_file, run_fleet
+from router.launch.fleet_file import load_any, load_fleet_file
+from router.launch.processes import ChildFailedError
+from router.launch.up import commands_text, run
 from router.policy import check_gateway
 from warmroute_common.command_line import WholeNumberRange, config_file
 from warmroute_common.config_reader import ConfigError, ConfigLocation
@@ -214,7 +217,7 @@ def up(config_path: Path | None, gateway: str | None, print_commands: bool) -> N
         click.echo(commands_text(fleet))
         return
     try:
-        run_fleet(fleet, say=click.echo)
+        run(fleet, say=click.echo)
     except ChildFailedError as error:
         raise click.ClickException(str(error)) from None
 
@@ -259,7 +262,7 @@ def _run(read: Callable[[], RouterConfig], path: Path | None, *, picks: bool = F
     config = read()
     # aiohttp and uvloop are slow to import, and no other command needs them.
     from router.cli.serve import PortTakenError, run  # noqa: PLC0415
-    from router.membership import ConfigFile  # noqa: PLC0415
+    from router.membership.reload import ConfigFile  # noqa: PLC0415
 
     file = None if path is None else ConfigFile(path=path, read=read)
     try:

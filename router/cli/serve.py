@@ -17,11 +17,11 @@ import uvloop
 from aiohttp import web
 
 from router.app import PARTS, create_app
-from router.config import PickerConfig, RouterConfig, TimeoutsConfig, join_host_port
-from router.lmcache import Controller
-from router.membership import ConfigFile, Reload
+from router.config.settings import PickerConfig, RouterConfig, TimeoutsConfig
+from router.lmcache.controller import Controller
+from router.membership.reload import ConfigFile, Reload
 from router.parts import Parts
-from warmroute_common.addresses import is_loopback, listening_family
+from warmroute_common.addresses import is_loopback, join_host_port, listening_family
 from warmroute_common.command_line import counted
 from warmroute_common.config_reader import describe
 from warmroute_common.http_server import LEAVING, Site

@@ -10,11 +10,12 @@ from typing import Any, Final
 
 import click
 
-from router.config import RouterConfig, load_router_config, read_yaml, router_config
+from router.config.loading import load_router_config, router_config
+from router.config.settings import RouterConfig
 from router.doctor.findings import Level, Report, Section
-from router.launch import load_fleet_file
+from router.launch.fleet_file import load_fleet_file
 from warmroute_common.command_line import ADMIN_KEY, config_file
-from warmroute_common.config_reader import ConfigError
+from warmroute_common.config_reader import ConfigError, read_yaml
 
 _COLOURS: Final[dict[Level | None, dict[str, Any]]] = {
     None: {"bold": True},

@@ -16,17 +16,14 @@ import orjson
 from router.doctor.findings import Section
 from router.doctor.http_probe import NoAnswerError, send
 from router.doctor.replica_checks import CheckContext, Examined, hash_in_words
-from router.feeds import KvEndpoints, KvFeed, KvSubscriber, authorization
-from router.fleet import Fleet, Replica
-from router.index import (
-    BlocksStored,
-    KvBatch,
-    KvEventFormatError,
-    KvEventReader,
-    PromptKeyCache,
-    Tier,
-)
-from router.prompt import PromptSource
+from router.feeds.feeds import KvFeed
+from router.feeds.health_monitor import authorization
+from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica
+from router.index.kv_events import BlocksStored, KvBatch, KvEventFormatError, KvEventReader
+from router.index.prompt_keys import PromptKeyCache, Tier
+from router.prompt.prompt_source import PromptSource
 from warmroute_common.command_line import counted
 from warmroute_common.connection_errors import connection_problem
 from warmroute_common.tasks import end_all

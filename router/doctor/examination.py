@@ -11,7 +11,8 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import zmq.asyncio
 
-from router.config import RouterConfig, client_context, join_host_port, load_fleet_secret, reachable
+from router.config.credentials import client_context, load_fleet_secret
+from router.config.settings import RouterConfig
 from router.doctor.event_checks import check_events
 from router.doctor.findings import Report, Section
 from router.doctor.http_probe import NoAnswerError, get
@@ -23,10 +24,10 @@ from router.doctor.replica_checks import (
     check_tokens,
     hash_in_words,
 )
-from router.feeds import KvFeed
-from router.fleet import Fleet
-from router.prompt import PromptSource
-from warmroute_common.addresses import is_loopback
+from router.feeds.feeds import KvFeed
+from router.fleet.fleet import Fleet
+from router.prompt.prompt_source import PromptSource
+from warmroute_common.addresses import is_loopback, join_host_port, reachable
 from warmroute_common.agent_protocol import InstanceInfo
 from warmroute_common.command_line import counted
 from warmroute_common.config_reader import ConfigError

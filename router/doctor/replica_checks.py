@@ -8,13 +8,15 @@ import aiohttp
 import zmq.asyncio
 
 from router.agent_client import AgentClient, AgentError, AgentRefusedError
-from router.config import ReplicaConfig, RouterConfig
+from router.config.settings import ReplicaConfig, RouterConfig
 from router.doctor.findings import Section
 from router.doctor.http_probe import HttpAnswer, NoAnswerError, get
-from router.feeds import KvFeed, authorization, model_entries, served_models
-from router.fleet import Fleet, Replica
-from router.lmcache import LmcacheServerClient, LmcacheServerError
-from router.prompt import PromptSource
+from router.feeds.feeds import KvFeed
+from router.feeds.health_monitor import authorization, model_entries, served_models
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica
+from router.lmcache.server_client import LmcacheServerClient, LmcacheServerError
+from router.prompt.prompt_source import PromptSource
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.fleet_secret import HOW_TO_SET, FleetSecret
 from warmroute_common.keys import DEFAULT_SEED

@@ -18,8 +18,9 @@ import zmq.asyncio
 from router.agent_client import AgentClient, AgentError, HistoryGoneError
 from router.feeds.health_monitor import fetch
 from router.feeds.kv_subscriber import KvEndpoints, KvSubscriber, until_first
-from router.fleet import Fleet, Replica
-from router.index import KvBatch, KvEventFormatError, KvEventReader
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica
+from router.index.kv_events import KvBatch, KvEventFormatError, KvEventReader
 from warmroute_common.agent_protocol import UNREADABLE, EventBatch, InstanceInfo, KeyEvent, Snapshot
 from warmroute_common.backoff import Backoff
 from warmroute_common.fleet_secret import FleetSecret

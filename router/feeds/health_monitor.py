@@ -17,10 +17,11 @@ import aiohttp
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.config import ReplicaConfig, RouterConfig
-from router.fleet import Fleet, Replica
-from router.prompt import PromptSource, ServedModel
-from router.record import Cause
+from router.config.settings import ReplicaConfig, RouterConfig
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica
+from router.prompt.prompt_source import PromptSource, ServedModel
+from router.record.records import Cause
 from warmroute_common.config_reader import describe
 from warmroute_common.connection_errors import connection_problem
 from warmroute_common.tasks import all_set, end_all

@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from router.index import KvBatch, KvEventFormatError, KvEventReader
+from router.index.kv_events import KvBatch, KvEventFormatError, KvEventReader
 from warmroute_common.tasks import end_all
 
 _REPLAY_TIMEOUT_S: Final = 5.0

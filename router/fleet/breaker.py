@@ -12,7 +12,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Final
 
-from router.config import BreakerConfig
+from router.config.settings import BreakerConfig
 from warmroute_common.command_line import counted
 
 _TELLING: Final = 10

@@ -41,7 +41,8 @@ from enum import IntEnum
 from math import ceil, exp, log, sqrt
 from typing import Final
 
-from router.config import DEFAULT_WEIGHTS, CostWeights, LearningWeights, RatesConfig
+from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights, LearningWeights
+from router.config.settings import RatesConfig
 
 
 class CostPart(IntEnum):

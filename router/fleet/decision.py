@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
-from router.config import CostWeights
+from router.config.cost_weights import CostWeights
 from router.fleet.cost_model import Cost, Work
 from router.fleet.replica import SLOW_TIERS, Replica
 from router.fleet.replica_queue import NO_KV, KvNeed
-from router.index import ChunkRun, PromptKeys, Tier
+from router.index.prompt_keys import ChunkRun, PromptKeys, Tier
 
 
 class Reason(StrEnum):

@@ -8,24 +8,24 @@ changed. It does no I/O and reads no clock. Feeds, health checks and the proxy r
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
-from router.config import DEFAULT_WEIGHTS, CostWeights, ReplicaConfig, RouterConfig
+from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
+from router.config.settings import ReplicaConfig, RouterConfig
 from router.fleet.cost_model import CostPart, RecentWork
 from router.fleet.decision import Decision
 from router.fleet.in_flight import PrefillTracker, Ticket
 from router.fleet.replica import Replica, Replicas, ReplicaState, Signal
 from router.fleet.sessions import Sessions
-from router.index import (
-    LOWER_TIERS,
+from router.index.kv_events import (
     BlocksRemoved,
     BlocksStored,
     FirstBlocks,
     GpuCleared,
     KvBatch,
     KvEvent,
-    LmcacheKeys,
-    PrefixIndex,
-    Tier,
 )
+from router.index.lmcache_keys import LmcacheKeys
+from router.index.prefix_index import PrefixIndex
+from router.index.prompt_keys import LOWER_TIERS, Tier
 from warmroute_common.agent_protocol import EventBatch, InstanceInfo, Snapshot, unpack_keys
 
 _EXPIRED_KEYS: Final = 20

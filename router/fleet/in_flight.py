@@ -15,10 +15,10 @@ from math import inf
 from types import MappingProxyType
 from typing import Final
 
-from router.config import CostWeights
+from router.config.cost_weights import CostWeights
 from router.fleet.decision import Decision
 from router.fleet.replica import Replicas
-from router.index import PrefixIndex, SpeculativeEntry
+from router.index.prefix_index import PrefixIndex, SpeculativeEntry
 
 
 class Phase(StrEnum):

@@ -11,25 +11,14 @@ from math import inf
 from types import MappingProxyType
 from typing import Final
 
-from router.config import (
-    DEFAULT_WEIGHTS,
-    BreakerConfig,
-    CostWeights,
-    RatesConfig,
-    ReplicaConfig,
-)
+from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
+from router.config.settings import BreakerConfig, RatesConfig, ReplicaConfig
 from router.fleet.breaker import Breaker, Circuit
 from router.fleet.cost_model import CostModel, CostPart, PredictionErrors, RecentWork
 from router.fleet.replica_queue import ReplicaQueue
-from router.index import (
-    LOWER_TIERS,
-    FirstBlocks,
-    KeyShape,
-    LmcacheKeys,
-    Tier,
-    explains,
-    find_shape,
-)
+from router.index.kv_events import FirstBlocks, explains, find_shape
+from router.index.lmcache_keys import LmcacheKeys
+from router.index.prompt_keys import LOWER_TIERS, KeyShape, Tier
 from warmroute_common.agent_protocol import MAX_PINNED_SHARE, InstanceInfo
 from warmroute_common.keys import HashScheme
 

@@ -6,7 +6,7 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from router.config import DEFAULT_WEIGHTS, CostWeights
+from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
 
 _EVICTION_SLACK: Final = 1024
 """A full table forgets 1/1024 of its sessions at once: finding the oldest one walks over deleted

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from typing import Final
 from urllib.parse import urlsplit
 
-from router.config import join_host_port
-from router.fleet import Fleet, Replica
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica
+from warmroute_common.addresses import join_host_port
 from warmroute_common.config_reader import describe
 from warmroute_common.tasks import all_set, end_all
 

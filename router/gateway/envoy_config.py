@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from router.config import PickerConfig, RouterConfig, reachable
+from router.config.settings import PickerConfig, RouterConfig
 from router.policy import (
     MAX_WAIT_HEADER,
     METHODS,
@@ -24,6 +24,7 @@ from router.policy import (
     Route,
     not_forwarded,
 )
+from warmroute_common.addresses import reachable
 from warmroute_common.config_reader import ConfigLocation
 
 DESTINATION: Final = "x-gateway-destination-endpoint"

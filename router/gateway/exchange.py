@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
 
-from router.fleet import Decision, Reason, Replica, Ticket
+from router.fleet.decision import Decision, Reason
+from router.fleet.in_flight import Ticket
+from router.fleet.replica import Replica
 from router.gateway.endpoints import Endpoints
-from router.index import PromptKeyCache
+from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, endpoint_label, stores
-from router.proxy import RETRYABLE, RequestLifecycle, UsageReader
-from router.record import Cause, Outcome, RequestRecord, answer_headers, trace_context
+from router.proxy.lifecycle import RequestLifecycle
+from router.proxy.relay import UsageReader
+from router.proxy.upstream import RETRYABLE
+from router.record.records import Cause, Outcome, RequestRecord, answer_headers, trace_context
 from warmroute_common.api_errors import ApiError, NoReplicaError
 
 _COPIED_BYTES: Final = 64 << 10

@@ -13,14 +13,15 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
 )
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from router.config import PickerConfig, join_host_port
-from router.fleet import ReplicaState
+from router.config.settings import PickerConfig
+from router.fleet.replica import ReplicaState
 from router.gateway import messages
 from router.gateway.endpoints import Endpoints
 from router.gateway.envoy_config import SENDS_ANSWERS
 from router.gateway.exchange import Exchange
 from router.gateway.messages import GatewayCall, Message
-from router.proxy import RequestLifecycle
+from router.proxy.lifecycle import RequestLifecycle
+from warmroute_common.addresses import join_host_port
 from warmroute_common.api_errors import ApiError, TooLargeError
 from warmroute_common.http_server import defect
 from warmroute_common.tasks import end_all

@@ -11,21 +11,12 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from router.config import (
-    RouterConfig,
-    build,
-    check_unique,
-    is_loopback_url,
-    join_host_port,
-    load_router_config,
-    reachable,
-    read_yaml,
-    router_config,
-    setting,
-)
+from router.config.loading import check_unique, load_router_config, router_config
+from router.config.settings import RouterConfig
 from router.gateway.envoy_config import envoy_configuration, envoy_program, merge
 from router.policy import check_gateway
-from warmroute_common.config_reader import ConfigLocation, check_kind
+from warmroute_common.addresses import is_loopback_url, join_host_port, reachable
+from warmroute_common.config_reader import ConfigLocation, build, check_kind, read_yaml, setting
 
 WARMROUTE: Final = (sys.executable, "-m", "router")
 """The beginning of each ``warmroute`` command line."""

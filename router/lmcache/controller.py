@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler
 from msgspec import Meta
 
 from router.api.access import Access
-from router.config import AccessConfig
+from router.config.settings import AccessConfig
 from router.lmcache.controller_api import AgentCaller, ControllerApi, post_route, read_json
 from router.lmcache.instance_registry import (
     ConfiguredInstance,

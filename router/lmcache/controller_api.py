@@ -18,16 +18,11 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from router.agent_client import AgentClient, AgentError, AgentRefusedError, AgentTimeoutError
 from router.lmcache.instance_registry import Instance, InstanceRegistry
 from router.lmcache.lmcache import Lmcache
 from router.lmcache.worker_control import WorkerControl, unsupported
-from router.staging import (
-    AgentClient,
-    AgentError,
-    AgentRefusedError,
-    AgentTimeoutError,
-    transfer_address,
-)
+from router.staging.stager import transfer_address
 from warmroute_common.addresses import is_loopback_url
 from warmroute_common.agent_protocol import (
     UNREADABLE,

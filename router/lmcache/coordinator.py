@@ -13,8 +13,9 @@ from enum import StrEnum
 from math import inf
 from typing import Any, Final
 
-from router.fleet import Fleet
-from router.index import LmcacheKeys, Tier, lmcache_key64
+from router.fleet.fleet import Fleet
+from router.index.lmcache_keys import LmcacheKeys, lmcache_key64
+from router.index.prompt_keys import Tier
 from router.lmcache.coordinator_protocol import ObjectKey, ServerEventBatch, ServerRegistration
 from router.lmcache.key_directory import KeyDirectory, TierChange, owner_of
 from warmroute_common.addresses import join_host_port

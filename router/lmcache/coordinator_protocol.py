@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from router.index import lmcache_chain
+from router.index.lmcache_keys import lmcache_chain
 from warmroute_common.addresses import join_host_port
 from warmroute_common.agent_protocol import UNREADABLE
 from warmroute_common.api_errors import ApiError, BadRequestError

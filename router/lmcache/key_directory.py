@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from router.index import Tier
+from router.index.prompt_keys import Tier
 from router.lmcache.coordinator_protocol import (
     LmcacheTier,
     ObjectKey,

@@ -7,8 +7,10 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from router.fleet import Decision, Fleet, Replica
-from router.index import PromptKeyCache
+from router.fleet.decision import Decision
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica
+from router.index.prompt_keys import PromptKeyCache
 from router.lmcache.coordinator import Coordinator
 from router.lmcache.coordinator_api import CoordinatorApi
 from router.lmcache.server_monitor import ServerMonitor

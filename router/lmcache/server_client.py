@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 from msgspec import Meta
 
-from router.index import PromptKeys
+from router.index.prompt_keys import PromptKeys
 from warmroute_common.agent_protocol import UNREADABLE
 
 _CONNECT_S: Final = 2.0

@@ -19,9 +19,10 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from router.config import ReplicaConfig
-from router.fleet import Fleet, ReplicaState
-from router.index import LMCACHE_HASH
+from router.config.settings import ReplicaConfig
+from router.fleet.fleet import Fleet
+from router.fleet.replica import ReplicaState
+from router.index.lmcache_keys import LMCACHE_HASH
 from router.lmcache.coordinator import Coordinator, LiveServer, RegisteredServer
 from router.lmcache.server_client import (
     LmcacheServerClient,

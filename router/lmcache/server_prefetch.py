@@ -9,8 +9,10 @@ from typing import Final
 
 import aiohttp
 
-from router.fleet import Decision, Fleet, Replica
-from router.index import PromptKeyCache, PromptKeys
+from router.fleet.decision import Decision
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica
+from router.index.prompt_keys import PromptKeyCache, PromptKeys
 from router.lmcache.coordinator import Coordinator, LiveServer
 from router.lmcache.coordinator_protocol import leading_keys
 from router.lmcache.server_client import (
@@ -18,7 +20,7 @@ from router.lmcache.server_client import (
     LmcacheServerError,
     LmcacheServerRefusedError,
 )
-from router.staging import PrefetchError
+from router.staging.stager import PrefetchError
 from warmroute_common.agent_protocol import PrefetchReply
 from warmroute_common.tasks import end_all
 

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
 from router.lmcache.worker_events import LOCATIONS
 from router.lmcache.worker_protocol import (
     CPU,

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Final
 
-from router.fleet import Fleet
-from router.index import Tier
+from router.fleet.fleet import Fleet
+from router.index.prompt_keys import Tier
 from router.lmcache.worker_protocol import (
     CPU,
     DISK,

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from router.config import LmcacheWorkersConfig, ReplicaConfig
-from router.fleet import Fleet, Replica
-from router.index import LmcacheKeys, PromptKeyCache
+from router.config.settings import LmcacheWorkersConfig, ReplicaConfig
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica
+from router.index.lmcache_keys import LmcacheKeys
+from router.index.prompt_keys import PromptKeyCache
 from router.lmcache.worker_protocol import (
     DeRegisterMsg,
     FromWorker,

@@ -19,8 +19,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from router.config import LmcacheWorkersConfig
-from router.fleet import Fleet
+from router.config.settings import LmcacheWorkersConfig
+from router.fleet.fleet import Fleet
 from router.lmcache.worker_control import WorkerClient, WorkerControl, is_listening
 from router.lmcache.worker_events import WorkerEvents
 from router.lmcache.worker_protocol import (

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 from urllib.parse import urlsplit
 
-from router.config import DiscoveredConfig, DiscoveryConfig, DnsConfig, ReplicaConfig
+from router.config.settings import DiscoveredConfig, DiscoveryConfig, DnsConfig, ReplicaConfig
 from router.membership.kubernetes import KubernetesWatch
 from router.membership.membership import Membership, NameReplicas, Source, discovered
 from warmroute_common.addresses import join_host_port

@@ -11,7 +11,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from router.config import DiscoveredConfig, KubernetesConfig, ReplicaConfig
+from router.config.settings import DiscoveredConfig, KubernetesConfig, ReplicaConfig
 from router.membership.membership import NameReplicas, Source, discovered
 from warmroute_common.addresses import join_host_port
 from warmroute_common.config_reader import describe

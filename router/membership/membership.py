@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final, Protocol
 
-from router.config import DiscoveredConfig, ReplicaConfig
-from router.fleet import Fleet, Replica, ReplicaState
+from router.config.settings import DiscoveredConfig, ReplicaConfig
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica, ReplicaState
 from warmroute_common.addresses import join_host_port, server_key
 from warmroute_common.command_line import counted
 from warmroute_common.tasks import all_set, end_all

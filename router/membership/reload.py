@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from router.config import RouterConfig
+from router.config.settings import RouterConfig
 from warmroute_common.config_reader import ConfigError, describe, live_settings
 from warmroute_common.tasks import end_all
 

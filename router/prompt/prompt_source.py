@@ -17,7 +17,7 @@ from typing import Final
 
 import aiohttp
 
-from router.config import TokenizerConfig
+from router.config.settings import TokenizerConfig
 from router.prompt.prompt_reader import PromptReader
 from router.prompt.token_cache import Memo
 from warmroute_common.config_reader import ConfigError

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.fleet import Fleet, Replica, ReplicaState
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica, ReplicaState
 from router.proxy.upstream import AttemptFailedError, Wait
-from router.record import Cause
+from router.record.records import Cause
 
 
 @dataclass(eq=False, kw_only=True)

@@ -15,15 +15,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, Protocol
 
-from router.config import RouterConfig
-from router.fleet import Decision, Fleet, Ticket
-from router.index import PromptKeyCache
+from router.config.settings import RouterConfig
+from router.fleet.decision import Decision
+from router.fleet.fleet import Fleet
+from router.fleet.in_flight import Ticket
+from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Policy
-from router.prompt import Prompt, PromptSource
+from router.prompt.prompt import Prompt
+from router.prompt.prompt_source import PromptSource
 from router.proxy.relay import NO_USAGE, Usage
-from router.record import Cause, FailedTry, Outcome, RecordReader, RequestRecord
-from router.scheduling import AdmissionController, Admitted, PlacementRequest, RequestScheduler
-from router.staging import Stager, StagingResult
+from router.record.records import Cause, FailedTry, Outcome, RecordReader, RequestRecord
+from router.scheduling.admission import AdmissionController, Admitted
+from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
+from router.staging.stager import Stager, StagingResult
 from warmroute_common.api_errors import ApiError, BadRequestError, RateLimitedError
 
 log = logging.getLogger("warmroute.replicas")

@@ -16,8 +16,9 @@ import aiohttp
 from aiohttp import web
 
 from router.api.access import GRANT
-from router.fleet import Replica, Ticket
-from router.index import PromptKeyCache
+from router.fleet.in_flight import Ticket
+from router.fleet.replica import Replica
+from router.index.prompt_keys import PromptKeyCache
 from router.policy import ParsedRequest, Plane, endpoint_label, stores
 from router.proxy.first_byte_waits import FirstByteWaits
 from router.proxy.lifecycle import RequestLifecycle
@@ -30,7 +31,7 @@ from router.proxy.upstream import (
     Wait,
     forwarded_headers,
 )
-from router.record import Cause, FailedTry, Outcome, RequestRecord, trace_context
+from router.record.records import Cause, FailedTry, Outcome, RequestRecord, trace_context
 from warmroute_common.api_errors import NoReplicaError, UpstreamFailedError, UpstreamTimeoutError
 from warmroute_common.http_server import read_body, release_body
 

@@ -15,9 +15,9 @@ from typing import Any, Final, Self
 
 from aiohttp import web
 
-from router.fleet import Replica
+from router.fleet.replica import Replica
 from router.proxy.upstream import AnswerCutError, ReplicaAnswer
-from router.record import Outcome, RequestRecord, answer_headers
+from router.record.records import Outcome, RequestRecord, answer_headers
 from warmroute_common.api_errors import UpstreamFailedError
 from warmroute_common.http_server import error_body, is_anthropic
 

@@ -19,8 +19,8 @@ from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from router.config import TimeoutsConfig
-from router.record import Cause
+from router.config.settings import TimeoutsConfig
+from router.record.records import Cause
 from warmroute_common.config_reader import describe
 from warmroute_common.connection_errors import connection_problem
 

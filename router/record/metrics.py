@@ -9,10 +9,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.fleet import Fleet, ReplicaState
 from router.fleet.breaker import Circuit
+from router.fleet.fleet import Fleet
+from router.fleet.replica import ReplicaState
 from router.record.records import RequestRecord
-from router.staging import StagingResult
+from router.staging.stager import StagingResult
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 

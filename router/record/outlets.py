@@ -3,7 +3,7 @@
 import asyncio
 from typing import TYPE_CHECKING, Self
 
-from router.config import RouterConfig, TracingConfig
+from router.config.settings import RouterConfig, TracingConfig
 from router.record.records import RequestRecord
 from router.record.request_log import RequestLog
 from warmroute_common.config_reader import ConfigError

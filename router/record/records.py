@@ -12,9 +12,9 @@ from enum import StrEnum
 from math import nan
 from typing import Final, NamedTuple, Protocol
 
-from router.fleet import Decision
-from router.index import Tier
-from router.staging import StagingResult
+from router.fleet.decision import Decision
+from router.index.prompt_keys import Tier
+from router.staging.stager import StagingResult
 
 _HEADER: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _UNKNOWN_VERSION: Final = "ff"

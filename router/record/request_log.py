@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import orjson
 
-from router.config import RequestLogConfig
-from router.index import Tier
+from router.config.settings import RequestLogConfig
+from router.index.prompt_keys import Tier
 from router.record.records import Cause, Outcome, RequestRecord
-from router.staging import StagingResult
+from router.staging.stager import StagingResult
 from warmroute_common.config_reader import ConfigError
 
 _LONGEST: Final = 1000

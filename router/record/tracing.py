@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from router.config import TracingConfig
+from router.config.settings import TracingConfig
 from router.record.records import FailedTry, Outcome, RequestRecord, TraceContext, Try, new_span_id
 
 _Value = str | bool | int | float

@@ -11,7 +11,8 @@ from typing import Final
 
 import xxhash
 
-from router.config import DEFAULT_WEIGHTS, CostWeights, PolicyName
+from router.config.cost_weights import DEFAULT_WEIGHTS, CostWeights
+from router.config.settings import PolicyName
 from router.fleet.decision import Candidate, Reason
 
 _MIX: Final = 0x9E3779B97F4A7C15

@@ -9,10 +9,12 @@ from heapq import nsmallest
 from itertools import chain, islice
 from typing import Final
 
-from router.config import CostWeights
+from router.config.cost_weights import CostWeights
 from router.fleet.cost_model import CostPart
 from router.fleet.replica import Replica
-from router.index import Depth, PrefixIndex, PromptKeyCache, PromptKeys, slots
+from router.index.holders import Depth, slots
+from router.index.prefix_index import PrefixIndex
+from router.index.prompt_keys import PromptKeyCache, PromptKeys
 from router.scheduling.replica_filter import EligibleReplicas
 
 _MAX_HOLDERS: Final = 64

@@ -7,7 +7,8 @@ from typing import Final
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica, ReplicaState
 from router.fleet.replica_queue import ReplicaQueue
-from router.index import KeyShape, slots
+from router.index.holders import slots
+from router.index.prompt_keys import KeyShape
 from router.scheduling.picker import salt_of
 from warmroute_common.api_errors import NoReplicaError, UnknownModelError
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import xxhash
 
-from router.config import PolicyName
+from router.config.settings import PolicyName
 from router.fleet.cost_model import Work
 from router.fleet.decision import Candidate, Decision, KvCopy, Reason
 from router.fleet.fleet import Fleet
 from router.fleet.replica import Replica
-from router.index import PromptKeyCache, Tier
+from router.index.prompt_keys import PromptKeyCache, Tier
 from router.scheduling.picker import PickContext, pick, rendezvous_score, salt_of
 from router.scheduling.prefix_matches import PrefixMatches
 from router.scheduling.replica_filter import ReplicaFilter

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from router.config import CostWeights
+from router.config.cost_weights import CostWeights
 from router.fleet.cost_model import CostPart, Work
 from router.fleet.decision import Candidate, PeerSource
 from router.fleet.replica import SLOW_TIERS, Replica
 from router.fleet.replica_queue import KvNeed
-from router.index import ChunkRun, Match, PrefixIndex, PromptKeys, Tier
+from router.index.prefix_index import PrefixIndex
+from router.index.prompt_keys import ChunkRun, Match, PromptKeys, Tier
 
 _RATE_OF: Final = {Tier.DISK: CostPart.DISK, Tier.REMOTE: CostPart.REMOTE}
 

@@ -16,8 +16,11 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from router.agent_client import AgentError, AgentRefusedError, Agents
-from router.config import PrefetchConfig, RouterConfig, join_host_port
-from router.fleet import Decision, Fleet, KvCopy, Replica
+from router.config.settings import PrefetchConfig, RouterConfig
+from router.fleet.decision import Decision, KvCopy
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica
+from warmroute_common.addresses import join_host_port
 from warmroute_common.agent_protocol import MoveRequest, MoveSource, PrefetchReply
 from warmroute_common.tasks import end_all
 

@@ -14,9 +14,10 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from router.fleet import Fleet, Replica
-from router.index import Tier
-from router.record import RequestRecord
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Replica
+from router.index.prompt_keys import Tier
+from router.record.records import RequestRecord
 from router.ui.recent import KEPT_SPILLS, SLICE_S, SLICES, Recent, Sums, Tokens, Ttfts
 from warmroute_common.http_server import as_json
 

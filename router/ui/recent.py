@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from math import exp, log
 from typing import Final
 
-from router.fleet import Reason
-from router.index import Tier
-from router.record import RequestRecord
+from router.fleet.decision import Reason
+from router.index.prompt_keys import Tier
+from router.record.records import RequestRecord
 
 _STEP: Final = 0.05
 _LEAST_S: Final = 1e-4

@@ -8,9 +8,9 @@ from typing import cast
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.engine_lock import EngineLock
 from cacheengine.engine.tier_io import TierStack
-from cacheengine.identity import ChunkLayout
+from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
-from cacheengine.residency import Decider
+from cacheengine.residency.decider import Decider
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.tier import LocalTier, SharedTier
 

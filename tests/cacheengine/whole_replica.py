@@ -2,7 +2,7 @@
 
 import msgspec
 
-from cacheengine.agent import Agent
+from cacheengine.agent.agent import Agent
 from cacheengine.record import TransferMeter
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.transfer.transfer_server import TransferServer

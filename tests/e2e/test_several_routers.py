@@ -9,8 +9,8 @@ import aiohttp
 import orjson
 import pytest
 
-from router.config import ReplicaConfig
-from router.index import Tier
+from router.config.settings import ReplicaConfig
+from router.index.prompt_keys import Tier
 from router.policy import Plane
 from simulator.openai_prompts import text_of
 from tests.router.conftest import Running, client, run_router

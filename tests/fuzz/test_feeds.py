@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.agent_client import AgentClient, AgentError
-from router.config import ReplicaConfig, RouterConfig
-from router.fleet import Fleet
-from router.index import KvEventFormatError, KvEventReader
+from router.config.settings import ReplicaConfig, RouterConfig
+from router.fleet.fleet import Fleet
+from router.index.kv_events import KvEventFormatError, KvEventReader
 from tests.fuzz.json_text import ODD, TEXT, Pairs, nearly
 from tests.fuzz.test_replicas import ANSWERS, WELL, Odd, answer
 from warmroute_common.agent_protocol import EventBatch, KeyEvent, Snapshot

@@ -13,7 +13,7 @@ from blockbuster import blockbuster_ctx
 
 from router.app import PARTS, create_app
 from router.config.settings import ReplicaConfig, RouterConfig, TimeoutsConfig
-from router.membership import ConfigFile
+from router.membership.reload import ConfigFile
 from router.parts import Parts
 from router.record.records import RequestRecord
 from tests.cacheengine.conftest import make_bench  # noqa: F401  (a fixture)

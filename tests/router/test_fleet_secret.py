@@ -8,7 +8,7 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from router.app import PARTS, create_app
-from router.config import router_config
+from router.config.loading import router_config
 from simulator.simulated_fleet import fleet as simulated
 from simulator.simulator_settings import SimulatorSettings
 from tests.router.agent_server import until

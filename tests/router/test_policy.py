@@ -11,7 +11,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from router.cli import main
+from router.cli.commands import main
 from router.config.settings import (
     AccessConfig,
     CorsConfig,

@@ -13,8 +13,8 @@ from aiohttp import web
 from click.testing import CliRunner
 
 from router.cli.commands import main
-from router.config import load_router_config
 from router.config.credentials import server_context
+from router.config.loading import load_router_config
 from router.config.settings import ReplicaConfig, ReplicaTlsConfig, TlsConfig
 from tests.router.cli.helpers import serving
 from tests.router.conftest import Fleet

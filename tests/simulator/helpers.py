@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity import ChunkLayout
+from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
 from simulator.engine_storage import MemoryDisk, PacedTier, Pacer, threads_for_memory

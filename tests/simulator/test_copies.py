@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity import ChunkLayout
+from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
 from simulator.engine_storage import MemoryDisk, threads_for_memory

@@ -3,7 +3,7 @@
 from typing import Final
 
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity import ChunkLayout
+from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
 from simulator.engine_storage import MemoryDisk, PacedEngine, Pacer, threads_for_memory

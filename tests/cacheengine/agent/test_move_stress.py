@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cacheengine.residency import Presence
+from cacheengine.residency.decisions import Presence
 from tests.cacheengine.agent.test_moves import Replica
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import Bench, config, key, payload, wait_until

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 from cacheengine.agent import move_jobs as moving
 from cacheengine.agent.peers import AgentHttpClient
 from cacheengine.record import TransferMeter
-from cacheengine.residency import Presence
+from cacheengine.residency.decisions import Presence
 from cacheengine.tiers.tier import PutOutcome
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer import protocol

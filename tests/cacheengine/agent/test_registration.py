@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
-from cacheengine.agent import Agent
+from cacheengine.agent.agent import Agent
 from cacheengine.agent.peers import AgentHttpClient, ControllerRegistration
 from cacheengine.settings.engine_config import EngineConfig
 from tests.cacheengine.conftest import MakeBench

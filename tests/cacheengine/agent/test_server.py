@@ -11,9 +11,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from cacheengine.agent import Agent
 from cacheengine.agent import agent_requests as answers
-from cacheengine.identity import KvVersions
+from cacheengine.agent.agent import Agent
+from cacheengine.identity.kv_versions import KvVersions
 from cacheengine.record import EngineStats, TierStats, TransferStats
 from cacheengine.settings.engine_config import EngineConfig
 from tests.cacheengine.conftest import MakeBench

@@ -382,7 +382,7 @@ def test_requests_of_an_adapter_have_keys_of_its_files(
 ) -> None:
     from vllm.v1.kv_offload.base import ReqContext
 
-    from cacheengine.identity import LoraAdapter
+    from cacheengine.identity.kv_versions import LoraAdapter
 
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "adapter_config.json").write_text("{}")

@@ -235,7 +235,7 @@ def test_a_replica_asks_for_the_fleet_secret_at_both_ports(
     import urllib.error
     import urllib.request
 
-    from cacheengine.agent import Agent
+    from cacheengine.agent.agent import Agent
     from cacheengine.connector import spec as made
     from cacheengine.transfer import protocol
     from cacheengine.transfer.protocol import Channel

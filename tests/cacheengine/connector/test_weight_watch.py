@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-from cacheengine.identity import KvVersions, LoraAdapter  # noqa: E402
+from cacheengine.identity.kv_versions import KvVersions, LoraAdapter  # noqa: E402
 
 
 class Manager:

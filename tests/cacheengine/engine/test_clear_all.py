@@ -5,7 +5,8 @@ import pytest
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.engine.tier_io import TierIo
 from cacheengine.memory import Pool
-from cacheengine.residency import POLICY_NAMES, PORTION, Presence
+from cacheengine.residency.decisions import PORTION, Presence
+from cacheengine.residency.eviction_policies import POLICY_NAMES
 from cacheengine.tiers.tier import PutOutcome
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.residency import Presence
+from cacheengine.residency.decisions import Presence
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import config, key, keys
 from tests.cacheengine.scripted_tier import ScriptedTier

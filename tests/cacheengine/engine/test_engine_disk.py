@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.identity import ChunkLayout
+from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.memory import Pool
-from cacheengine.residency import Presence
+from cacheengine.residency.decisions import Presence
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.disk import DiskTier
 from tests.cacheengine.conftest import MakeBench

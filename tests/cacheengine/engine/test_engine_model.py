@@ -28,7 +28,8 @@ from hypothesis.stateful import (
 
 from cacheengine.engine.engine import CacheEngine
 from cacheengine.memory import Pool
-from cacheengine.residency import POLICY_NAMES, Presence, Promotion
+from cacheengine.residency.decisions import Presence, Promotion
+from cacheengine.residency.eviction_policies import POLICY_NAMES
 from cacheengine.residency.shared_index import SharedIndex
 from cacheengine.tiers.tier import Chunk, GetOutcome, PutOutcome
 from tests.cacheengine.helpers import (

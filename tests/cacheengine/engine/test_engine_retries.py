@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cacheengine.engine.engine import CacheEngine
-from cacheengine.residency import Presence
+from cacheengine.residency.decisions import Presence
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.conftest import MakeBench

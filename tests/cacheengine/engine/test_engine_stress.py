@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from cacheengine.residency import Presence
+from cacheengine.residency.decisions import Presence
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import Bench, config, key, payload, wait_until
 from tests.cacheengine.scripted_tier import ScriptedRemote

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cacheengine.residency import Presence
+from cacheengine.residency.decisions import Presence
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import Bench, config, key, keys, payload, tier_stack, wait_until

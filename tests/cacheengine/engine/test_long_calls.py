@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cacheengine.residency import PORTION, Presence
+from cacheengine.residency.decisions import PORTION, Presence
 from cacheengine.tiers.tier import GetOutcome
 from tests.cacheengine.conftest import MakeBench
 from tests.cacheengine.helpers import (

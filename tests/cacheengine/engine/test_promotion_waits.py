@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from cacheengine.engine.promotion_waits import PIN_S, Patience, PromotionWaits
-from cacheengine.residency import Holder, Presence, Promotion
-from cacheengine.residency.decisions import PromotionOutcome
+from cacheengine.residency.decisions import Presence, Promotion, PromotionOutcome
+from cacheengine.residency.pool_index import Holder
 from tests.cacheengine.helpers import FakeClock, keys
 
 COMPUTE_S = 2.0

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cacheengine.identity import ChunkLayout
+from cacheengine.identity.chunk_layout import ChunkLayout
 from tests.cacheengine.helpers import layout
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.identity import UNCACHED, KvVersion, KvVersions, LoraAdapter
+from cacheengine.identity.kv_versions import UNCACHED, KvVersion, KvVersions, LoraAdapter
 from warmroute_common.keys import HashScheme, key64
 
 KEY = bytes(range(32))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheengine.identity import WeightFiles
+from cacheengine.identity.kv_versions import WeightFiles
 
 BIG = 2 << 20
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cacheengine.launch import config_of_rank
 from cacheengine.launch.replica_command import replica
-from cacheengine.launch.vllm_launch import Ranks, free_ports, ranks_of
-from cacheengine.settings import ConfigError, EngineConfig
+from cacheengine.launch.vllm_launch import Ranks, config_of_rank, free_ports, ranks_of
+from cacheengine.settings.engine_config import EngineConfig
+from warmroute_common.config_reader import ConfigError
 
 
 def config() -> EngineConfig:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cacheengine.identity import ChunkLayout
+from cacheengine.identity.chunk_layout import ChunkLayout
 from cacheengine.tiers.remote import HEADER_BYTES, RemoteTier
 from cacheengine.tiers.serde import NaiveSerde, Part, Serde, SerdeError
 from cacheengine.tiers.store import Blob, StoreError, StoreFullError, StorePausedError

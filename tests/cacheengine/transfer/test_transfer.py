@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cacheengine.record import TransferMeter
-from cacheengine.residency import Presence
+from cacheengine.residency.decisions import Presence
 from cacheengine.tiers.tier import NullTier
 from cacheengine.transfer import fetch as fetching
 from cacheengine.transfer.fetch import Fetch

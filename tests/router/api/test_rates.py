@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from router.api.access import Grant
-from router.config import KeyConfig
+from router.config.settings import KeyConfig
 from warmroute_common.api_errors import RateLimitedError
 
 Refused = Counter[tuple[str, str]]

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from router.api.access import sha256_of
 from router.cli import commands as plugins
 from router.cli.commands import main
-from router.config import load_router_config
+from router.config.loading import load_router_config
 
 
 def invoke(*args: str) -> tuple[int, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from router.config import router_config
+from router.config.loading import router_config
 from router.doctor.examination import examine
 from router.doctor.findings import Level, Report
 

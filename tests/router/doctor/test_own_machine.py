@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.api.access import sha256_of
-from router.config import AccessConfig
+from router.config.settings import AccessConfig
 from router.doctor.findings import Level
 from tests.router.conftest import Fleet
 from tests.router.doctor.replicas import examined, found

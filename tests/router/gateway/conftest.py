@@ -15,7 +15,7 @@ import pytest
 from blockbuster import blockbuster_ctx
 
 from cacheengine.launch.vllm_launch import free_ports
-from router.config import PickerConfig, ReplicaConfig, RouterConfig, TimeoutsConfig
+from router.config.settings import PickerConfig, ReplicaConfig, RouterConfig, TimeoutsConfig
 from router.gateway.envoy_config import envoy_configuration, envoy_program
 from tests.processes import ServerProcess
 from tests.router.conftest import Running, run_router

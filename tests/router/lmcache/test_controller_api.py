@@ -8,7 +8,7 @@ import pytest
 from aiohttp import encode_basic_auth
 
 from router.api.access import Access, new_key, sha256_of
-from router.config import AccessConfig
+from router.config.settings import AccessConfig
 from tests.router.agent_server import serving
 from tests.router.lmcache.helpers import (
     CHUNK_TOKENS,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from router.config.settings import ControllerConfig, PrefetchConfig, RatesConfig, ReplicaConfig
-from router.fleet import ReplicaState
+from router.fleet.replica import ReplicaState
 from router.index.prompt_keys import Tier
 from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running, Wait

@@ -13,7 +13,7 @@ from router.config.settings import ControllerConfig, LmcacheWorkersConfig, Repli
 from router.index.lmcache_keys import LmcacheKeys
 from router.index.prompt_keys import Tier
 from router.lmcache.worker_service import LmcacheWorkers
-from router.membership import Source
+from router.membership.membership import Source
 from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running, Wait
 from tests.router.lmcache.helpers import CPU, DISK, FakeWorker, fake_worker, make_fleet

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from blockbuster import blockbuster_ctx
 
-from router.config import load_router_config
-from router.membership import ConfigFile
+from router.config.loading import load_router_config
+from router.membership.reload import ConfigFile
 from tests.router.conftest import Running, run_router
 from tests.router.scripted import Scripted, scripted
 

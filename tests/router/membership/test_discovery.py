@@ -12,16 +12,16 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from cacheengine.agent.peers import AgentHttpClient, ControllerRegistration
-from router.config import (
+from router.config.loading import load_router_config
+from router.config.settings import (
+    ControllerConfig,
     DiscoveredConfig,
     DiscoveryConfig,
     DnsConfig,
     KubernetesConfig,
     ReplicaConfig,
-    load_router_config,
 )
-from router.config.settings import ControllerConfig
-from router.fleet import ReplicaState
+from router.fleet.replica import ReplicaState
 from router.membership.discovery import DnsWatch, addresses
 from router.membership.membership import Source
 from tests.router.conftest import Fleet, Running, Wait

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from blockbuster import blockbuster_ctx
 
-from router.config import DiscoveredConfig, KubernetesConfig, ReplicaConfig
+from router.config.settings import DiscoveredConfig, KubernetesConfig, ReplicaConfig
 from router.membership.kubernetes import KubernetesWatch
 from router.membership.membership import Source
 from tests.router.conftest import Wait

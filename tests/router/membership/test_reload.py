@@ -13,9 +13,9 @@ import pytest
 import yaml
 from aiohttp import web
 
-from router.config import ReplicaConfig
-from router.fleet import ReplicaState
-from router.membership import Source
+from router.config.settings import ReplicaConfig
+from router.fleet.replica import ReplicaState
+from router.membership.membership import Source
 from tests.router.conftest import Running, Wait
 from tests.router.membership.conftest import Reloading
 from tests.router.scripted import chat_events, json_answer, stream

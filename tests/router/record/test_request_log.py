@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.config import router_config
+from router.config.loading import router_config
 from router.config.settings import RequestLogConfig
 from router.index.prompt_keys import Tier
 from router.record.records import Cause, FailedTry, Outcome, RequestRecord

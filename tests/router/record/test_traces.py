@@ -14,7 +14,8 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from router.config import TracingConfig, router_config
+from router.config.loading import router_config
+from router.config.settings import TracingConfig
 from router.record.records import TraceContext, trace_context
 from tests.router.agent_server import serving
 from tests.router.conftest import Fleet, Running

@@ -10,7 +10,7 @@ from yarl import URL
 import router.ui
 from router.api.access import new_key, sha256_of
 from router.config.settings import AccessConfig, KeyConfig
-from router.ui import FILES
+from router.ui.page import FILES
 from tests.router.conftest import Fleet
 from tests.router.scripted import chat_events, stream
 
