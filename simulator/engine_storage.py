@@ -89,7 +89,7 @@ def threads_for_memory(name: str, count: int) -> JobRunner:
 
 
 class Pacer:
-    """A device that moves so many bytes a second, for all threads that use it together."""
+    """A device with a fixed bandwidth, which all threads that use it share."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class SimulatorSettings:
     model: str = "sim"
     host: str = "127.0.0.1"
     port: int = 0
-    """Of the first replica, the next ones follow; 0: any free ones."""
+    """Port of the first replica; the others use the next ones. 0: free ports."""
     agent_port: int = 0
     """The same for the replicas' agents."""
     first: int = 1

@@ -12,7 +12,7 @@ class LoadableTokens(NamedTuple):
 
     cpu: int = 0
     disk: int = 0
-    """Of those that were read from disk for this request."""
+    """Tokens that were read from disk for this request."""
 
 
 class LowerTiers(Protocol):
@@ -78,7 +78,7 @@ class NoLowerTiers:
 
 
 class TokenProgress(NamedTuple):
-    """A request has given so many tokens by then; all of them if it is over."""
+    """A request has given this many tokens by then; all of them if it is over."""
 
     request: SimRequest
     generated: int

@@ -33,7 +33,7 @@ class Rates:
     store_tokens_per_s: float = 160_000.0
     """From the GPU to CPU RAM; a chunk can be found there when it has come."""
     transfer_slowdown: float = 0.0
-    """By how much a step takes longer while either of these goes on: 0.1 is 10%."""
+    """By how much a step takes longer during either kind of copy: 0.1 is 10%."""
     disk_tokens_per_s: float = 20_000.0
     """From disk to CPU RAM."""
     disk_write_tokens_per_s: float = 20_000.0
@@ -109,7 +109,7 @@ class Shape:
         return self.chunk_tokens // self.block_tokens
 
     def blocks(self, tokens: int) -> int:
-        """Return how many blocks so many tokens take."""
+        """Return the number of blocks that this many tokens take."""
         return -(-tokens // self.block_tokens)
 
 
@@ -161,11 +161,11 @@ class SimRequest:
     id: str
     prompt_tokens: int
     output_tokens: int
-    """At least 1; the model gives exactly so many."""
+    """At least 1; the model gives exactly this many."""
     block_keys: Sequence[bytes]
-    """Of the full blocks of prompt and output, first to last."""
+    """Keys of the full blocks of prompt and output, first to last."""
     chunk_keys: Sequence[bytes] = ()
-    """Of the full chunks of prompt and output, first to last."""
+    """Keys of the full chunks of prompt and output, first to last."""
     emit_every: int = 0
     """The caller wants to hear of the first token, then of every so many; 0: of the end only."""
 
@@ -188,7 +188,7 @@ class SimRequest:
     num_blocks: int = 0
     """Blocks it holds."""
     published: int = 0
-    """Of its full blocks those that were given their keys."""
+    """Number of its full blocks that have their keys."""
     stored_chunks: int = 0
     """Chunks that were offered to the tiers below the GPU."""
     is_looked_up: bool = False

@@ -34,7 +34,7 @@ class Copies:
 
     @property
     def are_under_way(self) -> bool:
-        """Whether any goes on."""
+        """Whether any is in progress."""
         return bool(self.loading or self._storing)
 
     @property
@@ -61,7 +61,7 @@ class Copies:
             self._tiers.end_store(self._storing.popleft()[1])
 
     def begin_load(self, request: SimRequest, tokens: int, now_s: float) -> None:
-        """Load so many tokens that the tiers have found for a request."""
+        """Load this many tokens, which the tiers have found for a request."""
         self._tiers.begin_load(request)
         begin_s = max(now_s, self._load_free_s)
         self._load_free_s = begin_s + tokens / self._rates.load_tokens_per_s
@@ -188,7 +188,7 @@ class Batch:
         self._budget -= tokens
 
     def _find_blocks(self, request: SimRequest, tokens: int, preempted: list[SimRequest]) -> bool:
-        """Let a request hold blocks for so many tokens; preempt those admitted last for it.
+        """Let a request hold blocks for this many tokens; preempt those admitted last for it.
 
         False: it was the last itself.
         """

@@ -73,7 +73,7 @@ def test_a_salted_prompt_shows_its_salt() -> None:
 
 
 class Sink:
-    """What a subscriber has heard."""
+    """The events that a subscriber has received."""
 
     def __init__(self, wanted: int) -> None:
         self.batches: list[KvBatch] = []

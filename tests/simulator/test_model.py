@@ -53,7 +53,7 @@ def test_a_prefix_that_a_running_request_has_computed_is_hit() -> None:
     sim.arrive(first, 0.0)
     sim.arrive(second, 1.0)
     run(sim)
-    assert second.cached.gpu == 80  # of 90 tokens the last must be computed anew
+    assert second.cached.gpu == 80  # of 90 tokens the last must be computed again
     assert sim.totals.prefilled == 90 + 10
 
 

@@ -37,7 +37,7 @@ def test_vllm_still_has_what_the_connector_sets_back() -> None:
 
 
 def _connector(chunks: int, next_chunk: int) -> tuple[Any, Any, list[Any]]:
-    """A connector over one request of so many chunks; its state and its keys."""
+    """A connector over one request of this many chunks; its state and its keys."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestGroupState
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 

@@ -126,7 +126,7 @@ def test_a_disk_that_takes_nothing_ends_it(
     fetched, _ = fetch(other, PREFIX, serve(source).address, tier="disk")
     assert fetched.held_chunks == 0
     assert fetched.error == "this replica's disk tier did not store the last 40 chunks"
-    # It was not all fetched in vain.
+    # The fetch stopped before all 40 chunks had arrived.
     assert 0 < fetched.received_chunks < 40
     assert_idle(other)
 
