@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from cacheengine.engine.promotion_waits import Promotes, PromotionWaits
 from cacheengine.residency.decisions import Presence, StoreReservation
 from cacheengine.residency.pool_index import Holder
-from simulator.model.cache_news import LoadableTokens
-from simulator.model.machine_and_request import SimRequest
+from simulator.model.lower_tier_view import LoadableTokens
+from simulator.model.sim_request import SimRequest
 
 
 class SchedulerEngine(Promotes, Protocol):

@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from cacheengine.record import KeyEventRecord
-from simulator.model.cache_news import (
+from simulator.model.model_events import (
     BlockEvent,
     GpuBlocksCleared,
     GpuBlocksRemoved,

@@ -14,7 +14,7 @@ import click
 import orjson
 import yaml
 
-from simulator.model.machine_and_request import Rates, Shape
+from simulator.model.replica_machine import Rates, Shape
 from simulator.simulated_fleet import run
 from simulator.simulator_settings import SimulatorSettings
 from warmroute_common.command_line import NumberRange, WholeNumberRange

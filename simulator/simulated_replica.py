@@ -11,9 +11,9 @@ from typing import Any, Final
 from simulator.engine_storage import EngineStorage, open_storage
 from simulator.engine_tiers import EngineTiers, ObservedTiers
 from simulator.kv_event_publisher import KvEventPublisher, TierEvents, encode_events
-from simulator.model.cache_news import LowerTiers, NoLowerTiers
-from simulator.model.machine_and_request import SimRequest
+from simulator.model.lower_tier_view import LowerTiers, NoLowerTiers
 from simulator.model.replica_model import ReplicaModel
+from simulator.model.sim_request import SimRequest
 from simulator.openai_prompts import SimPrompt
 from simulator.simulator_settings import SimulatorSettings
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cacheengine.tiers.chunk_file import SEAL_BYTES
-from simulator.model.machine_and_request import Rates, Shape
+from simulator.model.replica_machine import Rates, Shape
 from warmroute_common.fleet_secret import FleetSecret
 
 

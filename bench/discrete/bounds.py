@@ -16,8 +16,8 @@ from typing import Final
 from bench.discrete.estimates import Estimate, Foresight, estimate
 from bench.discrete.replica import AnswerCutError, ModelReplica, ReplicaDownError
 from bench.discrete.requests import Sent
-from simulator.model.cache_news import LoadableTokens
-from simulator.model.machine_and_request import SimRequest
+from simulator.model.lower_tier_view import LoadableTokens
+from simulator.model.sim_request import SimRequest
 
 _AHEAD_S: Final = 0.25
 """Work that may lie before a request when it is sent: so that no replica idles."""

@@ -17,7 +17,7 @@ from cacheengine.residency.decisions import PORTION, PendingWork
 from cacheengine.residency.local_index import LocalIndex
 from cacheengine.settings.engine_config import EngineConfig
 from cacheengine.tiers.tier import GetOutcome, PutOutcome
-from simulator.model.machine_and_request import Machine
+from simulator.model.replica_machine import Machine
 from warmroute_common import agent_protocol as wire
 
 _READ_BATCH: Final = 4

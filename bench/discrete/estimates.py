@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from simulator.model.cache_news import LowerTiers
-from simulator.model.machine_and_request import SimRequest
+from simulator.model.lower_tier_view import LowerTiers
 from simulator.model.replica_model import ReplicaModel
+from simulator.model.sim_request import SimRequest
 
 
 class Foresight:

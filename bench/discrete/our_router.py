@@ -21,7 +21,7 @@ from router.index.prompt_keys import PromptKeyCache, Tier
 from router.scheduling.admission import AdmissionController, AdmissionQueue
 from router.scheduling.request_scheduler import PlacementRequest, RequestScheduler
 from router.staging.stager import Stager
-from simulator.model.machine_and_request import Machine
+from simulator.model.replica_machine import Machine
 from warmroute_common.agent_protocol import InstanceInfo, TierInfo
 from warmroute_common.api_errors import NoReplicaError, RateLimitedError
 from warmroute_common.keys import HashScheme

@@ -11,7 +11,7 @@ from bench.discrete.replica import Fault, ModelReplica, machine_of, run_faults
 from bench.discrete.requests import Conversation, Sent
 from bench.record import Record
 from bench.workloads.session import Session, Span
-from simulator.model.machine_and_request import Machine
+from simulator.model.replica_machine import Machine
 
 _AT_ONCE: Final = 1e15
 NOISE: Final = 0.05

@@ -14,14 +14,11 @@ from bench.discrete.requests import ModelPrompt
 from cacheengine.record import KeyEventRecord
 from router.index.prompt_keys import Tier, keys64
 from simulator.engine_tiers import EngineTiers
-from simulator.model.cache_news import (
-    GpuBlocksCleared,
-    GpuBlocksRemoved,
-    GpuBlocksStored,
-    LowerTiers,
-)
-from simulator.model.machine_and_request import Machine, SimRequest
+from simulator.model.lower_tier_view import LowerTiers
+from simulator.model.model_events import GpuBlocksCleared, GpuBlocksRemoved, GpuBlocksStored
+from simulator.model.replica_machine import Machine
 from simulator.model.replica_model import ReplicaModel
+from simulator.model.sim_request import SimRequest
 
 _FIRST_AND_LAST: Final = 10**9
 """So many tokens between two notices: the caller is notified of the first and the last only."""

@@ -12,7 +12,7 @@ import xxhash
 
 from bench.record import Record
 from bench.workloads.session import Span
-from simulator.model.machine_and_request import SimRequest
+from simulator.model.sim_request import SimRequest
 from warmroute_common.keys import HashScheme
 
 

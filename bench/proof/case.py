@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from simulator.model.machine_and_request import Machine, Shape
+from simulator.model.replica_machine import Machine, Shape
 
 Disk = Literal["fast", "slow"]
 Fault = Literal["slow-replica", "dies-and-returns"]

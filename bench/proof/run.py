@@ -25,7 +25,7 @@ from bench.proof.records import Columns, columns
 from bench.record import Record
 from bench.ttft import BenchError
 from bench.workloads.session import Session
-from simulator.model.machine_and_request import Machine
+from simulator.model.replica_machine import Machine
 
 
 class OfferedLoad(Protocol):

@@ -11,7 +11,7 @@ from typing import Final
 
 from bench.record import Record
 from bench.workloads.session import Session, Span
-from simulator.model.machine_and_request import Rates, Shape
+from simulator.model.replica_machine import Rates, Shape
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from bench.workloads.pacing import Pacer, Window
 from bench.workloads.resources import DECODE_SLOTS, KV_MEMORY, Usage, measure
 from bench.workloads.session import Session, stretched
 from bench.workloads.trace import drawn_agents, read_agents, read_trace, rotated
-from simulator.model.machine_and_request import Machine
+from simulator.model.replica_machine import Machine
 
 GENERATED: Final[Mapping[str, Callable[[int], Iterator[Session]]]] = {
     "conversation": chats,

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from bench.ttft import BenchError
 from bench.workloads.ideal import IdealRun, IdealTurn
 from bench.workloads.session import Session
-from simulator.model.machine_and_request import Machine
+from simulator.model.replica_machine import Machine
 
 WARM_UP_REQUESTS: Final = 1_000
 """Requests before the window at least; as many as in it where those are fewer."""

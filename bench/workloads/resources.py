@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from bench.workloads.pacing import Due, Window
-from simulator.model.machine_and_request import Machine, Rates, Shape
+from simulator.model.replica_machine import Machine, Rates, Shape
 
 PREFILL: Final = "prefill"
 KV_MEMORY: Final = "kv_memory"

@@ -8,13 +8,14 @@ of the prompt goes first. `RequestBlocks` takes blocks for requests and returns 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from simulator.model.cache_news import (
+from simulator.model.model_events import (
     BlockEvent,
     GpuBlocksCleared,
     GpuBlocksRemoved,
     GpuBlocksStored,
 )
-from simulator.model.machine_and_request import Shape, SimRequest
+from simulator.model.replica_machine import Shape
+from simulator.model.sim_request import SimRequest
 
 
 class GpuCache:

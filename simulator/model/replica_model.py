@@ -15,9 +15,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from simulator.model.cache_news import BlockEvent, LoadableTokens, LowerTiers, TokenProgress, Totals
 from simulator.model.gpu_cache import RequestBlocks
-from simulator.model.machine_and_request import CachedTokens, Rates, Shape, SimRequest
+from simulator.model.lower_tier_view import LoadableTokens, LowerTiers
+from simulator.model.model_events import BlockEvent, TokenProgress, Totals
+from simulator.model.replica_machine import Rates, Shape
+from simulator.model.sim_request import CachedTokens, SimRequest
 
 
 class Copies:

@@ -10,9 +10,11 @@ from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
 from simulator.engine_storage import MemoryDisk, PacedTier, Pacer, threads_for_memory
 from simulator.engine_tiers import EngineTiers
-from simulator.model.cache_news import LowerTiers, NoLowerTiers, TokenProgress
-from simulator.model.machine_and_request import Rates, Shape, SimRequest
+from simulator.model.lower_tier_view import LowerTiers, NoLowerTiers
+from simulator.model.model_events import TokenProgress
+from simulator.model.replica_machine import Rates, Shape
 from simulator.model.replica_model import ReplicaModel
+from simulator.model.sim_request import SimRequest
 
 BLOCK = 10
 CHUNK = 20

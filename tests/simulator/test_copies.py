@@ -11,7 +11,7 @@ from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
 from simulator.engine_storage import MemoryDisk, threads_for_memory
 from simulator.engine_tiers import EngineTiers
-from simulator.model.machine_and_request import Rates
+from simulator.model.replica_machine import Rates
 from simulator.model.replica_model import ReplicaModel
 from tests.simulator.helpers import BLOCK, CHUNK, keys, model, rates, request, run
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from simulator.engine_storage import Pacer
-from simulator.model.cache_news import LoadableTokens
+from simulator.model.lower_tier_view import LoadableTokens
 from tests.simulator.helpers import Bench, keys, request, run
 
 

@@ -18,7 +18,7 @@ from router.index.kv_events import (
 )
 from router.index.prompt_keys import Tier
 from simulator.kv_event_publisher import KvEventPublisher, encode_events
-from simulator.model.cache_news import (
+from simulator.model.model_events import (
     BlockEvent,
     GpuBlocksCleared,
     GpuBlocksRemoved,

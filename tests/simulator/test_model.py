@@ -2,8 +2,8 @@
 
 import pytest
 
-from simulator.model.cache_news import GpuBlocksCleared, GpuBlocksRemoved, GpuBlocksStored
-from simulator.model.machine_and_request import Rates, Shape
+from simulator.model.model_events import GpuBlocksCleared, GpuBlocksRemoved, GpuBlocksStored
+from simulator.model.replica_machine import Rates, Shape
 from tests.simulator.helpers import keys, model, rates, request, run
 
 

@@ -11,8 +11,8 @@ from cacheengine.memory import Pool
 from cacheengine.settings.engine_config import EngineConfig
 from simulator.engine_storage import MemoryDisk, threads_for_memory
 from simulator.engine_tiers import EngineTiers
-from simulator.model.machine_and_request import SimRequest
 from simulator.model.replica_model import ReplicaModel
+from simulator.model.sim_request import SimRequest
 from tests.cacheengine.helpers import wait_until
 from tests.simulator.helpers import BLOCK, CHUNK, model, request
 

@@ -1,7 +1,7 @@
 """Running requests that find no block: 10 blocks of 10 tokens, steps as in `test_model`."""
 
-from simulator.model.machine_and_request import SimRequest
 from simulator.model.replica_model import ReplicaModel
+from simulator.model.sim_request import SimRequest
 from tests.simulator.helpers import model, request, run
 
 

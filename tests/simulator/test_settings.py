@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from simulator.model.machine_and_request import Rates, Shape
+from simulator.model.replica_machine import Rates, Shape
 from simulator.simulate_command import _settings, simulate
 from simulator.simulator_settings import SimulatorSettings
 

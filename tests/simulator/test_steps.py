@@ -1,6 +1,6 @@
 """How long a step takes: contexts that decodes read, copies beside it, noise."""
 
-from simulator.model.cache_news import NoLowerTiers
+from simulator.model.lower_tier_view import NoLowerTiers
 from simulator.model.replica_model import ReplicaModel
 from tests.simulator.helpers import model, rates, request, run, shape
 

@@ -19,7 +19,7 @@ from bench.record import Record
 from bench.workloads.session import Session, Span, Turn, prompt_tokens
 from router.config.settings import AdmissionConfig, SessionConfig
 from router.fleet.cost_model import CostPart
-from simulator.model.machine_and_request import Machine, Rates
+from simulator.model.replica_machine import Machine, Rates
 from tests.bench.discrete.building import talk
 
 FLEET: Final = FleetOptions(replicas=8, machine=Machine(cpu_tokens=40_000), noise=0.0)

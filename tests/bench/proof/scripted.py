@@ -16,7 +16,7 @@ from bench.proof.run import Bench, FleetPlan
 from bench.record import Record
 from bench.ttft import BenchError
 from bench.workloads.session import Session, Span, Turn
-from simulator.model.machine_and_request import Machine
+from simulator.model.replica_machine import Machine
 
 MOST_LOAD = 1.25
 """The scripted workload cannot be offered at more."""

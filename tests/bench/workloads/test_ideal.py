@@ -4,7 +4,7 @@ import pytest
 
 from bench.workloads.ideal import IdealRun, SeenPrompts
 from bench.workloads.session import Session, Span, Turn
-from simulator.model.machine_and_request import Rates, Shape
+from simulator.model.replica_machine import Rates, Shape
 
 
 def test_seen_prompts_match_up_to_the_first_difference() -> None:

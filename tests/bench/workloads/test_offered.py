@@ -17,7 +17,7 @@ from bench.ttft import BenchError
 from bench.workloads.ideal import no_queue
 from bench.workloads.offered import GENERATED, Offered, offered
 from bench.workloads.resources import DECODE_SLOTS, DISK, KV_MEMORY, PREFILL, REPLICA_TIME
-from simulator.model.machine_and_request import Machine, Shape
+from simulator.model.replica_machine import Machine, Shape
 
 MACHINE = Machine(shape=Shape(gpu_tokens=600_000), cpu_tokens=100_000)
 REPLICAS = 4
