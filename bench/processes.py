@@ -12,7 +12,7 @@ PROC: Final = Path("/proc")
 
 @dataclass(frozen=True, kw_only=True)
 class Stat:
-    """What one process's ``/proc/PID/stat`` tells of it."""
+    """What ``/proc/PID/stat`` reports of one process."""
 
     pid: int
     parent: int

@@ -10,7 +10,7 @@ class Record:
     """One request. All times are in model seconds."""
 
     number: int
-    """Of the workload: the same for every contender."""
+    """Number in the workload: the same for every contender."""
     session: str | None
     turn: int
     prompt_tokens: int
@@ -25,10 +25,10 @@ class Record:
     total_s: float | None = None
     streamed: bool = True
     output_tokens: int = 0
-    """Of the answer that was asked for."""
+    """Tokens of the answer that was asked for."""
     error: str | None = None
     status: int | None = None
-    """Of the answer; None where the connection failed."""
+    """Status of the answer; None if the connection failed."""
     answer_id: str | None = None
     """The ``id`` that the replica gave its answer."""
     headers: dict[str, str] = field(default_factory=dict)

@@ -163,7 +163,7 @@ async def _process(
 
 @dataclass
 class Traffic:
-    """Sessions of chats, which end and begin anew."""
+    """Sessions of chats, which end and begin again."""
 
     session: aiohttp.ClientSession
     url: str

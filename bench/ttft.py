@@ -62,12 +62,12 @@ class Round:
 
     @property
     def saved_s(self) -> float:
-        """How much sooner the second answer began."""
+        """How much earlier the second answer began."""
         return self.cold.ttft_s - self.warm.ttft_s
 
     @property
     def ratio(self) -> float:
-        """How many times sooner."""
+        """The speed-up: cold over warm."""
         return self.cold.ttft_s / max(self.warm.ttft_s, 1e-9)
 
 

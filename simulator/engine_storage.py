@@ -106,7 +106,7 @@ class Pacer:
         self._late_s = 0.0
 
     def pass_through(self, num_bytes: int) -> None:
-        """Return when so many bytes have come through after those asked for before."""
+        """Return when this many bytes are through, after those that were asked for earlier."""
         with self._lock:
             now_s = self._clock()
             # What the last sleep was late is made up for now: on a busy machine the
@@ -255,7 +255,7 @@ def _engine_config(settings: SimulatorSettings, instance_id: str, agent_port: in
         agent_host=settings.host,
         fleet_secret=settings.fleet_secret,
         disk_direct_reads=False,
-        # In memory, what is put does not queue: nothing must be dropped for want of a queue.
+        # In memory, what is put does not queue: nothing is dropped because a queue is full.
         put_queue_share=0.5 if settings.disk_files else 1.0,
         # The paced device is one; more threads would only wait for each other.
         disk_read_threads=1,

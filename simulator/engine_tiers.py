@@ -163,7 +163,7 @@ class EngineTiers:
         asked.loads = ()
 
     def begin_store(self, request: SimRequest) -> Sequence[bytes]:
-        """Offer what has become full; those that are there already count as used."""
+        """Offer full chunks to the engine; chunks that it already has count as used."""
         end = request.computed // self._chunk_tokens
         keys = request.chunk_keys[request.stored_chunks : end]
         if not keys:

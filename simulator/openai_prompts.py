@@ -23,7 +23,7 @@ _CONSONANTS: Final = "bcdfghjklmnpqrstvwxz"
 _VOWELS: Final = "aeiou"
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _MAX_WORD_CHARS: Final = 100
-"""A longer word that is none of the vocabulary is one token: base64 is no prose."""
+"""A longer word outside the vocabulary is one token, as for base64."""
 _NOT_RUSTS_SPACE: Final = "\x1c\x1d\x1e\x1f"
 """White space for Python, and not for the tokenizer."""
 _UNKNOWN: Final = "<unk>"
@@ -163,7 +163,7 @@ def make_tokenizer(directory: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file, but not anew: a router may be reading what another fleet has put there."""
+    """Write a file unless it exists: a router may be reading what another fleet has written."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
 
@@ -185,10 +185,10 @@ class SimPrompt:
     """A prompt and the answer to it."""
 
     token_ids: "array[int]"
-    """Of the prompt."""
+    """Tokens of the prompt."""
     output_ids: Sequence[int]
     block_keys: Sequence[bytes]
-    """Of the full blocks of both together."""
+    """Keys of the full blocks of both together."""
     chunk_keys: Sequence[bytes]
     salt: str | None
 
@@ -309,7 +309,7 @@ def _cut_text(text: str) -> Iterator[str]:
 def chat_text(messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
     """Return the prompt of a conversation, as `vocabulary.CHAT_TEMPLATE` has it.
 
-    Raises `BadPromptError` for what is no text.
+    Raises `BadPromptError` if it is not text.
     """
     try:
         turns = [f"<|{each['role']}|> {_content(each.get('content'))}\n" for each in messages]

@@ -216,7 +216,7 @@ class CallReader:
                 continue
             if not isinstance(tokens, int) or tokens < 1:
                 raise SimulatedCallError(f"{name} must be a number, at least 1.", param=name)
-            # Before so long an answer is made up.
+            # Checked before such a long answer is made.
             if tokens > (most := self._settings.max_model_tokens):
                 raise SimulatedCallError(
                     f"This model's maximum context length is {most} tokens. However, you "

@@ -229,7 +229,7 @@ class SimulatedReplica:
         if self.model.is_blocked:
             waits.append(_ASK_AGAIN_S)
         if waits:
-            # uvloop rounds to milliseconds: what came too early would be in vain.
+            # uvloop rounds to milliseconds: a wake-up that is too early has no effect.
             wait_s = max(0.0, math.ceil(1000 * min(waits) + 0.5) / 1000)
             self._due_s = self._clock() + wait_s
             self._timer = self._loop.call_later(wait_s, self._tick)

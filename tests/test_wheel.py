@@ -23,7 +23,7 @@ from tools.relock import pinned
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = ("router", "cacheengine")
+SHIPPED = ("router", "cacheengine", "simulator", "warmroute_common")
 NOT_CODE = {".pyc"}
 COMMANDS = ("serve", "picker", "simulate", "up", "replica", "key", "explain", "top")
 

@@ -24,9 +24,9 @@ _AHEAD_S: Final = 0.25
 _AGEING: Final = 0.25
 """Seconds of service that a second of waiting makes up for in the order."""
 _BUSY_WEIGHT: Final = 0.5
-"""How much a replica's time counts beside the request's own."""
+"""Weight of a replica's time compared with the request's own."""
 _LOOKS: Final = 8
-"""Waiting requests that are placed anew at a time, the shortest ones."""
+"""How many waiting requests are placed again at a time, shortest first."""
 _AGAIN_S: Final = 0.1
 _PIN_S: Final = 10.0
 
@@ -105,7 +105,7 @@ class Oracle:
     async def answer(self, sent: Sent) -> None:
         """Hold a request until its best replica can soon begin; send it there.
 
-        One whose replica dies before it has begun to answer is held anew.
+        A request whose replica dies before the answer begins is held again.
         """
         while not await self._try(sent):
             pass

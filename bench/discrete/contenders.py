@@ -71,7 +71,7 @@ ABLATIONS: Final[Mapping[str, Settings]] = MappingProxyType(
 )
 """Our router with one mechanism switched off, or with one that is off by default.
 
-Without prefetch there are no copies either: both are one section of the configuration.
+Without prefetch nothing is copied either: both are one section of the configuration.
 """
 
 PEERS: Final = tuple(rules(1, 1, 1, 0))

@@ -71,7 +71,7 @@ class Health:
 
 _TICK_S: Final = 1.0
 _INFO_EVERY_S: Final = 30.0
-"""As `router.feeds` asks a replica's agent for its identity, and its disk's speed of late."""
+"""As `router.feeds` asks a replica's agent for its identity and the recent speed of its disk."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class FleetOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What became of every request, and what was counted beside."""
+    """The outcome of every request, and what else was counted."""
 
     records: Sequence[Record]
     counts: Mapping[str, float]

@@ -225,7 +225,7 @@ class Fault:
 
     slot: int
     slowdown: float = 1.0
-    """It computes for so many times as long, from the start on."""
+    """Factor by which it computes more slowly, from the start on."""
     dies_s: float | None = None
     returns_s: float | None = None
 

@@ -33,11 +33,11 @@ class ModelPrompt:
 
     @property
     def affinity(self) -> bytes:
-        """What equal prompts have in common: their first block."""
+        """Key of prompts that begin alike: their first block."""
         return self.keys[0] if self.prompt_blocks else b""
 
     def lora(self, adapters: object) -> None:
-        """Return None: there are no adapters here."""
+        """Return None: the model has no adapters."""
 
     def chain(
         self, scheme: HashScheme, block_tokens: int, *, lora: tuple[str, str] | None = None
@@ -58,7 +58,7 @@ class Conversation:
         self._chain: list[bytes] = []
         self._last = b"\0" * 8
         self._open = array("q")
-        """Of the last block, which is not full: numbers, first and last token of its spans."""
+        """Spans of the last block, which is not full: number, first and last token."""
         self._open_tokens = 0
 
     @property

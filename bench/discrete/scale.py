@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def measure(replicas: int, sessions: int, index_keys: int, decisions: int) -> Row:
-    """Fill a fleet of so many replicas and time its decisions."""
+    """Fill a fleet of this many replicas and time its decisions."""
     chooser = random.Random(replicas)
     before_bytes = _resident_bytes()
     fleet = make_fleet(replicas, index_keys, sessions)
@@ -173,7 +173,7 @@ def make_fleet(replicas: int, index_keys: int, sessions: int) -> Fleet:
 
 
 def fill_index(fleet: Fleet, index_keys: int, chooser: random.Random) -> list[int]:
-    """Give the replicas documents until there are so many keys; return the documents."""
+    """Give the replicas documents until there are this many keys; return the documents."""
     slots = [each.slot for each in fleet.replicas.values()]
     system = _blocks(0)[:_SYSTEM_BLOCKS]
     for slot in slots:

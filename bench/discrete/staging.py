@@ -12,12 +12,12 @@ from router.agent_client import AgentError
 from warmroute_common.agent_protocol import Lora, MoveReply, MoveRequest, MoveStatus, PrefetchReply
 
 _CALL_S: Final = 0.002
-"""An agent's answer to a call takes so long, beside what it waits for."""
+"""Time that an agent takes to answer a call, without what it waits for."""
 _WINDOW: Final = 4
 """Chunks that are on their way from one replica to another together."""
 _LOAN_PIN_S: Final = 10.0
 KV_BYTES_PER_TOKEN: Final = 131_072
-"""Of a model of 8 billion parameters: so that rates in bytes mean what they mean to people."""
+"""KV of a model with 8 billion parameters, so that rates in bytes are realistic."""
 
 
 class Network:
@@ -31,7 +31,7 @@ class Network:
     def arrival_s(
         self, source: ModelReplica, destination: ModelReplica, tokens: int, now_s: float
     ) -> float:
-        """Send so many tokens' KV; return when it will have come."""
+        """Send the KV of this many tokens; return when it will have arrived."""
         leaves_s = max(now_s, self._sends_until_s.get(source.slot, 0.0))
         sent_s = leaves_s + tokens / source.machine.rates.peer_tokens_per_s
         comes_s = max(leaves_s, self._receives_until_s.get(destination.slot, 0.0))

@@ -2,7 +2,7 @@
 
     python -m bench.engine --json bench/results/engine.json
 
-Every figure stands beside its limit, measured in the same run, in turns: a
+Every figure is compared with its limit, measured in the same run, in turns: a
 memcpy for the cpu tier, one file written and read from end to end for the
 disk tier, a plain dict for the index. The cpu tier needs vLLM and torch, and
 is left out, saying so, where they are not installed. Takes some minutes and,

@@ -1,4 +1,4 @@
-"""What `bench.engine` measures, case by case, beside a limit measured in the same moments."""
+"""What `bench.engine` measures, case by case, compared with a limit measured at the same time."""
 
 import statistics
 import time

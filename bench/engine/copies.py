@@ -1,4 +1,4 @@
-"""The cpu tier beside memcpy: copies between vLLM's KV cache and the pool."""
+"""The cpu tier compared with memcpy: copies between vLLM's KV cache and the pool."""
 
 import ctypes
 import random

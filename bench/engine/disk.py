@@ -1,4 +1,4 @@
-"""The disk tier beside one plain file: puts, gets and promotions, warm and cold."""
+"""The disk tier compared with one plain file: puts, gets and promotions, warm and cold."""
 
 import itertools
 import mmap
@@ -24,7 +24,7 @@ _TIMEOUT_S: Final = 120.0
 
 
 class WatchedTier(DiskTier):
-    """A disk tier that says when so many chunks were put: asking would take the processor."""
+    """A disk tier that signals when N chunks were put: polling would take the processor."""
 
     def __init__(self, root: Path, chunk_bytes: int, capacity_chunks: int) -> None:
         capacity_bytes = capacity_chunks * (chunk_bytes + SEAL_BYTES)
@@ -183,7 +183,7 @@ def _puts(rig: DiskRig, name: str, rounds: int, end: Step | None) -> Case:
 
 
 def gets(root: Path, name: str, chunks: int, chunk_bytes: int, rounds: int) -> Iterator[Case]:
-    """Measure the promotion of so many chunks at once, out of the page cache and cold.
+    """Measure the promotion of N chunks at once, out of the page cache and cold.
 
     ``root`` need not exist yet.
     """

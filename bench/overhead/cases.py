@@ -28,7 +28,7 @@ class PromptKind:
     """Prompts of one size: never seen before, or the turns of conversations."""
 
     chars: int
-    """Of the last turn's text; it is ASCII, so as many bytes."""
+    """Length of the last turn's text; it is ASCII, so also its bytes."""
     turns: int = 1
 
 
@@ -49,7 +49,7 @@ class Case:
     answer: AnswerForm
     requests: int
     tokens: int = SHORT_TOKENS
-    """Of an answer."""
+    """Events of an answer."""
     rate_per_s: float | None = None
     """Requests are sent at this rate; None: as fast as all connections can."""
 
@@ -71,7 +71,7 @@ class Case:
 
 
 def slow(prompt: str, streams: int, events: int) -> Case:
-    """Return the case in which so many slow streams are open at once.
+    """Return the case in which this many slow streams are open at once.
 
     They begin one after the other, over a good third of the time that one takes.
     """
@@ -149,7 +149,7 @@ def sequences(case: Case, lines: Sequence[str], draw: random.Random) -> Sequence
 
 
 def _turns(case: Case, lines: Sequence[str], draw: random.Random) -> Iterator[bytes]:
-    """Yield the bodies of one conversation; its answers are not those that will be given."""
+    """Yield the bodies of one conversation; its answers differ from the real ones."""
     turn_chars = case.kind.chars // case.kind.turns
     answer_chars = round(_ANSWER_SHARE * turn_chars) if case.kind.turns > 1 else 0
     messages: list[dict[str, str]] = []

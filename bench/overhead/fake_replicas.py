@@ -190,7 +190,7 @@ class Replica:
 
     clock: StreamClock
     handlers: Mapping[bytes, Handler]
-    """By path, of what is asked beside completions."""
+    """Answers by path, other than completions."""
     note: Callable[[bytes], None]
     """Called with the body of each completion, when its answer is on its way."""
 
@@ -373,7 +373,7 @@ def _stored_event(known: Known, keys: "array[int]", first: int) -> dict[str, obj
 
 
 def handlers(tokenizer: Path, stream: KvEventPublisher) -> Mapping[bytes, Handler]:
-    """Return what such a replica answers beside completions."""
+    """Return what such a replica answers, other than completions."""
     reader = PromptReader.load(tokenizer)
     source = {"endpoint": stream.endpoint, "replay_endpoint": stream.replay_endpoint, "topic": ""}
 

@@ -26,9 +26,9 @@ class Sample:
     stream_bytes: float | None
     """Memory that each open stream adds; None where too few were open."""
     load_cpu_s: float
-    """Of the load generator."""
+    """CPU seconds of the load generator."""
     replicas_cpu_s: float
-    """Of the fake replicas."""
+    """CPU seconds of the fake replicas."""
     first_p50_s: float | None
     """To the first byte of an answer's body; None without any."""
     first_p99_s: float | None
@@ -91,7 +91,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One contender in one case. What cannot be said is None."""
+    """One contender in one case. An unknown figure is None."""
 
     contender: str
     rounds: int

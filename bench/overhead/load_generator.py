@@ -41,7 +41,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The file of them."""
     answer: AnswerForm
     tokens: int
-    """Of an answer."""
+    """Events of an answer."""
     rate_per_s: float | None
     connections: int
     """Requests under way at once, where there is no rate."""
@@ -58,7 +58,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     first_error: str | None
     elapsed_s: float
     cpu_s: float
-    """Of the load generator itself."""
+    """CPU seconds of the load generator itself."""
     late_s: tuple[float, ...]
     """How much later than due each request with a time was taken up."""
 
@@ -69,7 +69,7 @@ class Line(msgspec.Struct, kw_only=True, omit_defaults=True):
     ready: bool = False
     """It could begin."""
     open: int | None = None
-    """The last request with a time has been sent; so many are under way."""
+    """The last timed request has been sent; this many are in flight."""
     done: Outcome | None = None
 
 
@@ -270,7 +270,7 @@ class Sent:
 
 
 async def flood(ask: Ask, sequences: Sequences, connections: int, sent: Sent) -> None:
-    """Send everything, with so many requests under way at once.
+    """Send everything, with this many requests in flight at once.
 
     The sequences are shared among the connections; inside one the next request
     follows the answer.

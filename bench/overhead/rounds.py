@@ -125,7 +125,7 @@ def measure(
 def _generator(plan: Plan) -> Iterator[Callable[[Callable[[int], None]], Outcome]]:
     """Start a load generator; yield what lets it begin and returns its outcome.
 
-    That is given what is to be called when all requests with a time are sent,
+    It gets a function to call when all timed requests are sent,
     with how many of them are under way.
     """
     command = [sys.executable, "-m", "bench.overhead.load_generator"]
@@ -173,7 +173,7 @@ _WARM_UP_AT_ONCE: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Ground:
-    """What runs in a round beside the contenders."""
+    """What else runs in a round, next to the contenders."""
 
     group: ProcessGroup
     directory: Path

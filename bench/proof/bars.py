@@ -1,6 +1,6 @@
 """What the proof must show, and whether it does. Pure.
 
-A bar is met by the estimate; whether the whole interval meets it is told beside.
+A bar is met by the estimate; the table also says whether the whole interval meets it.
 """
 
 from collections.abc import Iterator, Sequence

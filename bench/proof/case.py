@@ -25,7 +25,7 @@ With less, agents' running requests need more KV memory than there is before pre
 scarce. Blocks are the traces' own.
 """
 ALSO_BOUNDS_S: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
-"""Shares of requests that meet these are kept beside the one that goodput is of."""
+"""Shares of requests that meet these are kept too, besides that of goodput."""
 LABEL_TOLERANCE: Final = 0.03
 """How far a measured load may lie from the one that a case is called by, as a share of it."""
 
@@ -80,7 +80,7 @@ class Case:
 
     @property
     def machine(self) -> Machine:
-        """What each replica has and how fast it is."""
+        """Size and speed of each replica."""
         return replace(
             MACHINE,
             rates=replace(MACHINE.rates, disk_tokens_per_s=DISK_TOKENS_PER_S[self.disk]),

@@ -76,7 +76,7 @@ LEADING: Final = {
 is the best."""
 SEARCH: Final = Search(low=0.4, high=1.1, tolerance=0.06)
 LONG_PAUSES: Final = 5.0
-"""Agents that pause so many times as long keep a working set of several times all RAM."""
+"""Agents with pauses longer by this factor keep a working set of several times all RAM."""
 
 
 def all_cases(names: Iterable[str]) -> list[Case]:

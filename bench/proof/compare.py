@@ -186,7 +186,7 @@ class Earned:
     """One mechanism everywhere."""
 
     name: str
-    """Of the mechanism; of the variant, where that is something else than without or with one."""
+    """Name of the mechanism, or of the variant if it is not with or without one."""
     is_mechanism: bool
     effects: tuple[Effect, ...]
 
@@ -202,7 +202,7 @@ class Earned:
 
     @property
     def verdict(self) -> Literal["keep", "lose", ""]:
-        """Whether it keeps its place, or would deserve one; of what is no mechanism nothing."""
+        """Whether the mechanism keeps its place or deserves one; empty for other variants."""
         if not self.is_mechanism:
             return ""
         return "keep" if self.earns_in > 0 and self.costs_in == 0 else "lose"

@@ -1,6 +1,6 @@
 """The figures of one run and over seeds: TTFT, intervals, goodput. Pure; times in model seconds.
 
-The same requests are reported for every contender: those that an ideal fleet has due after the
+The same requests are reported for every contender: the ones that an ideal fleet has due after the
 warm-up (`bench.workloads.offered`), at whatever time this contender had them due. If they were
 chosen by the contender's own times, one that answers late would be asked less and report less.
 
@@ -111,7 +111,7 @@ class Clustered:
 
 
 def within_seed(ours: Clustered, theirs: Clustered, *, share: float, seed: int) -> Estimate | None:
-    """Return the ratio of two runs' quantiles, its interval by drawing sessions anew.
+    """Return the ratio of two runs' quantiles, its interval by resampling sessions.
 
     None where a quantile is infinite, in the runs or in a resample.
     """
@@ -176,7 +176,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One contender, one workload, one seed. A quantile of None is infinite: so many failed."""
+    """One contender, one workload, one seed. A quantile of None is infinite: too many failed."""
 
     requests: int
     """Reported ones."""

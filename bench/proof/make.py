@@ -30,7 +30,7 @@ class Finished(Protocol):
 
 
 Tell = Callable[[int, int, Ran], None]
-"""Is told of each run as it ends: how many are done, of how many, and the run."""
+"""Called when a run ends, with the number done, the total, and the run."""
 
 
 def tasks(case: Case) -> list[Task]:
@@ -89,7 +89,7 @@ UNFINISHED: Final = Path(".warmroute/proof")
 
 @dataclass(frozen=True, kw_only=True)
 class Maker:
-    """What all cases are made with."""
+    """Inputs of all cases."""
 
     tree: Tree
     store: Store
@@ -188,7 +188,7 @@ def require_traces(cases: Sequence[Case], traces: Mapping[str, Path]) -> None:
 
 
 def teller(say: Callable[[str], None]) -> Tell:
-    """Return what tells of a case's runs as they end, and when the rest will be done."""
+    """Return a reporter of a case's runs as they end, and of the time left."""
     began_s, done_before = time.monotonic(), -1
 
     def tell(done: int, all_: int, ran: Ran) -> None:

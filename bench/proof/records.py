@@ -1,4 +1,4 @@
-"""Records kept beside a result: a line of JSON for each contender, a column for each field."""
+"""Records of a result, in their own file: a line of JSON for each contender, a column per field."""
 
 import lzma
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ class Columns:
     contender: str
     seed: int
     number: list[int]
-    """Of the workload: the same for every contender."""
+    """Number in the workload: the same for every contender."""
     turn: list[int]
     due_s: list[float]
     """To a tenth of a second."""

@@ -55,7 +55,7 @@ class Definition:
     sources: str
     """Digest of the sources that a run uses."""
     traces: dict[str, Trace]
-    """Files by workload: those that the case reads."""
+    """Files that the case reads, by workload."""
 
     @property
     def digest(self) -> str:
@@ -65,7 +65,7 @@ class Definition:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptRecords:
-    """The file beside a result."""
+    """The file with the records of a result."""
 
     file: str
     sha256: str
@@ -98,7 +98,7 @@ class Result:
 def result(
     definition: Definition, rans: Sequence[Ran], *, machine: Mapping[str, Any], records: bytes
 ) -> Result:
-    """Return what is kept of a case's runs; ``records`` is the file beside it, or empty.
+    """Return what is kept of a case's runs; ``records`` is the file with its records, or empty.
 
     Raises `BenchError` where a workload was not the same for all contenders.
     """
@@ -234,7 +234,7 @@ def _pretty(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Store:
-    """The results, a JSON file for each case with its records beside."""
+    """The results: for each case a JSON file, and a file with its records."""
 
     directory: Path
 
@@ -270,7 +270,7 @@ class Store:
         return made
 
     def records(self, made: Result) -> list[Columns]:
-        """Return the records beside a result; raise `BenchError` where they were changed."""
+        """Return the records of a result; raise `BenchError` where they were changed."""
         if made.records is None:
             return []
         path = self.directory / made.records.file

@@ -106,7 +106,7 @@ class Outcome(Protocol):
 
     @property
     def counts(self) -> Mapping[str, float]:
-        """What the driver counted beside them."""
+        """What else the driver counted."""
 
 
 class Play(Protocol):
@@ -118,7 +118,7 @@ class Play(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What runs need beside their case."""
+    """What runs need besides their case."""
 
     offer: Offer
     play: Play
@@ -168,7 +168,7 @@ class Ran:
     seed: int
     plays: tuple[Played, ...]
     columns: Columns | None
-    """Of the case's first seed, where one load was asked for."""
+    """Workload of the case's first seed, if the case has one load."""
     took_s: float
     """By the clock."""
 

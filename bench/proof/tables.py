@@ -80,7 +80,7 @@ def plain(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 Results = Sequence[Result]
 
 PLOTS: Final = {"goodput": "goodput.png", "ttft": "ttft.png", "p90": "p90.png"}
-"""Files beside the results, by what they show."""
+"""Files in the folder of the results, by what they show."""
 _SETS: Final = {
     "headline": ("headline", "goodput"),
     "regimes": ("headline", "regimes"),
@@ -246,7 +246,7 @@ def _p90_and_failed(result: Result, name: str) -> list[str]:
 
 
 def _streaming(results: Results) -> str:
-    """Return a row for each contender: the mixture as it is beside the same one all streamed."""
+    """Return a row for each contender: the mixture, as it is and all streamed."""
     ordered = sorted(results, key=lambda each: (each.case.load or 0.0, each.case.all_streamed))
     head = ["p90 of TTFT"]
     head += [
@@ -294,7 +294,7 @@ _MAKERS: Final[Mapping[str, Callable[[Results], str]]] = {
 PAGES: Final = ("README.md", "docs/benchmarks.md", f"{RESULTS}/README.md")
 """The texts with marked parts, from the project's root."""
 PLOT_PREFIX: Final = "plot-"
-"""Of the names of marks whose part is a picture."""
+"""Prefix of the marks whose part is a picture."""
 _MARK: Final = re.compile(r"^<!-- (/?)proof:([\w-]+) -->$", re.MULTILINE)
 _ALT: Final = {
     "goodput": "share of requests whose first token is in time, over load",

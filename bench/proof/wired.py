@@ -12,7 +12,7 @@ from bench.workloads.offered import offered
 from bench.workloads.session import Session
 
 SLOWDOWN: Final = 2.0
-"""How many times as long the slow replica takes."""
+"""Factor by which the slow replica is slower."""
 DIES_AT: Final = 0.25
 """Where in the reported window a replica dies, and where it returns."""
 RETURNS_AT: Final = 0.5

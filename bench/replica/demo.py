@@ -83,7 +83,7 @@ def sample(row: str, answer: Answer, *, directly: str | None = None) -> Sample:
 
 
 def lies_in(matched: Mapping[str, int], tier: str, least_tokens: int) -> bool:
-    """Return whether so much of a prompt is matched, and ``tier`` is the fastest of its tiers."""
+    """Return whether this much of a prompt is matched, and ``tier`` is the fastest of its tiers."""
     fastest = next((name for name in ("gpu", "cpu", "disk") if matched.get(name)), None)
     return fastest == tier and sum(matched.values()) >= least_tokens
 

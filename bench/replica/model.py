@@ -67,7 +67,7 @@ SPECIAL_TOKENS = (
     "<|tool|>",
 )
 
-# Raised when anything that is written changes, so that an older model is made anew.
+# Raised when anything that is written changes, so that an older model is made again.
 _RECIPE = 1
 _SEED = 20_250_101
 _TRAINING_BYTES = 4_000_000

@@ -26,7 +26,7 @@ def library_files() -> list[Path]:
 
 
 def estimate_tokens(text: str) -> int:
-    """Return about how many tokens ``text`` has, for want of a tokenizer."""
+    """Return about how many tokens ``text`` has, without a tokenizer."""
     return round(len(text) / CHARS_PER_TOKEN)
 
 

@@ -49,7 +49,7 @@ _BODY_PIECES: Final = 8
 _BODY_PAUSE_S: Final = 0.4
 _READ_BYTES: Final = 1024
 _RECEIVE_BYTES: Final = 4096
-"""Of each client's socket: the router soon cannot send what a slow client does not read."""
+"""Receive buffer of a client: the router soon cannot send what a slow client does not read."""
 
 
 class Manner(StrEnum):

@@ -67,7 +67,7 @@ _COPIES_FLOW_S: Final = 0.1
 _MOST_HELD_NS: Final = 1_000_000
 _HELD_SHARE: Final = 0.999
 _SETTLED_S: Final = 60.0
-"""A process must live so long after the settling for its memory to be judged."""
+"""A process must live this long after settling before its memory is judged."""
 _SHOWN_CALLS: Final = 20
 
 
@@ -80,7 +80,7 @@ class EngineSoak(LongRun):
     seed: int = 1
     fault_every_s: float = 8.0
     slots: int = 2048
-    """Of each engine's pool."""
+    """Size of each engine's pool."""
     disk_chunks: int = 3000
     """That each disk tier may hold."""
     conversations: int = 120
@@ -88,7 +88,7 @@ class EngineSoak(LongRun):
     and few enough to fill its tables soon after a clear. A tier is cleared at random, twice a
     minute: if tables took minutes to fill, memory would depend on the time of the last clear."""
     requests_per_s: float = 10.0
-    """Of each engine."""
+    """Size of each engine's disk."""
     controls_per_s: float = 8.0
     """Calls of routers and operators, to all engines together."""
 

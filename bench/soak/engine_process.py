@@ -44,7 +44,7 @@ _EVENTS: Final = 2048
 _QUIET_S: Final = 60.0
 _POLL_S: Final = 0.1
 _M_ARENA_MAX: Final = -8
-"""Of the C library's ``malloc.h``."""
+"""Constant of the C library's ``malloc.h``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -293,7 +293,7 @@ class RedisServer:
         return self._process.pid
 
     async def flap(self, lasts_s: float) -> None:
-        """Stop it and let it continue, several times a second, for so long."""
+        """Stop it and let it continue, several times a second, for this time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(lasts_s):
                 await stop_repeatedly(self.pid, stopped_s=_STOPPED_S, runs_s=_RUNS_S)

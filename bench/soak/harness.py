@@ -131,7 +131,7 @@ class Sample:
     """Since the watch began."""
     rss_bytes: int
     own_bytes: int
-    """What the process has allocated (anonymous memory). The rest are pages of program files:
+    """Memory that the process has allocated (anonymous). The rest are pages of program files:
     the kernel drops them when others want memory, and they return one by one."""
     fds: int
 
@@ -250,7 +250,7 @@ def bad_lines(logs: Iterable[Path], *, allowed: str | None = None) -> list[str]:
 
 @dataclass(kw_only=True)
 class Result:
-    """What a soak has shown."""
+    """The result of a soak."""
 
     verdicts: list[Verdict]
     report: dict[str, Any]

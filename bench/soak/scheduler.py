@@ -25,7 +25,7 @@ _STEPS_FOR_ROOM: Final = 40
 _EXAMPLES: Final = 10
 PAGE_BYTES: Final = 4096
 LONGEST_CHUNKS: Final = 48
-"""Of a prompt."""
+"""Chunks of a prompt."""
 _DIGEST_BYTES: Final = 64
 
 
@@ -59,7 +59,7 @@ class Counts:
     loaded_chunks: int = 0
     """Compared before they were copied, and again after."""
     promoted_chunks: int = 0
-    """Of these, brought up from a lower tier for the request."""
+    """The ones of these that were promoted from a lower tier for the request."""
     wrong_chunks: int = 0
     stored_chunks: int = 0
     failed_stores: int = 0

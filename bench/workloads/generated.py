@@ -29,11 +29,11 @@ from typing import Final
 from bench.workloads.session import BLOCK_TOKENS, Session, Span, Turn
 
 _GOES_ON: Final = 0.37
-"""Chance that a request goes on with a chat."""
+"""Chance that a request continues a chat."""
 _REQUESTS_BETWEEN: Final = 420
-"""Requests that come before a chat goes on, median."""
+"""Requests that come before a chat continues, median."""
 _KEPT: Final = 20_000
-"""Requests after which none goes on with a chat any more."""
+"""Requests after which none continues a chat."""
 _MOST_BLOCKS: Final = 240
 
 

@@ -64,7 +64,7 @@ class IdealRun:
     """Answers sessions in order of their starts.
 
     Which session comes first decides what is found; when they come does not.
-    A prompt is found as far as it was sent before, be it still being computed.
+    A prompt is found as far as it was sent before, even if it is still being computed.
     Only first prompts can be found in other sessions: later ones begin with an
     answer's own text.
     """

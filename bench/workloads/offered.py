@@ -52,7 +52,7 @@ class Offered:
     are compared on these: the same ones, whenever a fleet had them due.
     """
     real_load: float
-    """Prefill that an infinite cache leaves, over what the fleet can prefill beside its decodes.
+    """Prefill that an infinite cache leaves, over what the fleet can prefill next to its decodes.
 
     In the window, as the share of the replicas' time that both take; see
     `bench.workloads.pacing`.

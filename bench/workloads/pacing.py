@@ -34,7 +34,7 @@ _TRIALS: Final = 8
 _WHOLE_STEPS: Final = 4
 """Trials after which the gap is moved by half of what seems to be missing."""
 _BEGINNINGS: Final = 6
-"""Of the window, each later than the one before by half of the warm-up."""
+"""Starts of the window, each later than the one before by half of the warm-up."""
 _PROBED: Final = 1_000
 """Sessions whose lengths and loads are looked at before any has a start."""
 _FARTHEST: Final = 1.5
@@ -52,7 +52,7 @@ class Planned:
     """It starts in mean gaps, not in seconds."""
     turns: Sequence[IdealTurn]
     work_s: float
-    """Of one replica; see `work_s`."""
+    """Work of one replica; see `work_s`."""
 
     @property
     def length_s(self) -> float:
@@ -78,7 +78,7 @@ class Window:
     dues: Sequence[Due]
     """All requests that are due before the end."""
     first: int
-    """Of the dues, the first that is reported."""
+    """Index of the first request that is reported."""
     begin_s: float
     end_s: float
     load: float
@@ -149,7 +149,7 @@ class Pacer:
         Raises `BenchError` where that is off by more than `TOLERANCE`.
         """
         # Where single requests weigh much, loads jump to and fro: then the window
-        # begins later, and the search anew.
+        # begins later, and the search starts again.
         found: list[_Trial] = []
         for later in range(_BEGINNINGS):
             found.append(self._search(load, later / 2))
@@ -244,7 +244,7 @@ class Pacer:
         )
 
     def _plan(self, count: int) -> None:
-        """Have so many sessions answered."""
+        """Have this many sessions answered."""
         while len(self._planned) < count:
             session = next(self._sessions)
             turns = self._ideal.answer(session)

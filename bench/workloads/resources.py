@@ -85,7 +85,7 @@ def measure(window: Window, *, replicas: int, machine: Machine) -> Usage:
 
 
 def decoding(tokens_per_s: float, rates: Rates, *, time_left: float = 1.0) -> float:
-    """Return how many sequences decode at once on a replica that gives so many tokens.
+    """Return how many sequences decode at once on a replica that gives this many tokens.
 
     ``time_left`` is the share of its time that prefill leaves to the steps
     themselves. Infinite where decodes take longer than they come.
@@ -97,7 +97,7 @@ def decoding(tokens_per_s: float, rates: Rates, *, time_left: float = 1.0) -> fl
 
 
 def crowded_decoding(tokens_per_s: float, load: float, rates: Rates, shape: Shape) -> float:
-    """Return the same beside prefill of a load: each step takes the longer, at most a full one."""
+    """Return the same next to prefill of a load: each step takes the longer, at most a full one."""
     full_s = shape.max_batched_tokens / rates.prefill_tokens_per_s
     left = 1 - tokens_per_s * rates.decode_s_per_sequence
     at_most = tokens_per_s * (full_s + rates.step_s) / left if left > 0 else math.inf
@@ -112,7 +112,7 @@ class Contents:
 
     def __init__(self, window: Window) -> None:
         self.tokens: dict[int, int] = {}
-        """Of each text, by its number; what only one session says later has negative ones."""
+        """Tokens of each text, by its number; text of a single session has negative numbers."""
         self.first: list[Sequence[int]] = []
         """The texts of each session's first prompt."""
         self.grown: list[Sequence[int]] = []
@@ -133,7 +133,7 @@ class Contents:
 def held_tokens(window: Window, contents: Contents, *, step_s: float, replicas: int) -> float:
     """Return how many tokens the requests under way hold on all GPUs, on average.
 
-    Of a text that m of the n requests hold there are as many copies as m
+    A text that m of the n requests hold has as many copies as m
     requests need that lie together, n/replicas on each; at least one.
     """
     if not math.isfinite(step_s):

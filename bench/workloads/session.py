@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 BLOCK_TOKENS: Final = 512
-"""Of the spans that traces and generated documents consist of."""
+"""Size of the spans that traces and generated documents consist of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ _FIELDS: Final = '"session_id", "input_length", "output_length" and "hash_ids"'
 def read_agents(path: Path) -> list[Session]:
     """Return a file's sessions, all starting at 0.
 
-    Raises `BenchError` for a file that cannot be read or a line that is no turn.
+    Raises `BenchError` for a file that cannot be read or a line that is not a turn.
     """
     turns: dict[str, list[Turn]] = {}
     for where, line in json_lines(path):

@@ -123,7 +123,7 @@ class GpuCache:
 
 
 class RequestBlocks:
-    """A `GpuCache` with the requests that hold its blocks, and the events that tell of it."""
+    """A `GpuCache` with the requests that hold its blocks, and the events that report it."""
 
     def __init__(self, shape: Shape) -> None:
         self.cache = GpuCache(shape.gpu_blocks)
@@ -141,7 +141,7 @@ class RequestBlocks:
     def has_room(self, request: SimRequest, matched: int) -> bool:
         """Whether a request's whole prompt finds blocks, ``matched`` of which are there.
 
-        What answers will take is not kept free, as in vLLM.
+        As in vLLM, no room is reserved for answers.
         """
         new = self._shape.blocks(request.prefill_end) - matched
         taken = self.cache.idle_among(request.block_keys[:matched])
@@ -156,11 +156,11 @@ class RequestBlocks:
         request.computed = matched * self._shape.block_tokens
 
     def lacking(self, request: SimRequest, tokens: int) -> int:
-        """Return how many blocks a request has too few for so many tokens."""
+        """Return how many more blocks a request needs for this many tokens."""
         return max(0, self._shape.blocks(tokens) - request.num_blocks)
 
     def grow(self, request: SimRequest, tokens: int) -> bool:
-        """Let a request hold blocks for so many tokens; False, and nothing, without room."""
+        """Let a request hold blocks for this many tokens; False, unchanged, without room."""
         count = self.lacking(request, tokens)
         if not count:
             return True
@@ -179,7 +179,7 @@ class RequestBlocks:
         return max(1, rows * self._shape.block_tokens)
 
     def publish(self, request: SimRequest, tokens: int) -> None:
-        """Give a request's blocks up to so many tokens their keys: others may use them."""
+        """Give a request's blocks, up to this many tokens, their keys: others may use them."""
         end = tokens // self._shape.block_tokens
         first = request.published
         if end <= first:
@@ -190,7 +190,7 @@ class RequestBlocks:
                 request.held.append(key)
                 request.unkeyed -= 1
             else:
-                # Another request has computed the same: what is new goes on after it.
+                # Another request has computed the same: the new part continues after it.
                 if first < index:
                     self._events.append(GpuBlocksStored(request, first, index))
                 first = index + 1

@@ -58,7 +58,7 @@ class Rates:
         )
 
     def slowed(self, factor: float) -> "Rates":
-        """Return the speeds of a replica whose computing takes ``factor`` times as long."""
+        """Return the speeds of a replica that computes more slowly by ``factor``."""
         return replace(
             self,
             prefill_tokens_per_s=self.prefill_tokens_per_s / factor,
@@ -114,7 +114,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a modelled replica has and how fast it is."""
+    """Size and speed of a modelled replica."""
 
     shape: Shape = field(default_factory=Shape)
     rates: Rates = field(default_factory=Rates)

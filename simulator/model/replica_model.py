@@ -401,14 +401,14 @@ class ReplicaModel:
             self._batch.join(request)
 
     def _admit_waiting(self, now_s: float) -> None:
-        """Admit from the head of the queue, passing over those that wait for lower tiers."""
+        """Admit from the head of the queue, passing over requests that wait for lower tiers."""
         skipped: list[SimRequest] = []
         while self.waiting and self._batch.may_grow:
             request = self.waiting[0]
             gpu_blocks = self.blocks.match(request)
             has_room = self.blocks.has_room(request, gpu_blocks)
             if not has_room and request.is_looked_up:
-                break  # a long prompt's lookup takes its time, and would be in vain
+                break  # a long prompt's lookup takes time, and would have no effect
             request.is_looked_up = True
             found = self._tiers.find(request, gpu_blocks * self.shape.block_tokens)
             if found is None:

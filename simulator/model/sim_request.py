@@ -33,7 +33,7 @@ class SimRequest:
     chunk_keys: Sequence[bytes] = ()
     """Keys of the full chunks of prompt and output, first to last."""
     emit_every: int = 0
-    """The caller wants to hear of the first token, then of every so many; 0: of the end only."""
+    """The caller hears of the first token, then of every n-th; 0: of the end only."""
 
     arrived_s: float = 0.0
     first_token_s: float | None = None

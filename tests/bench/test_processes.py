@@ -1,4 +1,4 @@
-"""What /proc tells of processes."""
+"""What /proc reports of processes."""
 
 import os
 import subprocess

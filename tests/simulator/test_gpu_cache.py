@@ -9,7 +9,7 @@ from tests.simulator.helpers import keys
 
 
 def filled(cache: GpuCache, name: str, count: int) -> list[bytes]:
-    """Compute a prompt of so many blocks and let it go; return what that evicted."""
+    """Compute a prompt of this many blocks and release it; return what that evicted."""
     evicted = cache.allocate(count)
     for key in keys(name, count):
         assert cache.publish(key)

@@ -73,5 +73,5 @@ def test_a_prompt_in_the_midst_of_its_prefill_gives_way_to_decodes_before_it() -
     run(sim)
     assert (early.preemptions, late.preemptions) == (0, 1)
     # b had 5 tokens of each step, until a took its fifth block in the eleventh; a's sixth
-    # was the last of those that b had filled.
+    # was the last block that b had filled.
     assert sim.totals.prefilled == 30 + 50 + (60 - 40)

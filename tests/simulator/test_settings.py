@@ -1,4 +1,4 @@
-"""What the command is told reaches the replicas, and the router's configuration."""
+"""The command's options reach the replicas and the router's configuration."""
 
 import dataclasses
 from pathlib import Path

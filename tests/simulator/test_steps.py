@@ -1,4 +1,4 @@
-"""How long a step takes: contexts that decodes read, copies beside it, noise."""
+"""How long a step takes: contexts that decodes read, concurrent copies, noise."""
 
 from simulator.model.lower_tier_view import NoLowerTiers
 from simulator.model.replica_model import ReplicaModel

@@ -84,7 +84,7 @@ class _PrefixTable:
         self._max_blocks = max_blocks
         self._ttl_s = ttl_s
         self._entries: dict[int, int] = {}
-        """Of a block, the number of its last sending, and below it the replicas' bits."""
+        """Per block: the number of its last sending, and below it the bits of the replicas."""
         self._sent: deque[_Sending] = deque()
         self._number = 0
 

@@ -28,7 +28,7 @@ class PrefixTree:
     """Which replicas were sent which blocks."""
 
     def __init__(self, replicas: int, max_blocks: int) -> None:
-        """Bound each replica's part to so many blocks, as of each `cut`."""
+        """Limit each replica's part to this many blocks, at each `cut`."""
         self._max_blocks = max_blocks
         self._parts = [_Part() for _ in range(replicas)]
         self._holders: dict[int, int] = {}
@@ -73,7 +73,7 @@ class PrefixTree:
 
     @staticmethod
     def _go_on(part: _Part, blocks: Sequence[int], depth: int) -> None:
-        """Note where a prompt with new blocks leaves those that the part had before."""
+        """Note where a prompt with new blocks leaves the blocks that the part had before."""
         part.ends[blocks[-1]] = blocks
         if depth and part.ends.pop(blocks[depth - 1], None) is None:
             part.forks[blocks[depth - 1]] = part.forks.get(blocks[depth - 1], 0) + 1

@@ -47,7 +47,7 @@ from bench.discrete.rules.rule import Asked, CountingRule, Rule
 
 
 class PowerOfTwo(CountingRule):
-    """Of two replicas drawn by chance, the one with fewer requests in flight.
+    """Take the less loaded of two replicas that are drawn at random.
 
     vllm-router 0.1.17, `src/policies/power_of_two.rs`; equal load goes to the first drawn.
     """
@@ -112,7 +112,7 @@ class ConsistentHash(CountingRule):
     """
 
     def __init__(self, replicas: int, *, virtual_nodes: int = 160) -> None:
-        """Give each replica so many points on the ring."""
+        """Give each replica this many points on the ring."""
         super().__init__(replicas)
         self._ring = sorted(
             (_hash(f"{replica}:{point}"), replica)

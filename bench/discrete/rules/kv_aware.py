@@ -85,7 +85,7 @@ def reach(runs: Runs, bit: int, start: int = 0) -> int:
 
 
 class KvInformedRule(CountingRule):
-    """What rules have in common that take KV events of all tiers."""
+    """Base of the rules that take KV events of all tiers."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)
@@ -159,7 +159,7 @@ class KvAwareSessions(KvAware):
     """The same, but a session stays with its replica, however loaded, while that is healthy.
 
     vllm-router 0.1.17, `--kv-aware-session-affinity-ttl-secs` and the header `x-session-id`.
-    A session is forgotten after so long without a request in flight.
+    A session is forgotten after this time without a request in flight.
     """
 
     def __init__(self, replicas: int, *, ttl_s: float = 3600.0) -> None:

@@ -151,7 +151,7 @@ class LlmDAffinity(PrecisePrefixRule):
     ) -> None:
         """Take the plugins' defaults.
 
-        `prefill_tokens_per_s` is to be measured on the machine, says the plugin's guide; a
+        The plugin's guide says to measure `prefill_tokens_per_s` on the machine; a
         load over `full_load_tokens` is scored as that.
         """
         super().__init__(replicas)

@@ -47,7 +47,7 @@ class Rule(Protocol):
         """Note the first token of an answer that is streamed; of others there is none."""
 
     def finished(self, request_id: int, now_s: float) -> None:
-        """Note the end of an answer, be it whole or not."""
+        """Note the end of an answer, whole or not."""
 
     def stored(self, replica: int, tier: Tier, blocks: Sequence[int]) -> None:
         """Note that a replica's KV events say that a tier holds these blocks now."""
@@ -71,7 +71,7 @@ class InFlight:
         self._sent: dict[int, tuple[int, int]] = {}
 
     def sent(self, request_id: int, replica: int, prefill_tokens: int = 0) -> None:
-        """Count a request as sent to a replica that has so much to prefill for it."""
+        """Count a request as sent to a replica, with the tokens that it must prefill for it."""
         self.requests[replica] += 1
         self.prefill_tokens[replica] += prefill_tokens
         self._sent[request_id] = (replica, prefill_tokens)
@@ -96,7 +96,7 @@ class InFlight:
 
 
 class CountingRule:
-    """What rules have in common: they count their requests, and need not hear the replicas."""
+    """Base of the rules: they count their requests, and need no reports of the replicas."""
 
     def __init__(self, replicas: int) -> None:
         self.in_flight = InFlight(replicas)

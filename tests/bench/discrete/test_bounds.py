@@ -1,4 +1,4 @@
-"""What all contenders are measured by: a cache that all share, and a router that sees all."""
+"""The bounds of all contenders: a cache that all share, and as many replicas as requests."""
 
 import asyncio
 from dataclasses import replace

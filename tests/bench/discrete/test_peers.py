@@ -213,7 +213,7 @@ def test_each_rule_serves_a_fleet_whose_replica_dies_and_returns(name: str) -> N
         asyncio.get_running_loop().call_later(3.0, replicas[0].come_back)
         made = []
         for number in range(60):
-            # Answers are not streamed, so that each can be tried anew.
+            # Answers are not streamed, so that each can be tried again.
             made.append(
                 sent(
                     prompt(20 * (1 + number % 7), text=number % 5, answer=5),

@@ -138,7 +138,7 @@ class ScriptedLoop:
         self.timer = (when_s, run)
 
     def run_until(self, end_s: float, late_s: float = 0.0) -> None:
-        """Fire the timer whenever it is due, late by so much."""
+        """Fire the timer whenever it is due, late by this much."""
         while self.timer is not None and self.timer[0] + late_s <= end_s + 1e-9:
             due_s, run = self.timer
             self.timer = None
@@ -149,7 +149,7 @@ class ScriptedLoop:
 
 
 def stepped(clock: StreamClock, loop: ScriptedLoop, steps: int) -> list[float]:
-    """Add a stream of so many events; return when they come."""
+    """Add a stream of this many events; return when they come."""
     came_s: list[float] = []
 
     def step() -> bool:
@@ -213,7 +213,7 @@ class Published(KvEventPublisher):
 
 
 def turns(*words: int) -> list[bytes]:
-    """Bodies of one conversation, with so many words more in each turn."""
+    """Bodies of one conversation, with this many more words in each turn."""
     case = Case(prompt="1k", answer="piece", requests=len(words))
     said = [" ".join(WORDS[at : at + count]) for at, count in enumerate(words)]
     messages = [{"role": "user", "content": each} for each in said]

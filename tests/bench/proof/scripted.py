@@ -41,7 +41,7 @@ TTFT_S: Mapping[str, float] = {
     "shared-infinite-cache": 0.8,
     "no-queue": 0.3,
 }
-"""Of the first request at a load of 1, by contender."""
+"""TTFT of the first request at a load of 1, by contender."""
 AWAY = 1.5
 """Times that a peer takes on a workload where it is not among the leading ones."""
 NAMES = tuple(TTFT_S)

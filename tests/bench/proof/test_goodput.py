@@ -1,4 +1,4 @@
-"""The highest load at which nine in ten requests meet a bound."""
+"""The highest load at which 90% of the requests meet a bound."""
 
 import itertools
 

@@ -207,7 +207,7 @@ def use():
     all_used.wait()
 
 use_one_malloc_arena()
-bytearray(4 << 20)  # freed at once: from here on a block of a megabyte is no mapping of its own
+bytearray(4 << 20)  # freed at once: from here on a block of a megabyte has no mapping of its own
 before = own_bytes()
 threads = [threading.Thread(target=use) for _ in range(8)]
 all_used = threading.Barrier(len(threads) + 1)

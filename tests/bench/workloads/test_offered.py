@@ -74,7 +74,7 @@ def test_the_window_has_the_requests_asked_for_after_a_warm_up(workload: str) ->
     found = usual(workload, 0.8)
     records = ideal(found)
     assert [each.number for each in in_window(found, records)] == list(found.reported)
-    # Those that are due at the same moment as the last are in it, too.
+    # Requests that are due at the same moment as the last are in it, too.
     assert REQUESTS <= len(found.reported) < REQUESTS + 100
     assert sum(each.due_s < found.warm_up_s for each in records) >= 1_000
     starts_s = [each.start_s for each in found.sessions]

@@ -78,7 +78,7 @@ def test_generated_workloads_are_seeded_and_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_starts_are_in_mean_gaps(name: str) -> None:
-    """Of 40,000 sessions (400 bursts) the last starts after about so many gaps."""
+    """Of 40,000 sessions (400 bursts) the last starts after about this many gaps."""
     *_, last = islice(GENERATED[name](1), 40_000 if name == "burst" else 4_000)
     expected, spread = (40_000, 0.15) if name == "burst" else (4_000, 0.05)
     assert last.start_s == pytest.approx(expected, rel=spread)

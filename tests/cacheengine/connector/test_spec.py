@@ -125,12 +125,12 @@ def test_lossy_kv_never_meets_exact_kv(configured: Path, config: str, lossy: str
     [
         ("", {"groups": 2}, "2 KV cache groups .* --disable-hybrid-kv-cache-manager"),
         ("", {"blocks_per_chunk": 4}, "chunk_size: 256 tokens .* but 512 in vLLM's"),
-        ("", {"model": None}, "kv_connector: only WarmrouteConnector tells .* which weights"),
+        ("", {"model": None}, "kv_connector: the cache engine works only with WarmrouteConnector"),
         (
             "",
             {"model": {**MODEL, "hash_algorithm": "xxhash"}},
-            "single_tenant: false, .* is xxhash, with which a prompt can be made .*; start vLLM "
-            "with sha256 or sha256_cbor, or set single_tenant: true",
+            "single_tenant: is false, .*xxhash one can construct a prompt .*; start vLLM with "
+            "sha256 or sha256_cbor, or set single_tenant: true",
         ),
         ("max_local_cpu_size: 0.001", {}, "max_local_cpu_size: 0.001 GB does not hold one chunk"),
     ],
@@ -253,7 +253,7 @@ def test_a_replica_asks_for_the_fleet_secret_at_both_ports(
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen("http://{}:{}/info".format(*agent.address), timeout=20)
     channel = Channel.connect(server.address, timeout_s=20, connect_s=20)
-    with pytest.raises(protocol.TransferRefusedError, match="the fleet secret: it is asked for"):
+    with pytest.raises(protocol.TransferRefusedError, match="the fleet secret: this replica requires it"):
         protocol.greet(channel, "f" * 32, 32, None)
     channel.close()
     manager.shutdown()

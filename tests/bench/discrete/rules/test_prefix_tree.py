@@ -60,7 +60,7 @@ def test_what_is_left_of_a_prompt_that_was_cut_goes_next() -> None:
 
 
 def _grown(prompts: list[list[int]], chooser: random.Random, number: int) -> list[int]:
-    """Return a prompt that goes on from some point of one before, or a new one."""
+    """Return a prompt that continues an earlier one from some point, or a new one."""
     base = chooser.choice(prompts) if prompts else []
     keep = base[: chooser.randrange(len(base) + 1)]
     return keep + [number * 100 + at for at in range(chooser.randrange(1, 6))]

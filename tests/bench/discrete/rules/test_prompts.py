@@ -1,4 +1,4 @@
-"""What prompts have in common, against plain sets."""
+"""Common beginnings of prompts, compared with plain sets."""
 
 import random
 
